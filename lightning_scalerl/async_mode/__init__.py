@@ -1,0 +1,6 @@
+"""Axis `async_mode`: rules of one scheduler."""
+
+from lightning_scalerl.async_mode.base import AsyncMode
+from lightning_scalerl.async_mode.ppo_off_policy import OnPolicy, PPOOffPolicy
+
+__all__ = ["AsyncMode", "OnPolicy", "PPOOffPolicy"]

@@ -1,0 +1,48 @@
+"""PPO-off-policy-k and its special case, on-policy: generate for k steps, then take k steps."""
+
+from __future__ import annotations
+
+from lightning_scalerl.async_mode.base import AsyncMode
+from lightning_scalerl.choice import ConfigurationError
+
+
+class PPOOffPolicy(AsyncMode):
+    """Generate k * P groups with one version of the weights, then take k optimizer steps of P groups each.
+
+    The generator drains before every phase, so a batch is 0 to k - 1 steps stale.
+    Source: arXiv 2510.13786, section 2 (PPO-off-policy-k, k = B / B_hat).
+    """
+
+    def __init__(self, k: int) -> None:
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ConfigurationError(f"async_mode.k: {k!r} is not valid; a whole number of steps, 1 or more")
+        self.k = k
+
+    @property
+    def max_staleness(self) -> int:
+        """k - 1."""
+        return self.k - 1
+
+    @property
+    def drains(self) -> bool:
+        """True: generate everything, then train on it."""
+        return True
+
+    def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
+        """Only groups that train before the next version of the weights."""
+        return admission // (groups_per_step * self.k) <= completed_steps // self.k
+
+    def publishes(self, completed_steps: int) -> bool:
+        """At the border of every phase."""
+        return completed_steps % self.k == 0
+
+    def scheduled_staleness(self, completed_steps: int) -> int:
+        """Steps since the phase began."""
+        return completed_steps % self.k
+
+
+class OnPolicy(PPOOffPolicy):
+    """Each batch is sampled by the very weights that it trains."""
+
+    def __init__(self) -> None:
+        super().__init__(k=1)

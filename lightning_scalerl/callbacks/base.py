@@ -1,0 +1,16 @@
+"""What a callback needs to receive a run's records."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+from lightning.pytorch import Callback
+
+
+class Recorder(Callback):
+    """Receives every record of a run."""
+
+    @abstractmethod
+    def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        """`kind` is "train" or "eval", `step` counts completed optimizer steps."""

@@ -1,0 +1,93 @@
+"""Writes a run's journal: every record, flushed as it comes, with who the run is at its head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_scalerl.callbacks.base import Recorder
+from sweeps.journal import Journal, JournalView, read_journal
+
+
+class RunLog(Recorder):
+    """The journal `metrics.jsonl` in `run_dir`, beside it `semantics.json`.
+
+    Args:
+        run_dir: the run's directory; created if missing.
+        identity: fields of the header (run, curve, recipe, seed, ...); a script of one's own may leave it out.
+    """
+
+    def __init__(self, run_dir: str | Path, identity: Mapping[str, Any] | None = None) -> None:
+        self.run_dir = Path(run_dir)
+        self.identity = dict(identity or {})
+        self._journal: Journal | None = None
+        self._last_step = 0
+
+    @property
+    def journal(self) -> Journal:
+        """The open journal."""
+        if self._journal is None:
+            self._journal = Journal(self.run_dir)
+        return self._journal
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Header, or the note that the run goes on from a checkpoint and what the interruption threw away."""
+        from lightning_scalerl.semantics import header_fields, write_semantics
+
+        write_semantics(self.run_dir, pl_module)
+        self._last_step = pl_module.completed_steps
+        earlier = self._earlier()
+        if earlier is None:
+            self.journal.header(**header_fields(pl_module, self.identity))
+            return
+        lost = [record for record in earlier.records if record.step > self._last_step]
+        if lost:
+            newest = max(lost, key=lambda record: record.step).metrics
+            now = pl_module.meter.metrics()
+            pl_module.meter.wasted(
+                flops=newest["compute/flops"] - now["compute/flops"],
+                device_hours=newest["compute/device_hours"] - now["compute/device_hours"],
+            )
+        # Nothing trained yet: the starting evaluation is made again, so that one is void as well.
+        self.journal.resume(self._last_step if self._last_step else -1)
+
+    def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        """One line."""
+        self._last_step = step
+        self.journal.record(kind, step, metrics)
+
+    def checkpointed(self, step: int) -> None:
+        """A durable checkpoint covers everything up to `step`."""
+        self.journal.checkpoint(step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """The run is complete."""
+        if pl_module.completed_steps >= trainer.max_steps:
+            self.journal.end(self._last_step, "finished")
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """The run failed: its reason goes into the journal, which is flushed."""
+        if self._journal is None and not (self.run_dir / "metrics.jsonl").exists():
+            return
+        reason = f"{type(exception).__name__}: {exception}".splitlines()[0]
+        self.journal.end(self._last_step, "failed", reason)
+        self._close()
+
+    def _earlier(self) -> JournalView | None:
+        try:
+            return read_journal(self.run_dir)
+        except ValueError:
+            return None
+        except Exception as error:
+            if self.journal.path.stat().st_size == 0:
+                return None
+            raise error
+
+    def _close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None

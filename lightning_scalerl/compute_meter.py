@@ -1,0 +1,123 @@
+"""The compute meter: FLOPs and device hours of a run, cumulative, monotone, and continued after a resume.
+
+`compute/flops` counts generation and training; `compute/device_hours` is wall clock x devices from the first
+batch on, split into train, generate, checkpoint and idle (the rest). Evaluation is metered apart and on no
+axis: how often one looks must not move the curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_scalerl.clock import Clock, WallClock
+from lightning_scalerl.flops import FlopModel
+from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollout_stream import Event
+
+PHASES = ("train", "generate", "checkpoint", "evaluate")
+WASTED = ("flops", "device_hours")
+
+
+class ComputeMeter:
+    """Counts.
+
+    Args:
+        flop_model: the model's cost.
+        devices: how many devices the wall clock is multiplied with.
+        clock: injected.
+    """
+
+    def __init__(self, flop_model: FlopModel, devices: int = 1, clock: Clock | None = None) -> None:
+        self._flop_model = flop_model
+        self._devices = devices
+        self._clock = clock or WallClock()
+        self._flops = {"train": 0.0, "generate": 0.0, "evaluate": 0.0}
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._elapsed_before = 0.0
+        self._started: float | None = None
+        self._wasted = dict.fromkeys(WASTED, 0.0)
+        self._evaluating = False
+
+    def start(self) -> None:
+        """Wall clock counts from here."""
+        self._started = self._clock.now()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Attribute the time inside to a phase of `PHASES`."""
+        begin = self._clock.now()
+        outer, self._evaluating = self._evaluating, name == "evaluate"
+        try:
+            yield
+        finally:
+            self._evaluating = outer
+            self._seconds[name] += self._clock.now() - begin
+
+    def on_event(self, event: Event) -> None:
+        """Listen to a rollout stream or to an evaluation: generator steps cost FLOPs."""
+        if event.report is None:
+            return
+        report = event.report
+        flops = self._flop_model.prefill(report.prefill_tokens, report.prefill_context)
+        flops += self._flop_model.decode(report.decoded_tokens, report.decoded_context)
+        self._flops["evaluate" if self._evaluating else "generate"] += flops
+
+    def trained(self, batch: TrainBatch) -> None:
+        """One forward and backward pass over a batch."""
+        self._flops["train"] += self._flop_model.train(batch.lengths.tolist(), batch.completion_start.tolist())
+
+    def wasted(self, flops: float, device_hours: float) -> None:
+        """Work that an interruption threw away: reported apart, on no axis."""
+        self._wasted["flops"] += max(0.0, flops)
+        self._wasted["device_hours"] += max(0.0, device_hours)
+
+    def metrics(self) -> dict[str, float]:
+        """All compute axes and their parts, as of now."""
+        elapsed = self._elapsed_before
+        if self._started is not None:
+            elapsed += self._clock.now() - self._started
+        counted = max(0.0, elapsed - self._seconds["evaluate"])
+        busy = sum(self._seconds[phase] for phase in ("train", "generate", "checkpoint"))
+        hours = self._devices / 3600.0
+        values = {
+            "compute/flops": self._flops["train"] + self._flops["generate"],
+            "compute/flops_train": self._flops["train"],
+            "compute/flops_generate": self._flops["generate"],
+            "compute/device_hours": counted * hours,
+            "compute/device_hours_idle": max(0.0, counted - busy) * hours,
+        }
+        for phase in ("train", "generate", "checkpoint"):
+            values[f"compute/device_hours_{phase}"] = self._seconds[phase] * hours
+        for name in WASTED:
+            values[f"compute/wasted_{name}"] = self._wasted[name]
+        return values
+
+    def evaluation_metrics(self) -> dict[str, float]:
+        """What evaluation has cost: beside the axes."""
+        return {
+            "eval_cost/flops": self._flops["evaluate"],
+            "time/evaluate_s": self._seconds["evaluate"],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """All counts, the wall clock folded in."""
+        elapsed = self._elapsed_before
+        if self._started is not None:
+            elapsed += self._clock.now() - self._started
+        return {
+            "flops": dict(self._flops),
+            "seconds": dict(self._seconds),
+            "elapsed": elapsed,
+            "wasted": dict(self._wasted),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue counting from there."""
+        self._flops = dict(state["flops"])
+        self._seconds = dict(state["seconds"])
+        self._elapsed_before = state["elapsed"]
+        self._wasted = dict(state["wasted"])
+        if self._started is not None:
+            self._started = self._clock.now()

@@ -1,0 +1,108 @@
+"""From groups to a TrainBatch: filter -> advantage -> normalization -> tensors.
+
+A pure function of the groups and the choices, so that the same batch can be credited a second time with
+another choice: that is how a mechanism counter knows whether a variant changed anything (`mechanism`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_scalerl.rollout import Denominators, Group, TrainBatch
+
+
+def assemble(groups: list[Group], choices: Mapping[str, Any], max_new_tokens: int) -> TrainBatch:
+    """Credit groups and lay their rollouts out as tensors.
+
+    Args:
+        groups: the groups of one optimizer step, as sampled.
+        choices: by axis; `filter`, `advantage` and `normalization` are used.
+        max_new_tokens: the completion limit, for aggregations that divide by a constant.
+
+    Returns:
+        A batch of the groups that passed the filter; `groups` keeps all of them.
+    """
+    kept = [number for number, group in enumerate(groups) if choices["filter"].keep(group)]
+    rewards = [groups[number].rewards for number in kept]
+    advantages = choices["normalization"].scale([choices["advantage"].estimate(r) for r in rewards], rewards)
+    first_row = _offsets(groups)
+    rows = []
+    for number, credit in zip(kept, advantages, strict=True):
+        group = groups[number]
+        group_tokens = sum(_credited(rollout.forced) for rollout in group.rollouts)
+        for index, rollout in enumerate(group.rollouts):
+            rows.append((group, rollout, float(credit[index]), group_tokens, first_row[number] + index))
+    batch = _tensors(rows)
+    batch.groups = groups
+    batch.denominators = Denominators(
+        prompts=float(len(kept)),
+        samples=float(len(rows)),
+        tokens=float(batch.loss_mask.sum()),
+        max_tokens=float(max_new_tokens),
+    )
+    return batch
+
+
+def _credited(forced: list[bool]) -> int:
+    return len(forced) - sum(forced)
+
+
+def _offsets(groups: list[Group]) -> list[int]:
+    offsets, total = [], 0
+    for group in groups:
+        offsets.append(total)
+        total += len(group.rollouts)
+    return offsets
+
+
+def _tensors(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
+    count = len(rows)
+    longest = max((len(rollout.tokens) for _, rollout, *_ in rows), default=0)
+    sequences = [group.prompt_tokens + rollout.tokens for group, rollout, *_ in rows]
+
+    def padded(values: list[list[Any]], width: int, dtype: torch.dtype) -> Tensor:
+        table = [value + [0] * (width - len(value)) for value in values]
+        return torch.tensor(table, dtype=dtype).reshape(count, width)
+
+    rollouts = [rollout for _, rollout, *_ in rows]
+    forced = padded([rollout.forced for rollout in rollouts], longest, torch.bool)
+    lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.long)
+    sampled = (torch.arange(longest) < lengths.unsqueeze(1)) & ~forced
+    advantages = torch.tensor([credit for _, _, credit, *_ in rows], dtype=torch.float32)
+    return TrainBatch(
+        tokens=padded(sequences, max(map(len, sequences), default=0), torch.long),
+        lengths=torch.tensor([len(sequence) for sequence in sequences], dtype=torch.long),
+        completion_start=torch.tensor([len(group.prompt_tokens) for group, *_ in rows], dtype=torch.long),
+        generator_logprobs=padded([rollout.generator_logprobs for rollout in rollouts], longest, torch.float32),
+        weight_versions=padded([rollout.weight_versions for rollout in rollouts], longest, torch.long),
+        loss_mask=sampled.float(),
+        forced_mask=forced,
+        advantages=advantages.unsqueeze(1).expand(-1, longest).contiguous(),
+        sample_tokens=sampled.sum(1).float(),
+        group_tokens=torch.tensor([tokens for *_, tokens, _ in rows], dtype=torch.float32),
+        row=torch.tensor([row for *_, row in rows], dtype=torch.long),
+        denominators=Denominators(0.0, 0.0, 0.0, 0.0),
+    )
+
+
+def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Mapping[str, Any]) -> Tensor:
+    """d loss / d trainer_logprobs, (all rollouts of the groups, T): what each token weighs in the update.
+
+    Rollouts that the filter dropped weigh zero. Tokens are laid out by `batch.row`, so that two batches of the
+    same groups can be compared whatever each has kept.
+    """
+    logprobs = trainer_logprobs.detach().requires_grad_(True)
+    per_token = choices["loss"].per_token(
+        logprobs, choices["correction"].anchor(batch), batch.advantages, batch.loss_mask
+    )
+    loss = choices["aggregation"].reduce(per_token, batch, batch.denominators)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    total = sum(len(group.rollouts) for group in batch.groups)
+    longest = max(len(rollout.tokens) for group in batch.groups for rollout in group.rollouts)
+    weights = gradient.new_zeros(total, longest)
+    weights[batch.row, : gradient.shape[1]] = gradient
+    return weights

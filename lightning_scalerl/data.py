@@ -1,0 +1,55 @@
+"""The data side of a run: a task, and the stream of batches that the policy itself produces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning.pytorch import LightningDataModule
+
+from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.recipe import build, compose
+from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.task.base import Task, check_task
+
+
+class RolloutDataModule(LightningDataModule):
+    """Training data that is sampled from the current policy.
+
+    Args:
+        task: a `Task`, or the name of one in `conf/task/`.
+        seed: of prompt order and sampling.
+
+    Raises:
+        ConfigurationError: an unknown task, or one without prompts, held-out set or verifier.
+    """
+
+    def __init__(self, task: str | Task, seed: int = 0) -> None:
+        super().__init__()
+        self.task = check_task(build(compose([f"task={task}"]), "task") if isinstance(task, str) else task)
+        self.seed = seed
+
+    def train_dataloader(self) -> _StreamLoader:
+        """Batches from the module's rollout stream."""
+        return _StreamLoader(self)
+
+
+class _StreamLoader:
+    """What Lightning iterates over.
+
+    It has a length because Lightning reads one batch ahead of a loader without one: every batch would be a step
+    staler than the mode says, and a checkpoint would lose the batch that was read ahead.
+    """
+
+    def __init__(self, owner: RolloutDataModule) -> None:
+        self._owner = owner
+
+    def __len__(self) -> int:
+        trainer = self._owner.trainer
+        return max(1, trainer.max_steps if trainer is not None else 1)
+
+    def __iter__(self) -> Iterator[TrainBatch]:
+        module = getattr(self._owner.trainer, "lightning_module", None)
+        if not hasattr(module, "next_batch"):
+            raise ConfigurationError(f"datamodule: RolloutDataModule needs a ScaleRL module, got {type(module).__name__}")
+        for _ in range(len(self)):
+            yield module.next_batch()

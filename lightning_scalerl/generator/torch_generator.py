@@ -1,0 +1,405 @@
+"""The in-process generator: continuous batching over a preallocated KV cache, deterministic under a seed.
+
+A fixed number of slots decode together, one token a step; a slot whose rollout ends takes the next one at once.
+A prompt is prefilled once and its keys and values are copied to all of its rollouts. Weights can change between
+any two tokens, and every token remembers the version that sampled it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport
+from lightning_scalerl.policy import GeneratorPolicy
+from lightning_scalerl.precision import Precision
+from lightning_scalerl.rollout import Rollout
+
+# Prompts prefilled in one forward pass, ahead of the slots they will need.
+PREFILL_PROMPTS = 16
+
+
+def sample_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Sample by inverting the cumulative distribution, so that one uniform number decides one token.
+
+    Shapes: logits (n, V) FP32, uniform (n,) FP64 in [0, 1) -> tokens (n,), log-probabilities (n,) FP32.
+    """
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    cumulative = logprobs.double().exp().cumsum(-1)
+    below = cumulative <= uniform.unsqueeze(1) * cumulative[:, -1:]
+    tokens = below.sum(-1).clamp(max=logits.shape[1] - 1)
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values, (slots, heads, capacity, head size); rows write at positions of their own."""
+
+    def __init__(self, owner: _SlotCache) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, capacity = self.owner.slots, self.owner.capacity
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write one new token a row, return everything the rows may look at."""
+        rows, position, width = self.owner.rows, self.owner.position, self.owner.width
+        self.keys[rows, :, position] = key_states[:, :, 0]
+        self.values[rows, :, position] = value_states[:, :, 0]
+        n = key_states.shape[0]
+        return self.keys[:n, :, :width], self.values[:n, :, :width]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.width, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.width - 1
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+
+class _SlotCache(Cache):  # type: ignore[misc]
+    """The KV cache of all slots; `aim` says which rows write where in the next forward pass."""
+
+    def __init__(self, layers: int, slots: int, capacity: int) -> None:
+        self.slots = slots
+        self.capacity = capacity
+        self.rows = torch.empty(0, dtype=torch.long)
+        self.position = torch.empty(0, dtype=torch.long)
+        self.width = 1
+        super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
+
+    def aim(self, position: Tensor) -> None:
+        """The first len(position) rows write their next token at `position`."""
+        self.rows = torch.arange(position.numel(), device=position.device)
+        self.position = position
+        self.width = int(position.max()) + 1
+
+    def fill(self, row: int, keys_values: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Put a prompt's keys and values (heads, tokens, head size), a pair a layer, into a row."""
+        for layer, (keys, values) in zip(self.layers, keys_values, strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys.unsqueeze(0), values.unsqueeze(0))
+            layer.keys[row, :, : keys.shape[1]] = keys
+            layer.values[row, :, : values.shape[1]] = values
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a row over another."""
+        for layer in self.layers:
+            layer.keys[target] = layer.keys[source]
+            layer.values[target] = layer.values[source]
+
+
+@dataclass
+class _Prefilled:
+    """A prompt whose keys and values wait for slots; `started` of its rollouts have one."""
+
+    request: GroupRequest
+    keys_values: list[tuple[Tensor, Tensor]]
+    logits: Tensor
+    uniform: Tensor
+    started: int = 0
+
+
+@dataclass
+class _Slot:
+    """Who sits in a slot."""
+
+    request: GroupRequest
+    index: int
+
+
+class TorchGenerator:
+    """Samples rollouts from any causal language model of transformers, in this process.
+
+    Args:
+        model: the trainer's model; its weights are copied.
+        precision: types of the copy and of its head.
+        slots: rollouts decoded together.
+        max_prompt_tokens, max_new_tokens: longest prompt and completion; they size the cache.
+        stop_tokens: ids that end a completion (kept as its last token).
+        temperature: of sampling.
+
+    Raises:
+        ConfigurationError: the model's sliding attention window is shorter than a sequence can get.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        *,
+        slots: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        stop_tokens: Sequence[int],
+        temperature: float = 1.0,
+    ) -> None:
+        if slots < 1:
+            raise ConfigurationError(f"generator.slots: {slots!r} must be 1 or more")
+        config: Any = model.config
+        capacity = max_prompt_tokens + max_new_tokens
+        window = getattr(config, "sliding_window", None)
+        kinds = set(getattr(config, "layer_types", None) or [])
+        if window and window < capacity and kinds != {"full_attention"}:
+            raise ConfigurationError(
+                f"generator: torch does not know sliding windows; the model's window of {window} tokens is shorter "
+                f"than the context of {capacity}; shorten the context or use another generator"
+            )
+        self.policy = GeneratorPolicy(model, precision)
+        self.device = next(model.parameters()).device
+        self.max_new_tokens = max_new_tokens
+        self.max_prompt_tokens = max_prompt_tokens
+        self.temperature = temperature
+        self._version = 0
+        self._stop = torch.tensor(sorted(stop_tokens), device=self.device)
+        self._slots = slots
+        self._cache = _SlotCache(config.num_hidden_layers, slots, capacity)
+        self._queue: deque[GroupRequest] = deque()
+        self._prefilled: deque[_Prefilled] = deque()
+        self._occupants: list[_Slot] = []  # slot i holds occupant i: the active slots are always the first ones
+        shape = (slots, max_new_tokens)
+        self._tokens = torch.zeros(shape, dtype=torch.long, device=self.device)
+        self._logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        self._versions = torch.zeros(shape, dtype=torch.long, device=self.device)
+        self._uniform = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        self._count = torch.zeros(slots, dtype=torch.long, device=self.device)
+        self._prompt_length = torch.zeros(slots, dtype=torch.long, device=self.device)
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps behind the weights in use."""
+        return self._version
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts submitted and not finished."""
+        waiting = sum(request.completions for request in self._queue)
+        waiting += sum(entry.request.completions - entry.started for entry in self._prefilled)
+        return waiting + len(self._occupants)
+
+    def publish(self, weights: dict[str, Tensor], version: int) -> None:
+        """Use new weights from the next token on. Rollouts in flight keep their (stale) cache."""
+        self.policy.load(weights)
+        self._version = version
+        # Prompts that no token was sampled for yet start afresh with the new weights.
+        untouched = [entry.request for entry in self._prefilled if entry.started == 0]
+        self._prefilled = deque(entry for entry in self._prefilled if entry.started)
+        self._queue.extendleft(reversed(untouched))
+
+    def submit(self, request: GroupRequest) -> None:
+        """Queue a group.
+
+        Raises:
+            ConfigurationError: the prompt is empty or longer than the cache was sized for.
+        """
+        length = len(request.prompt_tokens)
+        if not 0 < length <= self.max_prompt_tokens:
+            raise ConfigurationError(
+                f"context.max_prompt_tokens: a prompt has {length} tokens, allowed are 1 to {self.max_prompt_tokens}"
+            )
+        self._queue.append(request)
+
+    @torch.no_grad()
+    def step(self) -> StepReport:
+        """Sample one token of every rollout that has a slot, then hand out those that ended."""
+        decoding = len(self._occupants)
+        new_logits, prefill_tokens, prefill_context = self._fill_slots()
+        active = len(self._occupants)
+        if active == 0:
+            return StepReport((), prefill_tokens, prefill_context, 0, 0)
+        logits, context = self._decode(decoding)
+        if new_logits:
+            logits = torch.cat([logits, torch.stack(new_logits)])
+        count = self._count[:active]
+        row = torch.arange(active, device=self.device)
+        tokens, logprobs = sample_tokens(logits, self._uniform[row, count], self.temperature)
+        self._tokens[row, count] = tokens
+        self._logprobs[row, count] = logprobs
+        self._versions[row, count] = self._version
+        self._count[:active] += 1
+        stopped = torch.isin(tokens, self._stop)
+        ended = stopped | (self._count[:active] >= self.max_new_tokens)
+        finished = self._release(torch.nonzero(ended).flatten().tolist(), stopped)
+        return StepReport(finished, prefill_tokens, prefill_context, decoding, context)
+
+    def _decode(self, active: int) -> tuple[Tensor, int]:
+        """Logits (active, V) after the last token of the first `active` slots; also tokens attended to."""
+        if active == 0:
+            return torch.empty(0, output_size(self.policy), device=self.device), 0
+        row = torch.arange(active, device=self.device)
+        position = self._prompt_length[:active] + self._count[:active] - 1
+        self._cache.aim(position)
+        last = self._tokens[row, self._count[:active] - 1].unsqueeze(1)
+        mask = torch.arange(self._cache.width, device=self.device) <= position.unsqueeze(1)
+        hidden = self.policy.hidden(
+            input_ids=last,
+            position_ids=position.unsqueeze(1),
+            attention_mask=mask[:, None, None, :],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        return self.policy.logits(hidden[:, 0]), int((position + 1).sum())
+
+    def _fill_slots(self) -> tuple[list[Tensor], int, int]:
+        """Give free slots to waiting rollouts; returns their prefill logits and what prefilling computed."""
+        logits: list[Tensor] = []
+        tokens = context = 0
+        while len(self._occupants) < self._slots and (self._prefilled or self._queue):
+            if not self._prefilled:
+                used, seen = self._prefill()
+                tokens, context = tokens + used, context + seen
+            entry = self._prefilled[0]
+            slot = len(self._occupants)
+            self._occupants.append(_Slot(entry.request, entry.started))
+            self._cache.fill(slot, entry.keys_values)
+            self._count[slot] = 0
+            self._prompt_length[slot] = len(entry.request.prompt_tokens)
+            self._uniform[slot] = entry.uniform[entry.started]
+            logits.append(entry.logits)
+            entry.started += 1
+            if entry.started == entry.request.completions:
+                self._prefilled.popleft()
+        return logits, tokens, context
+
+    def _prefill(self) -> tuple[int, int]:
+        requests = [self._queue.popleft() for _ in range(min(PREFILL_PROMPTS, len(self._queue)))]
+        lengths = [len(request.prompt_tokens) for request in requests]
+        width = max(lengths)
+        # Padding stands behind the prompts, where causal attention cannot see it.
+        padded = [[*request.prompt_tokens, *[0] * (width - len(request.prompt_tokens))] for request in requests]
+        cache = DynamicCache()
+        hidden = self.policy.hidden(
+            input_ids=torch.tensor(padded, device=self.device), past_key_values=cache, use_cache=True
+        )
+        last = hidden[torch.arange(len(requests)), torch.tensor(lengths) - 1]
+        logits = self.policy.logits(last)
+        for number, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+            pairs = [(layer.keys[number, :, :length], layer.values[number, :, :length]) for layer in cache.layers]
+            self._prefilled.append(_Prefilled(request, pairs, logits[number], self._draw(request)))
+        return sum(lengths), sum(length * (length + 1) // 2 for length in lengths)
+
+    def _draw(self, request: GroupRequest) -> Tensor:
+        """The uniform numbers (completions, max_new_tokens) that decide all tokens of a group."""
+        source = np.random.Generator(np.random.Philox(np.random.SeedSequence(request.random_key)))
+        return torch.from_numpy(source.random((request.completions, self.max_new_tokens))).to(self.device)
+
+    def _release(self, ended: list[int], stopped: Tensor) -> list[FinishedRollout]:
+        """Take ended rollouts out; the last active slot moves into each hole, highest hole first."""
+        finished = []
+        for slot in ended:
+            occupant = self._occupants[slot]
+            length = int(self._count[slot])
+            finished.append(
+                FinishedRollout(
+                    key=occupant.request.key,
+                    index=occupant.index,
+                    rollout=Rollout(
+                        tokens=self._tokens[slot, :length].tolist(),
+                        generator_logprobs=self._logprobs[slot, :length].tolist(),
+                        weight_versions=self._versions[slot, :length].tolist(),
+                        forced=[False] * length,
+                        finish_reason="stop" if bool(stopped[slot]) else "length",
+                    ),
+                )
+            )
+        for slot in reversed(ended):
+            last = len(self._occupants) - 1
+            if slot != last:
+                self._occupants[slot] = self._occupants[last]
+                self._cache.move(last, slot)
+                for buffer in self._buffers():
+                    buffer[slot] = buffer[last]
+            self._occupants.pop()
+        return finished
+
+    def _buffers(self) -> tuple[Tensor, ...]:
+        return (self._tokens, self._logprobs, self._versions, self._uniform, self._count, self._prompt_length)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything in flight, with the weights and the (possibly stale) cache it needs to go on unchanged."""
+        active = len(self._occupants)
+        state: dict[str, Any] = {
+            "version": self._version,
+            "queue": [_request_state(request) for request in self._queue],
+            "prefilled": [
+                {
+                    "request": _request_state(entry.request),
+                    "started": entry.started,
+                    "keys_values": [(keys.clone(), values.clone()) for keys, values in entry.keys_values],
+                    "logits": entry.logits.clone(),
+                }
+                for entry in self._prefilled
+            ],
+            "occupants": [(_request_state(slot.request), slot.index) for slot in self._occupants],
+            "buffers": [buffer[:active].clone() for buffer in self._buffers()],
+            "cache": [
+                (layer.keys[:active].clone(), layer.values[:active].clone()) if active else ()
+                for layer in self._cache.layers
+            ],
+        }
+        if self.in_flight:
+            state["weights"] = self.policy.weights()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken."""
+        self._version = state["version"]
+        if "weights" in state:
+            self.policy.load_weights(state["weights"])
+        self._queue = deque(_request_from(entry) for entry in state["queue"])
+        self._prefilled = deque()
+        for entry in state["prefilled"]:
+            request = _request_from(entry["request"])
+            pairs = [(keys.to(self.device), values.to(self.device)) for keys, values in entry["keys_values"]]
+            logits = entry["logits"].to(self.device)
+            self._prefilled.append(_Prefilled(request, pairs, logits, self._draw(request), entry["started"]))
+        self._occupants = [_Slot(_request_from(request), index) for request, index in state["occupants"]]
+        active = len(self._occupants)
+        for buffer, saved in zip(self._buffers(), state["buffers"], strict=True):
+            buffer[:active] = saved.to(self.device)
+        for layer, saved in zip(self._cache.layers, state["cache"], strict=True):
+            if saved:
+                keys, values = (tensor.to(self.device) for tensor in saved)
+                if not layer.is_initialized:
+                    layer.lazy_initialization(keys, values)
+                layer.keys[:active] = keys
+                layer.values[:active] = values
+
+
+def output_size(policy: GeneratorPolicy) -> int:
+    """The vocabulary's size."""
+    config: Any = policy.model.config
+    return int(config.vocab_size)
+
+
+def _request_state(request: GroupRequest) -> dict[str, Any]:
+    return {
+        "key": request.key,
+        "prompt_tokens": list(request.prompt_tokens),
+        "completions": request.completions,
+        "random_key": list(request.random_key),
+    }
+
+
+def _request_from(state: dict[str, Any]) -> GroupRequest:
+    return GroupRequest(
+        key=state["key"],
+        prompt_tokens=tuple(state["prompt_tokens"]),
+        completions=state["completions"],
+        random_key=tuple(state["random_key"]),
+    )

@@ -1,0 +1,42 @@
+"""CISPO: REINFORCE weighted by a truncated, detached importance ratio."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_scalerl.choice import positive
+from lightning_scalerl.loss.base import Loss, importance_ratio
+
+
+def cispo(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, max_ratio: float) -> Tensor:
+    """loss_t = -sg(min(r_t, max_ratio)) * A_t * log pi(y_t).
+
+    No token's gradient is cut off, only its weight is bounded. `max_ratio` is an absolute cap on the ratio, not
+    1 + epsilon; there is no lower bound. Shapes: all (R, T); unreduced.
+    Source: MiniMax-M1, arXiv 2506.13585, eq. 4-5 (upper bound only), as used by arXiv 2510.13786.
+    """
+    ratio = importance_ratio(trainer_logprobs, anchor_logprobs).detach()
+    return -ratio.clamp(max=max_ratio) * advantages * trainer_logprobs
+
+
+class CISPO(Loss):
+    """CISPO with an absolute cap `max_ratio` on the importance ratio (the paper tried 4, 5 and 8)."""
+
+    def __init__(self, max_ratio: float) -> None:
+        self.max_ratio = positive("loss.max_ratio", max_ratio)
+
+    def per_token(
+        self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor
+    ) -> Tensor:
+        """See `cispo`."""
+        return cispo(trainer_logprobs, anchor_logprobs, advantages, self.max_ratio)
+
+    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Ratio above the cap."""
+        return ratio > self.max_ratio
+
+    def semantics(self) -> dict[str, Any]:
+        """With the effective interval of the ratio."""
+        return {**super().semantics(), "ratio_interval": [0.0, self.max_ratio], "gradient_of_clipped": "kept"}

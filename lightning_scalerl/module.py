@@ -1,0 +1,286 @@
+"""The path of one training step, top to bottom.
+
+    prompts -> generator -> reward -> filter -> advantage, normalization -> TrainBatch     (rollout_stream, credit)
+            -> trainer logprobs -> loss (per token) -> aggregation -> optimizer step       (here)
+            -> weights to the generator                                                    (rollout_stream)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+
+from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.choice import ConfigurationError, DesignChoice, by_axis, check_conflicts
+from lightning_scalerl.compute_meter import ComputeMeter
+from lightning_scalerl.flops import FlopModel
+from lightning_scalerl.generator.base import Generator
+from lightning_scalerl.loss.base import importance_ratio
+from lightning_scalerl.mechanism import MechanismCounters
+from lightning_scalerl.policy import Policy, check_head, load_model, load_tokenizer
+from lightning_scalerl.prompts import PromptSource
+from lightning_scalerl.recipe import Recipe, load_recipe
+from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollout_stream import PROMPT_STREAM, RolloutStream
+from lightning_scalerl.state import StateRegistry, TorchRandomState
+from lightning_scalerl.task.base import Task
+
+
+class ScaleRL(LightningModule):
+    """RL post-training with verifiable rewards; every design choice is a callback.
+
+    The recipe supplies a choice for each axis that no callback of the Trainer claims.
+
+    Args:
+        model: a local folder or hub id of a causal language model, or the model itself.
+        recipe: a name in `conf/recipe/`, or a built recipe.
+        overrides: Hydra overrides of a named recipe, such as "optimizer.lr=1e-3".
+        tokenizer: needed if `model` is not a path.
+
+    Raises:
+        ConfigurationError: an unknown recipe, key or value, or a model that cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        recipe: str | Recipe = "scalerl_core",
+        overrides: Sequence[str] = (),
+        tokenizer: Any = None,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.recipe = load_recipe(recipe, overrides) if isinstance(recipe, str) else recipe
+        if isinstance(model, str):
+            self.tokenizer = tokenizer or load_tokenizer(model)
+            model = load_model(model)
+        elif tokenizer is None:
+            raise ConfigurationError("tokenizer: a model object comes without one; pass tokenizer=")
+        else:
+            self.tokenizer = tokenizer
+        check_head(model)
+        self.policy = Policy(model.train(), self.recipe.choices["precision"], self.recipe.context.temperature)  # type: ignore[arg-type]
+        self.choices: dict[str, Any] = {}
+        self._state = StateRegistry()
+
+    # --- the training step -------------------------------------------------------------------------------
+
+    def next_batch(self) -> TrainBatch:
+        """Generate until a batch is due."""
+        with self.meter.phase("generate"):
+            return self.stream.next_batch()
+
+    def training_step(self, batch: TrainBatch, batch_index: int) -> None:
+        """One optimizer step."""
+        batch = batch.to(self.device)
+        optimizer = self.optimizers()
+        with self.meter.phase("train"):
+            optimizer.zero_grad(set_to_none=False)  # type: ignore[union-attr]
+            total = torch.zeros((), device=self.device)
+            parts = []
+            for micro_batch in batch.micro_batches(self.recipe.batch.micro_batch):
+                trainer_logprobs, entropies = self.policy(micro_batch)
+                anchor_logprobs = self.choices["correction"].anchor(micro_batch)
+                per_token_loss = self.choices["loss"].per_token(
+                    trainer_logprobs, anchor_logprobs, micro_batch.advantages, micro_batch.loss_mask
+                )
+                loss = self.choices["aggregation"].reduce(per_token_loss, micro_batch, batch.denominators)
+                self.manual_backward(loss)
+                total += loss.detach()
+                parts.append((micro_batch, trainer_logprobs.detach(), entropies))
+            gradient_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.recipe.optimizer.clip_norm)
+            learning_rate = self._set_learning_rate(optimizer)
+            self._observe_mechanism(batch, parts)
+            optimizer.step()  # type: ignore[union-attr]
+            self.meter.trained(batch)
+        with self.meter.phase("generate"):
+            self.stream.step_completed(self._weights)
+        metrics = {"train/loss": total, "train/gradient_norm": gradient_norm, "train/learning_rate": learning_rate}
+        self.record("train", {**metrics, **self._batch_metrics(batch, parts)})
+
+    # --- set-up ------------------------------------------------------------------------------------------
+
+    def configure_callbacks(self) -> Sequence[Callback]:
+        """The recipe's choices for every axis that the Trainer's callbacks leave open; the same ones each time."""
+        own = set(map(id, self.recipe.choices.values()))
+        given = [c for c in self.trainer.callbacks if isinstance(c, DesignChoice) and id(c) not in own]  # type: ignore[attr-defined]
+        claimed = by_axis(given)
+        return [choice for axis, choice in self.recipe.choices.items() if axis not in claimed]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The recipe's optimizer; the schedule is applied in the step."""
+        return self.recipe.optimizer.build(self.policy.parameters())
+
+    def setup(self, stage: str) -> None:
+        """Resolve the choices and build the data path; every mistake surfaces here, before any compute."""
+        self._check_trainer()
+        self.choices = by_axis(c for c in self.trainer.callbacks if isinstance(c, DesignChoice))  # type: ignore[attr-defined]
+        check_conflicts(self.choices)
+        problem = self.choices["advantage"].check_group_size(self.recipe.batch.completions)
+        if problem:
+            raise ConfigurationError(problem)
+        self.policy.precision = self.choices["precision"]
+        self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=self.trainer.world_size)
+        self.generator = self.new_generator()
+        self.prompts = PromptSource(self.task.train_prompts(), (self.seed, PROMPT_STREAM))
+        self.stream = RolloutStream(
+            prompts=self.prompts,
+            task=self.task,
+            encode=self.encode,
+            decode=self.decode,
+            generator=self.generator,
+            choices=self.choices,
+            groups_per_step=self.recipe.batch.prompts,
+            completions=self.recipe.batch.completions,
+            max_new_tokens=self.recipe.context.max_new_tokens,
+            seed=self.seed,
+            listeners=[self.meter.on_event],
+        )
+        self.mechanism = MechanismCounters(
+            self.choices, self.recipe.choices, self.recipe.context.max_new_tokens
+        )
+        self._state = StateRegistry()
+        self._state.register("prompts", self.prompts)
+        self._state.register("stream", self.stream)
+        self._state.register("generator", self.generator)
+        self._state.register("meter", self.meter)
+        self._state.register("mechanism", self.mechanism)
+        self._state.register("random", TorchRandomState())
+
+    def _check_trainer(self) -> None:
+        if not hasattr(getattr(self.trainer, "datamodule", None), "task"):
+            raise ConfigurationError("datamodule: ScaleRL needs a RolloutDataModule; pass datamodule= to Trainer.fit")
+        if str(self.trainer.precision) != "32-true":
+            raise ConfigurationError(
+                f"precision: Trainer(precision={self.trainer.precision!r}) would fight the precision axis; leave it at "
+                "32-true and choose e.g. precision=bf16 in the recipe"
+            )
+        if self.trainer.max_steps < 1:
+            raise ConfigurationError("max_steps: the rollout stream has no end; give Trainer(max_steps=...)")
+        if self.trainer.world_size > 1:
+            raise ConfigurationError("devices: the in-process rollout stream trains on one device; use devices=1")
+
+    @property
+    def task(self) -> Task:
+        """The datamodule's task."""
+        task: Task = self.trainer.datamodule.task  # type: ignore[attr-defined]
+        return task
+
+    @property
+    def seed(self) -> int:
+        """The datamodule's seed."""
+        return int(self.trainer.datamodule.seed)  # type: ignore[attr-defined]
+
+    @property
+    def completed_steps(self) -> int:
+        """Optimizer steps done: the version of the weights."""
+        return self.stream.completed_steps
+
+    def encode(self, text: str) -> list[int]:
+        """Prompt text to tokens."""
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        """Completion tokens to text, without special tokens."""
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def new_generator(self) -> Generator:
+        """A generator with a copy of the current weights."""
+        return self.recipe.generator(
+            model=self.policy.model,
+            precision=self.choices["precision"],
+            max_prompt_tokens=self.recipe.context.max_prompt_tokens,
+            max_new_tokens=self.recipe.context.max_new_tokens,
+            stop_tokens=[self.tokenizer.eos_token_id],
+            temperature=self.recipe.context.temperature,
+        )
+
+    def _weights(self) -> dict[str, Tensor]:
+        return dict(self.policy.model.state_dict())
+
+    def _set_learning_rate(self, optimizer: Any) -> float:
+        rate = self.recipe.optimizer.lr * self.recipe.schedule.factor(self.completed_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    # --- state -------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """The clock of the compute meter starts; a resumed generator that was up to date gets the weights."""
+        if self.generator.in_flight == 0 and self.choices["async_mode"].publishes(self.completed_steps):
+            self.generator.publish(self._weights(), self.completed_steps)
+        self.meter.start()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Everything that the registry holds."""
+        checkpoint["scalerl"] = self._state.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put it back."""
+        self._state.load_state_dict(checkpoint["scalerl"])
+
+    # --- what is recorded --------------------------------------------------------------------------------
+
+    def record(self, kind: str, metrics: dict[str, Any]) -> None:
+        """Send one step's metrics, with all compute axes, to Lightning's loggers and to every `Recorder`."""
+        values = {name: float(value) for name, value in {**metrics, **self.meter.metrics()}.items()}
+        self.log_dict(values, batch_size=1)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Recorder):
+                callback.on_record(kind, self.completed_steps, values)
+
+    def _observe_mechanism(self, batch: TrainBatch, parts: list[tuple[TrainBatch, Tensor, Tensor]]) -> None:
+        if self.mechanism.axes:
+            self.mechanism.observe(batch, self._whole(batch, parts), self.policy, self.completed_steps)
+
+    @staticmethod
+    def _whole(batch: TrainBatch, parts: list[tuple[TrainBatch, Tensor, Tensor]]) -> Tensor:
+        """Log-probabilities (R, T) of the batch, put together from its micro-batches."""
+        place = {int(row): number for number, row in enumerate(batch.row)}
+        logprobs = torch.zeros_like(batch.generator_logprobs)
+        for micro_batch, values, _ in parts:
+            rows = torch.tensor([place[int(row)] for row in micro_batch.row], device=logprobs.device)
+            logprobs[rows, : values.shape[1]] = values
+        return logprobs
+
+    def _batch_metrics(
+        self, batch: TrainBatch, parts: list[tuple[TrainBatch, Tensor, Tensor]]
+    ) -> dict[str, float | Tensor]:
+        """What the step looked like. Rates are sums over sums, never means of means."""
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        step = self.completed_steps - 1
+        stale = [step - version for rollout in rollouts for version in rollout.weight_versions]
+        metrics: dict[str, float | Tensor] = {
+            "train/pass_rate": sum(rollout.correct for rollout in rollouts) / len(rollouts),
+            "train/reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
+            "train/completion_tokens": sum(len(rollout.tokens) for rollout in rollouts) / len(rollouts),
+            "train/truncated": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
+            "train/groups_kept": batch.denominators.prompts / len(batch.groups),
+            "train/staleness_mean": sum(stale) / len(stale),
+            "train/staleness_max": max(stale),
+            "train/epoch": self.prompts.epoch,
+            **self.mechanism.metrics(),
+        }
+        tokens = max(1.0, batch.denominators.tokens)
+        sums = dict.fromkeys(("entropy", "clip_fraction", "logprob_gap", "ratio_mean"), 0.0)
+        largest = 0.0
+        for micro_batch, trainer_logprobs, entropies in parts:
+            mask = micro_batch.loss_mask
+            ratio = importance_ratio(trainer_logprobs, self.choices["correction"].anchor(micro_batch))
+            gap = (trainer_logprobs - micro_batch.generator_logprobs).abs() * mask
+            clipped = self.choices["loss"].clipped(ratio, micro_batch.advantages)
+            sums["entropy"] += float((entropies * mask).sum())
+            sums["clip_fraction"] += float((clipped * mask).sum())
+            sums["logprob_gap"] += float(gap.sum())
+            sums["ratio_mean"] += float((ratio * mask).sum())
+            largest = max(largest, float((ratio * mask).max()))
+        metrics |= {f"train/{name}": value / tokens for name, value in sums.items()}
+        metrics["train/ratio_max"] = largest
+        return metrics

@@ -1,0 +1,54 @@
+"""Axis `precision`: the policy's data type, and where FP32 is kept.
+
+Master weights are always FP32. The policy's forward runs under autocast in the policy's type; the generator
+holds a copy cast to it. The language-model head can be kept in FP32 on either side: the log-probabilities of
+trainer and generator differ mostly there. Source: arXiv 2510.13786, section 3.2 (from MiniMax-M1, 2506.13585).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from lightning_scalerl.choice import ConfigurationError, DesignChoice
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Precision(DesignChoice):
+    """Data types of policy and head.
+
+    Args:
+        policy: "bf16" or "fp32".
+        fp32_head_trainer: compute the trainer's logits in FP32 even if the policy is not.
+        fp32_head_generator: the same for the generator.
+    """
+
+    axis: ClassVar[str] = "precision"
+
+    def __init__(self, policy: str, fp32_head_trainer: bool, fp32_head_generator: bool) -> None:
+        if policy not in DTYPES:
+            raise ConfigurationError(f"precision.policy: {policy!r} is unknown; valid: {', '.join(DTYPES)}")
+        self.policy = policy
+        self.fp32_head_trainer = fp32_head_trainer
+        self.fp32_head_generator = fp32_head_generator
+
+    @property
+    def policy_dtype(self) -> torch.dtype:
+        """The type of the policy's matrix products and of the generator's weights."""
+        return DTYPES[self.policy]
+
+    def head_dtype(self, fp32_head: bool) -> torch.dtype:
+        """The type in which logits are computed."""
+        return torch.float32 if fp32_head else self.policy_dtype
+
+    def semantics(self) -> dict[str, Any]:
+        """The effective types, so that an FP32 head on an FP32 policy reads as what it is."""
+        return {
+            "choice": "Precision",
+            "master_weights": "fp32",
+            "policy": self.policy,
+            "head_trainer": "fp32" if self.fp32_head_trainer else self.policy,
+            "head_generator": "fp32" if self.fp32_head_generator else self.policy,
+        }

@@ -1,0 +1,154 @@
+"""A recipe: everything that decides how a run learns, composed from `conf/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_scalerl.choice import AXES, ConfigurationError, DesignChoice, by_axis
+from lightning_scalerl.generator.base import Generator
+from lightning_scalerl.optim import AdamW, ConstantSchedule
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """Sizes of one optimizer step: `prompts` groups (P) of `completions` rollouts (G), `micro_batch` rollouts a pass."""
+
+    prompts: int
+    completions: int
+    micro_batch: int
+
+    def __post_init__(self) -> None:
+        for field in ("prompts", "completions", "micro_batch"):
+            _whole(f"batch.{field}", getattr(self, field))
+
+
+@dataclass(frozen=True)
+class ContextSettings:
+    """Token limits and the sampling temperature."""
+
+    max_prompt_tokens: int
+    max_new_tokens: int
+    temperature: float
+
+    def __post_init__(self) -> None:
+        for field in ("max_prompt_tokens", "max_new_tokens"):
+            _whole(f"context.{field}", getattr(self, field))
+        if not 0 < self.temperature < float("inf"):
+            raise ConfigurationError(f"context.temperature: {self.temperature!r} must be above 0")
+
+
+def _whole(field: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{field}: {value!r} must be a whole number, 1 or more")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named row of choices with the settings that go with them."""
+
+    name: str
+    choices: Mapping[str, DesignChoice]
+    optimizer: AdamW
+    schedule: ConstantSchedule
+    batch: BatchSettings
+    context: ContextSettings
+    generator: Callable[..., Generator]
+
+
+def conf_dir() -> Path:
+    """The configuration folder: inside the package when installed from a wheel, else beside it.
+
+    Raises:
+        ConfigurationError: neither exists.
+    """
+    here = Path(__file__).resolve().parent
+    for candidate in (here / "conf", here.parent / "conf"):
+        if (candidate / "train.yaml").is_file():
+            return candidate
+    raise ConfigurationError(f"conf: no configuration folder in {here} or beside it; reinstall lightning-scalerl")
+
+
+def compose(overrides: Sequence[str]) -> Any:
+    """Compose `conf/train.yaml` with Hydra overrides.
+
+    Raises:
+        ConfigurationError: an unknown key, group or choice; one line that lists what is valid.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    # Inside a Hydra application its own state must survive our composing.
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            return hydra_compose("train", overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigurationError(explain(error)) from error
+    finally:
+        GlobalHydra.instance().clear()
+        GlobalHydra.instance().hydra = outer
+
+
+def explain(error: Exception) -> str:
+    """Hydra's error in one line: what was wrong, with what would be valid."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = error.__cause__
+    if cause is not None:
+        lines += [line.strip() for line in str(cause).splitlines() if line.strip() and line.strip() not in lines]
+    kept = [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type", "Set the env"))]
+    return "; ".join(kept).replace(":;", ":")
+
+
+def build_recipe(config: Any, name: str) -> Recipe:
+    """Instantiate a composed configuration.
+
+    Raises:
+        ConfigurationError: a value that a choice or setting refuses.
+    """
+    return Recipe(
+        name=name,
+        choices=by_axis(build(config, axis) for axis in AXES),
+        optimizer=build(config, "optimizer"),
+        schedule=build(config, "schedule"),
+        batch=build(config, "batch"),
+        context=build(config, "context"),
+        generator=build(config, "generator"),
+    )
+
+
+def build(config: Any, group: str) -> Any:
+    """Instantiate one group of a composed configuration.
+
+    Raises:
+        ConfigurationError: in one line, whatever the constructor had to say.
+    """
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    node = config[group]
+    if not node or "_target_" not in node:
+        raise ConfigurationError(f"{group}: nothing chosen; select one of the files in conf/{group}/")
+    try:
+        return instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, ConfigurationError):
+            raise cause from None
+        first = str(cause or error).splitlines()[0]
+        raise ConfigurationError(f"{group}: {first}") from error
+
+
+def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe `conf/recipe/<name>.yaml`, with overrides such as `optimizer.lr=1e-3`.
+
+    Raises:
+        ConfigurationError: an unknown recipe, key or value.
+    """
+    return build_recipe(compose([f"recipe={name}", *overrides]), name)

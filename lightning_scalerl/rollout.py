@@ -1,0 +1,154 @@
+"""The records that travel along the data path: Prompt -> Rollout -> Group -> TrainBatch.
+
+Imports nothing of ours. Axis sizes in shapes: P groups (prompts), G rollouts of one prompt, R rollouts of a
+batch, T completion tokens, S prompt + completion tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One verifiable problem.
+
+    `prompt_id` is unique in its pool; `answer` is whatever the task's verifier needs; `difficulty` is a label
+    such as a number of digits, for metrics by difficulty.
+    """
+
+    prompt_id: str
+    text: str
+    answer: str
+    difficulty: str = ""
+
+
+@dataclass
+class Rollout:
+    """One completion as the generator sampled it.
+
+    tokens, generator_logprobs, weight_versions, forced: lists of length T. `generator_logprobs` are taken at
+    sampling time, `weight_versions[t]` is the number of optimizer steps behind the weights that sampled token
+    t, and `forced[t]` marks tokens that were inserted, not sampled (in neither loss nor ratio).
+    `finish_reason` is "stop" (end of sequence) or "length" (truncated).
+    """
+
+    tokens: list[int]
+    generator_logprobs: list[float]
+    weight_versions: list[int]
+    forced: list[bool]
+    finish_reason: str
+    reward: float = 0.0
+    correct: bool = False
+
+    @property
+    def truncated(self) -> bool:
+        """The completion hit the token limit."""
+        return self.finish_reason == "length"
+
+
+@dataclass
+class Group:
+    """All rollouts of one prompt: admitted together, rewarded and credited together.
+
+    `admission` counts groups in order of admission (from 0) and is unique within a run.
+    """
+
+    admission: int
+    prompt: Prompt
+    prompt_tokens: list[int]
+    rollouts: list[Rollout]
+
+    @property
+    def rewards(self) -> Tensor:
+        """Shape (G,), float64: rewards are few and exactness is cheap."""
+        return torch.tensor([rollout.reward for rollout in self.rollouts], dtype=torch.float64)
+
+    @property
+    def oldest_version(self) -> int:
+        """The smallest weight version that sampled any token of the group."""
+        return min(min(rollout.weight_versions) for rollout in self.rollouts)
+
+    @property
+    def pass_rate(self) -> float:
+        """Share of correct rollouts."""
+        return sum(rollout.correct for rollout in self.rollouts) / len(self.rollouts)
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """What the aggregations divide by, counted over the *global* batch of one optimizer step.
+
+    Passed as an argument everywhere, never recomputed for a rank or micro-batch, so any split of a batch gives
+    the same gradient.
+    """
+
+    prompts: float
+    samples: float
+    tokens: float
+    max_tokens: float
+
+
+@dataclass
+class TrainBatch:
+    """The batch of one optimizer step (or a micro-batch of it): tensors plus the groups they came from.
+
+    tokens (R, S) int64: prompt then completion, left-aligned, padded at the right. `completion_start` (R,) is
+    the prompt's length. The (R, T) tensors are aligned to the completion's first token: generator_logprobs,
+    weight_versions, loss_mask (sampled, credited tokens), forced_mask, advantages. `sample_tokens` and
+    `group_tokens` (R,) count loss-mask tokens of the rollout and of its whole group. `row` (R,) is the
+    rollout's place in the flattened `groups`. Micro-batches keep `denominators` of the whole batch.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    completion_start: Tensor
+    generator_logprobs: Tensor
+    weight_versions: Tensor
+    loss_mask: Tensor
+    forced_mask: Tensor
+    advantages: Tensor
+    sample_tokens: Tensor
+    group_tokens: Tensor
+    row: Tensor
+    denominators: Denominators
+    groups: list[Group] = field(default_factory=list)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def rollouts(self) -> int:
+        """R, the number of rollouts that carry credit."""
+        return int(self.tokens.shape[0])
+
+    def select(self, rows: Tensor) -> TrainBatch:
+        """The rollouts `rows` as a smaller batch, cut to their longest member; denominators stay global."""
+        values: dict[str, Any] = {}
+        width = int(self.lengths[rows].max()) if rows.numel() else 0
+        completion = int((self.lengths[rows] - self.completion_start[rows]).max()) if rows.numel() else 0
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, Tensor):
+                value = value[rows]
+                if value.dim() == 2:
+                    value = value[:, : width if entry.name == "tokens" else completion]
+            values[entry.name] = value
+        return TrainBatch(**values)
+
+    def micro_batches(self, size: int) -> Iterator[TrainBatch]:
+        """Split into micro-batches of at most `size` rollouts, of similar length so that little is padding."""
+        order = torch.argsort(self.lengths, descending=True, stable=True)
+        for start in range(0, self.rollouts, size):
+            yield self.select(order[start : start + size])
+
+    def to(self, device: torch.device | str) -> TrainBatch:
+        """The same batch on another device."""
+        values = {
+            entry.name: value.to(device) if isinstance(value := getattr(self, entry.name), Tensor) else value
+            for entry in fields(self)
+        }
+        return TrainBatch(**values)

@@ -1,0 +1,92 @@
+"""What a run's names mean: every choice resolved, versions, commit, seed. Stored with the run."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from sweeps.journal import SEMANTICS_FILE
+
+PACKAGES = ("lightning-scalerl", "torch", "lightning", "transformers", "numpy", "hydra-core")
+
+
+def resolved_semantics(module: Any) -> dict[str, Any]:
+    """Everything a name could hide, as plain values."""
+    recipe = module.recipe
+    return {
+        "recipe": recipe.name,
+        "choices": {axis: choice.semantics() for axis, choice in module.choices.items()},
+        "departs_from_recipe_on": module.mechanism.axes,
+        "optimizer": {"name": type(recipe.optimizer).__name__, **asdict(recipe.optimizer), "clip": "global norm"},
+        "schedule": {"name": type(recipe.schedule).__name__, **asdict(recipe.schedule)},
+        "batch": asdict(recipe.batch),
+        "context": {**asdict(recipe.context), "top_p": 1.0, "top_k": None, "truncated_completions": "kept"},
+        "kv_cache_on_update": "not reached: the generator drains before new weights",
+        "epochs_per_batch": 1,
+        "seed": module.seed,
+        "parameters": parameter_count(module),
+        "versions": versions(),
+        "commit": commit(),
+    }
+
+
+def write_semantics(run_dir: Path, module: Any) -> None:
+    """Write `semantics.json` into the run's directory."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / SEMANTICS_FILE).write_text(json.dumps(resolved_semantics(module), indent=1, sort_keys=True))
+
+
+def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The journal's header: who the run is."""
+    changed = [f"{axis}={module.choices[axis].semantics()['choice']}" for axis in module.mechanism.axes]
+    own = {
+        "run": "local",
+        "curve": "local",
+        "recipe": "+".join([module.recipe.name, *changed]),
+        "seed": module.seed,
+        "baseline": module.recipe.name,
+        "departs_on": module.mechanism.axes,
+        "parameters": parameter_count(module),
+        "device": module.device.type,
+        "commit": commit(),
+        "versions": versions(),
+    }
+    return {**own, **identity}
+
+
+def parameter_count(module: Any) -> int:
+    """Of the policy."""
+    return sum(parameter.numel() for parameter in module.policy.parameters())
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that decide results."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def commit() -> str:
+    """The commit this code is at, with `+changes` if the tree differs from it; "unknown" outside a checkout."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+
+    try:
+        head = git("rev-parse", "--short=12", "HEAD")
+        return head + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

@@ -1,0 +1,69 @@
+"""One registry of everything that must survive a checkpoint besides weights, optimizer and callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+
+class Stateful(Protocol):
+    """Something with state made of plain types and tensors (loadable with `weights_only=True`)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, safe to keep: a copy, not a view of what goes on changing."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put the state back."""
+        ...
+
+
+class StateRegistry:
+    """Named parts of a run's state. A part that is not registered here is not resumable, by construction."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Stateful] = {}
+
+    def register(self, name: str, part: Stateful) -> None:
+        """Add a part.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        if name in self._parts:
+            raise ValueError(f"state: {name!r} is registered twice")
+        self._parts[name] = part
+
+    def state_dict(self) -> dict[str, Any]:
+        """All parts by name."""
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore all parts.
+
+        Raises:
+            ValueError: the parts saved and the parts registered differ; both lists are named.
+        """
+        if set(state) != set(self._parts):
+            raise ValueError(
+                f"checkpoint: holds state of {sorted(state)}, this run has {sorted(self._parts)}; "
+                "it comes from another version or configuration"
+            )
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+
+
+class TorchRandomState:
+    """Torch's global random state, which dropout draws from."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the CPU and of every CUDA device."""
+        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put it back."""
+        torch.set_rng_state(state["cpu"])
+        if state["cuda"]:
+            torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,97 @@
+"""task=arithmetic: additions of two numbers, worked out digit by digit; learnable on one CPU core.
+
+A prompt is right-aligned, `  12+  34=`. The completion thinks first: from the last digit on, both digits and
+their sum with the carry as two digits, four characters a digit; then `#` and the answer, the result in reverse
+with its final carry; then `.`, the end of the sequence. For 12 + 34: `2406` `1304` `#` `640` `.`.
+Correct means that thinking and answer are both right to the character. Length grows with difficulty, the number
+of digits: 8 to 23 tokens for 1 to 4.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.task.base import Task
+
+ALPHABET = "0123456789+=#. "
+STOP = "."
+MAX_DIGITS = 4
+
+
+def problem(first: int, second: int) -> str:
+    """The prompt's text, of fixed width."""
+    return f"{first:>{MAX_DIGITS}}+{second:>{MAX_DIGITS}}="
+
+
+def solution(first: int, second: int, digits: int) -> str:
+    """The one completion that is correct, its end included."""
+    thinking, answer, carry = [], [], 0
+    for place in range(digits):
+        a, b = first // 10**place % 10, second // 10**place % 10
+        total = a + b + carry
+        thinking.append(f"{a}{b}{total:02d}")
+        answer.append(str(total % 10))
+        carry = total // 10
+    return "".join(thinking) + "#" + "".join(answer) + str(carry) + STOP
+
+
+def draw_number(digits: int, source: random.Random) -> int:
+    """A number with exactly that many digits (0 counts as one digit)."""
+    return source.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+
+
+class ArithmeticTask(Task):
+    """A finite pool of additions of mixed difficulty, and a held-out set.
+
+    Args:
+        train: prompts in the pool, by number of digits from 1.
+        heldout: held-out prompts, likewise; none of them is in the pool.
+        seed: of the pool; independent of a run's seed, so that all runs share their prompts.
+    """
+
+    def __init__(self, train: Sequence[int], heldout: Sequence[int], seed: int) -> None:
+        for field, counts in (("train", train), ("heldout", heldout)):
+            if not 0 < len(counts) <= MAX_DIGITS or any(count < 0 for count in counts) or not sum(counts):
+                raise ConfigurationError(f"task.{field}: {list(counts)} must give 1 to {MAX_DIGITS} counts, not all 0")
+        source = random.Random(f"arithmetic {seed}")
+        self._train: list[Prompt] = []
+        self._heldout: list[Prompt] = []
+        for digits in range(1, MAX_DIGITS + 1):
+            wanted_train = train[digits - 1] if digits <= len(train) else 0
+            wanted_heldout = heldout[digits - 1] if digits <= len(heldout) else 0
+            prompts = self._distinct(digits, wanted_train + wanted_heldout, source)
+            self._heldout += prompts[:wanted_heldout]
+            self._train += prompts[wanted_heldout:]
+
+    @staticmethod
+    def _distinct(digits: int, count: int, source: random.Random) -> list[Prompt]:
+        possible = (10**digits - (10 ** (digits - 1) if digits > 1 else 0)) ** 2
+        if count > possible:
+            raise ConfigurationError(f"task: {count} problems of {digits} digits wanted, only {possible} exist")
+        pairs: dict[tuple[int, int], None] = {}
+        while len(pairs) < count:
+            pairs[draw_number(digits, source), draw_number(digits, source)] = None
+        return [
+            Prompt(
+                prompt_id=f"{first}+{second}/{digits}",
+                text=problem(first, second),
+                answer=solution(first, second, digits).removesuffix(STOP),
+                difficulty=f"{digits}_digits",
+            )
+            for first, second in pairs
+        ]
+
+    def train_prompts(self) -> Sequence[Prompt]:
+        """The pool."""
+        return self._train
+
+    def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
+        """One set, `heldout`."""
+        return {"heldout": self._heldout}
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        """1 if thinking and answer are right, else 0."""
+        return float(completion == prompt.answer)

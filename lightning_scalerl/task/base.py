@@ -1,0 +1,50 @@
+"""What a task is: a pool of prompts, held-out sets, and a verifier."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.rollout import Prompt
+
+
+class Task(ABC):
+    """Problems whose answers can be checked by a program."""
+
+    @abstractmethod
+    def train_prompts(self) -> Sequence[Prompt]:
+        """The training pool: finite, in a fixed order."""
+
+    @abstractmethod
+    def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
+        """Held-out prompts by set name; the first set is the default of every fit."""
+
+    @abstractmethod
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        """The verifier: reward of a completion (text, without special tokens)."""
+
+    def is_correct(self, reward: float) -> bool:
+        """Whether a reward counts as a pass: 1 or more."""
+        return reward >= 1.0
+
+
+def check_task(task: Any) -> Task:
+    """`task`, if it can be trained on.
+
+    Raises:
+        ConfigurationError: it lacks prompts, a held-out set or a verifier.
+    """
+    for method, what in (
+        ("reward", "a verifier: reward(prompt, completion) -> float"),
+        ("is_correct", "is_correct(reward) -> bool"),
+        ("train_prompts", "train_prompts() -> prompts"),
+        ("eval_sets", "eval_sets() -> {name: held-out prompts}"),
+    ):
+        if not callable(getattr(task, method, None)):
+            raise ConfigurationError(f"task: {type(task).__name__} has no {what}")
+    checked: Task = task
+    if not checked.eval_sets() or not all(checked.eval_sets().values()):
+        raise ConfigurationError(f"task: {type(task).__name__} has no held-out prompts; pass rates need a set")
+    return checked

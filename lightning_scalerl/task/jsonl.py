@@ -1,0 +1,100 @@
+"""task=jsonl: prompts from JSON-lines files, checked by a verifier of the user's or by exact match."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.task.base import Task
+
+Verifier = Callable[[str, str], float]
+
+
+def exact_match(completion: str, answer: str) -> float:
+    """1 if the completion, stripped, is the answer."""
+    return float(completion.strip() == answer.strip())
+
+
+class JsonlTask(Task):
+    """One JSON object a line: `prompt` and `answer`, optionally `id` and `difficulty`.
+
+    Args:
+        train: file with the training pool.
+        heldout: held-out files by set name; the first is the default of every fit.
+        verifier: `module:function`, called as function(completion, answer) -> float; 1 or more is a pass.
+
+    Raises:
+        ConfigurationError: a file that is missing or malformed, a verifier that cannot be imported.
+    """
+
+    def __init__(self, train: str, heldout: Mapping[str, str], verifier: str) -> None:
+        self._verify = load_verifier(verifier)
+        self._train = read_prompts("task.train", train)
+        self._heldout = {name: read_prompts(f"task.heldout.{name}", path) for name, path in heldout.items()}
+
+    def train_prompts(self) -> Sequence[Prompt]:
+        """The pool."""
+        return self._train
+
+    def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
+        """Held-out sets by name."""
+        return self._heldout
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        """What the verifier says."""
+        return self._verify(completion, prompt.answer)
+
+
+def load_verifier(name: str) -> Verifier:
+    """Import `module:function`.
+
+    Raises:
+        ConfigurationError: it is not there or not callable.
+    """
+    module, _, function = str(name).partition(":")
+    try:
+        verifier: Verifier = getattr(import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(
+            f"task.verifier: {name!r} cannot be imported ({error}); give it as module:function"
+        ) from error
+    if not callable(verifier):
+        raise ConfigurationError(f"task.verifier: {name!r} is not callable")
+    return verifier
+
+
+def read_prompts(field: str, path: str) -> list[Prompt]:
+    """Prompts of one file.
+
+    Raises:
+        ConfigurationError: names the field, the file, the line and what is wrong with it.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{field}: cannot read {path!r} ({error}); give a UTF-8 JSON-lines file") from error
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            prompts.append(
+                Prompt(
+                    prompt_id=str(entry.get("id", f"{Path(path).stem}/{number}")),
+                    text=str(entry["prompt"]),
+                    answer=str(entry["answer"]),
+                    difficulty=str(entry.get("difficulty", "")),
+                )
+            )
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigurationError(
+                f"{field}: {path}, line {number}: {error!r}; each line is an object with prompt and answer"
+            ) from error
+    if not prompts:
+        raise ConfigurationError(f"{field}: {path!r} holds no prompts")
+    return prompts

@@ -1,0 +1,1 @@
+"""The study: identity, journals, launching, fitting, ranking and reporting. Needs no torch."""

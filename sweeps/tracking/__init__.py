@@ -1,0 +1,24 @@
+"""Into MLflow: `store` (sweep and member runs), `ship` (journal to runs), `views` and `fits` (finished charts).
+
+MLflow is a mirror. The journals are the source of truth, and nothing here may stall or fail a training run.
+Importing this package does not import mlflow (seconds); the first `Tracker.client` does.
+"""
+
+from sweeps.tracking.fits import FitSummary, Published, publish
+from sweeps.tracking.ship import Shipper, ship
+from sweeps.tracking.store import Member, TrackedMember, TrackedSweep, Tracker
+from sweeps.tracking.views import UiCommand, ui_command
+
+__all__ = [
+    "FitSummary",
+    "Member",
+    "Published",
+    "Shipper",
+    "TrackedMember",
+    "TrackedSweep",
+    "Tracker",
+    "UiCommand",
+    "publish",
+    "ship",
+    "ui_command",
+]

@@ -1,0 +1,330 @@
+"""The tracking store: one experiment a study, a parent run a sweep, a child run a member.
+
+Everything is created by the controller, before any job starts: cold SQLite schemas and get-or-create race
+(SWEEPS.md section 3.1), and a run that a job creates itself is created again at every requeue.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
+
+from filelock import FileLock
+
+from sweeps.errors import UserError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+IDS_FILE = "mlflow.json"
+SWEEP_TAG = "scalerl.sweep"
+RUN_TAG = "scalerl.run"
+DEFAULT_AXIS = "compute/flops"
+STATUSES = ("SCHEDULED", "RUNNING", "FINISHED", "FAILED", "KILLED")
+
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_REMEDY = "use sqlite:////absolute/path/mlflow.db, or the address of a server (http://host:port)"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One run of a sweep, as the controller knows it.
+
+    `run` is the identity hash, `recipe` the curve's label; `run_dir` holds the journal.
+    """
+
+    run: str
+    recipe: str
+    seed: int
+    run_dir: Path
+
+
+@dataclass(frozen=True)
+class TrackedMember:
+    """A member with the id of its MLflow run."""
+
+    member: Member
+    mlflow_run_id: str
+
+
+@dataclass
+class TrackedSweep:
+    """A sweep with its MLflow ids; `key` is the tag `scalerl.sweep` that all its runs carry."""
+
+    directory: Path
+    key: str
+    name: str
+    experiment_id: str
+    parent_id: str
+    members: dict[str, TrackedMember] = field(default_factory=dict)
+
+
+def resolve_uri(uri: str) -> str:
+    """The tracking URI as MLflow takes it, a relative SQLite path made absolute.
+
+    Raises:
+        UserError: the file store, which MLflow 3 refuses, or no URI at all.
+    """
+    scheme, separator, rest = uri.partition(":")
+    if not separator or scheme == "file" or len(scheme) == 1:
+        raise UserError(
+            f"tracking uri {uri!r} is a file store, which MLflow no longer opens; {_REMEDY}; "
+            "`mlflow migrate-filestore` moves old runs"
+        )
+    if scheme.split("+")[0] == "sqlite":
+        if not rest.startswith("///") or rest == "///" or rest.startswith("///:memory:"):
+            raise UserError(f"tracking uri {uri!r} names no database file; {_REMEDY}")
+        return f"{scheme}:///{Path(rest[3:]).expanduser().resolve()}"
+    return uri.rstrip("/")
+
+
+def without_credentials(uri: str) -> str:
+    """The URI without user and password: what may be printed or kept in a file."""
+    parts = urlsplit(uri)
+    if "@" not in parts.netloc:
+        return uri
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON so that a reader, or the next process after a crash, sees the old or the new file whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as handle:
+        json.dump(content, handle, indent=1, sort_keys=True, allow_nan=False)
+        handle.flush()
+        os.fsync(handle.fileno())
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file we wrote; empty if it is missing or unreadable (the caller then asks MLflow)."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def now_ms() -> int:
+    """Wall clock in MLflow's unit."""
+    return int(time.time() * 1000)
+
+
+def quiet_environment() -> None:
+    """MLflow's own defaults that do not suit a mirror, each left alone if the user set it.
+
+    Minutes of retries against a dead server, usage reports over the network, migration logs on stderr.
+    """
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    for name in ("mlflow.store.db.utils", "alembic"):
+        if logging.getLogger(name).level == logging.NOTSET:
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+
+class Tracker:
+    """One experiment of one MLflow store. The constructor reaches for nothing; `prepare` does.
+
+    Args:
+        uri: `sqlite:///path` (artifacts go beside the file, into `mlartifacts`), a server, or another database.
+        experiment: the study's name.
+        axis: the journal's compute axis that `eval/<set>/log10_compute` is taken from.
+
+    Raises:
+        UserError: a URI that MLflow does not open; from the methods: a store that cannot be reached.
+    """
+
+    def __init__(self, uri: str, experiment: str, axis: str = DEFAULT_AXIS) -> None:
+        self.uri = resolve_uri(uri)
+        self.experiment = experiment
+        self.axis = axis
+        self._client: MlflowClient | None = None
+
+    @property
+    def client(self) -> MlflowClient:
+        """The client, made at first use (this imports mlflow)."""
+        if self._client is None:
+            quiet_environment()
+            from mlflow import MlflowClient
+
+            self._client = MlflowClient(tracking_uri=self.uri)
+        return self._client
+
+    @property
+    def database_file(self) -> Path | None:
+        """The SQLite file, if that is what the URI names."""
+        scheme, _, rest = self.uri.partition(":///")
+        return Path(rest) if scheme.split("+")[0] == "sqlite" else None
+
+    @contextmanager
+    def reaching(self, doing: str) -> Iterator[None]:
+        """Turn whatever the client raises into one line that names the store and the remedy."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # the client lets SQL, HTTP and OS errors through besides its own
+            raise UserError(
+                f"MLflow at {without_credentials(self.uri)}: {doing} failed ({one_line(error)}); "
+                "check that the store is there, or train without tracking and publish later"
+            ) from error
+
+    def prepare(self) -> str:
+        """Create schema and experiment if missing; returns the experiment's id. Safe from several processes."""
+        lock: AbstractContextManager[object] = nullcontext()
+        with self.reaching("opening the store"):
+            if self.database_file is not None:
+                self.database_file.parent.mkdir(parents=True, exist_ok=True)
+                lock = FileLock(f"{self.database_file}.init.lock")
+            with lock:
+                return self._get_or_create_experiment()
+
+    def _get_or_create_experiment(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        location = None
+        if self.database_file is not None:
+            folder = re.sub(r"[^\w.-]+", "_", self.experiment)[:80]
+            location = (self.database_file.parent / "mlartifacts" / folder).as_uri()
+        found = self.client.get_experiment_by_name(self.experiment)
+        if found is None:
+            try:
+                return str(self.client.create_experiment(self.experiment, artifact_location=location))
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+                found = self.client.get_experiment_by_name(self.experiment)  # another controller won the race
+        if found is None or found.lifecycle_stage == "deleted":
+            raise UserError(
+                f"experiment {self.experiment!r} was deleted in MLflow; bring it back with "
+                f"`mlflow experiments restore`, or give the study another name"
+            )
+        return str(found.experiment_id)
+
+    def open_sweep(
+        self, sweep_dir: str | Path, members: Iterable[Member], name: str | None = None
+    ) -> TrackedSweep:
+        """The sweep's parent run and a child run a member, created or found again.
+
+        Ids live in `<sweep_dir>/mlflow.json`; runs are also found by their tags, so a controller killed while
+        it created them makes no second set. A found sweep has its parent set RUNNING again; members keep
+        their status until `set_status`. New members are SCHEDULED.
+
+        Raises:
+            UserError: the store cannot be reached.
+        """
+        directory = Path(sweep_dir).resolve()
+        directory.mkdir(parents=True, exist_ok=True)
+        experiment_id = self.prepare()
+        store = f"{without_credentials(self.uri)}#{self.experiment}"
+        known = read_json(directory / IDS_FILE)
+        entry = known.setdefault("stores", {}).setdefault(store, {})
+        if "sweep" not in entry:  # kept before anything is created under it
+            entry["sweep"] = uuid.uuid4().hex[:12]
+            write_json(directory / IDS_FILE, known)
+        sweep = TrackedSweep(directory, entry["sweep"], name or directory.name, experiment_id, "")
+        with self.reaching("creating the sweep's runs"):
+            runs = self.sweep_runs(sweep)
+            parents = [run.info.run_id for run in runs if run.data.tags.get("kind") == "sweep"]
+            if parents:
+                sweep.parent_id = str(parents[-1])
+                self.client.update_run(sweep.parent_id, status="RUNNING")
+            else:
+                tags = {"kind": "sweep", SWEEP_TAG: sweep.key, "compute.axis": self.axis}
+                parent = self.client.create_run(experiment_id, run_name=sweep.name, tags=tags)
+                sweep.parent_id = str(parent.info.run_id)
+            self._add(sweep, members, runs)
+        return sweep
+
+    def add_members(self, sweep: TrackedSweep, members: Iterable[Member]) -> None:
+        """Create runs for members that joined later (a search proposes them one by one)."""
+        with self.reaching("creating member runs"):
+            self._add(sweep, members, self.sweep_runs(sweep))
+
+    def _add(self, sweep: TrackedSweep, members: Iterable[Member], runs: Sequence[Run]) -> None:
+        ids = {r.data.tags[RUN_TAG]: str(r.info.run_id) for r in runs if RUN_TAG in r.data.tags}
+        series = {r.data.tags.get("series") for r in runs}
+        for member in members:
+            run_id = ids.get(member.run)
+            if run_id is None:
+                label = f"{member.recipe} seed {member.seed}"
+                if label in series:  # the chart pairs wrongly when two runs share a series
+                    label += f" ({member.run[:8]})"
+                series.add(label)
+                tags = {
+                    "mlflow.parentRunId": sweep.parent_id,
+                    "kind": "member",
+                    "recipe": member.recipe,
+                    "seed": str(member.seed),
+                    "series": label,
+                    RUN_TAG: member.run,
+                    SWEEP_TAG: sweep.key,
+                    "compute.axis": self.axis,
+                }
+                run = self.client.create_run(sweep.experiment_id, run_name=label, tags=tags)
+                run_id = ids[member.run] = str(run.info.run_id)
+                self.client.update_run(run_id, status="SCHEDULED")
+            sweep.members[member.run] = TrackedMember(member, run_id)
+        known = read_json(sweep.directory / IDS_FILE)
+        store = f"{without_credentials(self.uri)}#{self.experiment}"
+        entry = known.setdefault("stores", {}).setdefault(store, {"sweep": sweep.key})
+        entry["experiment_id"], entry["parent"] = sweep.experiment_id, sweep.parent_id
+        entry.setdefault("members", {}).update({k: m.mlflow_run_id for k, m in sweep.members.items()})
+        write_json(sweep.directory / IDS_FILE, known)
+
+    def sweep_runs(self, sweep: TrackedSweep) -> list[Run]:
+        """All runs of a sweep that are not deleted, newest first."""
+        found: list[Run] = []
+        token = None
+        while True:
+            page = self.client.search_runs(
+                [sweep.experiment_id],
+                filter_string=f"tags.`{SWEEP_TAG}` = '{sweep.key}'",
+                max_results=1000,
+                order_by=["attributes.start_time DESC"],
+                page_token=token,
+            )
+            found.extend(page)
+            token = page.token
+            if not token:
+                return found
+
+    def set_status(self, mlflow_run_id: str, status: str, at_ms: int | None = None) -> None:
+        """Set a run's status: RUNNING reopens it, FINISHED, FAILED and KILLED end it (at `at_ms`, or now).
+
+        Raises:
+            UserError: no such status, or the store cannot be reached.
+        """
+        if status not in STATUSES:
+            raise UserError(f"run status {status!r} is not one of {', '.join(STATUSES)}")
+        with self.reaching("setting a run's status"):
+            if status in ("SCHEDULED", "RUNNING"):
+                self.client.update_run(mlflow_run_id, status=status)
+            else:
+                self.client.set_terminated(mlflow_run_id, status=status, end_time=at_ms or now_ms())
+
+    def set_tags(self, mlflow_run_id: str, tags: Mapping[str, str]) -> None:
+        """Set tags in one request, values cut at MLflow's limit."""
+        from mlflow.entities import RunTag
+
+        items = [RunTag(key, str(value)[:8000]) for key, value in tags.items()]
+        for start in range(0, len(items), 100):
+            self.client.log_batch(mlflow_run_id, tags=items[start : start + 100])
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one short line: type, then the first line of its message."""
+    message = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {message}"[:300]

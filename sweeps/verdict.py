@@ -1,0 +1,174 @@
+"""May an asymptote be named? The verdicts of a fit, each with its reason and what would cure it.
+
+Only `identifiable` lets a recipe be ranked on A. The refusals: `too_few_points`, `degenerate`, `decreasing`,
+`flat`, `pre_inflection`, `at_bound`, `open`, tested in this order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import fdtr, stdtrit
+
+from sweeps.profile import Array
+
+MIN_COMPUTES = 6
+# A window narrower than this factor shows one point of a curve on log compute, not its shape.
+MIN_SPAN = 1.5
+# An interval wider than this (in units of the reward's range, and never more than the gain itself) cannot
+# separate any two of the published recipes, whose A lie within 0.16 of each other (arXiv 2510.13786, fig. 2).
+MAX_WIDTH = 0.2
+# A plateau counts as observed at a bound if the last quarter's mean is this close: the margin of a tie.
+PLATEAU = 0.02
+# Chance of taking pure noise for a rise.
+FLAT_LEVEL = 0.01
+# A run has gone bad if it ends this share of its gain below its best stretch.
+COLLAPSE = 0.2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`name` is one of the eight of the module's docstring; `reason` is one sentence."""
+
+    name: str
+    reason: str
+
+    @property
+    def identifiable(self) -> bool:
+        """Whether A may be named, ranked and used to stop a run."""
+        return self.name == "identifiable"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the verdict rests on.
+
+    compute, reward: the points, (n,), by compute. ends: low and high of A, B, C_mid, None for open. reward_range:
+    the width of the bounds of A. point_variance: of one point; inflation: points per independent point.
+    flat_excess: how much worse a constant fits, in effective variances; parameters: fitted beside the constant.
+    """
+
+    compute: Array
+    reward: Array
+    A: tuple[float, float | None, float | None]
+    B: tuple[float, float | None, float | None]
+    C_mid: tuple[float, float | None, float | None]
+    R0: float
+    a_upper: float
+    reward_range: float
+    at_edge: str | None
+    point_variance: float
+    inflation: float
+    flat_excess: float
+    parameters: int
+    dof: float
+
+
+def plateau_observed(compute: Array, reward: Array, bound: float, reward_range: float) -> bool:
+    """Whether the last quarter of the window lies on the bound (a pass rate of 1, say)."""
+    tail = reward[compute >= 0.75 * compute.max()]
+    return bool(tail.mean() >= bound - PLATEAU * reward_range)
+
+
+def before_fit(compute: Array, reward: Array, parameters: int) -> Verdict | None:
+    """What can be refused without a fit; None if nothing. Shapes: (n,)."""
+    distinct = np.unique(compute[compute > 0])
+    if len(distinct) < MIN_COMPUTES or len(compute) < parameters + 3:
+        return Verdict(
+            "too_few_points",
+            f"{len(compute)} points at {len(distinct)} distinct positive compute values cannot carry "
+            f"{parameters} parameters; evaluate more often or run longer (at least {MIN_COMPUTES} values)",
+        )
+    span = float(distinct[-1] / distinct[0])
+    if span < MIN_SPAN:
+        return Verdict(
+            "degenerate",
+            f"all compute lies within a factor {span:.3g}, which shows no curve; "
+            f"include points that span at least a factor {MIN_SPAN:g}",
+        )
+    if float(np.ptp(reward)) <= 1e-12 * max(1.0, float(np.abs(reward).max())):
+        return Verdict("flat", f"every reward is {reward[0]:.4g}; nothing rises, so there is no asymptote to fit")
+    return None
+
+
+def _trend(e: Evidence) -> Verdict | None:
+    """`decreasing`: an overall fall, or a run that rose and then went bad."""
+    order = np.argsort(e.compute, kind="stable")
+    reward = e.reward[order]
+    n = len(reward)
+    x = np.arange(n) - (n - 1) / 2
+    slope = float(x @ reward / (x @ x))
+    error = np.sqrt(e.point_variance * e.inflation / (x @ x))
+    sure = float(stdtrit(e.dof, 0.975))
+    if slope < -sure * error:
+        return Verdict(
+            "decreasing",
+            f"reward falls by {-slope * (n - 1):.3g} over the window; look at the run's health "
+            "(entropy, truncation, KL) or fit the part before the fall with --max-compute",
+        )
+    blocks = np.array_split(np.arange(n), 5)
+    means = np.array([reward[block].mean() for block in blocks])
+    top = int(means.argmax())
+    fall, gain = means[top] - means[-1], means[top] - means[0]
+    block_error = np.sqrt(e.point_variance * min(1.0, 2 * e.inflation / len(blocks[-1])))
+    if fall > COLLAPSE * max(gain, 0.0) and fall > 3 * block_error:
+        at = float(e.compute[order][blocks[top][-1]])
+        return Verdict(
+            "decreasing",
+            f"reward fell by {fall:.3g} after compute {at:.4g}: the run went bad; "
+            f"fit what came before with --max-compute {at:.4g}",
+        )
+    return None
+
+
+def after_fit(e: Evidence) -> Verdict:
+    """The verdict on a fitted curve."""
+    trend = _trend(e)
+    if trend is not None:
+        return trend
+    a, a_low, a_high = e.A
+    b, b_low, b_high = e.B
+    c, _, c_high = e.C_mid
+    gain = a - e.R0
+    rise = e.flat_excess / e.parameters
+    if 1 - float(fdtr(e.parameters, e.dof, max(rise, 0.0))) > FLAT_LEVEL or gain <= 0:
+        return Verdict(
+            "flat",
+            f"the rise does not exceed the noise (sd {np.sqrt(e.point_variance):.2g} a point); "
+            "run longer, or evaluate on more prompts",
+        )
+    end = float(e.compute.max())
+    if c >= end or c_high is None or c_high >= end:
+        upper = "open" if c_high is None else f"up to {c_high:.4g}"
+        return Verdict(
+            "pre_inflection",
+            f"the window ends at compute {end:.4g} and may not have reached the bend "
+            f"(C_mid {c:.4g}, {upper}); extend the run to 2 x C_mid or more",
+        )
+    if e.at_edge is not None:
+        return Verdict(
+            "at_bound",
+            f"the best fit lies on the edge of the search ({e.at_edge}), so its value is the edge's; "
+            "extend the window, or check R0 and the reward's range",
+        )
+    if a_low is None or a_high is None:
+        side = "above" if a_high is None else "below"
+        return Verdict(
+            "open",
+            f"the data do not bound A {side} (best {a:.3f}) in a window up to {end / c:.2g} x C_mid; "
+            "extend the run or add seeds",
+        )
+    width, allowed = a_high - a_low, min(MAX_WIDTH * e.reward_range, gain)
+    if width > allowed:
+        return Verdict(
+            "open",
+            f"A is only known to {a_low:.3f}..{a_high:.3f} (at most {allowed:.2g} wide is allowed) in a window "
+            f"up to {end / c:.2g} x C_mid; extend the run or add seeds",
+        )
+    if b_low is None and b_high is None:
+        return Verdict("open", f"any B fits (best {b:.3g}); add points around C_mid {c:.4g}")
+    return Verdict(
+        "identifiable",
+        f"the window reaches {end / c:.2g} x C_mid and bounds A within {width:.3f}",
+    )
