@@ -37,9 +37,9 @@ def cache_dir() -> Path:
 def arithmetic_base_model(
     width: int = 64,
     layers: int = 3,
-    batches: int = 800,
+    batches: int = 1100,
     batch_size: int = 128,
-    corruption: float = 0.12,
+    corruption: float = 0.15,
     learning_rate: float = 3e-3,
     seed: int = 0,
 ) -> str:

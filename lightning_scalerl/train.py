@@ -1,0 +1,65 @@
+"""`python -m lightning_scalerl.train OVERRIDES...`: compose, check, fit. With `--multirun`, a study."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.recipe import conf_dir, explain
+from lightning_scalerl.rollout_stream import RewardError
+from sweeps.errors import UserError
+from sweeps.study import is_done
+
+
+def main() -> None:
+    """The command line; what a user did wrong is one line and exit code 1, never a traceback."""
+    # Hydra prints tracebacks of its own and exits unless told to pass exceptions on.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        _hydra_main()
+        for overrides in _single_runs:
+            _train(overrides)
+    except (ConfigurationError, UserError, RewardError) as error:
+        sys.exit(_complain(str(error)))
+    except (HydraException, OmegaConfBaseException) as error:
+        sys.exit(_complain(explain(error)))
+
+
+def _complain(message: str) -> int:
+    print(f"scalerl train: {' '.join(message.split())}", file=sys.stderr)
+    return 1
+
+
+# Hydra reads the command line (and answers --help and --cfg); the work is done outside of it, where its own
+# reports cannot get in the way of ours.
+_single_runs: list[list[str]] = []
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")
+def _hydra_main(config: DictConfig) -> None:
+    _single_runs.append(list(HydraConfig.get().overrides.task))
+
+
+def _train(overrides: list[str]) -> None:
+    from lightning_scalerl.member import plan, run_member
+
+    (spec,) = plan([overrides])
+    run_dir = Path(spec.config["output_dir"]) / "runs" / spec.run
+    if is_done(run_dir, spec.steps):
+        print(f"{spec.title}: done already, {run_dir}; a larger budget.steps continues it")
+        return
+    spec.write(run_dir)
+    print(f"{spec.title}: {run_dir}")
+    run_member(run_dir, progress=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""The console script `scalerl`.
+
+Exit codes: 0 done (a refusal to name an asymptote is an answer), 1 a failure with one line that says what and
+the remedy, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sweeps.errors import UserError
+from sweeps.fit import Fit, FitOptions, Interval, R0Mode, fit_curves
+from sweeps.mechanism import idle_variants, mechanism_counters
+from sweeps.rank import MARGIN, Ranking, rank
+from sweeps.source import Study, load
+
+Handler = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code is returned, for `sys.exit`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Hydra's own options (--multirun, --cfg) must arrive untouched, so argparse does not see them.
+    if arguments[:1] == ["train"] and arguments[1:] not in (["-h"], ["--help"]):
+        return _train(arguments[1:])
+    options = _parser().parse_args(arguments)
+    handler: Handler = options.handler
+    try:
+        code = handler(options)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        print(f"scalerl: {_one_line(str(error))}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader (`head`, a pager) has seen enough; Python must not complain at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("scalerl: interrupted", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scalerl",
+        description="Run RL recipes, fit their compute curves, rank them and say how sure that is.",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name,
+            help=summary,
+            description=summary[:1].upper() + summary[1:] + ".",
+            epilog=f"example: {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        added.set_defaults(handler=handler)
+        return added
+
+    train = command(
+        "train",
+        lambda options: _train(options.overrides),
+        "train one run, or a grid with --multirun (Hydra's overrides and options)",
+        "scalerl train recipe=scalerl variant=loss_dapo seed=1",
+    )
+    train.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="as for python -m lightning_scalerl.train"
+    )
+
+    fit = command(
+        "fit",
+        _fit,
+        "fit a compute curve per recipe: A, B, C_mid with 95%% intervals and a verdict".replace("%%", "%"),
+        "scalerl fit outputs/my_sweep --r0 first --max-compute 8000",
+    )
+    _add_source(fit)
+    fit.add_argument("--json", action="store_true", help="print a JSON list, an object a recipe")
+
+    ranking = command(
+        "rank",
+        _rank,
+        "rank recipes by asymptote, ties by efficiency; says undecided when the data do not decide",
+        "scalerl rank examples/curves.csv --budget 16000",
+    )
+    _add_source(ranking)
+    _add_ranking(ranking)
+    ranking.add_argument("--json", action="store_true", help="print a JSON object")
+
+    report = command(
+        "report",
+        _report,
+        "write one self-contained HTML page, with figures and ranking.csv beside it",
+        "scalerl report outputs/my_sweep -o report.html",
+    )
+    _add_source(report)
+    _add_ranking(report)
+    report.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: %(default)s")
+    report.add_argument("--title", help="the study's name; default: the first source's")
+
+    publish = command(
+        "publish",
+        _publish,
+        "put fits, bands and figures into MLflow and print the link to the chart",
+        "scalerl publish outputs/my_sweep --mlflow sqlite:///mlflow.db",
+    )
+    publish.add_argument("sources", nargs="+", metavar="SOURCE", help="a run or sweep directory")
+    publish.add_argument("--mlflow", required=True, metavar="URI", help="tracking URI")
+    return parser
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    """What to read, and how to fit it."""
+    parser.add_argument(
+        "sources", nargs="+", metavar="SOURCE", help="a run or sweep directory, or a CSV file"
+    )
+    parser.add_argument(
+        "--r0",
+        type=_r0,
+        default="first",
+        metavar="X|first|free",
+        help="reward before training: a number, the first evaluation (default), or fitted",
+    )
+    parser.add_argument("--min-compute", type=_number, metavar="C", help="leave out what lies below")
+    parser.add_argument("--max-compute", type=_number, metavar="C", help="leave out what lies above")
+    parser.add_argument(
+        "--metric", metavar="M", help="of journals: eval/<set>/pass_rate; default: the first set"
+    )
+    parser.add_argument("--x", metavar="COL", help="compute column (default: compute), or axis of journals")
+    parser.add_argument("--y", metavar="COL", help="reward column (default: reward)")
+    parser.add_argument("--by", metavar="COL", help="recipe column (default: recipe)")
+
+
+def _add_ranking(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--budget", type=_number, metavar="C", help="also give the reward at this compute")
+    parser.add_argument(
+        "--margin",
+        type=_number,
+        default=MARGIN,
+        metavar="A",
+        help="A within this are tied; default: %(default)s",
+    )
+
+
+def _number(text: str) -> float:
+    """A finite number that is not negative."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return value
+
+
+def _r0(text: str) -> R0Mode:
+    if text == "first":
+        return "first"
+    if text == "free":
+        return "free"
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor first or free")
+    return value
+
+
+def _one_line(text: str) -> str:
+    """A message on one printable line, whatever a file name or cell in it holds."""
+    return "".join(ch if ch.isprintable() else " " for ch in text)
+
+
+# --- commands -----------------------------------------------------------------------------------------------
+
+
+def _train(overrides: Sequence[str]) -> int:
+    """Become the training process, so that signals and the exit code are its own."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "lightning_scalerl.train", *overrides])
+
+
+def _fitted(options: argparse.Namespace) -> tuple[Study, list[Fit]]:
+    low, high = options.min_compute, options.max_compute
+    if low is not None and high is not None and low >= high:
+        raise UserError(
+            f"--min-compute {low:g} is not below --max-compute {high:g}; nothing lies between them"
+        )
+    study = load(options.sources, metric=options.metric, x=options.x, y=options.y, by=options.by)
+    return study, fit_curves(study.curves, FitOptions(r0=options.r0, min_compute=low, max_compute=high))
+
+
+def _fit(options: argparse.Namespace) -> int:
+    study, fits = _fitted(options)
+    _warn(study.warnings)
+    if options.json:
+        _print_json([fit.to_json() for fit in fits])
+        return 0
+    head = ["recipe", "verdict", "A", "B", "C_mid", "R0", "rmse", "n", "seeds"]
+    rows = [
+        [
+            fit.recipe,
+            fit.verdict,
+            _interval(fit.A, ".3f"),
+            _interval(fit.B, ".3g"),
+            _interval(fit.C_mid, ".4g"),
+            "-" if fit.R0 is None else f"{fit.R0:.3f}",
+            "-" if fit.rmse is None else f"{fit.rmse:.4f}",
+            str(fit.n),
+            str(fit.seeds),
+        ]
+        for fit in fits
+    ]
+    print(_table(head, rows))
+    print(
+        f"\ncompute: {fits[0].curve.unit}; reward: {fits[0].curve.metric}; 95% intervals, within these runs"
+    )
+    for fit in fits:
+        print(f"{_one_line(fit.recipe)}: {fit.reason}")
+        _warn([f"{fit.recipe}: {note}" for note in fit.warnings])
+    return 0
+
+
+def _rank(options: argparse.Namespace) -> int:
+    study, fits = _fitted(options)
+    ranking = rank(fits, margin=options.margin, budget=options.budget)
+    _warn(study.warnings)
+    if options.json:
+        _print_json(ranking.to_json())
+        return 0
+    print(f"{_one_line(ranking.sentence)}\n")
+    print(_table(*_ranking_rows(ranking)))
+    if ranking.leave_one_out:
+        print(f"\nagainst {_one_line(ranking.baseline or '')}:")
+        rows = [
+            [entry.recipe, _interval(entry.delta_a, "+.3f"), _interval(entry.delta_b, "+.3g"), entry.reason]
+            for entry in ranking.leave_one_out
+        ]
+        print(_table(["variant", "delta A", "delta B at shared A", "note"], rows))
+    for note in idle_variants(mechanism_counters(study.runs)):
+        _warn([note])
+    return 0
+
+
+def _ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
+    head = ["rank", "recipe", "P(best)", "A", "B at shared A"]
+    if ranking.budget is not None:
+        head.append(f"R at {ranking.budget:.4g}")
+    head.append("why")
+    rows = []
+    for entry in ranking.ranking:
+        named = entry.rank is not None
+        row = [
+            str(entry.rank) if named else "-",
+            entry.recipe,
+            "-" if entry.p_best is None else f"{entry.p_best:.2f}",
+            _interval(entry.A if named else None, ".3f"),
+            _interval(entry.B_at_shared_A, ".3g"),
+        ]
+        if ranking.budget is not None:
+            row.append(_interval(entry.R_at_budget, ".3f"))
+        rows.append([*row, entry.reason if named else f"{entry.verdict}: {entry.reason}"])
+    return head, rows
+
+
+def _report(options: argparse.Namespace) -> int:
+    # Matplotlib takes a second to import: only where something is drawn.
+    from sweeps.report import write_ranking_csv, write_report
+
+    study, fits = _fitted(options)
+    ranking = rank(fits, margin=options.margin, budget=options.budget)
+    title = options.title or Path(options.sources[0]).resolve().stem
+    page = Path(options.output)
+    written = write_report(page, study.curves, fits, ranking, study.runs, title, study.warnings)
+    written.append(write_ranking_csv(page.with_name("ranking.csv"), fits, ranking))
+    _warn(study.warnings)
+    print(_one_line(ranking.sentence))
+    for path in written:
+        print(path)
+    return 0
+
+
+def _publish(options: argparse.Namespace) -> int:
+    # MLflow is slow to import and not needed elsewhere.
+    from sweeps.publish import publish
+
+    publish(options.sources, options.mlflow)
+    return 0
+
+
+# --- text ---------------------------------------------------------------------------------------------------
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _warn(notes: Sequence[str]) -> None:
+    """Warnings go to stderr, so that what is piped stays data."""
+    for note in notes:
+        print(f"warning: {_one_line(note)}", file=sys.stderr)
+
+
+def _interval(interval: Interval | None, form: str) -> str:
+    if interval is None or interval.value is None:
+        return "-"
+    low = "open" if interval.low is None else format(interval.low, form)
+    high = "open" if interval.high is None else format(interval.high, form)
+    return f"{interval.value:{form}} [{low}, {high}]"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns, never cut: a pipe has no width, and a terminal wraps the last column only."""
+    cells = [[_one_line(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,321 @@
+"""Which recipe is best: by asymptote with its uncertainty, within a margin by efficiency, or "undecided".
+
+Recipes are compared on A by joint draws that include the spread between seeds. Those within the margin of the
+best A are tied; ties are broken by B after refitting with A fixed to their mean, as the paper does (arXiv
+2510.13786, A.7: three runs of one recipe differ by up to 0.015 in A, hence the margin 0.02). A recipe whose
+asymptote is not identifiable is listed last, unranked, with the reason.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sweeps.errors import UserError
+from sweeps.fit import Fit, Interval, refit
+from sweeps.predict import predict
+from sweeps.profile import Array
+
+MARGIN = 0.02
+# What counts as decided.
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One recipe's place; rank and p_best are None where A may not be named. Intervals are 95%."""
+
+    recipe: str
+    rank: int | None
+    p_best: float | None
+    tied_with_best: bool
+    A: Interval
+    A_total: tuple[float | None, float | None]
+    B_at_shared_A: Interval | None
+    R_at_budget: Interval | None
+    verdict: str
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `scalerl rank --json`."""
+        return {
+            "recipe": self.recipe,
+            "rank": self.rank,
+            "p_best": self.p_best,
+            "tied_with_best": self.tied_with_best,
+            "A": self.A.to_json(),
+            "A_total": {"low": self.A_total[0], "high": self.A_total[1]},
+            "B_at_shared_A": None if self.B_at_shared_A is None else self.B_at_shared_A.to_json(),
+            "R_at_budget": None if self.R_at_budget is None else self.R_at_budget.to_json(),
+            "verdict": self.verdict,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A variant against the baseline: delta_a with the spread between seeds, delta_b at a shared A.
+
+    delta_b is None where the two A differ by more than the margin, for B then means different things.
+    """
+
+    recipe: str
+    delta_a: Interval | None
+    delta_b: Interval | None
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `leave_one_out`."""
+        return {
+            "recipe": self.recipe,
+            "delta_A": None if self.delta_a is None else self.delta_a.to_json(),
+            "delta_B_at_shared_A": None if self.delta_b is None else self.delta_b.to_json(),
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """All recipes in order. sentence says the outcome; shared_a is the A at which tied ones were refitted."""
+
+    baseline: str | None
+    margin: float
+    budget: float | None
+    undecided: bool
+    sentence: str
+    shared_a: float | None
+    ranking: tuple[Ranked, ...]
+    leave_one_out: tuple[Contrast, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `scalerl rank --json`."""
+        return {
+            "baseline": self.baseline,
+            "margin": self.margin,
+            "budget": self.budget,
+            "undecided": self.undecided,
+            "sentence": self.sentence,
+            "shared_A": self.shared_a,
+            "ranking": [entry.to_json() for entry in self.ranking],
+            "leave_one_out": [entry.to_json() for entry in self.leave_one_out],
+        }
+
+
+def rank(fits: Sequence[Fit], margin: float = MARGIN, budget: float | None = None) -> Ranking:
+    """Order recipes.
+
+    Args:
+        fits: one a recipe, as `fit_curves` returns them (so that the spread between seeds is pooled).
+        margin: recipes whose A lies within this of the best are tied, in reward units.
+        budget: compute at which to give the reward as well, in the curves' unit.
+
+    Raises:
+        UserError: margin or budget is not positive, or nothing to rank.
+    """
+    if not fits:
+        raise UserError("nothing to rank: give at least one recipe")
+    if not (np.isfinite(margin) and margin >= 0):
+        raise UserError(f"--margin {margin:g}: must be 0 or more, in reward units")
+    if budget is not None and not (np.isfinite(budget) and budget > 0):
+        raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
+    named = [(fit, _value(fit.A)) for fit in fits if fit.identifiable]
+    baseline = _baseline(fits)
+    refused = sorted((fit for fit in fits if not fit.identifiable), key=lambda fit: fit.recipe)
+    contenders = [fit for fit, _ in named]
+    p_best = _p_best([_total_draws(fit) for fit in contenders])
+    best = max((a for _, a in named), default=0.0)
+    tied = [fit for fit, a in named if best - a <= margin + 1e-12]
+    shared_a, at_shared = _at_shared(tied)
+
+    def order(item: tuple[Fit, float]) -> tuple[bool, float, str]:
+        fit, a = item
+        refitted = at_shared.get(fit.recipe)
+        efficiency = None if refitted is None else refitted.B.value
+        return fit not in tied, -(efficiency or 0.0) if fit in tied and at_shared else -a, fit.recipe
+
+    ordered = [fit for fit, _ in sorted(named, key=order)]
+    undecided, sentence = _outcome(
+        ordered, tied, refused, dict(zip(contenders, p_best, strict=True)), at_shared, margin
+    )
+    entries = []
+    for place, fit in enumerate(ordered, start=1):
+        chance = p_best[contenders.index(fit)]
+        refitted = at_shared.get(fit.recipe)
+        gap = best - _value(fit.A)
+        if refitted is not None and shared_a is not None:
+            b = "unknown" if refitted.B.value is None else f"{refitted.B.value:.3g}"
+            reason = f"A within {margin:g} of the best; B {b} at the shared A {shared_a:.3f}"
+        else:
+            reason = "highest A" if gap <= 0 else f"A lower than the best by {gap:.3f}"
+        entries.append(
+            Ranked(
+                fit.recipe,
+                place,
+                chance,
+                refitted is not None,
+                fit.A,
+                fit.A_total,
+                None if refitted is None else refitted.B,
+                _at_budget(fit, budget),
+                fit.verdict,
+                reason,
+            )
+        )
+    entries += [
+        Ranked(
+            fit.recipe,
+            None,
+            None,
+            False,
+            fit.A,
+            fit.A_total,
+            None,
+            _at_budget(fit, budget),
+            fit.verdict,
+            fit.reason,
+        )
+        for fit in refused
+    ]
+    contrasts = () if baseline is None else tuple(_leave_one_out(fits, baseline, margin))
+    return Ranking(baseline, margin, budget, undecided, sentence, shared_a, tuple(entries), contrasts)
+
+
+def _value(interval: Interval) -> float:
+    """An estimate that the verdict lets be named."""
+    assert interval.value is not None
+    return interval.value
+
+
+def _baseline(fits: Sequence[Fit]) -> str | None:
+    """The recipe the others vary: a label without `+`, the one with most variants."""
+    plain = sorted(fit.recipe for fit in fits if "+" not in fit.recipe)
+    return max(plain, key=lambda label: sum(fit.recipe.startswith(label + "+") for fit in fits), default=None)
+
+
+def _total_draws(fit: Fit) -> Array:
+    """Draws of the recipe's A over seeds: the runs' A, and how far the mean of so many may be off. (K,)."""
+    assert fit.draws is not None
+    rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 2)
+    spread = fit.seed_spread
+    count = len(fit.draws.A)
+    noise = rng.standard_normal(count) if np.isinf(spread.dof) else rng.standard_t(spread.dof, count)
+    total: Array = fit.draws.A + spread.sd / np.sqrt(fit.seeds) * noise
+    return total
+
+
+def _p_best(draws: Sequence[Array]) -> list[float]:
+    """Share of joint draws in which each is highest; equal values (a common bound) share the draw."""
+    if not draws:
+        return []
+    stacked = np.stack(draws)
+    top = stacked == stacked.max(axis=0)
+    return [float(p) for p in (top / top.sum(axis=0)).mean(axis=1)]
+
+
+def _at_shared(tied: Sequence[Fit]) -> tuple[float | None, dict[str, Fit]]:
+    """The mean A of tied recipes and their refits at it; nothing where there is no tie."""
+    if len(tied) < 2:
+        return None, {}
+    shared = float(np.mean([_value(fit.A) for fit in tied]))
+    return shared, {fit.recipe: refit(fit, shared) for fit in tied}
+
+
+def _p_more_efficient(leader: Fit, others: Sequence[Fit]) -> float:
+    """Share of draws in which the leader's B is the highest, all at one A."""
+    if leader.draws is None or any(fit.draws is None for fit in others):
+        return 0.0
+    return _p_best([fit.draws.B for fit in (leader, *others) if fit.draws is not None])[0]
+
+
+def _outcome(
+    ordered: Sequence[Fit],
+    tied: Sequence[Fit],
+    refused: Sequence[Fit],
+    p_best: dict[Fit, float],
+    at_shared: dict[str, Fit],
+    margin: float,
+) -> tuple[bool, str]:
+    """Whether the data decide, and one sentence that says so."""
+    total = len(ordered) + len(refused)
+    unranked = f"; {len(refused)} of {total} recipes cannot be ranked" if refused else ""
+    if not ordered:
+        return True, f"undecided: the asymptote of none of the {total} recipes is identifiable"
+    leader = ordered[0]
+    if len(ordered) == 1:
+        if not refused:
+            return False, f"{leader.recipe} is the only recipe: nothing to compare"
+        return True, f"undecided: only the asymptote of {leader.recipe} is identifiable{unranked}"
+    if len(tied) == 1:
+        chance = p_best[leader]
+        if chance >= CONFIDENCE:
+            return False, f"{leader.recipe} has the highest asymptote with P = {_chance(chance)}{unranked}"
+        return True, (
+            f"undecided: {leader.recipe} has the highest asymptote with P = {_chance(chance)} only{unranked}"
+        )
+    # The margin already stands for the spread between seeds, so whether the leader is within it is a question
+    # to the runs given.
+    runs = np.stack([fit.draws.A for fit in ordered if fit.draws is not None])
+    within = float((runs[0] >= runs.max(axis=0) - margin).mean())
+    others = [at_shared[fit.recipe] for fit in tied if fit is not leader]
+    efficient = _p_more_efficient(at_shared[leader.recipe], others)
+    names = ", ".join(fit.recipe for fit in ordered if fit in tied)
+    if within >= CONFIDENCE and efficient >= CONFIDENCE:
+        return False, (
+            f"{leader.recipe} is best: {names} are tied in A within {margin:g}, and it has the highest B "
+            f"at the shared A with P = {_chance(efficient)}{unranked}"
+        )
+    why = (
+        f"B does not separate them (P = {_chance(efficient)} for {leader.recipe})"
+        if within >= CONFIDENCE
+        else f"that {leader.recipe} is within {margin:g} of the best A is uncertain (P = {_chance(within)})"
+    )
+    return True, f"undecided: {names} are tied in A within {margin:g}, and {why}{unranked}"
+
+
+def _chance(p: float) -> str:
+    """A probability as text: two thousand draws do not tell 1 from 0.999."""
+    return "> 0.99" if p > 0.99 else "< 0.01" if p < 0.01 else f"{p:.2f}"
+
+
+def _at_budget(fit: Fit, budget: float | None) -> Interval | None:
+    """The runs' reward at the budget, if the recipe has a fit at all."""
+    if budget is None or fit.draws is None:
+        return None
+    band = predict(fit, [budget])
+    return Interval(float(band.mean[0]), float(band.low[0]), float(band.high[0]))
+
+
+def _leave_one_out(fits: Sequence[Fit], baseline: str, margin: float) -> list[Contrast]:
+    """Every variant of the baseline (its label and a `+`) against it."""
+    base = next(fit for fit in fits if fit.recipe == baseline)
+    variants = sorted((f for f in fits if f.recipe.startswith(baseline + "+")), key=lambda fit: fit.recipe)
+    if not base.identifiable:
+        why = f"the baseline's A is not identifiable ({base.verdict})"
+        return [Contrast(fit.recipe, None, None, why) for fit in variants]
+    named = [fit for fit in variants if fit.identifiable]
+    close = [fit for fit in named if abs(_value(fit.A) - _value(base.A)) <= margin + 1e-12]
+    _, at_shared = _at_shared([base, *close])
+    table = []
+    for fit in variants:
+        if not fit.identifiable:
+            table.append(Contrast(fit.recipe, None, None, f"{fit.verdict}: {fit.reason}"))
+            continue
+        delta_a = _difference(_value(fit.A) - _value(base.A), _total_draws(fit), _total_draws(base))
+        delta_b = None
+        reason = f"A differs by more than {margin:g}, so B is not comparable"
+        if fit in close:
+            ours, theirs = at_shared[fit.recipe], at_shared[baseline]
+            reason = f"A within {margin:g}: compared on B"
+            if ours.draws and theirs.draws and ours.B.value is not None and theirs.B.value is not None:
+                delta_b = _difference(ours.B.value - theirs.B.value, ours.draws.B, theirs.draws.B)
+        table.append(Contrast(fit.recipe, delta_a, delta_b, reason))
+    return table
+
+
+def _difference(value: float, ours: Array, theirs: Array) -> Interval:
+    low, high = np.quantile(ours - theirs, [0.025, 0.975])
+    return Interval(value, float(low), float(high))

@@ -1,0 +1,116 @@
+"""The report's files: one self-contained page, its figures beside it, and the ranking as CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from sweeps.curve import Curve
+from sweeps.errors import UserError
+from sweeps.figures import asymptotes_figure, curves_figure, png, svg
+from sweeps.fit import Fit, Interval
+from sweeps.journal import JournalView
+from sweeps.page import render
+from sweeps.rank import Ranking
+
+
+def write_report(
+    path: str | Path,
+    curves: Sequence[Curve],
+    fits: Sequence[Fit],
+    ranking: Ranking,
+    runs: Sequence[JournalView] = (),
+    title: str | None = None,
+    warnings: Sequence[str] = (),
+) -> list[Path]:
+    """Write the page, and beside it each figure as `<stem>_<figure>.svg` and `.png`.
+
+    Args:
+        path: of the HTML file; its directory is created.
+        curves, fits: one a recipe, of the same recipes.
+        ranking: of those fits.
+        runs: the journals behind them, for mechanism counters and provenance; none for tables.
+        title: the study's name; the file's if not given.
+        warnings: on the sources as a whole.
+
+    Returns:
+        What was written, the page first.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    page = Path(path)
+    drawn = {"curves": curves_figure(curves, fits, ranking)}
+    asymptotes = asymptotes_figure(fits, ranking)
+    if asymptotes is not None:
+        drawn["asymptotes"] = asymptotes
+    documents = {name: svg(figure) for name, figure in drawn.items()}
+    html = render(title or page.stem, curves, fits, ranking, runs, documents, warnings)
+    files: dict[Path, bytes] = {page: html.encode("utf-8", errors="replace")}
+    for name, figure in drawn.items():
+        files[page.with_name(f"{page.stem}_{name}.svg")] = documents[name].encode("utf-8", errors="replace")
+        files[page.with_name(f"{page.stem}_{name}.png")] = png(figure)
+    for target, content in files.items():
+        _write(target, content)
+    return list(files)
+
+
+def write_ranking_csv(path: str | Path, fits: Sequence[Fit], ranking: Ranking) -> Path:
+    """A row a recipe, in the ranking's order; an open bound, or what may not be named, is an empty cell.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    by_recipe = {fit.recipe: fit for fit in fits}
+    text = StringIO()
+    rows = [_csv_row(by_recipe[entry.recipe], ranking, at) for at, entry in enumerate(ranking.ranking)]
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else ["recipe"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    _write(Path(path), text.getvalue().encode("utf-8", errors="replace"))
+    return Path(path)
+
+
+def _csv_row(fit: Fit, ranking: Ranking, at: int) -> dict[str, Any]:
+    entry = ranking.ranking[at]
+    shared, budget = entry.B_at_shared_A, entry.R_at_budget
+    return {
+        "recipe": fit.recipe,
+        "rank": entry.rank,
+        "verdict": fit.verdict,
+        "p_best": entry.p_best,
+        "tied_with_best": entry.tied_with_best,
+        **_cells("A", fit.A),
+        "A_total_low": fit.A_total[0],
+        "A_total_high": fit.A_total[1],
+        **_cells("B", fit.B),
+        **_cells("B_at_shared_A", shared or Interval(None, None, None)),
+        **_cells("C_mid", fit.C_mid),
+        "R0": fit.R0,
+        "R0_source": fit.R0_source,
+        **_cells("R_at_budget", budget or Interval(None, None, None)),
+        "rmse": fit.rmse,
+        "r2": fit.r2,
+        "n": fit.n,
+        "seeds": fit.seeds,
+        "extrapolation_error": fit.extrapolation_error,
+        "compute_axis": fit.curve.axis,
+        "reason": entry.reason,
+    }
+
+
+def _cells(name: str, interval: Interval) -> dict[str, float | None]:
+    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); choose another place with -o"
+        ) from error

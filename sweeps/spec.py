@@ -1,0 +1,148 @@
+"""What a run is: its resolved configuration, its identity, and the label of its curve.
+
+A run's identity is a hash of everything in its configuration that science depends on, with the seed; a curve's
+(recipe's) leaves the seed out. The budget and where things are written are in neither: a larger budget
+continues a run, and launching the same sweep twice finds what is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sweeps.errors import UserError
+
+SPEC_FILE = "spec.json"
+
+# Top-level keys of the configuration that say how, where or how long, not what.
+OPERATIONAL_KEYS = frozenset(
+    {"budget", "checkpoint", "study", "output_dir", "launch", "mlflow", "label", "hydra", "seed"}
+)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One member of a study, frozen at submission.
+
+    Attributes:
+        run, curve: identities (hexadecimal).
+        recipe: the curve's label, such as `scalerl_core+loss=dapo`.
+        baseline: the recipe it departs from.
+        seed: of the run.
+        steps: the budget in optimizer steps.
+        config: the resolved configuration.
+        reference: the configuration of the recipe itself, same seed and settings.
+        axes: the axes on which the two differ.
+    """
+
+    run: str
+    curve: str
+    recipe: str
+    baseline: str
+    seed: int
+    steps: int
+    config: Mapping[str, Any]
+    reference: Mapping[str, Any]
+    axes: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.recipe} seed {self.seed}"
+
+    def header(self) -> dict[str, Any]:
+        """Fields of the journal's header record."""
+        return {
+            "run": self.run,
+            "curve": self.curve,
+            "recipe": self.recipe,
+            "baseline": self.baseline,
+            "seed": self.seed,
+            "departs_on": list(self.axes),
+        }
+
+    def write(self, run_dir: Path) -> None:
+        """Freeze the spec in the run's directory, atomically."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(run_dir / SPEC_FILE, json.dumps(asdict(self), indent=1, sort_keys=True))
+
+    @classmethod
+    def read(cls, run_dir: Path) -> RunSpec:
+        """The spec frozen in a run's directory.
+
+        Raises:
+            UserError: there is none, or it cannot be read.
+        """
+        try:
+            values = json.loads((run_dir / SPEC_FILE).read_text())
+            return cls(**{**values, "axes": tuple(values["axes"])})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{run_dir / SPEC_FILE}: not a run's frozen specification ({error})") from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file in one step: a reader sees the old or the new text, never half of one."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with unfinished.open("w", encoding="utf-8") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    unfinished.rename(path)
+
+
+def science(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that decides what a run learns, its seed left out."""
+    return {key: value for key, value in config.items() if key not in OPERATIONAL_KEYS}
+
+
+def digest(value: Any) -> str:
+    """Twelve hexadecimal digits of the canonical JSON of a value."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def make_spec(
+    config: Mapping[str, Any], reference: Mapping[str, Any], label: str, baseline: str
+) -> RunSpec:
+    """Identify a resolved configuration.
+
+    Args:
+        config: of the run, plain values.
+        reference: of the recipe without the run's departures.
+        label: of the run's curve.
+        baseline: label of the recipe.
+    """
+    what = science(config)
+    base = science(reference)
+    axes = tuple(sorted(key for key in what.keys() | base.keys() if what.get(key) != base.get(key)))
+    seed = int(config["seed"])
+    return RunSpec(
+        run=digest({"science": what, "seed": seed}),
+        curve=digest({"science": what}),
+        recipe=label,
+        baseline=baseline,
+        seed=seed,
+        steps=int(config["budget"]["steps"]),
+        config=dict(config),
+        reference=dict(reference),
+        axes=axes,
+    )
+
+
+def check_distinct(specs: Sequence[RunSpec]) -> list[RunSpec]:
+    """Specs without repetitions, in order.
+
+    Raises:
+        UserError: one label stands for two different curves.
+    """
+    by_run = {spec.run: spec for spec in specs}
+    curves: dict[str, str] = {}
+    for spec in by_run.values():
+        if curves.setdefault(spec.recipe, spec.curve) != spec.curve:
+            raise UserError(f"recipe: two different configurations are both labelled {spec.recipe!r}; sweep them apart")
+    return list(by_run.values())
