@@ -1,0 +1,81 @@
+"""A generator that follows a script instead of a model: for testing schedulers and replaying rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport
+from lightning_scalerl.rollout import Rollout
+
+Script = Callable[[GroupRequest, int], Sequence[int]]
+
+
+class ScriptedGenerator:
+    """Emits one scripted token a step for every rollout in a slot.
+
+    Args:
+        script: (request, index of the rollout in its group) -> its tokens, at least one.
+        slots: rollouts that advance together.
+    """
+
+    def __init__(self, script: Script, slots: int) -> None:
+        self._script = script
+        self._slots = slots
+        self._version = 0
+        self._waiting: list[tuple[GroupRequest, int]] = []
+        self._active: list[tuple[GroupRequest, int, list[int]]] = []
+
+    @property
+    def version(self) -> int:
+        """As last published."""
+        return self._version
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts submitted and not finished."""
+        return len(self._waiting) + len(self._active)
+
+    def submit(self, request: GroupRequest) -> None:
+        """Queue a group."""
+        self._waiting += [(request, index) for index in range(request.completions)]
+
+    def publish(self, weights: dict[str, Tensor], version: int) -> None:
+        """Tokens carry this version from now on."""
+        self._version = version
+
+    def step(self) -> StepReport:
+        """One token of every active rollout."""
+        while self._waiting and len(self._active) < self._slots:
+            request, index = self._waiting.pop(0)
+            self._active.append((request, index, []))
+        finished, going_on = [], []
+        for request, index, versions in self._active:
+            tokens = list(self._script(request, index))
+            versions.append(self._version)
+            if len(versions) < len(tokens):
+                going_on.append((request, index, versions))
+                continue
+            rollout = Rollout(tokens, [-1.0] * len(tokens), versions, [False] * len(tokens), "stop")
+            finished.append(FinishedRollout(request.key, index, rollout))
+        decoded = len(self._active)
+        self._active = going_on
+        return StepReport(finished, 0, 0, decoded, decoded)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Not resumable: a script is cheap to run again.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("a scripted generator keeps no state to resume from")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Not resumable.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("a scripted generator keeps no state to resume from")

@@ -1,0 +1,218 @@
+"""The in-process generator: exact log-probabilities, one result whatever the scheduling, resumable mid-token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
+from lightning_scalerl.generator.torch_generator import TorchGenerator, sample_tokens
+from lightning_scalerl.policy import Policy, check_head
+from lightning_scalerl.precision import Precision
+from lightning_scalerl.rollout import TrainBatch
+
+FP32 = Precision("fp32", True, True)
+STOP = 14
+
+
+def requests(count: int = 5, completions: int = 3) -> list[GroupRequest]:
+    return [
+        GroupRequest(key, tuple(1 + (key * 7 + i) % 15 for i in range(2 + key % 4)), completions, (9, key))
+        for key in range(count)
+    ]
+
+
+def generator_of(model: Any, slots: int = 4, precision: Precision = FP32, **options: Any) -> TorchGenerator:
+    settings_ = {"max_prompt_tokens": 8, "max_new_tokens": 10, "stop_tokens": [STOP], **options}
+    return TorchGenerator(model, precision, slots=slots, **settings_)
+
+
+def drain(generator: TorchGenerator) -> dict[tuple[int, int], FinishedRollout]:
+    finished = {}
+    while generator.in_flight:
+        for entry in generator.step().finished:
+            assert (entry.key, entry.index) not in finished
+            finished[entry.key, entry.index] = entry
+    return finished
+
+
+def full_forward(model: Any, prompt: tuple[int, ...], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities by the model's own forward pass over the whole sequence."""
+    sequence = torch.tensor([[*prompt, *tokens]])
+    with torch.no_grad():
+        logits = model(sequence).logits[0].float() / temperature
+    logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return logprobs.gather(1, sequence[0, len(prompt) :, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("slots", [1, 4, 64])
+def test_logprobs_are_those_of_a_full_forward_pass(tiny_model: Any, slots: int) -> None:
+    generator = generator_of(tiny_model, slots)
+    asked = requests()
+    for request in asked:
+        generator.submit(request)
+    finished = drain(generator)
+    assert Counter(key for key, _ in finished) == {request.key: 3 for request in asked}
+    for (key, _), entry in finished.items():
+        expected = full_forward(tiny_model, asked[key].prompt_tokens, entry.rollout.tokens)
+        assert torch.allclose(torch.tensor(entry.rollout.generator_logprobs), expected, atol=1e-5)
+        ended = entry.rollout.tokens[-1] == STOP
+        assert entry.rollout.finish_reason == ("stop" if ended else "length")
+        assert ended or len(entry.rollout.tokens) == 10
+        assert STOP not in entry.rollout.tokens[:-1]
+
+
+def test_scheduling_does_not_change_what_is_sampled(tiny_model: Any) -> None:
+    results = []
+    for slots, order in ((1, 1), (3, -1), (50, 1)):
+        generator = generator_of(tiny_model, slots)
+        for request in requests()[::order]:
+            generator.submit(request)
+        results.append({place: entry.rollout.tokens for place, entry in drain(generator).items()})
+    assert results[0] == results[1] == results[2]
+    assert len({tuple(tokens) for tokens in results[0].values()}) > 5
+
+
+def test_each_token_knows_the_weights_that_sampled_it(tiny_model: Any) -> None:
+    """Weights change between two tokens; what was sampled before is the old weights', to the token."""
+    old = {name: tensor.clone() for name, tensor in tiny_model.state_dict().items()}
+    generator = generator_of(tiny_model, slots=64, max_new_tokens=8, stop_tokens=[])
+    for request in requests(2):
+        generator.submit(request)
+    for _ in range(3):
+        generator.step()
+    with torch.no_grad():
+        for parameter in tiny_model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    generator.publish(dict(tiny_model.state_dict()), version=7)
+    finished = drain(generator)
+    tiny_model.load_state_dict(old)
+    for (key, _), entry in finished.items():
+        assert entry.rollout.weight_versions == [0] * 3 + [7] * 5
+        expected = full_forward(tiny_model, requests(2)[key].prompt_tokens, entry.rollout.tokens)
+        recorded = torch.tensor(entry.rollout.generator_logprobs)
+        assert torch.allclose(recorded[:3], expected[:3], atol=1e-5)
+        assert (recorded[3:] - expected[3:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("steps", range(0, 22, 3))
+def test_resumes_between_any_two_tokens_bit_for_bit(tiny_model: Any, steps: int) -> None:
+    def start() -> TorchGenerator:
+        generator = generator_of(tiny_model, slots=4)
+        for request in requests(6):
+            generator.submit(request)
+        return generator
+
+    undisturbed = drain(start())
+    first = start()
+    early = {(e.key, e.index): e for _ in range(steps) for e in first.step().finished}
+    state = first.state_dict()
+    with torch.no_grad():
+        tiny_model.get_output_embeddings().weight.mul_(3.0)  # the weights in flight come from the state
+    second = generator_of(tiny_model, slots=4)
+    second.load_state_dict(state)
+    late = drain(second)
+    assert {**early, **late} == undisturbed
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_sampling_inverts_the_cumulative_distribution(seed: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    logits = torch.randn(6, 9, generator=source) * 4
+    uniform = torch.rand(6, generator=source, dtype=torch.float64)
+    uniform[0], uniform[1] = 0.0, 1 - 1e-16
+    tokens, logprobs = sample_tokens(logits, uniform, temperature=0.7)
+    probabilities = (logits / 0.7).double().softmax(-1)
+    for row, token in enumerate(tokens.tolist()):
+        below = float(probabilities[row, :token].sum())
+        assert below - 1e-6 <= float(uniform[row]) <= below + float(probabilities[row, token]) + 1e-6
+    assert torch.allclose(logprobs, probabilities.log().gather(1, tokens[:, None]).squeeze(1).float(), atol=1e-4)
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    uniform = torch.from_numpy(__import__("numpy").random.default_rng(0).random(20000))
+    tokens, _ = sample_tokens(logits.expand(20000, -1), uniform, 1.0)
+    shares = torch.bincount(tokens, minlength=4) / 20000
+    assert torch.allclose(shares, logits.softmax(-1), atol=0.012)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "gemma2", "mistral"])
+def test_other_architectures(family: str) -> None:
+    """Tied embeddings, biases, learned positions, soft-capped logits: all through the same two paths."""
+    import transformers as tf
+
+    torch.manual_seed(0)
+    common = dict(vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+    if family == "qwen2":
+        model: Any = tf.Qwen2ForCausalLM(tf.Qwen2Config(**common, num_key_value_heads=1, tie_word_embeddings=True))
+    elif family == "gpt2":
+        model = tf.GPT2LMHeadModel(
+            tf.GPT2Config(vocab_size=16, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0)
+        )
+    elif family == "mistral":
+        model = tf.MistralForCausalLM(tf.MistralConfig(**common, num_key_value_heads=1, sliding_window=None))
+    else:
+        model = tf.Gemma2ForCausalLM(
+            tf.Gemma2Config(**common, num_key_value_heads=1, head_dim=16, final_logit_softcapping=2.0)
+        )
+    model = model.float().eval()
+    check_head(model)
+    generator = generator_of(model, slots=3)
+    for request in requests(3):
+        generator.submit(request)
+    policy = Policy(model, FP32)
+    for (key, _), entry in drain(generator).items():
+        prompt = requests(3)[key].prompt_tokens
+        recorded = torch.tensor(entry.rollout.generator_logprobs)
+        assert torch.allclose(recorded, full_forward(model, prompt, entry.rollout.tokens), atol=2e-5)
+        assert torch.allclose(recorded, policy(one_row(prompt, entry.rollout))[0][0].detach(), atol=2e-5)
+
+
+def one_row(prompt: tuple[int, ...], rollout: Any) -> TrainBatch:
+    from lightning_scalerl.credit import _tensors
+    from lightning_scalerl.rollout import Group, Prompt
+
+    return _tensors([(Group(0, Prompt("p", "", ""), list(prompt), [rollout]), rollout, 1.0, 1, 0)])
+
+
+def test_short_sliding_window_is_refused() -> None:
+    import transformers as tf
+
+    model = tf.MistralForCausalLM(
+        tf.MistralConfig(
+            vocab_size=16,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            intermediate_size=32,
+            sliding_window=5,
+        )
+    )
+    with pytest.raises(ConfigurationError, match="window of 5 tokens"):
+        generator_of(model)
+
+
+@pytest.mark.parametrize(("head", "expected"), [(True, 1e-5), (False, None)])
+def test_fp32_head_narrows_the_gap_of_a_bf16_policy(tiny_model: Any, head: bool, expected: float | None) -> None:
+    """With the head in FP32 the logits are exact for the hidden states; in BF16 they are rounded."""
+    precision = Precision("bf16", head, head)
+    generator = generator_of(tiny_model, precision=precision)
+    hidden = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = torch.nn.functional.linear(hidden.float(), tiny_model.get_output_embeddings().weight)
+    gap = float((generator.policy.logits(hidden) - exact).abs().max().detach())
+    assert gap < 1e-5 if head else gap > 1e-4
+    assert generator.policy.model.dtype == torch.bfloat16
+
+
+def test_prompt_too_long_is_refused(tiny_model: Any) -> None:
+    with pytest.raises(ConfigurationError, match="9 tokens, allowed are 1 to 8"):
+        generator_of(tiny_model).submit(GroupRequest(0, tuple(range(1, 10)), 1, (0,)))

@@ -1,0 +1,83 @@
+"""Tasks and short runs that several tests use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_scalerl import RolloutDataModule, ScaleRL
+from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint
+from lightning_scalerl.callbacks.evaluate import Evaluate
+from lightning_scalerl.callbacks.run_log import RunLog
+from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.task.base import Task
+
+for name in ("lightning.pytorch", "lightning.fabric"):
+    logging.getLogger(name).setLevel(logging.ERROR)
+
+SMALL = (
+    "scale=arithmetic",
+    "batch.prompts=3",
+    "batch.completions=4",
+    "batch.micro_batch=5",
+    "context.max_new_tokens=9",
+    "generator.slots=7",
+    "optimizer.lr=3e-3",
+    "async_mode.k=3",
+)
+
+
+class CountingTask(Task):
+    """Reward: the share of the digit 1 in the completion. Random models already vary in it."""
+
+    def __init__(self, prompts: int = 11) -> None:
+        self.pool = [Prompt(f"p{i}", f"{i}+{i}=", "1", str(i % 2)) for i in range(prompts)]
+
+    def train_prompts(self) -> Sequence[Prompt]:
+        return self.pool[:-3]
+
+    def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
+        return {"heldout": self.pool[-3:]}
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        return completion.count("1") / max(1, len(completion))
+
+    def is_correct(self, reward: float) -> bool:
+        return reward >= 0.1
+
+
+def fit(
+    model_path: str,
+    run_dir: Path | None = None,
+    steps: int = 4,
+    callbacks: Sequence[Callback] = (),
+    overrides: Sequence[str] = (),
+    task: Task | None = None,
+    seed: int = 0,
+    checkpoint_every: int = 1000,
+    resume: bool = False,
+    recipe: str = "scalerl_core",
+) -> ScaleRL:
+    """Train a tiny model for a few steps; with a run directory, journal and checkpoints are written there."""
+    module = ScaleRL(model_path, recipe, overrides=[*SMALL, *overrides])
+    extra: list[Any] = []
+    checkpoint = None
+    if run_dir is not None:
+        extra = [Evaluate(2, 2), RunLog(run_dir), ResumableCheckpoint(run_dir / "checkpoints", checkpoint_every)]
+        checkpoint = newest_checkpoint(run_dir / "checkpoints") if resume else None
+    trainer = Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=run_dir is not None,
+        callbacks=[*callbacks, *extra],
+    )
+    datamodule = RolloutDataModule(task or CountingTask(), seed=seed)
+    trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+    return module
