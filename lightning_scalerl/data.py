@@ -53,3 +53,10 @@ class _StreamLoader:
             raise ConfigurationError(f"datamodule: RolloutDataModule needs a ScaleRL module, got {type(module).__name__}")
         for _ in range(len(self)):
             yield module.next_batch()
+
+    def state_dict(self) -> dict[str, object]:
+        """Empty: what is queued and in flight is in the module's registry. Lightning asks, or warns on resume."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Nothing to restore here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,10 +91,21 @@ def compose(overrides: Sequence[str]) -> Any:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             return hydra_compose("train", overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigurationError(explain(error)) from error
+        raise ConfigurationError(explain(error) + _valid_keys(error)) from error
     finally:
         GlobalHydra.instance().clear()
         GlobalHydra.instance().hydra = outer
+
+
+def _valid_keys(error: Exception) -> str:
+    """For a key that does not exist: the keys that do, at the same place."""
+    unknown = re.search(r"Could not override '([^']+)'", str(error))
+    if not unknown:
+        return ""
+    node: Any = compose([])
+    for part in unknown[1].split(".")[:-1]:
+        node = node.get(part) if part in node else {}
+    return f"; valid here: {', '.join(map(str, node))}"
 
 
 def explain(error: Exception) -> str:
@@ -103,7 +115,7 @@ def explain(error: Exception) -> str:
     if cause is not None:
         lines += [line.strip() for line in str(cause).splitlines() if line.strip() and line.strip() not in lines]
     kept = [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type", "Set the env"))]
-    return "; ".join(kept).replace(":;", ":")
+    return "; ".join(kept).replace(":;", ":").replace(".;", ";")
 
 
 def build_recipe(config: Any, name: str) -> Recipe:

@@ -37,13 +37,13 @@ def check_task(task: Any) -> Task:
         ConfigurationError: it lacks prompts, a held-out set or a verifier.
     """
     for method, what in (
-        ("reward", "a verifier: reward(prompt, completion) -> float"),
+        ("reward", "for a verifier: reward(prompt, completion) -> float"),
         ("is_correct", "is_correct(reward) -> bool"),
         ("train_prompts", "train_prompts() -> prompts"),
         ("eval_sets", "eval_sets() -> {name: held-out prompts}"),
     ):
         if not callable(getattr(task, method, None)):
-            raise ConfigurationError(f"task: {type(task).__name__} has no {what}")
+            raise ConfigurationError(f"task: {type(task).__name__} has no method {what}")
     checked: Task = task
     if not checked.eval_sets() or not all(checked.eval_sets().values()):
         raise ConfigurationError(f"task: {type(task).__name__} has no held-out prompts; pass rates need a set")

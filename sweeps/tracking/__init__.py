@@ -1,11 +1,12 @@
-"""Into MLflow: `store` (sweep and member runs), `ship` (journal to runs), `views` and `fits` (finished charts).
+"""Into MLflow: `store` makes runs, `ship` and `shipper` feed them, `fits` and `views` make finished charts.
 
 MLflow is a mirror. The journals are the source of truth, and nothing here may stall or fail a training run.
 Importing this package does not import mlflow (seconds); the first `Tracker.client` does.
 """
 
 from sweeps.tracking.fits import FitSummary, Published, publish
-from sweeps.tracking.ship import Shipper, ship
+from sweeps.tracking.ship import ship
+from sweeps.tracking.shipper import Shipper
 from sweeps.tracking.store import Member, TrackedMember, TrackedSweep, Tracker
 from sweeps.tracking.views import UiCommand, ui_command
 

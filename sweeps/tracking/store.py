@@ -1,27 +1,31 @@
 """The tracking store: one experiment a study, a parent run a sweep, a child run a member.
 
-Everything is created by the controller, before any job starts: cold SQLite schemas and get-or-create race
-(SWEEPS.md section 3.1), and a run that a job creates itself is created again at every requeue.
+Everything is created by the controller, before any job starts: cold SQLite schemas and get-or-create race,
+and a run that a job creates itself is created again at every requeue.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import re
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
 from sweeps.errors import UserError
+from sweeps.tracking.common import (
+    now_ms,
+    one_line,
+    quiet_environment,
+    read_json,
+    resolve_uri,
+    without_credentials,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -32,9 +36,6 @@ SWEEP_TAG = "scalerl.sweep"
 RUN_TAG = "scalerl.run"
 DEFAULT_AXIS = "compute/flops"
 STATUSES = ("SCHEDULED", "RUNNING", "FINISHED", "FAILED", "KILLED")
-
-_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
-_REMEDY = "use sqlite:////absolute/path/mlflow.db, or the address of a server (http://host:port)"
 
 
 @dataclass(frozen=True)
@@ -70,75 +71,11 @@ class TrackedSweep:
     members: dict[str, TrackedMember] = field(default_factory=dict)
 
 
-def resolve_uri(uri: str) -> str:
-    """The tracking URI as MLflow takes it, a relative SQLite path made absolute.
-
-    Raises:
-        UserError: the file store, which MLflow 3 refuses, or no URI at all.
-    """
-    scheme, separator, rest = uri.partition(":")
-    if not separator or scheme == "file" or len(scheme) == 1:
-        raise UserError(
-            f"tracking uri {uri!r} is a file store, which MLflow no longer opens; {_REMEDY}; "
-            "`mlflow migrate-filestore` moves old runs"
-        )
-    if scheme.split("+")[0] == "sqlite":
-        if not rest.startswith("///") or rest == "///" or rest.startswith("///:memory:"):
-            raise UserError(f"tracking uri {uri!r} names no database file; {_REMEDY}")
-        return f"{scheme}:///{Path(rest[3:]).expanduser().resolve()}"
-    return uri.rstrip("/")
-
-
-def without_credentials(uri: str) -> str:
-    """The URI without user and password: what may be printed or kept in a file."""
-    parts = urlsplit(uri)
-    if "@" not in parts.netloc:
-        return uri
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that a reader, or the next process after a crash, sees the old or the new file whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as handle:
-        json.dump(content, handle, indent=1, sort_keys=True, allow_nan=False)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file we wrote; empty if it is missing or unreadable (the caller then asks MLflow)."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def now_ms() -> int:
-    """Wall clock in MLflow's unit."""
-    return int(time.time() * 1000)
-
-
-def quiet_environment() -> None:
-    """MLflow's own defaults that do not suit a mirror, each left alone if the user set it.
-
-    Minutes of retries against a dead server, usage reports over the network, migration logs on stderr.
-    """
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    for name in ("mlflow.store.db.utils", "alembic"):
-        if logging.getLogger(name).level == logging.NOTSET:
-            logging.getLogger(name).setLevel(logging.WARNING)
-
-
 class Tracker:
     """One experiment of one MLflow store. The constructor reaches for nothing; `prepare` does.
 
     Args:
-        uri: `sqlite:///path` (artifacts go beside the file, into `mlartifacts`), a server, or another database.
+        uri: `sqlite:///path` (artifacts go beside the file, into `mlartifacts`), a server, another database.
         experiment: the study's name.
         axis: the journal's compute axis that `eval/<set>/log10_compute` is taken from.
 
@@ -151,15 +88,21 @@ class Tracker:
         self.experiment = experiment
         self.axis = axis
         self._client: MlflowClient | None = None
+        self._schema_lock: AbstractContextManager[object] = nullcontext()
+        if self.database_file is not None:
+            self._schema_lock = FileLock(f"{self.database_file}.init.lock")
 
     @property
     def client(self) -> MlflowClient:
-        """The client, made at first use (this imports mlflow)."""
+        """The client, made at first use: this imports mlflow, and creates a database's schema."""
         if self._client is None:
             quiet_environment()
             from mlflow import MlflowClient
 
-            self._client = MlflowClient(tracking_uri=self.uri)
+            if self.database_file is not None:
+                self.database_file.parent.mkdir(parents=True, exist_ok=True)
+            with self._schema_lock:
+                self._client = MlflowClient(tracking_uri=self.uri)
         return self._client
 
     @property
@@ -182,30 +125,27 @@ class Tracker:
             ) from error
 
     def prepare(self) -> str:
-        """Create schema and experiment if missing; returns the experiment's id. Safe from several processes."""
-        lock: AbstractContextManager[object] = nullcontext()
+        """Create schema and experiment if missing; returns the experiment's id. Safe in several processes."""
         with self.reaching("opening the store"):
-            if self.database_file is not None:
-                self.database_file.parent.mkdir(parents=True, exist_ok=True)
-                lock = FileLock(f"{self.database_file}.init.lock")
-            with lock:
-                return self._get_or_create_experiment()
+            client = self.client
+            with self._schema_lock:
+                return self._get_or_create_experiment(client)
 
-    def _get_or_create_experiment(self) -> str:
+    def _get_or_create_experiment(self, client: MlflowClient) -> str:
         from mlflow.exceptions import MlflowException
 
         location = None
         if self.database_file is not None:
             folder = re.sub(r"[^\w.-]+", "_", self.experiment)[:80]
             location = (self.database_file.parent / "mlartifacts" / folder).as_uri()
-        found = self.client.get_experiment_by_name(self.experiment)
+        found = client.get_experiment_by_name(self.experiment)
         if found is None:
             try:
-                return str(self.client.create_experiment(self.experiment, artifact_location=location))
+                return str(client.create_experiment(self.experiment, artifact_location=location))
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
-                found = self.client.get_experiment_by_name(self.experiment)  # another controller won the race
+                found = client.get_experiment_by_name(self.experiment)  # another controller won the race
         if found is None or found.lifecycle_stage == "deleted":
             raise UserError(
                 f"experiment {self.experiment!r} was deleted in MLflow; bring it back with "
@@ -214,13 +154,18 @@ class Tracker:
         return str(found.experiment_id)
 
     def open_sweep(
-        self, sweep_dir: str | Path, members: Iterable[Member], name: str | None = None
+        self,
+        sweep_dir: str | Path,
+        members: Iterable[Member],
+        name: str | None = None,
+        reopen: bool = True,
     ) -> TrackedSweep:
         """The sweep's parent run and a child run a member, created or found again.
 
         Ids live in `<sweep_dir>/mlflow.json`; runs are also found by their tags, so a controller killed while
-        it created them makes no second set. A found sweep has its parent set RUNNING again; members keep
-        their status until `set_status`. New members are SCHEDULED.
+        it created them makes no second set. The parent of a found sweep is set RUNNING again (not with
+        `reopen=False`: to publish what is over); members keep their status until `set_status`. New members
+        are SCHEDULED.
 
         Raises:
             UserError: the store cannot be reached.
@@ -240,7 +185,8 @@ class Tracker:
             parents = [run.info.run_id for run in runs if run.data.tags.get("kind") == "sweep"]
             if parents:
                 sweep.parent_id = str(parents[-1])
-                self.client.update_run(sweep.parent_id, status="RUNNING")
+                if reopen:
+                    self.client.update_run(sweep.parent_id, status="RUNNING")
             else:
                 tags = {"kind": "sweep", SWEEP_TAG: sweep.key, "compute.axis": self.axis}
                 parent = self.client.create_run(experiment_id, run_name=sweep.name, tags=tags)
@@ -322,9 +268,3 @@ class Tracker:
         items = [RunTag(key, str(value)[:8000]) for key, value in tags.items()]
         for start in range(0, len(items), 100):
             self.client.log_batch(mlflow_run_id, tags=items[start : start + 100])
-
-
-def one_line(error: BaseException) -> str:
-    """An exception as one short line: type, then the first line of its message."""
-    message = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {message}"[:300]

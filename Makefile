@@ -1,0 +1,33 @@
+# The two commands a new user types. Each makes .venv first if it is not there or out of date.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+# What `make test` leaves out: ALL=1 runs everything, and a missing component is then a failure.
+MARKERS := $(if $(ALL),,-m "not slow and not browser and not peers")
+TEST_ARGS ?= -n 2 --dist loadfile
+
+.PHONY: demo test
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.user
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.developer
+	$(if $(ALL),CI_ALL=1 )OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MARKERS) $(TEST_ARGS)
+
+# torch first and by pip: pip alone may know of a CPU build; the rest then keeps it, under the constraints.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "lightning-scalerl needs Python 3.11 or newer; set PYTHON=python3.11 (or later)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)" uv
+	@touch $@
+
+$(VENV)/.user: $(VENV)/.torch pyproject.toml
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.developer: $(VENV)/.torch pyproject.toml
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@ $(VENV)/.user

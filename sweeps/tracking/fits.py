@@ -1,0 +1,272 @@
+"""Fits into MLflow: per recipe a fit run and its two band runs; saved views; the parent's artifacts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sweeps.errors import UserError
+from sweeps.tracking.common import now_ms
+from sweeps.tracking.store import SWEEP_TAG, TrackedSweep, Tracker
+from sweeps.tracking.views import VIEW_TAG, ChartRange, encode_view, link, ranking_state, scaling_state
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+
+Array = npt.NDArray[np.float64]
+
+RANKING_FILE = "ranking.json"
+_NOTE_START = "[Scaling curves]("
+
+
+@dataclass(frozen=True)
+class FitSummary:
+    """What MLflow is told of one recipe's fit. Open ends are None; without a curve, none is drawn.
+
+    `curve_x` holds compute (not its logarithm), log-spaced; `band_low` and `band_high` are pass rates there.
+    """
+
+    recipe: str
+    verdict: str
+    axis: str
+    window: tuple[float, float] | None = None
+    reason: str | None = None
+    A: float | None = None
+    A_low: float | None = None
+    A_high: float | None = None
+    B: float | None = None
+    C_mid: float | None = None
+    R0: float | None = None
+    rmse: float | None = None
+    p_best: float | None = None
+    curve_x: Array | None = None
+    curve_y: Array | None = None
+    band_low: Array | None = None
+    band_high: Array | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """The finite ones of `fit/*` and `rank/p_best`."""
+        log10_c_mid = math.log10(self.C_mid) if self.C_mid is not None and 0 < self.C_mid < math.inf else None
+        values = {
+            "fit/A": self.A,
+            "fit/A_low": self.A_low,
+            "fit/A_high": self.A_high,
+            "fit/B": self.B,
+            "fit/log10_C_mid": log10_c_mid,
+            "fit/R0": self.R0,
+            "fit/rmse": self.rmse,
+            "rank/p_best": self.p_best,
+        }
+        return {key: float(v) for key, v in values.items() if v is not None and math.isfinite(v)}
+
+    def tags(self) -> dict[str, str]:
+        """Verdict, window, axis, and which ends of the interval of A are open."""
+        out = {"fit.verdict": self.verdict, "fit.axis": self.axis, "fit.reason": self.reason or "none"}
+        out["fit.window"] = "none" if self.window is None else f"{self.window[0]:.6g} to {self.window[1]:.6g}"
+        metrics = self.metrics()
+        for end in ("A_low", "A_high"):
+            out[f"fit.{end}"] = f"{metrics[f'fit/{end}']:.6g}" if f"fit/{end}" in metrics else "open"
+        return out
+
+    def curve(self) -> dict[str, Array] | None:
+        """Columns x (log10), fit and, where there is a band, low and high: finite everywhere, or None."""
+        if self.curve_x is None or self.curve_y is None:
+            return None
+        columns = {"x": np.asarray(self.curve_x, float), "fit": np.asarray(self.curve_y, float)}
+        if self.band_low is not None and self.band_high is not None:
+            columns |= {"low": np.asarray(self.band_low, float), "high": np.asarray(self.band_high, float)}
+        with np.errstate(divide="ignore", invalid="ignore"):
+            columns["x"] = np.log10(columns["x"])
+        keep = np.all([np.isfinite(column) for column in columns.values()], axis=0)
+        return {name: column[keep] for name, column in columns.items()} if keep.any() else None
+
+
+@dataclass(frozen=True)
+class Published:
+    """Where the finished charts are: fragments to put after the interface's address, and the runs made."""
+
+    link: str
+    ranking_link: str
+    fit_runs: dict[str, str]
+
+
+def publish(
+    fits: Sequence[FitSummary],
+    tracker: Tracker,
+    sweep: TrackedSweep,
+    *,
+    eval_set: str = "heldout",
+    ranking: Sequence[Mapping[str, Any]] = (),
+    artifacts: Iterable[str | Path] = (),
+) -> Published:
+    """Put fits, bands, ranking and saved views of one sweep into MLflow, in place of what was there before.
+
+    New runs are complete before the earlier ones of this sweep are deleted, so a failure midway leaves the
+    old chart. The parent run gets `artifacts` (curves.png, report.html) and `ranking` as a table; the members
+    get their recipe's `fit/*` metrics (step: how many times published) and tags, for sorting.
+
+    Raises:
+        UserError: a file that is not there, or the store does not answer.
+    """
+    files = [Path(file) for file in artifacts]
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        raise UserError(f"artifacts {', '.join(missing)}: no such file; nothing was published")
+    y_key, x_key = f"eval/{eval_set}/pass_rate", f"eval/{eval_set}/log10_compute"
+    created: list[str] = []
+    with tracker.reaching("publishing fits"):
+        runs = tracker.sweep_runs(sweep)
+        earlier = [r.info.run_id for r in runs if r.data.tags.get("kind") in ("fit", "band")]
+        parent = next((r for r in runs if r.info.run_id == sweep.parent_id), None)
+        count = 1 + int(parent.data.tags.get("scalerl.published", "0") if parent is not None else 0)
+        try:
+            fit_runs = {fit.recipe: _fit_runs(fit, tracker, sweep, x_key, y_key, created) for fit in fits}
+        except BaseException:
+            for run_id in created:
+                with contextlib.suppress(Exception):
+                    tracker.client.delete_run(run_id)
+            raise
+        for run_id in earlier:
+            tracker.client.delete_run(run_id)
+        members = [run for run in runs if run.data.tags.get("kind") == "member"]
+        for fit in fits:
+            for run in members:
+                if run.data.tags.get("recipe") == fit.recipe:
+                    _copy_to_member(fit, tracker, run, count)
+        for file in files:
+            tracker.client.log_artifact(sweep.parent_id, str(file))
+        if ranking:
+            _ranking_table(ranking, tracker, sweep)
+        tracker.set_tags(sweep.parent_id, {"scalerl.published": str(count)})
+        shown = _range(fits, tracker, members, x_key, y_key)
+        return _views(fits, tracker, sweep, fit_runs, shown, x_key, y_key)
+
+
+def _fit_runs(
+    fit: FitSummary, tracker: Tracker, sweep: TrackedSweep, x_key: str, y_key: str, created: list[str]
+) -> str:
+    """The fit run of one recipe (returns its id) and its band runs; ids go to `created` as they appear."""
+    from mlflow.entities import Metric, Param
+
+    curve = fit.curve()
+    lines = ["fit"] if curve is None else [name for name in ("low", "high", "fit") if name in curve]
+    at = now_ms()
+    fit_id = ""
+    for name in lines:
+        tags = {
+            "mlflow.parentRunId": sweep.parent_id,
+            "kind": "fit" if name == "fit" else "band",
+            "series": f"{fit.recipe} fit",
+            "recipe": fit.recipe,
+            SWEEP_TAG: sweep.key,
+        }
+        tags |= {key: value[:8000] for key, value in fit.tags().items()}
+        run = tracker.client.create_run(sweep.experiment_id, run_name=f"{fit.recipe} {name}", tags=tags)
+        run_id = str(run.info.run_id)
+        created.append(run_id)
+        metrics: list[Metric] = []
+        if name == "fit":
+            fit_id = run_id
+            metrics += [Metric(key, value, at, 0) for key, value in fit.metrics().items()]
+        if curve is not None:
+            columns = {x_key: curve["x"], y_key: curve[name]}
+            if name == "fit":
+                columns |= {f"curve/{c}": curve[c] for c in ("fit", "low", "high") if c in curve}
+            metrics += [
+                Metric(key, float(value), at, step)
+                for key, column in columns.items()
+                for step, value in enumerate(column)
+            ]
+        for start in range(0, len(metrics), 1000):
+            tracker.client.log_batch(run_id, metrics=metrics[start : start + 1000])
+        if name == "fit":
+            tracker.client.log_batch(run_id, params=[Param("recipe", fit.recipe[:6000])])
+        tracker.client.set_terminated(run_id, status="FINISHED")
+    return fit_id
+
+
+def _copy_to_member(fit: FitSummary, tracker: Tracker, member: Run, count: int) -> None:
+    """`fit/*` on a member run, only what changed; a metric that this fit no longer has is named in a tag."""
+    from mlflow.entities import Metric
+
+    values = fit.metrics()
+    known = {k: v for k, v in member.data.metrics.items() if k.startswith(("fit/", "rank/"))}
+    at = now_ms()
+    metrics = [Metric(key, value, at, count) for key, value in values.items() if known.get(key) != value]
+    if metrics:
+        tracker.client.log_batch(member.info.run_id, metrics=metrics)
+    tracker.set_tags(
+        member.info.run_id, fit.tags() | {"fit.stale": ", ".join(sorted(set(known) - set(values))) or "none"}
+    )
+
+
+def _ranking_table(ranking: Sequence[Mapping[str, Any]], tracker: Tracker, sweep: TrackedSweep) -> None:
+    """The table as `log_table` writes it; `log_table` itself would append to the one of the last time."""
+    columns = list(dict.fromkeys(key for row in ranking for key in row))
+    rows = [[_cell(row.get(column)) for column in columns] for row in ranking]
+    tracker.client.log_dict(sweep.parent_id, {"columns": columns, "data": rows}, RANKING_FILE)
+    tables = json.dumps([{"path": RANKING_FILE, "type": "table"}])
+    tracker.client.set_tag(sweep.parent_id, "mlflow.loggedArtifacts", tables)
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else json.dumps(value, default=str)
+
+
+def _range(
+    fits: Sequence[FitSummary], tracker: Tracker, members: Sequence[Run], x_key: str, y_key: str
+) -> ChartRange:
+    """What the points that MLflow has, the curves and their bands span."""
+    xs: list[float] = []
+    ys: list[float] = []
+    for run in members:
+        if x_key in run.data.metrics:
+            xs += [m.value for m in tracker.client.get_metric_history(run.info.run_id, x_key)]
+            ys += [m.value for m in tracker.client.get_metric_history(run.info.run_id, y_key)]
+    for fit in fits:
+        for name, column in (fit.curve() or {}).items():
+            (xs if name == "x" else ys).extend(column.tolist())
+    return ChartRange.around(xs, ys)
+
+
+def _views(
+    fits: Sequence[FitSummary],
+    tracker: Tracker,
+    sweep: TrackedSweep,
+    fit_runs: dict[str, str],
+    shown: ChartRange,
+    x_key: str,
+    y_key: str,
+) -> Published:
+    """Save both views as experiment tags and put their links into line 1 of the experiment's note."""
+    client, experiment_id = tracker.client, sweep.experiment_id
+    fitted = [set(fit.metrics()) for fit in fits if "fit/A" in fit.metrics()] or [set()]
+    order = ("fit/log10_C_mid", "fit/B", "rank/p_best", "fit/A_low", "fit/A_high", "fit/A")
+    charted = [key for key in order if key in set.intersection(*fitted)]  # an open end must not hide a recipe
+    columns = [key for key in order if key in set.union(*fitted)]
+    states = {
+        f"scaling-{sweep.key}": ("Scaling curves", scaling_state(sweep.key, y_key, x_key, shown)),
+        f"ranking-{sweep.key}": ("Ranking", ranking_state(sweep.key, charted, columns)),
+    }
+    for view_id, (name, state) in states.items():
+        value = encode_view(f"{name}: {sweep.name}", state, now_ms())
+        client.set_experiment_tag(experiment_id, VIEW_TAG + view_id, value)
+    scaling, ranking = (link(experiment_id, view_id) for view_id in states)
+    note = client.get_experiment(experiment_id).tags.get("mlflow.note.content", "")
+    first, _, rest = note.partition("\n")
+    kept = rest if first.startswith(_NOTE_START) else f"\n{note}" if note else ""
+    line = f"{_NOTE_START}{scaling}) and [ranking]({ranking}) of {sweep.name}"
+    client.set_experiment_tag(experiment_id, "mlflow.note.content", f"{line}\n{kept}")
+    return Published(scaling, ranking, fit_runs)

@@ -1,0 +1,345 @@
+"""The training step under Lightning: gradients, precision, choices as callbacks, resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
+from lightning_scalerl.aggregation import SampleAggregation, TokenAggregation
+from lightning_scalerl.async_mode import OnPolicy, PPOOffPolicy
+from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint
+from lightning_scalerl.filter import NoFilter
+from lightning_scalerl.loss import CISPO, DAPO
+from lightning_scalerl.normalization import NoNormalization, PromptNormalization
+from lightning_scalerl.policy import load_model
+from lightning_scalerl.precision import Precision
+from lightning_scalerl.rollout_stream import RewardError
+from sweeps.journal import read_journal
+from tests.helpers import SMALL, CountingTask, fit
+
+
+class Keep(Recorder):
+    """Keeps every record."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[str, int, dict[str, float]]] = []
+
+    def on_record(self, kind: str, step: int, metrics: Any) -> None:
+        self.records.append((kind, step, dict(metrics)))
+
+    def of(self, key: str) -> list[float]:
+        return [metrics[key] for kind, _, metrics in self.records if kind == "train"]
+
+
+def weights_of(module: ScaleRL) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.policy.state_dict().items()}
+
+
+def test_on_policy_trainer_and_generator_agree(tiny_model_path: str) -> None:
+    """Invariant 3: below 1e-5 in FP32, so that the ratio is 1 before the first update of a batch."""
+    keep = Keep()
+    fit(tiny_model_path, callbacks=[OnPolicy(), keep], steps=5)
+    assert max(keep.of("train/logprob_gap")) < 1e-5
+    assert max(keep.of("train/ratio_max")) < 1 + 1e-4
+    assert keep.of("train/staleness_max") == [0] * 5
+
+
+def test_off_policy_is_as_stale_as_it_says(tiny_model_path: str) -> None:
+    keep = Keep()
+    fit(tiny_model_path, callbacks=[keep], steps=7)
+    assert keep.of("train/staleness_max") == [0, 1, 2, 0, 1, 2, 0]
+    gaps = keep.of("train/logprob_gap")
+    assert max(gaps[0], gaps[3], gaps[6]) < 1e-5 < min(gaps[1], gaps[2], gaps[4], gaps[5])
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 12])
+@pytest.mark.parametrize("aggregation", [SampleAggregation, TokenAggregation, None])
+def test_micro_batches_change_nothing(tiny_model_path: str, micro_batch: int, aggregation: Any) -> None:
+    """Invariant 1 through the real model: one step, whatever the micro-batch size."""
+
+    def one_step(size: int) -> dict[str, torch.Tensor]:
+        callbacks = [aggregation()] if aggregation else []
+        return weights_of(
+            fit(tiny_model_path, steps=1, callbacks=callbacks, overrides=[f"batch.micro_batch={size}"])
+        )
+
+    # Adam divides by the gradient's size, so compare weights loosely against a step of 3e-3.
+    expected, actual = one_step(5), one_step(micro_batch)
+    assert all(torch.allclose(expected[name], actual[name], atol=2e-5) for name in expected)
+
+
+def test_choices_are_callbacks(tiny_model_path: str) -> None:
+    """A callback of the Trainer takes its axis; the recipe fills the others, with the same instances each time."""
+    dapo = DAPO(clip_low=0.2, clip_high=0.3)
+    module = fit(tiny_model_path, steps=1, callbacks=[dapo])
+    assert module.choices["loss"] is dapo
+    assert type(module.choices["filter"]).__name__ == "ZeroVariance"
+    assert module.choices["filter"] is module.recipe.choices["filter"]
+    assert module.mechanism.axes == ["loss"]
+    assert [list(map(id, module.configure_callbacks()))] == [list(map(id, module.configure_callbacks()))]
+
+
+def test_two_choices_on_one_axis_are_refused(tiny_model_path: str) -> None:
+    with pytest.raises(ConfigurationError, match="loss: two choices on one axis, CISPO and DAPO"):
+        fit(tiny_model_path, callbacks=[CISPO(max_ratio=4.0), DAPO(clip_low=0.2, clip_high=0.3)])
+
+
+def test_a_choice_needs_our_module() -> None:
+    class Other(LightningModule):
+        def training_step(self, *args: Any) -> None: ...
+
+        def configure_optimizers(self) -> None:
+            return None
+
+    trainer = Trainer(max_steps=1, callbacks=[NoFilter()], logger=False, enable_checkpointing=False)
+    with pytest.raises(ConfigurationError, match=r"NoFilter \(axis filter\) needs a ScaleRL module, got Other"):
+        trainer.fit(Other(), train_dataloaders=[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"precision": "bf16-mixed"}, "leave it at 32-true"),
+        ({"max_steps": -1, "max_epochs": 1}, "no end"),
+    ],
+)
+def test_trainer_settings_that_would_fight_ours(tiny_model_path: str, options: Any, match: str) -> None:
+    module = ScaleRL(tiny_model_path, overrides=SMALL)
+    trainer = Trainer(
+        **{"max_steps": 1, **options}, accelerator="cpu", logger=False, enable_checkpointing=False
+    )
+    with pytest.raises(ConfigurationError, match=match):
+        trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        (["loss=foo"], "cispo; dapo"),
+        (["loss.max_ration=4"], "valid here: _target_, max_ratio"),
+        (["nonsense=1"], "valid here: .*async_mode.*loss"),
+        (["loss.max_ratio=0"], r"loss\.max_ratio: 0 must be a number above 0"),
+        (["async_mode.k=0"], r"async_mode\.k: 0"),
+        (["precision.policy=fp8"], "valid: fp32, bf16"),
+        (["optimizer.lr=-1"], r"optimizer\.lr: -1"),
+        (["batch.prompts=0"], r"batch\.prompts: 0"),
+        (["recipe=nothing"], "scalerl_core"),
+        (["normalization.ddof=3"], r"normalization\.ddof: 3"),
+    ],
+)
+def test_a_bad_recipe_says_what_is_valid(tiny_model_path: str, overrides: list[str], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match) as caught:
+        ScaleRL(tiny_model_path, overrides=overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_model_and_task(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"model\.path: .*neither a folder nor"):
+        ScaleRL(str(tmp_path / "nothing"))
+    with pytest.raises(ConfigurationError, match="arithmetic; jsonl"):
+        RolloutDataModule("nothing")
+    with pytest.raises(ConfigurationError, match="object has no method for a verifier"):
+        RolloutDataModule(object())  # type: ignore[arg-type]
+
+
+def test_groups_of_one_have_no_baseline(tiny_model_path: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"batch\.completions: 1"):
+        fit(tiny_model_path, overrides=["batch.completions=1"])
+
+
+def test_learning_rate_zero_learns_nothing(tiny_model_path: str) -> None:
+    module = fit(tiny_model_path, steps=3, overrides=["optimizer.lr=0"])
+    fresh = ScaleRL(tiny_model_path, overrides=SMALL)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(module).values(), weights_of(fresh).values(), strict=True))
+
+
+def test_it_learns(tiny_model_path: str) -> None:
+    keep = Keep()
+    fit(tiny_model_path, steps=40, callbacks=[keep, OnPolicy()], overrides=["batch.completions=8"])
+    rewards = keep.of("train/reward")
+    assert sum(rewards[-5:]) / 5 > 2 * sum(rewards[:5]) / 5
+
+
+VARIANTS = [
+    ("loss", DAPO(clip_low=0.05, clip_high=0.05)),
+    ("aggregation", TokenAggregation()),
+    ("aggregation", SampleAggregation()),
+    ("normalization", PromptNormalization(ddof=1, eps=1e-6)),
+    ("normalization", NoNormalization()),
+    ("precision", Precision("bf16", True, True)),
+    ("precision", Precision("bf16", False, False)),
+    ("async_mode", OnPolicy()),
+]
+
+
+@pytest.mark.parametrize(("axis", "choice"), VARIANTS, ids=lambda value: str(type(value).__name__))
+def test_mechanism_counter_sees_each_variant_act(tiny_model_path: str, axis: str, choice: Any) -> None:
+    keep = Keep()
+    fit(tiny_model_path, steps=6, callbacks=[choice, keep])
+    assert keep.of(f"mechanism/{axis}")[-1] > 0
+
+
+def test_mechanism_counter_of_a_filter(tiny_model_path: str) -> None:
+    """Acts where a group has no variance, and only there."""
+
+    class Sometimes(CountingTask):
+        def reward(self, prompt: Any, completion: str) -> float:
+            return 1.0 if int(prompt.prompt_id[1:]) % 2 else super().reward(prompt, completion)
+
+    keep = Keep()
+    fit(tiny_model_path, steps=6, callbacks=[NoFilter(), keep], task=Sometimes())
+    assert keep.of("mechanism/filter")[-1] > 0
+
+
+@pytest.mark.parametrize(
+    "same", [PPOOffPolicy(k=3), Precision("fp32", False, False), CISPO(max_ratio=1e6)]
+)
+def test_mechanism_counter_stays_at_zero_when_nothing_changes(tiny_model_path: str, same: Any) -> None:
+    keep = Keep()
+    fit(tiny_model_path, steps=4, callbacks=[same, keep])
+    shares = [v for _, _, metrics in keep.records for k, v in metrics.items() if k.startswith("mechanism/")]
+    assert not any(shares)
+
+
+def test_a_batch_without_variance_is_a_step_without_gradient(tiny_model_path: str) -> None:
+    class Constant(CountingTask):
+        def reward(self, prompt: Any, completion: str) -> float:
+            return 1.0
+
+    keep = Keep()
+    fit(tiny_model_path, steps=3, callbacks=[keep], task=Constant())
+    assert keep.of("train/groups_kept") == [0, 0, 0]
+    assert keep.of("train/loss") == [0, 0, 0]
+
+
+@pytest.mark.parametrize("mode", [OnPolicy(), PPOOffPolicy(k=3)], ids=["on_policy", "ppo_off_policy"])
+@pytest.mark.parametrize("stop", [1, 2, 3, 5])
+def test_resume_is_exact(tiny_model_path: str, tmp_path: Path, mode: Any, stop: int) -> None:
+    """Invariant 5: stop after any step, go on in a new module, get the same journal and weights, bit for bit."""
+    whole = fit(tiny_model_path, tmp_path / "whole", steps=6, callbacks=[mode], checkpoint_every=1)
+    fit(tiny_model_path, tmp_path / "parts", steps=stop, callbacks=[mode], checkpoint_every=1)
+    parts = fit(tiny_model_path, tmp_path / "parts", steps=6, callbacks=[mode], checkpoint_every=1, resume=True)
+    one, two = read_journal(tmp_path / "whole"), read_journal(tmp_path / "parts")
+    steps = {0, 2, 4, 6}  # the last step of the first part was evaluated too
+    assert [r for r in one.deterministic() if r[0] == "train"] == [r for r in two.deterministic() if r[0] == "train"]
+    assert without_cost(one, steps) == without_cost(two, steps)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(whole).values(), weights_of(parts).values(), strict=True))
+
+
+def without_cost(view: Any, steps: set[int]) -> list[Any]:
+    """Evaluations at `steps`; an extra evaluation in between has cost something, which is metered apart."""
+    return [
+        (step, {key: value for key, value in metrics.items() if not key.startswith("eval_cost/")})
+        for kind, step, metrics in view.deterministic()
+        if kind == "eval" and step in steps
+    ]
+
+
+def test_same_seed_same_curve_other_seed_other_curve(tiny_model_path: str, tmp_path: Path) -> None:
+    views = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        fit(tiny_model_path, tmp_path / name, steps=3, seed=seed)
+        views.append(read_journal(tmp_path / name).deterministic())
+    assert views[0] == views[1]
+    assert views[0] != views[2]
+
+
+def test_truncated_checkpoint_is_passed_over(tiny_model_path: str, tmp_path: Path) -> None:
+    fit(tiny_model_path, tmp_path, steps=3, checkpoint_every=1)
+    newest, previous = checkpoints(tmp_path / "checkpoints")
+    newest.write_bytes(newest.read_bytes()[:1000])
+    assert newest_checkpoint(tmp_path / "checkpoints") == previous
+
+
+def test_journal_semantics_and_compute(tiny_model_path: str, tmp_path: Path) -> None:
+    fit(tiny_model_path, tmp_path, steps=4, callbacks=[DAPO(clip_low=0.2, clip_high=0.26)])
+    view = read_journal(tmp_path)
+    assert view.status == "finished"
+    assert view.header["recipe"] == "scalerl_core+loss=DAPO"
+    assert view.header["parameters"] == sum(p.numel() for p in load_model(tiny_model_path).parameters())
+    assert [record.step for record in view.of_kind("eval")] == [0, 2, 4]
+    assert [record.step for record in view.of_kind("train")] == [1, 2, 3, 4]
+    for axis in ("compute/flops", "compute/device_hours"):
+        values = [record.metrics[axis] for record in view.of_kind("eval")]
+        assert values[0] == 0 or axis.endswith("hours")
+        assert values == sorted(values) and values[-1] > values[0]
+    first = view.of_kind("eval")[0].metrics
+    assert 0 <= first["eval/heldout/pass_rate"] <= 1 and first["eval/heldout/pass_rate_se"] > 0
+    semantics = json.loads((tmp_path / "semantics.json").read_text())
+    assert semantics["choices"]["loss"]["ratio_interval"] == [0.8, 1.26]
+    assert semantics["choices"]["normalization"]["ddof"] == 1
+    assert semantics["departs_from_recipe_on"] == ["loss"]
+    assert all(math.isfinite(value) for record in view.records for value in record.metrics.values())
+
+
+def test_evaluation_is_on_no_compute_axis(tiny_model_path: str, tmp_path: Path) -> None:
+    """Looking more often must not move the curve."""
+    from lightning_scalerl.callbacks.evaluate import Evaluate
+
+    flops = []
+    for every in (1, 4):
+        keep = Keep()
+        fit(tiny_model_path, steps=4, callbacks=[Evaluate(every, 3), keep])
+        flops.append(keep.of("compute/flops")[-1])
+    assert flops[0] == flops[1]
+
+
+def test_a_broken_reward_stops_the_run_after_the_journal_is_flushed(tiny_model_path: str, tmp_path: Path) -> None:
+    class Breaks(CountingTask):
+        calls = 0
+
+        def reward(self, prompt: Any, completion: str) -> float:
+            self.calls += 1
+            return float("nan") if self.calls > 60 else super().reward(prompt, completion)
+
+    with pytest.raises(RewardError, match="returned nan"):
+        fit(tiny_model_path, tmp_path, steps=50, task=Breaks())
+    view = read_journal(tmp_path)
+    assert view.status == "failed" and "reward of prompt 'p" in str(view.reason)
+    assert view.of_kind("train")
+
+
+def test_flops_are_those_torch_counts(tiny_model: Any) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from lightning_scalerl.flops import FlopModel
+
+    model = FlopModel.of(tiny_model)
+    length = 40
+    tiny_model.set_attn_implementation("eager")  # the counter does not know the CPU's fused attention
+    with FlopCounterMode(display=False) as counter:
+        tiny_model(torch.ones(1, length, dtype=torch.long))
+    # Torch counts attention over all pairs; ours counts what a causal mask leaves.
+    causal = model.per_context * length * (length + 1) / 2
+    full = model.per_context * length * length
+    assert model.decode(length, length * (length + 1) // 2) - causal + full == pytest.approx(
+        counter.get_total_flops(), rel=1e-6
+    )
+
+
+def test_huge_vocabularies_are_scored_in_chunks(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_scalerl import policy as policy_module
+    from lightning_scalerl.policy import Policy
+    from tests.generator.test_torch_generator import one_row
+
+    rollout = type("R", (), {"tokens": [3, 4, 5, 6, 7], "generator_logprobs": [0.0] * 5})()
+    rollout.weight_versions, rollout.forced = [0] * 5, [False] * 5
+    batch = one_row((1, 2), rollout)
+    policy = Policy(tiny_model, Precision("fp32", True, True))
+    whole, _ = policy(batch)
+    whole.sum().backward()
+    expected = [p.grad.clone() for p in policy.parameters()]
+    policy.zero_grad()
+    monkeypatch.setattr(policy_module, "MAX_LOGITS", 2 * 16)
+    parts, _ = policy(batch)
+    parts.sum().backward()
+    assert torch.allclose(whole, parts, atol=1e-6)
+    assert all(torch.allclose(a, p.grad, atol=1e-5) for a, p in zip(expected, policy.parameters(), strict=True))
