@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError
-from sweeps.fit import Fit, FitOptions, Interval, R0Mode, fit_curves
+from sweeps.fit import Fit, FitOptions, Interval, fit_curves
 from sweeps.mechanism import idle_variants, mechanism_counters
+from sweeps.points import R0Mode
 from sweeps.rank import MARGIN, Ranking, rank
 from sweeps.source import Study, load
 
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     fit = command(
         "fit",
         _fit,
-        "fit a compute curve per recipe: A, B, C_mid with 95%% intervals and a verdict".replace("%%", "%"),
+        "fit a compute curve per recipe: A, B, C_mid with intervals, and a verdict",
         "scalerl fit outputs/my_sweep --r0 first --max-compute 8000",
     )
     _add_source(fit)

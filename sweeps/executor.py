@@ -20,6 +20,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from sweeps.errors import UserError
+
 LOG_FILE = "log.txt"
 
 
@@ -70,9 +72,15 @@ class LocalExecutor:
         max_parallel: members at a time.
         threads: CPU threads a member. With more threads than cores, members slow each other down tenfold.
         preload: modules that the members' parent imports once.
+
+    Raises:
+        UserError: a number that is not 1 or more.
     """
 
     def __init__(self, entry: str, max_parallel: int, threads: int, preload: Sequence[str] = ()) -> None:
+        for field, value in (("max_parallel", max_parallel), ("threads", threads)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"launch.{field}: {value!r} must be a whole number, 1 or more")
         self._entry = entry
         self._max_parallel = max_parallel
         self._threads = threads

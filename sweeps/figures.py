@@ -57,7 +57,7 @@ def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking
     by_recipe = {fit.recipe: fit for fit in fits}
     points = {curve.recipe: curve for curve in curves}
     order = [entry.recipe for entry in ranking.ranking]
-    columns = min(3, len(order))
+    columns = 2 if len(order) in (2, 4) else min(3, len(order))
     rows = -(-len(order) // columns)
     left, right = _limits(curves)
     colour = colours(ranking)
@@ -66,6 +66,9 @@ def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking
         panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         for panel in panels.ravel()[len(order) :]:
             panel.set_visible(False)
+        # Shared axes label the bottom row only; above a gap that row is missing.
+        for panel in panels.ravel()[max(len(order) - columns, 0) : len(order)]:
+            panel.tick_params(labelbottom=True)
         for recipe, panel in zip(order, panels.ravel(), strict=False):
             panel.set_xscale("log")
             panel.set_xlim(left, right)

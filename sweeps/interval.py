@@ -186,4 +186,9 @@ def draw(
     r0 = np.clip(r0, r_lo, r_hi)
     if free_r0:
         r0 = np.minimum(r0, a)
-    return Draws(A=np.maximum(a, r0) if free_a else a, B=np.exp(ln_b), C_mid=np.exp(ln_c), R0=r0)
+    return Draws(
+        A=np.maximum(a, r0) if free_a else a,
+        B=np.exp(ln_b),
+        C_mid=np.maximum(np.exp(ln_c), np.finfo(float).tiny),
+        R0=r0,
+    )

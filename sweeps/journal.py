@@ -123,7 +123,7 @@ def read_journal(run_dir: str | Path) -> JournalView:
             if kind == "run":
                 view.header = entry
             elif kind in ("train", "eval"):
-                record = Record(kind, int(entry["step"]), float(entry["time"]), entry["metrics"])
+                record = Record(kind, int(entry["step"]), float(entry["time"]), dict(entry["metrics"]))
                 kept.pop((kind, record.step), None)
                 kept[kind, record.step] = record
             elif kind == "checkpoint":
@@ -135,7 +135,7 @@ def read_journal(run_dir: str | Path) -> JournalView:
                 view.status, view.reason = "running", None
             elif kind == "end":
                 view.status, view.reason = entry["status"], entry.get("reason")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise JournalError(
                 f"{path}, line {number}: not a journal record ({error!r}); restore the file or delete the run"
             ) from error

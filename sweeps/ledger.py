@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 LEDGER_FILE = "ledger.jsonl"
+EVENTS = ("planned", "started", "finished", "failed")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Ledger:
             return handle.read(1) == b"\n"
 
     def entries(self) -> list[dict[str, Any]]:
-        """All entries that can be read, in order; torn lines are passed over."""
+        """All entries, in order; torn lines and what is no entry are passed over."""
         if not self.path.exists():
             return []
         found = []
@@ -63,7 +64,7 @@ class Ledger:
                 entry = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(entry, dict) and "run" in entry and "event" in entry:
+            if isinstance(entry, dict) and isinstance(entry.get("run"), str) and entry.get("event") in EVENTS:
                 found.append(entry)
         return found
 
@@ -72,8 +73,8 @@ class Ledger:
         states: dict[str, MemberState] = {}
         for entry in self.entries():
             run, event = entry["run"], entry["event"]
-            if event == "planned" and run not in states:
-                states[run] = MemberState(run, entry.get("recipe", ""), int(entry.get("seed", 0)))
+            if event == "planned":
+                states.setdefault(run, MemberState(run, entry.get("recipe", ""), int(entry.get("seed", 0))))
             elif run in states:
                 state = states[run]
                 attempts = state.attempts + (event == "started")

@@ -21,7 +21,8 @@ _CSS = """
 --card:#1c2024;--mark:#e0a648}}
 *{box-sizing:border-box}body{margin:0 auto;padding:2.5rem 1.5rem 4rem;max-width:68rem;background:var(--page);
 color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
-h1{font-size:1.9rem;line-height:1.2;margin:0 0 .5rem;letter-spacing:-.01em}h2{font-size:1.2rem;margin:2.6rem 0 .6rem}
+h1{font-size:1.9rem;line-height:1.2;margin:0 0 .5rem;letter-spacing:-.01em}
+h2{font-size:1.2rem;margin:2.6rem 0 .6rem}
 .outcome{font-size:1.2rem;margin:0 0 .4rem}.soft,caption,figcaption{color:var(--soft);font-size:.9rem}
 .undecided{border-left:4px solid var(--mark);padding-left:.8rem}
 figure{margin:1rem 0;overflow-x:auto}.figure{width:100%;height:auto;color:var(--ink)}
@@ -64,8 +65,8 @@ def render(
             documents,
             "curves",
             "Reward against compute, a panel a recipe",
-            "Points: evaluations, a marker a seed, hollow at the left edge for compute 0. Line: the fit, dashed "
-            "beyond the data. Band: 95%. Thin grey: the baseline. Dotted: the asymptote, where it may be named.",
+            "Points: evaluations, a marker a seed, hollow at the left edge for compute 0. Line: the fit, "
+            "dashed beyond the data. Band: 95%. Thin grey: the baseline. Dotted: A, where it may be named.",
         ),
         "<h2>Ranking</h2>",
         _ranking_table(fits, ranking),
@@ -170,7 +171,7 @@ def _ranking_table(fits: Sequence[Fit], ranking: Ranking) -> str:
     spread = fits[0].seed_spread
     caption = (
         f"A with its 95% interval for the runs given; P(best A) adds the spread of A between seeds "
-        f"(sd {spread.sd:.3f}, {escape(spread.source)}). Ties: within {ranking.margin:g} of the best A.{shared}"
+        f"(sd {spread.sd:.3f}, {escape(spread.source)}). Ties: within {ranking.margin:g} of the best.{shared}"
     )
     return _table(head, rows, [0, 2, *range(3, len(head) - 1)], caption)
 
@@ -228,7 +229,7 @@ def _fit_table(fits: Sequence[Fit]) -> str:
         "Half-run error",
     ]
     caption = (
-        "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B). Half-run error: fitted to the first half of the compute, "
+        "R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B). Half-run error: fitted to the first half of compute, "
         "the absolute error of the predicted mean of the last quarter."
     )
     return _table(head, rows, range(2, 10), caption)

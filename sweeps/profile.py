@@ -1,4 +1,4 @@
-"""The numerical core of a fit: variable projection and the profile likelihood of the compute curve.
+"""The least-squares core of a fit: variable projection of the compute curve.
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B) = R0 (1 - g) + A g,   g = logistic(B (ln C - ln C_mid))
 
@@ -27,10 +27,6 @@ Array = NDArray[np.float64]
 B_RANGE = (0.1, 20.0)
 C_MID_BELOW, C_MID_ABOVE = 20.0, 100.0
 _COARSE = (40, 72)
-_FINE = (40, 56)
-_ZOOMS = 6
-# A zoom covers this many times the deviance of a 95% interval: what the draws need of the tails.
-_TAILS = 3.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,7 @@ class Optimum:
     seed_offset: Array
 
 
-def _divide(top: Array, bottom: Array) -> Array:
+def divide(top: Array, bottom: Array) -> Array:
     """top / bottom, and 0 where the data say nothing (bottom is 0)."""
     safe = np.where(bottom > 1e-300, bottom, 1.0)
     return np.where(bottom > 1e-300, top / safe, 0.0)
@@ -134,7 +130,8 @@ def _quadratic(problem: Problem, g: Array) -> Quadratic:
         ksum = k.sum(1)
 
         def lost(u: Array, v: Array) -> Array:
-            return (k * u * v).sum(1) - (k * u).sum(1) * (k * v).sum(1) / ksum
+            taken: Array = (k * u * v).sum(1) - (k * u).sum(1) * (k * v).sum(1) / ksum
+            return taken
 
         H00, H01, H11 = H00 - lost(e_s, e_s), H01 - lost(e_s, a_s), H11 - lost(a_s, a_s)
         h0, h1, c = h0 - lost(d_s, e_s), h1 - lost(d_s, a_s), c - lost(d_s, d_s)
@@ -142,20 +139,20 @@ def _quadratic(problem: Problem, g: Array) -> Quadratic:
 
 
 def _solve(q: Quadratic, problem: Problem) -> tuple[Array, Array, Array]:
-    """The best (R0, A) of each cell within bounds and with A >= R0: exact, by trying each face of the region."""
+    """The best (R0, A) of each cell within bounds and A >= R0: exact, by trying each face of the region."""
     (r_lo, r_hi), (a_lo, a_hi) = problem.r0_bounds, problem.a_bounds
     r_hi = min(r_hi, a_hi)
     a_lo = max(a_lo, r_lo)
 
     def best_a(r0: Array) -> Array:
-        return np.clip(_divide(q.h1 - q.H01 * r0, q.H11), np.maximum(a_lo, r0), a_hi)
+        return np.clip(divide(q.h1 - q.H01 * r0, q.H11), np.maximum(a_lo, r0), a_hi)
 
     def best_r0(a: Array) -> Array:
-        return np.clip(_divide(q.h0 - q.H01 * a, q.H00), r_lo, np.minimum(r_hi, a))
+        return np.clip(divide(q.h0 - q.H01 * a, q.H00), r_lo, np.minimum(r_hi, a))
 
     det = q.H00 * q.H11 - q.H01**2
-    inner_r0 = _divide(q.h0 * q.H11 - q.h1 * q.H01, det)
-    inner_a = _divide(q.h1 * q.H00 - q.h0 * q.H01, det)
+    inner_r0 = divide(q.h0 * q.H11 - q.h1 * q.H01, det)
+    inner_a = divide(q.h1 * q.H00 - q.h0 * q.H01, det)
     inside = (det > 1e-12 * q.H00 * q.H11) & (inner_r0 >= r_lo) & (inner_r0 <= r_hi)
     inside &= (inner_a >= np.maximum(a_lo, inner_r0)) & (inner_a <= a_hi)
     r0 = np.where(inside, inner_r0, r_lo)
@@ -165,7 +162,7 @@ def _solve(q: Quadratic, problem: Problem) -> tuple[Array, Array, Array]:
         return r0, a, sse
     faces = [(np.full_like(det, r), best_a(np.full_like(det, r))) for r in (r_lo, r_hi)]
     faces += [(best_r0(np.full_like(det, top)), np.full_like(det, top)) for top in (a_lo, a_hi)]
-    level = _divide(q.h0 + q.h1, q.H00 + 2 * q.H01 + q.H11)
+    level = divide(q.h0 + q.h1, q.H00 + 2 * q.H01 + q.H11)
     if r_hi >= a_lo:
         level = np.clip(level, max(a_lo, r_lo), min(r_hi, a_hi))
         faces.append((level, level))
@@ -180,7 +177,7 @@ def surface(problem: Problem, ln_b: Array, ln_c: Array) -> Surface:
     """SSE over the grid ln_b x ln_c, everything else solved exactly."""
     # Rewards are centred: the sums of squares below would otherwise lose digits to the mean.
     centre = float(np.average(problem.reward, weights=problem.weight))
-    centred = _shifted(problem, -centre)
+    centred = shifted(problem, -centre)
     shape = (len(ln_b), len(ln_c))
     slope = np.exp(ln_b)[:, None, None]
     g = expit(slope * (problem.log_compute - ln_c[:, None])[None]).reshape(-1, len(problem.reward))
@@ -191,7 +188,8 @@ def surface(problem: Problem, ln_b: Array, ln_c: Array) -> Surface:
     )
 
 
-def _shifted(problem: Problem, by: float) -> Problem:
+def shifted(problem: Problem, by: float) -> Problem:
+    """The same problem with the reward's origin moved."""
     (r_lo, r_hi), (a_lo, a_hi) = problem.r0_bounds, problem.a_bounds
     return replace(
         problem,
@@ -223,7 +221,7 @@ def evaluate(problem: Problem, ln_b: float, ln_c: float) -> tuple[Optimum, Array
     return Optimum(ln_b, ln_c, r0, a, sse, offset), residual, g
 
 
-def _polish(problem: Problem, ln_b: float, ln_c: float) -> Optimum:
+def _polish(problem: Problem, ln_b: float, ln_c: float, tolerance: float) -> Optimum:
     """Gauss-Newton on the two searched parameters, within the search box."""
     box = problem.search_box()
     root = np.sqrt(problem.weight)
@@ -234,179 +232,25 @@ def _polish(problem: Problem, ln_b: float, ln_c: float) -> Optimum:
 
     low, high = np.array([box[0], box[2]]), np.array([box[1], box[3]])
     start = np.clip([ln_b, ln_c], low + 1e-9, high - 1e-9)
-    found = least_squares(residuals, start, bounds=(low, high), xtol=1e-15, ftol=1e-15, gtol=1e-15, max_nfev=60)
+    found = least_squares(
+        residuals, start, bounds=(low, high), xtol=tolerance, ftol=tolerance, gtol=tolerance, max_nfev=40
+    )
     return evaluate(problem, float(found.x[0]), float(found.x[1]))[0]
 
 
-def solve(problem: Problem) -> tuple[Optimum, Surface]:
+def solve(problem: Problem, polished: int = 3, tolerance: float = 1e-15) -> tuple[Optimum, Surface]:
     """The global least-squares solution and the coarse surface it was found on.
 
-    The best three local minima of the grid are polished: a curve that is poorly determined has several.
+    The best few local minima of the grid are polished: a curve that is poorly determined has several.
     """
     box = problem.search_box()
     grid = surface(problem, np.linspace(box[0], box[1], _COARSE[0]), np.linspace(box[2], box[3], _COARSE[1]))
     padded = np.pad(grid.sse, 1, constant_values=np.inf)
     rows, columns = grid.sse.shape
-    neighbours = [padded[i : i + rows, j : j + columns] for i in range(3) for j in range(3) if (i, j) != (1, 1)]
+    neighbours = [
+        padded[i : i + rows, j : j + columns] for i in range(3) for j in range(3) if (i, j) != (1, 1)
+    ]
     minima = np.argwhere(grid.sse <= np.min(neighbours, axis=0))
-    order = np.argsort(grid.sse[minima[:, 0], minima[:, 1]], kind="stable")[:3]
-    found = [_polish(problem, float(grid.ln_b[i]), float(grid.ln_c[j])) for i, j in minima[order]]
+    order = np.argsort(grid.sse[minima[:, 0], minima[:, 1]], kind="stable")[:polished]
+    found = [_polish(problem, float(grid.ln_b[i]), float(grid.ln_c[j]), tolerance) for i, j in minima[order]]
     return min(found, key=lambda o: o.sse), grid
-
-
-def zoom(problem: Problem, best: Optimum, coarse: Surface, deviance: float) -> Surface:
-    """A grid fitted to the region whose SSE exceeds the minimum by at most `_TAILS` times `deviance`.
-
-    Starts from what the coarse grid shows of that region and follows it, inwards or outwards, within the search.
-    """
-    box = np.array(problem.search_box())
-    limit = best.sse + _TAILS * deviance
-    step = np.array([coarse.ln_b[1] - coarse.ln_b[0], coarse.ln_c[1] - coarse.ln_c[0]])
-    centre = np.array([best.ln_b, best.ln_c])
-    grid, shape = coarse, np.array(_FINE)
-    low, high = centre - step, centre + step
-    for _ in range(_ZOOMS):
-        rows, columns = np.nonzero(grid.sse <= limit)
-        if len(rows):
-            near, far = rows.min(), rows.max()
-            left, right = columns.min(), columns.max()
-            low = np.minimum(centre, [grid.ln_b[near], grid.ln_c[left]]) - step
-            high = np.maximum(centre, [grid.ln_b[far], grid.ln_c[right]]) + step
-            # A region cut off by the grid's own edge goes on beyond it.
-            span = high - low
-            low -= 0.5 * span * np.array([near == 0, left == 0])
-            high += 0.5 * span * np.array([far == len(grid.ln_b) - 1, right == len(grid.ln_c) - 1])
-        elif grid is not coarse:
-            low, high = centre - step, centre + step
-        low, high = np.maximum(low, box[[0, 2]]), np.minimum(high, box[[1, 3]])
-        if grid is not coarse:
-            covered = np.array([grid.ln_b[-1] - grid.ln_b[0], grid.ln_c[-1] - grid.ln_c[0]])
-            fits = (low >= [grid.ln_b[0] - 1e-12, grid.ln_c[0] - 1e-12]).all()
-            fits &= (high <= [grid.ln_b[-1] + 1e-12, grid.ln_c[-1] + 1e-12]).all()
-            if fits and ((high - low) > 0.6 * covered).all():
-                break
-        grid = surface(problem, np.linspace(low[0], high[0], shape[0]), np.linspace(low[1], high[1], shape[1]))
-        step = np.array([grid.ln_b[1] - grid.ln_b[0], grid.ln_c[1] - grid.ln_c[0]])
-    return grid
-
-
-def _crossing(axis: Array, profile: Array, cut: float, best: float, edges: tuple[float, float]) -> list[float | None]:
-    """Where a profile crosses the cut on both sides; None where it has not by the edge of the search."""
-    inside = np.flatnonzero(profile <= cut)
-    if not len(inside):
-        return [best, best]
-    ends: list[float | None] = []
-    for at, out, edge in ((int(inside[0]), -1, edges[0]), (int(inside[-1]), 1, edges[1])):
-        if not 0 <= at + out < len(axis):
-            ends.append(None if abs(axis[at] - edge) < 1e-9 else float(axis[at]))
-            continue
-        rise = profile[at + out] - profile[at]
-        share = 1.0 if rise <= 0 else float(np.clip((cut - profile[at]) / rise, 0.0, 1.0))
-        ends.append(float(axis[at] + share * (axis[at + out] - axis[at])))
-    return ends
-
-
-def intervals(problem: Problem, best: Optimum, grid: Surface, deviance: float) -> dict[str, list[float | None]]:
-    """Profile-likelihood intervals [low, high] of A, ln B and ln C_mid: SSE within `deviance` of the minimum.
-
-    None is an open end: the search ran out, not the likelihood. A's ends may lie on its bounds; whether that
-    is a plateau or an open end is for the verdict.
-    """
-    cut = best.sse + deviance
-    box = problem.search_box()
-    ends = {
-        "ln_b": _crossing(grid.ln_b, grid.sse.min(1), cut, best.ln_b, box[:2]),
-        "ln_c": _crossing(grid.ln_c, grid.sse.min(0), cut, best.ln_c, box[2:]),
-    }
-    inside = (grid.sse <= cut).ravel()
-    low = high = best.a
-    if inside.any():
-        centre = float(np.average(problem.reward, weights=problem.weight))
-        a_low, a_high = _a_range(grid.quadratic.take(inside), _shifted(problem, -centre), cut)
-        low, high = min(low, a_low + centre), max(high, a_high + centre)
-    ends["A"] = [low, high]
-    return ends
-
-
-def _a_range(q: Quadratic, problem: Problem, cut: float) -> tuple[float, float]:
-    """Smallest and largest A over cells with SSE <= cut, R0 at its best within its bounds."""
-    (r_lo, r_hi), (a_lo, a_hi) = problem.r0_bounds, problem.a_bounds
-
-    def roots(curvature: Array, slope: Array, rest: Array) -> tuple[Array, Array]:
-        """Where rest - 2 slope A + curvature A^2 = cut; NaN where it never is."""
-        with np.errstate(invalid="ignore"):
-            # Where the data say nothing on A the floor makes the range huge, to be clipped to A's bounds.
-            middle = slope / np.maximum(curvature, floor)
-            half = np.sqrt((cut - rest) / np.maximum(curvature, floor) + middle**2)
-        return middle - half, middle + half
-
-    floor = 1e-12 * float(problem.weight.sum())
-    found: list[Array] = []
-    # R0 free: minimised over R0 the SSE is a quadratic in A with the Schur complement as curvature.
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = q.H01 / q.H00
-        free = roots(q.H11 - q.H01 * ratio, q.h1 - q.h0 * ratio, q.c - q.h0**2 / q.H00)
-        for end in free:
-            r0 = (q.h0 - q.H01 * end) / q.H00
-            found.append(end[(r0 >= r_lo) & (r0 <= np.minimum(r_hi, end))])
-    for r0_edge in {r_lo, r_hi}:
-        for end in roots(q.H11, q.h1 - q.H01 * r0_edge, q.c - 2 * q.h0 * r0_edge + q.H00 * r0_edge**2):
-            found.append(end[end >= r0_edge])
-    values = np.concatenate(found)
-    values = np.clip(values[~np.isnan(values)], max(a_lo, r_lo), a_hi)
-    return (float(values.min()), float(values.max())) if len(values) else (np.inf, -np.inf)
-
-
-@dataclass(frozen=True)
-class Draws:
-    """Joint draws of a curve's parameters; each (K,)."""
-
-    A: Array
-    B: Array
-    C_mid: Array
-    R0: Array
-
-    def curve(self, compute: Array) -> Array:
-        """R at `compute` for each draw. Shapes: (m,) -> (K, m)."""
-        with np.errstate(divide="ignore"):
-            log_compute = np.log(compute)
-        g = expit(self.B[:, None] * (log_compute[None] - np.log(self.C_mid)[:, None]))
-        result: Array = self.R0[:, None] * (1 - g) + self.A[:, None] * g
-        return result
-
-
-def draw(
-    problem: Problem, best: Optimum, grid: Surface, scale: float, dof: float, count: int, rng: np.random.Generator
-) -> Draws:
-    """Draws whose density is the profile likelihood with a Student-t tail of `dof` degrees of freedom.
-
-    A cell of the grid is drawn by its profile likelihood, a point within the cell evenly, and (R0, A) from
-    their conditional distribution there, clipped to the bounds. `scale` is the variance of one effective point.
-    """
-    excess = np.maximum(grid.sse - best.sse, 0.0).ravel()
-    log_weight = -0.5 * (dof + 2) * np.log1p(excess / (scale * dof))
-    weight = np.exp(log_weight - log_weight.max())
-    # Systematic sampling: the spread over cells is that of the weights, without the noise of drawing them.
-    position = (np.arange(count) + rng.random()) / count
-    cell = np.searchsorted(np.cumsum(weight) / weight.sum(), position).clip(max=weight.size - 1)
-    rng.shuffle(cell)
-    row, column = np.unravel_index(cell, grid.sse.shape)
-    step_b, step_c = grid.ln_b[1] - grid.ln_b[0], grid.ln_c[1] - grid.ln_c[0]
-    ln_b = grid.ln_b[row] + step_b * (rng.random(count) - 0.5)
-    ln_c = grid.ln_c[column] + step_c * (rng.random(count) - 0.5)
-
-    q = grid.quadratic.take(cell)
-    spread = np.sqrt((scale * dof + excess[cell]) / rng.chisquare(dof + 2, count))
-    (r_lo, r_hi), (a_lo, a_hi) = problem.r0_bounds, problem.a_bounds
-    free_r0, free_a = float(r_lo < r_hi), float(a_lo < a_hi)
-    cross = q.H01 * free_r0 * free_a
-    # Marginal of A, then R0 given A; a fixed parameter has no share in either.
-    var_a = _divide(np.ones(count), np.maximum(q.H11 - _divide(cross**2, q.H00), 1e-12 * q.H11))
-    shift = free_a * spread * np.sqrt(var_a) * rng.standard_normal(count)
-    a = np.clip(grid.a.ravel()[cell] + shift, a_lo, a_hi)
-    spread_r0 = spread * np.sqrt(_divide(np.ones(count), q.H00)) * rng.standard_normal(count)
-    r0 = grid.r0.ravel()[cell] + free_r0 * (spread_r0 - _divide(cross, q.H00) * (a - grid.a.ravel()[cell]))
-    r0 = np.clip(r0, r_lo, r_hi)
-    if free_r0:
-        r0 = np.minimum(r0, a)
-    return Draws(A=np.maximum(a, r0) if free_a else a, B=np.exp(ln_b), C_mid=np.exp(ln_c), R0=r0)

@@ -252,9 +252,9 @@ def _outcome(
     if len(tied) == 1:
         chance = p_best[leader]
         if chance >= CONFIDENCE:
-            return False, f"{leader.recipe} has the highest asymptote with P = {_chance(chance)}{unranked}"
+            return False, f"{leader.recipe} has the highest asymptote with {_chance(chance)}{unranked}"
         return True, (
-            f"undecided: {leader.recipe} has the highest asymptote with P = {_chance(chance)} only{unranked}"
+            f"undecided: {leader.recipe} has the highest asymptote with {_chance(chance)} only{unranked}"
         )
     # The margin already stands for the spread between seeds, so whether the leader is within it is a question
     # to the runs given.
@@ -266,19 +266,19 @@ def _outcome(
     if within >= CONFIDENCE and efficient >= CONFIDENCE:
         return False, (
             f"{leader.recipe} is best: {names} are tied in A within {margin:g}, and it has the highest B "
-            f"at the shared A with P = {_chance(efficient)}{unranked}"
+            f"at the shared A with {_chance(efficient)}{unranked}"
         )
     why = (
-        f"B does not separate them (P = {_chance(efficient)} for {leader.recipe})"
+        f"B does not separate them ({_chance(efficient)} for {leader.recipe})"
         if within >= CONFIDENCE
-        else f"that {leader.recipe} is within {margin:g} of the best A is uncertain (P = {_chance(within)})"
+        else f"that {leader.recipe} is within {margin:g} of the best A is uncertain ({_chance(within)})"
     )
     return True, f"undecided: {names} are tied in A within {margin:g}, and {why}{unranked}"
 
 
 def _chance(p: float) -> str:
     """A probability as text: two thousand draws do not tell 1 from 0.999."""
-    return "> 0.99" if p > 0.99 else "< 0.01" if p < 0.01 else f"{p:.2f}"
+    return "P > 0.99" if p > 0.99 else "P < 0.01" if p < 0.01 else f"P = {p:.2f}"
 
 
 def _at_budget(fit: Fit, budget: float | None) -> Interval | None:

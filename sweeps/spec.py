@@ -119,7 +119,8 @@ def make_spec(
     """
     what = science(config)
     base = science(reference)
-    axes = tuple(sorted(key for key in what.keys() | base.keys() if what.get(key) != base.get(key)))
+    differing = {key for key in what.keys() & base.keys() if what[key] != base[key]}
+    axes = tuple(sorted(differing | (what.keys() ^ base.keys())))
     seed = int(config["seed"])
     return RunSpec(
         run=digest({"science": what, "seed": seed}),

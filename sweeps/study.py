@@ -80,6 +80,7 @@ class Study:
         known = self.ledger.fold()
         specs = {spec.run: spec for spec in self.specs}
         waiting = []
+        earlier: dict[str, tuple[int, int]] = {}
         done = failed = 0
         for spec in self.specs:
             if spec.run not in known:
@@ -96,6 +97,7 @@ class Study:
             while waiting and executor.has_room():
                 spec = waiting.pop(0)
                 spec.write(self.run_dir(spec))
+                earlier[spec.run] = written(self.run_dir(spec))
                 self.ledger.append("started", spec.run)
                 for observer in observers:
                     observer.started(spec, self.run_dir(spec))
@@ -103,7 +105,7 @@ class Study:
             for outcome in executor.poll(timeout_s=1.0):
                 spec = specs[outcome.run]
                 finished = outcome.exit_code == 0 and is_done(self.run_dir(spec), spec.steps)
-                reason = None if finished else why_failed(self.run_dir(spec), outcome.reason)
+                reason = None if finished else why_failed(self.run_dir(spec), outcome.reason, earlier[spec.run])
                 state = "finished" if finished else "failed"
                 self.ledger.append(state, spec.run, reason=reason)
                 done, failed = done + finished, failed + (not finished)
@@ -129,15 +131,30 @@ def journal_or_none(run_dir: Path) -> JournalView | None:
         return None
 
 
-def why_failed(run_dir: Path, fallback: str) -> str:
-    """The reason in the journal if the run wrote one, else the log's last line, else how the process ended."""
+def written(run_dir: Path) -> tuple[int, int]:
+    """Bytes of journal and log so far."""
+    files = (run_dir / JOURNAL_FILE, run_dir / LOG_FILE)
+    journal, log = (path.stat().st_size if path.exists() else 0 for path in files)
+    return journal, log
+
+
+def why_failed(run_dir: Path, fallback: str, earlier: tuple[int, int] = (0, 0)) -> str:
+    """The reason in the journal if the run wrote one, else the log's last line, else how the process ended.
+
+    Args:
+        run_dir: of the member.
+        fallback: how its process ended.
+        earlier: what was `written` before it started: the reason of an earlier attempt is not this one's.
+    """
     view = journal_or_none(run_dir)
-    if view is not None and view.status == "failed" and view.reason:
+    spoke = written(run_dir)[0] != earlier[0]
+    if spoke and view is not None and view.status == "failed" and view.reason:
         return view.reason
     try:
-        lines = [line for line in (run_dir / LOG_FILE).read_text(errors="replace").splitlines() if line.strip()]
+        log = (run_dir / LOG_FILE).read_bytes()[earlier[1] :].decode(errors="replace")
     except OSError:
-        lines = []
+        log = ""
+    lines = [line for line in log.splitlines() if line.strip()]
     if lines and not fallback.startswith("killed"):
         return lines[-1].strip()[:500]
     return fallback

@@ -44,9 +44,9 @@ class Verdict:
 class Evidence:
     """What the verdict rests on.
 
-    compute, reward: the points, (n,), by compute. ends: low and high of A, B, C_mid, None for open. reward_range:
-    the width of the bounds of A. point_variance: of one point; inflation: points per independent point.
-    flat_excess: how much worse a constant fits, in effective variances; parameters: fitted beside the constant.
+    compute, reward: the points, (n,). A, B, C_mid: value, low, high, None for open. reward_range: width of
+    the bounds of A. at_edge: the edge of the search the fit lies on. point_variance: of one point.
+    flat_excess: how much worse a constant fits, in effective variances. parameters: fitted beside it.
     """
 
     compute: Array
@@ -55,11 +55,9 @@ class Evidence:
     B: tuple[float, float | None, float | None]
     C_mid: tuple[float, float | None, float | None]
     R0: float
-    a_upper: float
     reward_range: float
     at_edge: str | None
     point_variance: float
-    inflation: float
     flat_excess: float
     parameters: int
     dof: float
@@ -80,7 +78,7 @@ def before_fit(compute: Array, reward: Array, parameters: int) -> Verdict | None
             f"{len(compute)} points at {len(distinct)} distinct positive compute values cannot carry "
             f"{parameters} parameters; evaluate more often or run longer (at least {MIN_COMPUTES} values)",
         )
-    span = float(distinct[-1] / distinct[0])
+    span = float(np.exp(min(np.log(distinct[-1]) - np.log(distinct[0]), 700.0)))
     if span < MIN_SPAN:
         return Verdict(
             "degenerate",
@@ -88,8 +86,17 @@ def before_fit(compute: Array, reward: Array, parameters: int) -> Verdict | None
             f"include points that span at least a factor {MIN_SPAN:g}",
         )
     if float(np.ptp(reward)) <= 1e-12 * max(1.0, float(np.abs(reward).max())):
-        return Verdict("flat", f"every reward is {reward[0]:.4g}; nothing rises, so there is no asymptote to fit")
+        return Verdict(
+            "flat", f"every reward is {reward[0]:.4g}: nothing rises, so no asymptote can be named"
+        )
     return None
+
+
+def _about_line(reward: Array) -> float:
+    """Sum of squares about the straight line through equally spaced rewards. Shapes: (n,)."""
+    x = np.arange(len(reward)) - (len(reward) - 1) / 2
+    left = reward - reward.mean() - float(x @ reward / (x @ x)) * x
+    return float(left @ left)
 
 
 def _trend(e: Evidence) -> Verdict | None:
@@ -99,21 +106,31 @@ def _trend(e: Evidence) -> Verdict | None:
     n = len(reward)
     x = np.arange(n) - (n - 1) / 2
     slope = float(x @ reward / (x @ x))
-    error = np.sqrt(e.point_variance * e.inflation / (x @ x))
-    sure = float(stdtrit(e.dof, 0.975))
-    if slope < -sure * error:
+    # Noise about this line, not about the sigmoid: to a sigmoid a steady fall is one long excursion.
+    left = reward - reward.mean() - slope * x
+    squares = max(float(left @ left), 1e-300)
+    seen = float(left[1:] @ left[:-1]) / squares
+    r = float(np.clip(seen + (1 + 4 * seen) / n, 0.0, 0.95))
+    inflation = (1 + r) / (1 - r)
+    sure = float(stdtrit(max(n / inflation - 2, 3.0), 0.975))
+    if slope < -sure * np.sqrt(squares / (n - 2) * inflation / (x @ x)):
         return Verdict(
             "decreasing",
             f"reward falls by {-slope * (n - 1):.3g} over the window; look at the run's health "
             "(entropy, truncation, KL) or fit the part before the fall with --max-compute",
         )
-    blocks = np.array_split(np.arange(n), 5)
-    means = np.array([reward[block].mean() for block in blocks])
+    blocks = np.array_split(reward, 5)
+    if len(blocks[-1]) < 3:
+        return None
+    means = np.array([block.mean() for block in blocks])
     top = int(means.argmax())
     fall, gain = means[top] - means[-1], means[top] - means[0]
-    block_error = np.sqrt(e.point_variance * min(1.0, 2 * e.inflation / len(blocks[-1])))
+    # Noise within the blocks, about a line in each; blocks are too short to show correlation, so that of a
+    # wandering policy (r = 0.6) is assumed.
+    within = sum(_about_line(block) for block in blocks) / (n - 2 * len(blocks))
+    block_error = np.sqrt(2 * within * (1 + 0.6) / (1 - 0.6) / len(blocks[-1]))
     if fall > COLLAPSE * max(gain, 0.0) and fall > 3 * block_error:
-        at = float(e.compute[order][blocks[top][-1]])
+        at = float(e.compute[order][sum(len(block) for block in blocks[: top + 1]) - 1])
         return Verdict(
             "decreasing",
             f"reward fell by {fall:.3g} after compute {at:.4g}: the run went bad; "
@@ -163,8 +180,8 @@ def after_fit(e: Evidence) -> Verdict:
     if width > allowed:
         return Verdict(
             "open",
-            f"A is only known to {a_low:.3f}..{a_high:.3f} (at most {allowed:.2g} wide is allowed) in a window "
-            f"up to {end / c:.2g} x C_mid; extend the run or add seeds",
+            f"A is only known to {a_low:.3f}..{a_high:.3f} (at most {allowed:.2g} wide is allowed) "
+            f"in a window up to {end / c:.2g} x C_mid; extend the run or add seeds",
         )
     if b_low is None and b_high is None:
         return Verdict("open", f"any B fits (best {b:.3g}); add points around C_mid {c:.4g}")

@@ -1,0 +1,43 @@
+"""Simulates examples/curves.csv: what evaluations of four recipes could look like. Not measurements.
+
+The ScaleRL row uses the parameters of arXiv 2510.13786, Table 1; the others are invented around it. Each seed
+has its own asymptote (sd 0.004), a wandering policy (AR(1), sd 0.006) and sampling error (sd 0.006).
+
+    python examples/make_curves.py > examples/curves.csv
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+
+import numpy as np
+
+R0 = 0.30
+# recipe: A, B, C_mid (GPU-hours), compute of the last evaluation
+RECIPES = {
+    "scalerl": (0.610, 1.92, 2542.0, 16000.0),
+    "scalerl+aggregation=token": (0.600, 1.75, 9000.0, 6000.0),
+    "scalerl+loss=dapo": (0.530, 1.80, 2700.0, 16000.0),
+    "scalerl+normalization=prompt": (0.606, 1.50, 3300.0, 16000.0),
+}
+
+
+def main() -> None:
+    """Write the table to standard output."""
+    rng = np.random.default_rng(2510)
+    out = csv.writer(sys.stdout, lineterminator="\n")
+    out.writerow(["recipe", "seed", "compute", "reward"])
+    for recipe, (a, b, c_mid, end) in RECIPES.items():
+        for seed in (0, 1):
+            own = a + 0.004 * rng.standard_normal()
+            wander = 0.0
+            for compute in np.linspace(0.0, end, 33):
+                share = 0.0 if compute == 0 else 1 / (1 + (c_mid / compute) ** b)
+                reward = R0 + (own - R0) * share + wander + 0.006 * rng.standard_normal()
+                out.writerow([recipe, seed, f"{compute:g}", f"{np.clip(reward, 0, 1):.4f}"])
+                wander = 0.6 * wander + 0.8 * 0.006 * rng.standard_normal()
+
+
+if __name__ == "__main__":
+    main()

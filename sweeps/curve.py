@@ -1,0 +1,95 @@
+"""Compute curves: what a fit sees, arrays and nothing else.
+
+A curve is one recipe's evaluations: reward against cumulative compute, for every seed. A run's first
+evaluation is at compute 0 and observes the reward before training, R0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sweeps.errors import UserError
+
+Array = NDArray[np.float64]
+
+DEVICE_HOURS, VIRTUAL_HOURS, FLOPS = "compute/device_hours", "compute/virtual_device_hours", "compute/flops"
+UNITS = {DEVICE_HOURS: "device hours", VIRTUAL_HOURS: "virtual device hours", FLOPS: "FLOPs"}
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """One recipe's points, by seed and compute.
+
+    Shapes: compute, reward, seed (labels) and sd are (n,). sd is the standard error of each reward, None if
+    unknown. axis and metric name the columns; compute is in the unit of the axis.
+    """
+
+    recipe: str
+    compute: Array
+    reward: Array
+    seed: NDArray[np.str_]
+    sd: Array | None = None
+    axis: str = "compute"
+    metric: str = "reward"
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def unit(self) -> str:
+        """The axis in words."""
+        return UNITS.get(self.axis, self.axis)
+
+
+def make_curve(
+    recipe: str,
+    compute: Sequence[float] | Array,
+    reward: Sequence[float] | Array,
+    seed: Sequence[str] | NDArray[np.str_] | None = None,
+    sd: Sequence[float] | Array | None = None,
+    axis: str = "compute",
+    metric: str = "reward",
+    warnings: Sequence[str] = (),
+) -> Curve:
+    """A curve from arrays: checked, sorted, repeated rows dropped with a warning.
+
+    Raises:
+        UserError: no points, unequal lengths, or a compute, reward or error that is negative or not finite.
+    """
+    c, y = np.asarray(compute, dtype=float), np.asarray(reward, dtype=float)
+    s = np.full(len(c), "0") if seed is None else np.asarray([str(label) for label in seed])
+    e = None if sd is None else np.asarray(sd, dtype=float)
+    if not len(c):
+        raise UserError(f"recipe {recipe!r}: no points; give a source with evaluations")
+    if not len(c) == len(y) == len(s) == (len(c) if e is None else len(e)):
+        raise UserError(
+            f"recipe {recipe!r}: compute, reward and seed differ in length ({len(c)}, {len(y)}, {len(s)})"
+        )
+    for name, values in ((axis, c), (metric, y), ("standard error", e)):
+        if values is not None and not np.isfinite(values).all():
+            raise UserError(
+                f"recipe {recipe!r}: {name} is not finite at {(~np.isfinite(values)).sum()} points; drop them"
+            )
+    if (c < 0).any():
+        raise UserError(
+            f"recipe {recipe!r}: {axis} is negative at {(c < 0).sum()} points; compute starts at 0"
+        )
+    if e is not None and (e < 0).any():
+        raise UserError(f"recipe {recipe!r}: the standard error is negative at {(e < 0).sum()} points")
+    order = np.lexsort((y, c, s))
+    repeated = np.zeros(len(c), dtype=bool)
+    cs, ys, ss = c[order], y[order], s[order]
+    repeated[1:] = (cs[1:] == cs[:-1]) & (ys[1:] == ys[:-1]) & (ss[1:] == ss[:-1])
+    notes = list(warnings)
+    if repeated.any():
+        notes.append(f"{repeated.sum()} repeated rows (same recipe, seed, compute and reward) were dropped")
+    if y.min() < 0 or y.max() > 1:
+        notes.append(
+            f"rewards run from {y.min():.4g} to {y.max():.4g}, outside [0, 1]: A is not bounded by 1"
+        )
+    kept = order[~repeated]
+    return Curve(
+        recipe, c[kept], y[kept], s[kept], None if e is None else e[kept], axis, metric, tuple(notes)
+    )

@@ -1,0 +1,206 @@
+"""Truths about sources: what can be read becomes a curve, anything else one line that says what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sweeps.curve import make_curve
+from sweeps.errors import UserError
+from sweeps.fit import fit_curves
+from sweeps.journal import Journal
+from sweeps.mechanism import idle_variants, mechanism_counters
+from sweeps.source import load
+
+
+def csv_file(tmp_path: Path, text: str | bytes, name: str = "curves.csv") -> Path:
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def run(
+    root: Path,
+    name: str,
+    recipe: str = "scalerl",
+    seed: int = 0,
+    steps: int = 4,
+    device: str = "cpu",
+    **more: object,
+) -> Path:
+    """A run directory with an evaluation every step."""
+    journal = Journal(root / name, clock=lambda: 0.0)
+    journal.header(run=name, curve=f"curve-{recipe}", recipe=recipe, seed=seed, device=device, **more)
+    for step in range(steps):
+        compute = {"compute/flops": 1e9 * step, "compute/device_hours": 0.5 * step}
+        if "no_virtual" not in more:
+            compute["compute/virtual_device_hours"] = 2.0 * step
+        journal.record("train", step, {"train/loss": 1.0, "mechanism/loss": 0.0, "mechanism/kl": 0.25 * step})
+        journal.record(
+            "eval",
+            step,
+            {
+                "eval/heldout/pass_rate": 0.1 * step,
+                "eval/heldout/pass_rate_se": 0.01,
+                "eval/down/pass_rate": 0.2 * step,
+                **compute,
+            },
+        )
+    journal.end(steps, str(more.get("status", "finished")), "out of memory" if "status" in more else None)
+    journal.close()
+    return root / name
+
+
+def test_csv_with_default_columns(tmp_path: Path) -> None:
+    path = csv_file(
+        tmp_path, "\ufeffrecipe,seed,compute,reward\nb,0,2,0.5\na,1,1,0.2\na,0,1,0.3\na,0,0,0.1\n\n"
+    )
+    a, b = load([path]).curves
+    assert (a.recipe, b.recipe) == ("a", "b")
+    assert a.compute.tolist() == [0, 1, 1] and a.reward.tolist() == [0.1, 0.3, 0.2]
+    assert a.seed.tolist() == ["0", "0", "1"] and a.sd is None
+
+
+def test_csv_with_named_columns_and_the_file_as_recipe(tmp_path: Path) -> None:
+    path = csv_file(tmp_path, "step,train,blank\n1,0.5,\n2,0.6,\n", "my_run.csv")
+    (curve,) = load([path], x="step", y="train").curves
+    assert (curve.recipe, curve.axis, curve.metric) == ("my_run", "step", "train")
+
+
+def test_repeated_rows_are_dropped_and_counted(tmp_path: Path) -> None:
+    rows = "a,0,1,0.5\n" * 3 + "a,1,1,0.5\n"
+    (curve,) = load([csv_file(tmp_path, "recipe,seed,compute,reward\n" + rows)]).curves
+    assert len(curve.reward) == 2
+    assert any("2 repeated rows" in note for note in curve.warnings)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("recipe,seed,compute,reward\n", "a header and no rows"),
+        ("recipe,seed,flops,score\na,0,1,2\n", "no column compute, reward; found recipe, seed, flops, score"),
+        (
+            "recipe,compute,reward\na,1,x\na,2,0.5\na,3,nan\n",
+            r"reward is not a finite number in 2 of 3 rows, first row 1",
+        ),
+        (
+            "recipe,compute,reward\na,1,0.1\na,inf,0.5\n",
+            "compute is not a finite number in 1 of 2 rows, first row 2",
+        ),
+        ("recipe,compute,reward\na,1,\n", "first row 1"),
+        ("recipe,compute,reward\na,1,0.1\na,-2,0.5\n", "compute is negative in 1 rows, first row 2"),
+        ("recipe,compute,reward\na,1\n", "too few cells, first row 1"),
+        ("recipe,compute,reward,reward\na,1,2,3\n", "occurs more than once"),
+        (b"\x89PNG\r\n\x1a\n\xff\xfe", "not a text file"),
+        (b"recipe,compute\0,reward\n", "NUL"),
+        ('recipe,compute,reward\n"a,1,2\n', "not a CSV file"),
+    ],
+)
+def test_unusable_tables_say_why(tmp_path: Path, text: str | bytes, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load([csv_file(tmp_path, text)])
+    assert "\n" not in str(caught.value) and "curves.csv" in str(caught.value)
+
+
+def test_missing_sources_say_so(tmp_path: Path) -> None:
+    for source, message in ((tmp_path / "no", "no such file"), (tmp_path, "no run in this directory")):
+        with pytest.raises(UserError, match=message):
+            load([source])
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.one_of(st.binary(max_size=300), st.text(max_size=300).map(str.encode)))
+def test_junk_never_gives_a_traceback(tmp_path_factory: pytest.TempPathFactory, junk: bytes) -> None:
+    for content in (
+        junk,
+        b"recipe,seed,compute,reward\n" + junk,
+        b"recipe,seed,compute,reward\na,0,1,2\n" + junk,
+    ):
+        path = csv_file(tmp_path_factory.mktemp("junk"), content)
+        try:
+            fit_curves(load([path]).curves)
+        except UserError as error:
+            assert str(error)
+
+
+def test_journals_become_curves(tmp_path: Path) -> None:
+    run(tmp_path, "r0", seed=0)
+    run(tmp_path, "r1", seed=1)
+    run(tmp_path, "v0", recipe="scalerl+loss=dapo")
+    study = load([tmp_path])
+    base, variant = study.curves
+    assert (base.recipe, variant.recipe) == ("scalerl", "scalerl+loss=dapo")
+    assert base.axis == "compute/virtual_device_hours" and base.metric == "eval/heldout/pass_rate"
+    assert base.unit == "virtual device hours"
+    assert base.seed.tolist() == ["0"] * 4 + ["1"] * 4
+    assert base.sd is not None and base.sd.tolist() == [0.01] * 8
+    assert base.compute.tolist() == [0, 2, 4, 6] * 2
+    assert len(study.runs) == 3
+
+
+def test_axis_follows_the_device(tmp_path: Path) -> None:
+    run(tmp_path / "gpu", "r", device="cuda")
+    run(tmp_path / "old", "r", no_virtual=True)
+    assert load([tmp_path / "gpu"]).curves[0].axis == "compute/device_hours"
+    assert load([tmp_path / "old"]).curves[0].axis == "compute/flops"
+    assert load([tmp_path / "gpu"], x="compute/flops").curves[0].axis == "compute/flops"
+    assert load([tmp_path / "gpu"], metric="eval/down/pass_rate").curves[0].reward[-1] == pytest.approx(0.6)
+    with pytest.raises(UserError, match=r"compute/fl0ps is missing.*compute/flops"):
+        load([tmp_path / "gpu"], x="compute/fl0ps")
+    with pytest.raises(UserError, match=r"eval/x is missing.*eval/heldout/pass_rate"):
+        load([tmp_path / "gpu"], metric="eval/x")
+
+
+def test_failed_runs_are_used_with_a_warning(tmp_path: Path) -> None:
+    run(tmp_path, "r", status="failed")
+    (curve,) = load([tmp_path / "r"]).curves
+    assert len(curve.reward) == 4
+    assert any("failed: out of memory" in note for note in curve.warnings)
+
+
+def test_one_unusable_run_does_not_hide_the_others(tmp_path: Path) -> None:
+    run(tmp_path, "good")
+    run(tmp_path, "young", steps=0)
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "metrics.jsonl").write_text("")
+    study = load([tmp_path])
+    assert len(study.curves) == 1 and len(study.warnings) == 2
+    with pytest.raises(UserError, match="no evaluations to fit"):
+        load([tmp_path / "young"])
+    with pytest.raises(UserError, match="no header"):
+        load([tmp_path / "torn"])
+
+
+def test_two_runs_of_one_seed_and_two_configurations_under_one_label(tmp_path: Path) -> None:
+    run(tmp_path, "one")
+    journal = Journal(run(tmp_path, "two", steps=2))
+    journal.header(run="two", curve="another", recipe="scalerl", seed=0)
+    journal.close()
+    (curve,) = load([tmp_path]).curves
+    assert set(curve.seed.tolist()) == {"0", "0#2"}
+    assert any("2 different configurations" in note for note in curve.warnings)
+    # The same run given twice is one run.
+    assert len(load([tmp_path / "one", tmp_path]).runs) == 2
+
+
+def test_counters_name_variants_that_did_nothing(tmp_path: Path) -> None:
+    run(tmp_path, "r")
+    run(tmp_path, "v", recipe="scalerl+loss=dapo")
+    run(tmp_path, "w", recipe="scalerl+kl=fixed")
+    counters = mechanism_counters(load([tmp_path]).runs)
+    assert counters["scalerl"] == {"loss": 0.0, "kl": 0.75}
+    (note,) = idle_variants(counters)
+    assert note.startswith("scalerl+loss=dapo: this variant changed nothing")
+
+
+def test_arrays_are_checked() -> None:
+    for arrays in (([], []), ([1, 2], [1]), ([1, np.nan], [1, 1]), ([-1, 1], [1, 1])):
+        with pytest.raises(UserError):
+            make_curve("x", *arrays)
+    with pytest.raises(UserError, match="standard error"):
+        make_curve("x", [1.0], [0.5], sd=[-1.0])
