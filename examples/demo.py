@@ -25,7 +25,10 @@ EXPECTED = "about 11 minutes on two free cores (measured: see README); less if p
 def main() -> int:
     """Run the study and show what came of it."""
     begin = time.monotonic()
-    print(f"A leave-one-out study of {OUTPUT.name}: train, fit, rank, report. Expected: {EXPECTED}.\n", flush=True)
+    print(
+        f"A leave-one-out study of {OUTPUT.name}: train, fit, rank, report. Expected: {EXPECTED}.\n",
+        flush=True,
+    )
     commands = [
         ("train every recipe, two seeds each", ["train", "--multirun", "experiment=demo", *sys.argv[1:]]),
         ("report", ["report", str(OUTPUT), "-o", str(OUTPUT / "report.html")]),

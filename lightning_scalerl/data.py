@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
@@ -48,9 +49,11 @@ class _StreamLoader:
         return max(1, trainer.max_steps if trainer is not None else 1)
 
     def __iter__(self) -> Iterator[TrainBatch]:
-        module = getattr(self._owner.trainer, "lightning_module", None)
+        module: Any = getattr(self._owner.trainer, "lightning_module", None)
         if not hasattr(module, "next_batch"):
-            raise ConfigurationError(f"datamodule: RolloutDataModule needs a ScaleRL module, got {type(module).__name__}")
+            raise ConfigurationError(
+                f"datamodule: RolloutDataModule needs a ScaleRL module, got {type(module).__name__}"
+            )
         for _ in range(len(self)):
             yield module.next_batch()
 

@@ -62,7 +62,10 @@ def _plan_one(overrides: list[str], everywhere: set[str]) -> RunSpec:
         if entry not in departures and entry not in everywhere and _group(entry) not in UNLABELLED
     ]
     spec = make_spec(
-        config=_plain(config), reference=_plain(reference), label="+".join([recipe, *changes]), baseline=recipe
+        config=_plain(config),
+        reference=_plain(reference),
+        label="+".join([recipe, *changes]),
+        baseline=recipe,
     )
     if config.label and len(spec.axes) != 1 and len(changes) == 1:
         raise ConfigurationError(

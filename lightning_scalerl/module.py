@@ -1,8 +1,8 @@
 """The path of one training step, top to bottom.
 
-    prompts -> generator -> reward -> filter -> advantage, normalization -> TrainBatch     (rollout_stream, credit)
-            -> trainer logprobs -> loss (per token) -> aggregation -> optimizer step       (here)
-            -> weights to the generator                                                    (rollout_stream)
+prompts -> generator -> reward -> filter -> advantage, normalization -> TrainBatch     (rollout_stream, credit)
+        -> trainer logprobs -> loss (per token) -> aggregation -> optimizer step       (here)
+        -> weights to the generator                                                    (rollout_stream)
 """
 
 from __future__ import annotations
@@ -99,7 +99,11 @@ class ScaleRL(LightningModule):
             self.meter.trained(batch)
         with self.meter.phase("generate"):
             self.stream.step_completed(self._weights)
-        metrics = {"train/loss": total, "train/gradient_norm": gradient_norm, "train/learning_rate": learning_rate}
+        metrics = {
+            "train/loss": total,
+            "train/gradient_norm": gradient_norm,
+            "train/learning_rate": learning_rate,
+        }
         self.record("train", {**metrics, **self._batch_metrics(batch, parts)})
 
     # --- set-up ------------------------------------------------------------------------------------------
@@ -118,7 +122,7 @@ class ScaleRL(LightningModule):
     def setup(self, stage: str) -> None:
         """Resolve the choices and build the data path; every mistake surfaces here, before any compute."""
         self._check_trainer()
-        self.choices = by_axis(c for c in self.trainer.callbacks if isinstance(c, DesignChoice))  # type: ignore[attr-defined]
+        self.choices = {**by_axis(c for c in self.trainer.callbacks if isinstance(c, DesignChoice))}  # type: ignore[attr-defined]
         check_conflicts(self.choices)
         problem = self.choices["advantage"].check_group_size(self.recipe.batch.completions)
         if problem:
@@ -140,9 +144,7 @@ class ScaleRL(LightningModule):
             seed=self.seed,
             listeners=[self.meter.on_event],
         )
-        self.mechanism = MechanismCounters(
-            self.choices, self.recipe.choices, self.recipe.context.max_new_tokens
-        )
+        self.mechanism = MechanismCounters(self.choices, self.recipe.choices, self.recipe.context.max_new_tokens)
         self._state = StateRegistry()
         self._state.register("prompts", self.prompts)
         self._state.register("stream", self.stream)

@@ -95,7 +95,7 @@ class Policy(nn.Module):
         precision = precision or self.precision
         rollouts, width = batch.generator_logprobs.shape
         with self.autocast(precision):
-            hidden = self.model.base_model(input_ids=batch.tokens[:, :-1], use_cache=False).last_hidden_state
+            hidden = backbone(self.model)(input_ids=batch.tokens[:, :-1], use_cache=False).last_hidden_state
         column = torch.arange(width, device=hidden.device)
         real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
         row = torch.arange(rollouts, device=hidden.device).unsqueeze(1).expand(-1, width)[real]
@@ -173,7 +173,7 @@ class GeneratorPolicy:
     @torch.no_grad()
     def hidden(self, **inputs: Any) -> Tensor:
         """Last hidden states (rows, query length, width)."""
-        states: Tensor = self.model.base_model(**inputs).last_hidden_state
+        states: Tensor = backbone(self.model)(**inputs).last_hidden_state
         return states
 
     @torch.no_grad()
@@ -183,6 +183,12 @@ class GeneratorPolicy:
         weight = head.weight if self._head_weight is None else self._head_weight
         bias = head.bias if self._head_weight is None else self._head_bias
         return head_logits(self.model, hidden, weight, bias, self.head_dtype)
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The model without its head."""
+    base: nn.Module = model.base_model  # type: ignore[assignment]
+    return base
 
 
 def output_head(model: nn.Module) -> nn.Linear:
@@ -223,7 +229,7 @@ def check_head(model: nn.Module) -> None:
     head = output_head(model)
     tokens = torch.arange(4, device=head.weight.device).unsqueeze(0)
     expected = model(input_ids=tokens, use_cache=False).logits.float()
-    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    hidden = backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state
     ours = head_logits(model, hidden, head.weight, head.bias, head.weight.dtype)
     if not torch.allclose(ours, expected, atol=1e-3, rtol=1e-3):
         raise ConfigurationError(

@@ -15,7 +15,7 @@ from lightning_scalerl.optim import AdamW, ConstantSchedule
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """Sizes of one optimizer step: `prompts` groups (P) of `completions` rollouts (G), `micro_batch` rollouts a pass."""
+    """One optimizer step: `prompts` groups (P) of `completions` rollouts (G), `micro_batch` rollouts a pass."""
 
     prompts: int
     completions: int

@@ -147,8 +147,8 @@ class TrainBatch:
 
     def to(self, device: torch.device | str) -> TrainBatch:
         """The same batch on another device."""
-        values = {
-            entry.name: value.to(device) if isinstance(value := getattr(self, entry.name), Tensor) else value
-            for entry in fields(self)
-        }
+        values: dict[str, Any] = {}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            values[entry.name] = value.to(device) if isinstance(value, Tensor) else value
         return TrainBatch(**values)

@@ -23,7 +23,11 @@ def resolved_semantics(module: Any) -> dict[str, Any]:
         "recipe": recipe.name,
         "choices": {axis: choice.semantics() for axis, choice in module.choices.items()},
         "departs_from_recipe_on": module.mechanism.axes,
-        "optimizer": {"name": type(recipe.optimizer).__name__, **asdict(recipe.optimizer), "clip": "global norm"},
+        "optimizer": {
+            "name": type(recipe.optimizer).__name__,
+            **asdict(recipe.optimizer),
+            "clip": "global norm",
+        },
         "schedule": {"name": type(recipe.schedule).__name__, **asdict(recipe.schedule)},
         "batch": asdict(recipe.batch),
         "context": {**asdict(recipe.context), "top_p": 1.0, "top_k": None, "truncated_completions": "kept"},

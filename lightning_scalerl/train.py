@@ -43,7 +43,7 @@ def _complain(message: str) -> int:
 _single_runs: list[list[str]] = []
 
 
-@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")
+@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")  # type: ignore[untyped-decorator]
 def _hydra_main(config: DictConfig) -> None:
     _single_runs.append(list(HydraConfig.get().overrides.task))
 

@@ -20,7 +20,7 @@ from sweeps.fit import Fit, FitOptions, Interval, fit_curves
 from sweeps.mechanism import idle_variants, mechanism_counters
 from sweeps.points import R0Mode
 from sweeps.rank import MARGIN, Ranking, rank
-from sweeps.source import Study, load
+from sweeps.source import LoadedStudy, load
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -73,9 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         "train one run, or a grid with --multirun (Hydra's overrides and options)",
         "scalerl train recipe=scalerl variant=loss_dapo seed=1",
     )
-    train.add_argument(
-        "overrides", nargs="*", metavar="OVERRIDE", help="as for python -m lightning_scalerl.train"
-    )
+    train.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m lightning_scalerl.train")
 
     fit = command(
         "fit",
@@ -120,9 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     """What to read, and how to fit it."""
-    parser.add_argument(
-        "sources", nargs="+", metavar="SOURCE", help="a run or sweep directory, or a CSV file"
-    )
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="a run or sweep directory, or a CSV file")
     parser.add_argument(
         "--r0",
         type=_r0,
@@ -132,9 +128,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--min-compute", type=_number, metavar="C", help="leave out what lies below")
     parser.add_argument("--max-compute", type=_number, metavar="C", help="leave out what lies above")
-    parser.add_argument(
-        "--metric", metavar="M", help="of journals: eval/<set>/pass_rate; default: the first set"
-    )
+    parser.add_argument("--metric", metavar="M", help="of journals: eval/<set>/pass_rate; default: the first set")
     parser.add_argument("--x", metavar="COL", help="compute column (default: compute), or axis of journals")
     parser.add_argument("--y", metavar="COL", help="reward column (default: reward)")
     parser.add_argument("--by", metavar="COL", help="recipe column (default: recipe)")
@@ -190,12 +184,10 @@ def _train(overrides: Sequence[str]) -> int:
     os.execv(sys.executable, [sys.executable, "-m", "lightning_scalerl.train", *overrides])
 
 
-def _fitted(options: argparse.Namespace) -> tuple[Study, list[Fit]]:
+def _fitted(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
     low, high = options.min_compute, options.max_compute
     if low is not None and high is not None and low >= high:
-        raise UserError(
-            f"--min-compute {low:g} is not below --max-compute {high:g}; nothing lies between them"
-        )
+        raise UserError(f"--min-compute {low:g} is not below --max-compute {high:g}; nothing lies between them")
     study = load(options.sources, metric=options.metric, x=options.x, y=options.y, by=options.by)
     return study, fit_curves(study.curves, FitOptions(r0=options.r0, min_compute=low, max_compute=high))
 
@@ -222,9 +214,7 @@ def _fit(options: argparse.Namespace) -> int:
         for fit in fits
     ]
     print(_table(head, rows))
-    print(
-        f"\ncompute: {fits[0].curve.unit}; reward: {fits[0].curve.metric}; 95% intervals, within these runs"
-    )
+    print(f"\ncompute: {fits[0].curve.unit}; reward: {fits[0].curve.metric}; 95% intervals, within these runs")
     for fit in fits:
         print(f"{_one_line(fit.recipe)}: {fit.reason}")
         _warn([f"{fit.recipe}: {note}" for note in fit.warnings])
@@ -323,10 +313,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns, never cut: a pipe has no width, and a terminal wraps the last column only."""
     cells = [[_one_line(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join(lines)
 
 

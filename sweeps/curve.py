@@ -64,18 +64,14 @@ def make_curve(
     if not len(c):
         raise UserError(f"recipe {recipe!r}: no points; give a source with evaluations")
     if not len(c) == len(y) == len(s) == (len(c) if e is None else len(e)):
-        raise UserError(
-            f"recipe {recipe!r}: compute, reward and seed differ in length ({len(c)}, {len(y)}, {len(s)})"
-        )
+        raise UserError(f"recipe {recipe!r}: compute, reward and seed differ in length ({len(c)}, {len(y)}, {len(s)})")
     for name, values in ((axis, c), (metric, y), ("standard error", e)):
         if values is not None and not np.isfinite(values).all():
             raise UserError(
                 f"recipe {recipe!r}: {name} is not finite at {(~np.isfinite(values)).sum()} points; drop them"
             )
     if (c < 0).any():
-        raise UserError(
-            f"recipe {recipe!r}: {axis} is negative at {(c < 0).sum()} points; compute starts at 0"
-        )
+        raise UserError(f"recipe {recipe!r}: {axis} is negative at {(c < 0).sum()} points; compute starts at 0")
     if e is not None and (e < 0).any():
         raise UserError(f"recipe {recipe!r}: the standard error is negative at {(e < 0).sum()} points")
     order = np.lexsort((y, c, s))
@@ -86,10 +82,6 @@ def make_curve(
     if repeated.any():
         notes.append(f"{repeated.sum()} repeated rows (same recipe, seed, compute and reward) were dropped")
     if y.min() < 0 or y.max() > 1:
-        notes.append(
-            f"rewards run from {y.min():.4g} to {y.max():.4g}, outside [0, 1]: A is not bounded by 1"
-        )
+        notes.append(f"rewards run from {y.min():.4g} to {y.max():.4g}, outside [0, 1]: A is not bounded by 1")
     kept = order[~repeated]
-    return Curve(
-        recipe, c[kept], y[kept], s[kept], None if e is None else e[kept], axis, metric, tuple(notes)
-    )
+    return Curve(recipe, c[kept], y[kept], s[kept], None if e is None else e[kept], axis, metric, tuple(notes))

@@ -7,6 +7,7 @@ process that launched it: nobody is left to write into a study that looks abando
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -36,7 +37,8 @@ class Outcome:
     def reason(self) -> str:
         """In words."""
         if self.exit_code < 0:
-            return f"killed by {signal.Signals(-self.exit_code).name}"
+            names = {number.value: number.name for number in signal.Signals}
+            return f"killed by {names.get(-self.exit_code, f'signal {-self.exit_code}')}"
         return f"exit code {self.exit_code}"
 
 
@@ -138,9 +140,13 @@ def _member(entry: str, run_dir: str) -> None:
     with (Path(run_dir) / LOG_FILE).open("a", buffering=1, encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+        # The server's standard output may be no terminal: a killed member's last lines would stay in its buffer.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)
         try:
             load_entry(entry)(Path(run_dir))
         except BaseException:
+            sys.stdout.flush()
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)

@@ -150,9 +150,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         )
     bounds = bounds_of(points.reward)
     if not isinstance(options.r0, str) and not bounds[0] <= options.r0 <= bounds[1]:
-        raise UserError(
-            f"--r0 {options.r0:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward"
-        )
+        raise UserError(f"--r0 {options.r0:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
     seeds = int(points.seed.max()) + 1
     parameters = 2 + (options.asymptote is None) + isinstance(options.r0, str) + (seeds - 1)
     low = 0.0 if options.min_compute is None else options.min_compute
@@ -194,9 +192,7 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
     a_low, a_high = _a_ends(points, best, ends["A"], bounds)
     A = Interval(best.a, a_low, a_high)
     B = Interval(float(np.exp(best.ln_b)), *(None if e is None else float(np.exp(e)) for e in ends["ln_b"]))
-    C_mid = Interval(
-        float(np.exp(best.ln_c)), *(None if e is None else float(np.exp(e)) for e in ends["ln_c"])
-    )
+    C_mid = Interval(float(np.exp(best.ln_c)), *(None if e is None else float(np.exp(e)) for e in ends["ln_c"]))
     about_curve = points.reward - best.r0 * (1 - g) - best.a * g
     w = problem.weight
     mean = float(w @ points.reward / w.sum())
@@ -254,9 +250,7 @@ def _edge(problem: Problem, best: Optimum, points: Points, bounds: tuple[float, 
         if not low + 1e-3 < value < high - 1e-3:
             return f"{name} = {np.exp(value):.4g}"
     at_top = best.a >= bounds[1] - 1e-9 * (bounds[1] - bounds[0])
-    if at_top and not verdict.plateau_observed(
-        points.compute, points.reward, bounds[1], bounds[1] - bounds[0]
-    ):
+    if at_top and not verdict.plateau_observed(points.compute, points.reward, bounds[1], bounds[1] - bounds[0]):
         return f"A = {bounds[1]:.4g}"
     return None
 

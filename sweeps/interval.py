@@ -50,16 +50,12 @@ def zoom(problem: Problem, best: Optimum, coarse: Surface, deviance: float) -> S
             fits &= (high <= [grid.ln_b[-1] + 1e-12, grid.ln_c[-1] + 1e-12]).all()
             if fits and ((high - low) > 0.6 * covered).all():
                 break
-        grid = surface(
-            problem, np.linspace(low[0], high[0], shape[0]), np.linspace(low[1], high[1], shape[1])
-        )
+        grid = surface(problem, np.linspace(low[0], high[0], shape[0]), np.linspace(low[1], high[1], shape[1]))
         step = np.array([grid.ln_b[1] - grid.ln_b[0], grid.ln_c[1] - grid.ln_c[0]])
     return grid
 
 
-def _crossing(
-    axis: Array, profile: Array, cut: float, best: float, edges: tuple[float, float]
-) -> list[float | None]:
+def _crossing(axis: Array, profile: Array, cut: float, best: float, edges: tuple[float, float]) -> list[float | None]:
     """Where a profile crosses the cut on both sides; None where it has not by the edge of the search."""
     inside = np.flatnonzero(profile <= cut)
     if not len(inside):
@@ -75,9 +71,7 @@ def _crossing(
     return ends
 
 
-def intervals(
-    problem: Problem, best: Optimum, grid: Surface, deviance: float
-) -> dict[str, list[float | None]]:
+def intervals(problem: Problem, best: Optimum, grid: Surface, deviance: float) -> dict[str, list[float | None]]:
     """Profile-likelihood intervals [low, high] of A, ln B and ln C_mid: SSE within `deviance` of the minimum.
 
     None is an open end: the search ran out, not the likelihood. A's ends may lie on its bounds; whether that

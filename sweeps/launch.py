@@ -6,10 +6,8 @@ sweep has finished is adopted; the rest goes on from its checkpoints.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -21,7 +19,8 @@ from sweeps.executor import LocalExecutor, load_entry
 from sweeps.spec import RunSpec
 from sweeps.study import Observer, Progress, Study
 
-log = logging.getLogger(__name__)
+# What the charts of a running study show; `scalerl publish` takes the axis of the fits.
+COMPUTE_AXIS = "compute/flops"
 
 
 class MemberFailedError(UserError):
@@ -58,9 +57,10 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         observers: list[Observer] = [Progress(len(study.specs), max(spec.steps for spec in specs))]
         tracking = settings["mlflow"]["uri"]
         if tracking:
-            from sweeps.tracking import TrackingObserver
+            # MLflow is slow to import and optional.
+            from sweeps.publish import TrackingObserver
 
-            observers.append(TrackingObserver(study, tracking))
+            observers.append(TrackingObserver(study, tracking, axis=COMPUTE_AXIS))
         executor = LocalExecutor(
             self._entry, settings["launch"]["max_parallel"], settings["launch"]["threads"], self._preload
         )

@@ -127,20 +127,15 @@ def _interval(interval: Interval | None, signed: bool = False, compact: bool = F
     return f'{text(interval.value)} <span class="range">[{bounds}]</span>'
 
 
-def _table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[int], caption: str = ""
-) -> str:
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[int], caption: str = "") -> str:
     """A table of cells that are HTML already; `numeric` columns are set flush right."""
     kind = [' class="n"' if i in numeric else "" for i in range(len(head))]
     top = "".join(f"<th{kind[i]}>{name}</th>" for i, name in enumerate(head))
     body = "".join(
-        "<tr>" + "".join(f"<td{kind[i]}>{cell}</td>" for i, cell in enumerate(row)) + "</tr>\n"
-        for row in rows
+        "<tr>" + "".join(f"<td{kind[i]}>{cell}</td>" for i, cell in enumerate(row)) + "</tr>\n" for row in rows
     )
     note = f"<caption>{caption}</caption>" if caption else ""
-    return (
-        f'<div class="wide"><table>{note}<thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
-    )
+    return f'<div class="wide"><table>{note}<thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
 
 def _ranking_table(fits: Sequence[Fit], ranking: Ranking) -> str:
@@ -163,11 +158,7 @@ def _ranking_table(fits: Sequence[Fit], ranking: Ranking) -> str:
         verdict = "" if entry.rank is not None else f"<b>{escape(entry.verdict)}</b>: "
         row.append(f'<span class="soft">{verdict}{escape(entry.reason)}</span>')
         rows.append(row)
-    shared = (
-        ""
-        if ranking.shared_a is None
-        else f" B is refitted at the tied recipes' mean A, {ranking.shared_a:.3f}."
-    )
+    shared = "" if ranking.shared_a is None else f" B is refitted at the tied recipes' mean A, {ranking.shared_a:.3f}."
     spread = fits[0].seed_spread
     caption = (
         f"A with its 95% interval for the runs given; P(best A) adds the spread of A between seeds "

@@ -65,9 +65,7 @@ def select(curve: Curve, options: FitOptions) -> Points:
     if sd is not None and sd.size and float(np.median(sd)) > 0:
         # An evaluation whose samples all agree reports no error; it is not infinitely precise.
         variance = np.maximum(sd, 0.5 * float(np.median(sd))) ** 2
-    return Points(
-        curve.compute[keep][order], curve.reward[keep][order], variance, seed[order].astype(np.intp)
-    )
+    return Points(curve.compute[keep][order], curve.reward[keep][order], variance, seed[order].astype(np.intp))
 
 
 def bounds_of(reward: Array) -> tuple[float, float]:

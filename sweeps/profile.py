@@ -75,9 +75,7 @@ class Quadratic:
 
     def take(self, mask: NDArray[np.bool_] | NDArray[np.intp]) -> Quadratic:
         """The same for some of the cells."""
-        return Quadratic(
-            self.c[mask], self.h0[mask], self.h1[mask], self.H00[mask], self.H01[mask], self.H11[mask]
-        )
+        return Quadratic(self.c[mask], self.h0[mask], self.h1[mask], self.H00[mask], self.H01[mask], self.H11[mask])
 
 
 @dataclass(frozen=True)
@@ -183,9 +181,7 @@ def surface(problem: Problem, ln_b: Array, ln_c: Array) -> Surface:
     g = expit(slope * (problem.log_compute - ln_c[:, None])[None]).reshape(-1, len(problem.reward))
     q = _quadratic(centred, g)
     r0, a, sse = _solve(q, centred)
-    return Surface(
-        ln_b, ln_c, sse.reshape(shape), (r0 + centre).reshape(shape), (a + centre).reshape(shape), q
-    )
+    return Surface(ln_b, ln_c, sse.reshape(shape), (r0 + centre).reshape(shape), (a + centre).reshape(shape), q)
 
 
 def shifted(problem: Problem, by: float) -> Problem:
@@ -247,9 +243,7 @@ def solve(problem: Problem, polished: int = 3, tolerance: float = 1e-15) -> tupl
     grid = surface(problem, np.linspace(box[0], box[1], _COARSE[0]), np.linspace(box[2], box[3], _COARSE[1]))
     padded = np.pad(grid.sse, 1, constant_values=np.inf)
     rows, columns = grid.sse.shape
-    neighbours = [
-        padded[i : i + rows, j : j + columns] for i in range(3) for j in range(3) if (i, j) != (1, 1)
-    ]
+    neighbours = [padded[i : i + rows, j : j + columns] for i in range(3) for j in range(3) if (i, j) != (1, 1)]
     minima = np.argwhere(grid.sse <= np.min(neighbours, axis=0))
     order = np.argsort(grid.sse[minima[:, 0], minima[:, 1]], kind="stable")[:polished]
     found = [_polish(problem, float(grid.ln_b[i]), float(grid.ln_c[j]), tolerance) for i, j in minima[order]]

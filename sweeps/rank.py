@@ -253,9 +253,7 @@ def _outcome(
         chance = p_best[leader]
         if chance >= CONFIDENCE:
             return False, f"{leader.recipe} has the highest asymptote with {_chance(chance)}{unranked}"
-        return True, (
-            f"undecided: {leader.recipe} has the highest asymptote with {_chance(chance)} only{unranked}"
-        )
+        return True, (f"undecided: {leader.recipe} has the highest asymptote with {_chance(chance)} only{unranked}")
     # The margin already stands for the spread between seeds, so whether the leader is within it is a question
     # to the runs given.
     runs = np.stack([fit.draws.A for fit in ordered if fit.draws is not None])

@@ -111,6 +111,4 @@ def _write(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}); choose another place with -o"
-        ) from error
+        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from error

@@ -47,9 +47,7 @@ def seed_excess(problem: Problem, best: Optimum, g: Array, scale: float) -> Seed
     if (information <= 0).any():
         return SeedExcess()
     offset = np.bincount(problem.seed, w * g * residual, count) / information
-    return SeedExcess(
-        float(((offset - offset.mean()) ** 2).sum()), float((scale / information).mean()), count - 1
-    )
+    return SeedExcess(float(((offset - offset.mean()) ** 2).sum()), float((scale / information).mean()), count - 1)
 
 
 def pooled_seed_spread(excesses: Sequence[SeedExcess]) -> SeedSpread | None:

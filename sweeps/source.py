@@ -15,7 +15,7 @@ from sweeps.journal import JournalError, JournalView, Record, find_runs, read_jo
 
 
 @dataclass
-class Study:
+class LoadedStudy:
     """What the sources hold: a curve per recipe, the journals, and what went unused and why."""
 
     curves: list[Curve] = field(default_factory=list)
@@ -42,7 +42,7 @@ def load(
     x: str | None = None,
     y: str | None = None,
     by: str | None = None,
-) -> Study:
+) -> LoadedStudy:
     """Read run directories, sweep directories and CSV files into one curve per recipe, by label.
 
     Args:
@@ -55,7 +55,7 @@ def load(
     Raises:
         UserError: a source is missing or unusable, or two sources do not share an axis.
     """
-    study = Study()
+    study = LoadedStudy()
     tables: dict[str, _Table] = {}
     run_dirs: list[Path] = []
     for source in sources:
@@ -65,9 +65,7 @@ def load(
         if path.is_dir() or path.name == "metrics.jsonl":
             found = find_runs(path) if path.is_dir() else [path.parent]
             if not found:
-                raise UserError(
-                    f"{source}: no run in this directory (no metrics.jsonl); give a run or a sweep"
-                )
+                raise UserError(f"{source}: no run in this directory (no metrics.jsonl); give a run or a sweep")
             run_dirs += found
         else:
             _read_csv(path, tables, x=x, y=y, by=by)
@@ -81,16 +79,12 @@ def load(
         known = [value for value in table.sd if value is not None]
         sd = known if len(known) == len(table.sd) else None
         study.curves.append(
-            make_curve(
-                recipe, table.compute, table.reward, table.seed, sd, table.axis, table.metric, table.warnings
-            )
+            make_curve(recipe, table.compute, table.reward, table.seed, sd, table.axis, table.metric, table.warnings)
         )
     if not study.curves:
         listed = ", ".join(str(source) for source in sources)
         reasons = f" ({study.warnings[0]})" if study.warnings else ""
-        raise UserError(
-            f"{listed}: no evaluations to fit{reasons}; wait for the first, or give another source"
-        )
+        raise UserError(f"{listed}: no evaluations to fit{reasons}; wait for the first, or give another source")
     return study
 
 
@@ -115,11 +109,7 @@ def _read_csv(path: Path, tables: dict[str, _Table], x: str | None, y: str | Non
     if "\0" in text:
         raise UserError(f"{path}: not a text file (it holds NUL bytes); give a CSV file with a header line")
     try:
-        rows = [
-            row
-            for row in csv.reader(io.StringIO(text, newline=""), strict=True)
-            if any(c.strip() for c in row)
-        ]
+        rows = [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if any(c.strip() for c in row)]
     except csv.Error as error:
         raise UserError(f"{path}: not a CSV file ({error}); check its quotes") from error
     if not rows:
@@ -196,7 +186,7 @@ def _short(text: str, limit: int = 120) -> str:
 
 
 def _read_runs(
-    run_dirs: Sequence[Path], study: Study, tables: dict[str, _Table], metric: str | None, x: str | None
+    run_dirs: Sequence[Path], study: LoadedStudy, tables: dict[str, _Table], metric: str | None, x: str | None
 ) -> None:
     """Add the evaluations of runs to the tables, by recipe label."""
     for run_dir in dict.fromkeys(path.resolve() for path in run_dirs):
@@ -220,14 +210,10 @@ def _read_runs(
         identities.setdefault(recipe, set()).add(str(view.header.get("curve", "")))
         table = tables.setdefault(recipe, _Table(axis, name))
         if table.axis != axis:
-            raise UserError(
-                f"{view.path}: recipe {recipe!r} has another compute axis elsewhere; choose it with --x"
-            )
+            raise UserError(f"{view.path}: recipe {recipe!r} has another compute axis elsewhere; choose it with --x")
         if view.status == "failed":
             reason = f": {_short(str(view.reason))}" if view.reason else ""
-            table.warnings.append(
-                f"run {view.path.parent.name} (seed {seed}) failed{reason}; its points are used"
-            )
+            table.warnings.append(f"run {view.path.parent.name} (seed {seed}) failed{reason}; its points are used")
         for record in view.of_kind("eval"):
             table.compute.append(_metric(view, record, axis, "--x", ("compute/",)))
             table.reward.append(_metric(view, record, name, "--metric", ("eval/",)))
@@ -261,9 +247,7 @@ def _default_axis(views: Sequence[JournalView]) -> str:
     for axis in ((DEVICE_HOURS,) if on_gpu else ()) + (VIRTUAL_HOURS, FLOPS):
         if all(axis in record.metrics for view in views for record in view.of_kind("eval")):
             return axis
-    found = sorted(
-        {k for v in views for r in v.of_kind("eval") for k in r.metrics if k.startswith("compute/")}
-    )
+    found = sorted({k for v in views for r in v.of_kind("eval") for k in r.metrics if k.startswith("compute/")})
     raise UserError(
         f"{views[0].path}: the runs share none of the default compute axes; "
         f"found {_short(', '.join(found)) or 'none'}; choose one with --x"
@@ -276,9 +260,7 @@ def _default_metric(views: Sequence[JournalView]) -> str:
         if name.startswith("eval/") and name.endswith("/pass_rate"):
             return name
     found = ", ".join(sorted(views[0].of_kind("eval")[0].metrics))
-    raise UserError(
-        f"{views[0].path}: no eval/<set>/pass_rate; found {_short(found) or 'none'}; choose with --metric"
-    )
+    raise UserError(f"{views[0].path}: no eval/<set>/pass_rate; found {_short(found) or 'none'}; choose with --metric")
 
 
 def _metric(view: JournalView, record: Record, name: str, option: str, prefixes: tuple[str, ...]) -> float:

@@ -106,9 +106,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def make_spec(
-    config: Mapping[str, Any], reference: Mapping[str, Any], label: str, baseline: str
-) -> RunSpec:
+def make_spec(config: Mapping[str, Any], reference: Mapping[str, Any], label: str, baseline: str) -> RunSpec:
     """Identify a resolved configuration.
 
     Args:

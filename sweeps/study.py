@@ -35,6 +35,10 @@ class Observer(Protocol):
         """About once a second."""
         ...
 
+    def close(self, failed: int) -> None:
+        """The study is over, or was interrupted; `failed` members have failed."""
+        ...
+
 
 class Study:
     """Members under `directory/runs/<identity>`, and a ledger of what happened to them.
@@ -70,10 +74,15 @@ class Study:
             raise UserError(
                 f"study: {self.directory} is being run by another process; wait for it, or end it first"
             ) from error
+        failed = 0
         try:
-            return self._run(executor, observers)
+            states = self._run(executor, observers)
+            failed = sum(state.state == "failed" for state in states.values())
+            return states
         finally:
             executor.close()
+            for observer in observers:
+                observer.close(failed)
             lock.release()
 
     def _run(self, executor: Executor, observers: Sequence[Observer]) -> dict[str, MemberState]:
@@ -202,11 +211,12 @@ class Progress:
         if time.monotonic() - self._last < self._every_s:
             return
         self._last = time.monotonic()
-        members = [
-            f"{spec.title}{self._describe(last_metrics(self._directories[spec.run]))}" for spec in running
-        ]
+        members = [f"{spec.title}{self._describe(last_metrics(self._directories[spec.run]))}" for spec in running]
         ended = f"{done}/{self._total} done" + (f", {failed} failed" if failed else "")
         self._line(f"{ended} | " + " | ".join(members))
+
+    def close(self, failed: int) -> None:
+        """Nothing to end."""
 
     def _describe(self, metrics: Mapping[str, float]) -> str:
         text = f": step {int(metrics['step'])}/{self._steps}" if "step" in metrics else ": starting"

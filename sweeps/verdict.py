@@ -86,9 +86,7 @@ def before_fit(compute: Array, reward: Array, parameters: int) -> Verdict | None
             f"include points that span at least a factor {MIN_SPAN:g}",
         )
     if float(np.ptp(reward)) <= 1e-12 * max(1.0, float(np.abs(reward).max())):
-        return Verdict(
-            "flat", f"every reward is {reward[0]:.4g}: nothing rises, so no asymptote can be named"
-        )
+        return Verdict("flat", f"every reward is {reward[0]:.4g}: nothing rises, so no asymptote can be named")
     return None
 
 

@@ -67,7 +67,11 @@ def fit(
     extra: list[Any] = []
     checkpoint = None
     if run_dir is not None:
-        extra = [Evaluate(2, 2), RunLog(run_dir), ResumableCheckpoint(run_dir / "checkpoints", checkpoint_every)]
+        extra = [
+            Evaluate(2, 2),
+            RunLog(run_dir),
+            ResumableCheckpoint(run_dir / "checkpoints", checkpoint_every),
+        ]
         checkpoint = newest_checkpoint(run_dir / "checkpoints") if resume else None
     trainer = Trainer(
         max_steps=steps,

@@ -25,7 +25,16 @@ LAYERS = [
     {"train"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-AXES = {"filter", "advantage", "normalization", "correction", "precision", "aggregation", "loss", "async_mode"}
+AXES = {
+    "filter",
+    "advantage",
+    "normalization",
+    "correction",
+    "precision",
+    "aggregation",
+    "loss",
+    "async_mode",
+}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -63,7 +72,10 @@ def test_imports_point_one_way(unit: str, path: Path) -> None:
 def test_sweeps_knows_nothing_of_training() -> None:
     for path in sorted((ROOT / "sweeps").rglob("*.py")):
         for name in imports_of(path):
-            assert name.split(".")[0] not in {"lightning_scalerl", "torch", "lightning", "transformers"}, (path, name)
+            assert name.split(".")[0] not in {"lightning_scalerl", "torch", "lightning", "transformers"}, (
+                path,
+                name,
+            )
 
 
 def run_python(code: str) -> str:
@@ -87,5 +99,6 @@ print("fine")
 
 
 def test_plugin_needs_no_vllm() -> None:
-    code = "import sys; sys.modules['vllm'] = None; import lightning_scalerl.module, lightning_scalerl.train; print('fine')"
+    modules = "lightning_scalerl.module, lightning_scalerl.train"
+    code = f"import sys; sys.modules['vllm'] = None; import {modules}; print('fine')"
     assert "fine" in run_python(code)

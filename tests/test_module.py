@@ -67,9 +67,7 @@ def test_micro_batches_change_nothing(tiny_model_path: str, micro_batch: int, ag
 
     def one_step(size: int) -> dict[str, torch.Tensor]:
         callbacks = [aggregation()] if aggregation else []
-        return weights_of(
-            fit(tiny_model_path, steps=1, callbacks=callbacks, overrides=[f"batch.micro_batch={size}"])
-        )
+        return weights_of(fit(tiny_model_path, steps=1, callbacks=callbacks, overrides=[f"batch.micro_batch={size}"]))
 
     # Adam divides by the gradient's size, so compare weights loosely against a step of 3e-3.
     expected, actual = one_step(5), one_step(micro_batch)
@@ -113,9 +111,7 @@ def test_a_choice_needs_our_module() -> None:
 )
 def test_trainer_settings_that_would_fight_ours(tiny_model_path: str, options: Any, match: str) -> None:
     module = ScaleRL(tiny_model_path, overrides=SMALL)
-    trainer = Trainer(
-        **{"max_steps": 1, **options}, accelerator="cpu", logger=False, enable_checkpointing=False
-    )
+    trainer = Trainer(**{"max_steps": 1, **options}, accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(ConfigurationError, match=match):
         trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
 
@@ -199,9 +195,7 @@ def test_mechanism_counter_of_a_filter(tiny_model_path: str) -> None:
     assert keep.of("mechanism/filter")[-1] > 0
 
 
-@pytest.mark.parametrize(
-    "same", [PPOOffPolicy(k=3), Precision("fp32", False, False), CISPO(max_ratio=1e6)]
-)
+@pytest.mark.parametrize("same", [PPOOffPolicy(k=3), Precision("fp32", False, False), CISPO(max_ratio=1e6)])
 def test_mechanism_counter_stays_at_zero_when_nothing_changes(tiny_model_path: str, same: Any) -> None:
     keep = Keep()
     fit(tiny_model_path, steps=4, callbacks=[same, keep])

@@ -49,7 +49,11 @@ class StreamingMode(AsyncMode):
 
 
 def stream_of(
-    mode: AsyncMode, lengths: Mapping[tuple[int, int], int] | None = None, slots: int = 5, groups: int = 2, size: int = 3
+    mode: AsyncMode,
+    lengths: Mapping[tuple[int, int], int] | None = None,
+    slots: int = 5,
+    groups: int = 2,
+    size: int = 3,
 ) -> tuple[RolloutStream, list[Event]]:
     def script(request: GroupRequest, index: int) -> list[int]:
         default = 1 + (request.key * 5 + index * 3) % 7

@@ -36,9 +36,7 @@ class ResumableCheckpoint(Checkpoint):
         self.directory = Path(directory)
         self.every_n_steps = every_n_steps
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """If it is time."""
         step = pl_module.completed_steps
         if step % self.every_n_steps and step < trainer.max_steps:

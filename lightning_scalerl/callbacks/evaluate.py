@@ -49,9 +49,7 @@ class Evaluate(Callback):
         if pl_module.completed_steps == 0:
             self._evaluate(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """If it is time."""
         step = pl_module.completed_steps
         if step % self.every_n_steps == 0 or step == trainer.max_steps:

@@ -63,8 +63,8 @@ class RunLog(Recorder):
         """A durable checkpoint covers everything up to `step`."""
         self.journal.checkpoint(step)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """The run is complete."""
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """The run is complete. Not `on_train_end`: a run resumed at its very end has nothing left to train."""
         if pl_module.completed_steps >= trainer.max_steps:
             self.journal.end(self._last_step, "finished")
         self._close()

@@ -52,9 +52,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one new token a row, return everything the rows may look at."""
         rows, position, width = self.owner.rows, self.owner.position, self.owner.width
         self.keys[rows, :, position] = key_states[:, :, 0]

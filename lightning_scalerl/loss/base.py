@@ -25,9 +25,7 @@ class Loss(DesignChoice):
     axis: ClassVar[str] = "loss"
 
     @abstractmethod
-    def per_token(
-        self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor
-    ) -> Tensor:
+    def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Loss of each token, unreduced; values outside the mask are ignored later. Shapes: all (R, T).
 
         `mask` is for surrogates whose ratio spans a sequence.

@@ -27,9 +27,7 @@ class CISPO(Loss):
     def __init__(self, max_ratio: float) -> None:
         self.max_ratio = positive("loss.max_ratio", max_ratio)
 
-    def per_token(
-        self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor
-    ) -> Tensor:
+    def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See `cispo`."""
         return cispo(trainer_logprobs, anchor_logprobs, advantages, self.max_ratio)
 

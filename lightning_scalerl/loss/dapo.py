@@ -32,9 +32,7 @@ class DAPO(Loss):
         if clip_low > 1:
             raise ConfigurationError(f"loss.clip_low: {clip_low!r} must be at most 1, the ratio is never negative")
 
-    def per_token(
-        self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor
-    ) -> Tensor:
+    def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See `dapo`."""
         return dapo(trainer_logprobs, anchor_logprobs, advantages, self.clip_low, self.clip_high)
 

@@ -55,7 +55,7 @@ def arithmetic_base_model(
             ceiling below 1.
         seed: of weights and data.
     """
-    settings = dict(
+    settings: dict[str, Any] = dict(
         width=width,
         layers=layers,
         batches=batches,
@@ -160,7 +160,7 @@ def _train(
             logits = model(tokens[:, :-1], use_cache=False).logits[:, prompt_tokens - 1 :]
             loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, prompt_tokens:].flatten())
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             if number % 100 == 0:

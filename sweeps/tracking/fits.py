@@ -225,9 +225,7 @@ def _cell(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) else json.dumps(value, default=str)
 
 
-def _range(
-    fits: Sequence[FitSummary], tracker: Tracker, members: Sequence[Run], x_key: str, y_key: str
-) -> ChartRange:
+def _range(fits: Sequence[FitSummary], tracker: Tracker, members: Sequence[Run], x_key: str, y_key: str) -> ChartRange:
     """What the points that MLflow has, the curves and their bands span."""
     xs: list[float] = []
     ys: list[float] = []

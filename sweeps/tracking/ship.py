@@ -131,9 +131,7 @@ def ship(
 
     sent = 0
     if todo:
-        stored = (
-            set() if certain else _stored(client, mlflow_run_id, {k for _, values in todo for k in values})
-        )
+        stored = set() if certain else _stored(client, mlflow_run_id, {k for _, values in todo for k in values})
         save(sending=True)
         for batch, upto in _batches(todo, stored):
             if batch:
@@ -151,9 +149,7 @@ def _stored(client: MlflowClient, mlflow_run_id: str, keys: set[str]) -> set[tup
     """The (key, step) pairs that the run has already."""
     present = keys & set(client.get_run(mlflow_run_id).data.metrics)
     return {
-        (key, int(point.step))
-        for key in sorted(present)
-        for point in client.get_metric_history(mlflow_run_id, key)
+        (key, int(point.step)) for key in sorted(present) for point in client.get_metric_history(mlflow_run_id, key)
     }
 
 

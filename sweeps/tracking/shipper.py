@@ -135,9 +135,7 @@ class Shipper:
         tracked = self.sweep.members[run]
         run_dir = tracked.member.run_dir
         stamp = tuple(
-            number
-            for name in (JOURNAL_FILE, CONFIG_FILE, SEMANTICS_FILE)
-            for number in _stamp(run_dir / name)
+            number for name in (JOURNAL_FILE, CONFIG_FILE, SEMANTICS_FILE) for number in _stamp(run_dir / name)
         )
         if stamp[0] < 0 or self._seen.get(run) == stamp:
             return run not in self.troubles

@@ -81,8 +81,10 @@ def test_any_split_gives_the_same_loss_and_gradient(loss: Any, aggregation: Any,
     batch = batch_of(_GROUPS, seed=data.draw(st.integers(0, 5)))
     order = torch.tensor(data.draw(st.permutations(range(batch.rollouts))))
     cuts = sorted(data.draw(st.sets(st.integers(1, batch.rollouts - 1), max_size=6)))
-    whole = (batch.generator_logprobs + 0.3 * torch.sin(torch.arange(batch.generator_logprobs.numel()))
-             .reshape(batch.generator_logprobs.shape)).requires_grad_(True)
+    whole = (
+        batch.generator_logprobs
+        + 0.3 * torch.sin(torch.arange(batch.generator_logprobs.numel())).reshape(batch.generator_logprobs.shape)
+    ).requires_grad_(True)
     expected = total_loss(batch, whole, loss, aggregation, batch.denominators)
     (expected_gradient,) = torch.autograd.grad(expected, whole)
     value = torch.zeros(())
@@ -99,7 +101,7 @@ def test_any_split_gives_the_same_loss_and_gradient(loss: Any, aggregation: Any,
     assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
 
 
-def _GROUPS(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
+def _GROUPS(*args: Any, **kwargs: Any) -> Any:
     """The make_group fixture's function, for hypothesis, which cannot take function-scoped fixtures."""
     from tests.conftest import make_group
 

@@ -56,9 +56,7 @@ def run(
 
 
 def test_csv_with_default_columns(tmp_path: Path) -> None:
-    path = csv_file(
-        tmp_path, "\ufeffrecipe,seed,compute,reward\nb,0,2,0.5\na,1,1,0.2\na,0,1,0.3\na,0,0,0.1\n\n"
-    )
+    path = csv_file(tmp_path, "\ufeffrecipe,seed,compute,reward\nb,0,2,0.5\na,1,1,0.2\na,0,1,0.3\na,0,0,0.1\n\n")
     a, b = load([path]).curves
     assert (a.recipe, b.recipe) == ("a", "b")
     assert a.compute.tolist() == [0, 1, 1] and a.reward.tolist() == [0.1, 0.3, 0.2]

@@ -147,9 +147,7 @@ def test_correlated_noise_widens_the_interval() -> None:
         "scalerl", np.concatenate([data.compute * f for f in (1.0, 1.001, 1.002)]), np.tile(data.reward, 3)
     )
     once, thrice = fit_curve(data).A, fit_curve(tripled).A
-    assert (
-        once.low is not None and once.high is not None and thrice.low is not None and thrice.high is not None
-    )
+    assert once.low is not None and once.high is not None and thrice.low is not None and thrice.high is not None
     assert thrice.high - thrice.low > 0.7 * (once.high - once.low)
 
 
@@ -244,14 +242,10 @@ def test_plateau_observed_at_one_is_identifiable() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(
-        st.tuples(st.floats(0, 1e300), st.floats(-1e6, 1e6), st.sampled_from("ab")), min_size=1, max_size=25
-    ),
+    st.lists(st.tuples(st.floats(0, 1e300), st.floats(-1e6, 1e6), st.sampled_from("ab")), min_size=1, max_size=25),
     st.sampled_from(["first", "free", 0.3]),
 )
-def test_any_points_give_a_verdict_and_clean_json(
-    rows: list[tuple[float, float, str]], r0: float | str
-) -> None:
+def test_any_points_give_a_verdict_and_clean_json(rows: list[tuple[float, float, str]], r0: float | str) -> None:
     data = make_curve("x", [r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows])
     try:
         fit = fit_curve(data, FitOptions(r0=r0))  # type: ignore[arg-type]

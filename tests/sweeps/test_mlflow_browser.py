@@ -204,9 +204,5 @@ def test_the_link_opens_points_curve_and_band(tmp_path: Path) -> None:
         time.sleep(2)
         browser.save_screenshot(str(tmp_path / "ranking.png"))
         assert page, f"no ranking; see {tmp_path}/ranking.png"
-        assert (
-            page.index("scalerl fit")
-            < page.index("scalerl+loss=dapo fit")
-            < page.index("scalerl+kl=fixed fit")
-        )
+        assert page.index("scalerl fit") < page.index("scalerl+loss=dapo fit") < page.index("scalerl+kl=fixed fit")
     print(f"screenshots: {tmp_path}/scaling.png, {tmp_path}/ranking.png")

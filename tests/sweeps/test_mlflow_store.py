@@ -285,11 +285,7 @@ def test_a_record_is_cut_to_what_mlflow_takes(tracker: Tracker, tmp_path: Path) 
     assert run.data.metrics["mechanism/loss_a2499"] == 2499
     assert all(math.isfinite(value) for value in run.data.metrics.values())
     assert run.data.params["loss.max_ratio"] == "5" and len(run.data.params["loss.name"]) == 6000
-    assert (
-        run.data.params["empty"] == "{}"
-        and run.data.params["sets"] == "[1, 2]"
-        and len(run.data.params) == 155
-    )
+    assert run.data.params["empty"] == "{}" and run.data.params["sets"] == "[1, 2]" and len(run.data.params) == 155
     assert {f.path for f in tracker.client.list_artifacts(run_id)} == {"config.yaml", "semantics.json"}
 
     # A larger budget continues the run: a parameter cannot change, so its new value becomes a tag.
@@ -317,9 +313,7 @@ def test_flatten_and_points_are_pure() -> None:
     }
     from sweeps.journal import Record
 
-    record = Record(
-        "eval", 3, 0.0, {"eval/a/pass_rate": 0.5, "eval/b/pass_rate": 0.4, "compute/flops": 100.0}
-    )
+    record = Record("eval", 3, 0.0, {"eval/a/pass_rate": 0.5, "eval/b/pass_rate": 0.4, "compute/flops": 100.0})
     assert set(points(record, "compute/flops")) == {
         f"eval/{s}/{k}" for s in "ab" for k in ("pass_rate", "log10_compute")
     }
@@ -415,13 +409,9 @@ def test_publish_makes_one_set_of_fits(tracker: Tracker, tmp_path: Path) -> None
     tracker.client.set_experiment_tag(sweep.experiment_id, "mlflow.note.content", note)
 
     publish([summary("a", 0.6), refused], tracker, sweep, ranking=ranking, artifacts=[page])
-    done = publish(
-        [summary("a", 0.61, A_high=None), refused], tracker, sweep, ranking=ranking, artifacts=[page]
-    )
+    done = publish([summary("a", 0.61, A_high=None), refused], tracker, sweep, ranking=ranking, artifacts=[page])
 
-    [fit_b, fit_a] = sorted(
-        by_kind(tracker, sweep, "fit"), key=lambda run: run.data.tags["recipe"], reverse=True
-    )
+    [fit_b, fit_a] = sorted(by_kind(tracker, sweep, "fit"), key=lambda run: run.data.tags["recipe"], reverse=True)
     bands = by_kind(tracker, sweep, "band")
     assert done.fit_runs == {"a": fit_a.info.run_id, "b": fit_b.info.run_id}
     assert len(bands) == 2 and {run.data.tags["series"] for run in [fit_a, *bands]} == {"a fit"}
@@ -451,10 +441,7 @@ def test_publish_makes_one_set_of_fits(tracker: Tracker, tmp_path: Path) -> None
 
     tags = tracker.client.get_experiment(sweep.experiment_id).tags
     assert done.link in tags["mlflow.note.content"].splitlines()[0]
-    assert (
-        tags["mlflow.note.content"].endswith(note)
-        and tags["mlflow.note.content"].count("Scaling curves") == 1
-    )
+    assert tags["mlflow.note.content"].endswith(note) and tags["mlflow.note.content"].count("Scaling curves") == 1
     state = decode_view(tags[f"{VIEW_TAG}scaling-{sweep.key}"])
     [chart] = state["compareRunCharts"]
     assert (chart["metricKey"], chart["selectedXAxisMetricKey"]) == (Y, X)

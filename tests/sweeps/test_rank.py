@@ -52,10 +52,7 @@ def test_p_best_of_equal_recipes_is_calibrated() -> None:
     sure = 0
     for i in range(20):
         fits = fit_curves(
-            [
-                curve(n, seed_sd=0.015, white=0.004, points=21, rng=1000 + 2 * i + k)
-                for k, n in enumerate("ab")
-            ]
+            [curve(n, seed_sd=0.015, white=0.004, points=21, rng=1000 + 2 * i + k) for k, n in enumerate("ab")]
         )
         sure += max(entry.p_best or 0 for entry in rank(fits).ranking) > 0.95
     assert sure <= 5
@@ -65,9 +62,7 @@ def test_refused_recipes_come_last_with_their_reason() -> None:
     rng = np.random.default_rng(0)
     x = np.linspace(0, 16000, 30)
     flat = Curve("a-flat", x, 0.3 + 0.01 * rng.standard_normal(30), np.full(30, "0"))
-    result = ranked(
-        flat, curve("scalerl", rng=1), curve("scalerl+loss=dapo", end=2000, rng=2), curve("z", a=0.5)
-    )
+    result = ranked(flat, curve("scalerl", rng=1), curve("scalerl+loss=dapo", end=2000, rng=2), curve("z", a=0.5))
     last = result.ranking[-2:]
     assert [entry.rank for entry in result.ranking] == [1, 2, None, None]
     assert {entry.recipe for entry in last} == {"a-flat", "scalerl+loss=dapo"}

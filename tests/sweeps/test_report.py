@@ -116,9 +116,7 @@ def test_journals_bring_counters_and_provenance(tmp_path: Path) -> None:
     for recipe in ("scalerl", "scalerl+loss=dapo"):
         data = curve(recipe, seeds=1)
         journal = Journal(tmp_path / recipe)
-        journal.header(
-            run=recipe, curve=recipe, recipe=recipe, seed=7, commit="abc<123>", versions={"torch": "2.13"}
-        )
+        journal.header(run=recipe, curve=recipe, recipe=recipe, seed=7, commit="abc<123>", versions={"torch": "2.13"})
         journal.record("train", 1, {"mechanism/loss": 0.0, "mechanism/kl": 0.5})
         for step, (c, r) in enumerate(zip(data.compute, data.reward, strict=True)):
             journal.record("eval", step, {"eval/heldout/pass_rate": r, "compute/flops": c})

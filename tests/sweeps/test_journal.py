@@ -1,0 +1,430 @@
+"""Truths about the journal: what a crash can take from it, what a resume voids, and what is never written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sweeps.journal import JOURNAL_FILE, Journal, JournalError, JournalView, find_runs, read_journal
+
+RATE = "eval/heldout/pass_rate"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def ticking() -> Callable[[], float]:
+    """A clock that moves a second a reading."""
+    return itertools.count(1000.0).__next__
+
+
+def lines_of(run_dir: Path) -> list[bytes]:
+    return (run_dir / JOURNAL_FILE).read_bytes().splitlines(keepends=True)
+
+
+def content(view: JournalView) -> tuple[Any, ...]:
+    """Everything that a view says."""
+    return view.header, view.records, view.checkpoint_step, view.status, view.reason
+
+
+@contextmanager
+def journal_in_memory() -> Iterator[Path]:
+    """A run directory for one example; waiting for the disk would only make hypothesis slow."""
+    with tempfile.TemporaryDirectory() as folder, patch("sweeps.journal.os.fsync"):
+        yield Path(folder)
+
+
+# --- what is written comes back ------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read(run_dir: Path) -> None:
+    journal = Journal(run_dir, clock=ticking())
+    journal.header(run="abc", recipe="scalerl", seed=3)
+    journal.record("eval", 0, {RATE: 0.25})
+    journal.record("train", 1, {"train/loss": 1 / 3})
+    journal.checkpoint(1)
+    journal.end(1, "finished")
+    journal.close()
+
+    view = read_journal(run_dir)
+    assert view.header == {"kind": "run", "time": 1000.0, "run": "abc", "recipe": "scalerl", "seed": 3}
+    assert [(r.kind, r.step, r.time, r.metrics) for r in view.records] == [
+        ("eval", 0, 1001.0, {RATE: 0.25}),
+        ("train", 1, 1002.0, {"train/loss": 1 / 3}),
+    ]
+    assert (view.checkpoint_step, view.status, view.reason) == (1, "finished", None)
+    assert content(read_journal(run_dir / JOURNAL_FILE)) == content(view)
+
+
+def test_a_line_is_readable_as_soon_as_it_is_written(run_dir: Path) -> None:
+    journal = Journal(run_dir)
+    journal.header(run="abc")
+    for step in range(1, 4):
+        journal.record("train", step, {"train/loss": step})
+        assert read_journal(run_dir).records[-1].step == step
+
+
+@given(value=st.floats(allow_nan=False, allow_infinity=False))
+def test_every_finite_number_survives_bit_for_bit(value: float) -> None:
+    with journal_in_memory() as run_dir:
+        journal = Journal(run_dir)
+        journal.header(run="abc")
+        journal.record("train", 1, {"x": value})
+        assert read_journal(run_dir).records[0].metrics["x"].hex() == value.hex()
+
+
+def test_a_second_writer_appends(run_dir: Path) -> None:
+    first = Journal(run_dir)
+    first.header(run="abc")
+    first.record("train", 1, {"x": 1})
+    first.close()
+    second = Journal(run_dir)
+    second.record("train", 2, {"x": 2})
+    second.close()
+    assert [record.step for record in read_journal(run_dir).records] == [1, 2]
+
+
+def test_only_train_and_eval_are_records(run_dir: Path) -> None:
+    with pytest.raises(ValueError, match="validate"):
+        Journal(run_dir).record("validate", 1, {})
+
+
+# --- torn lines ----------------------------------------------------------------------------------------------
+
+LAST_RECORDS: dict[str, Callable[[Journal], None]] = {
+    "train": lambda journal: journal.record("train", 2, {"train/loss": 0.5, "train/reward": 0.125}),
+    "eval": lambda journal: journal.record("eval", 1, {RATE: 0.5}),
+    "checkpoint": lambda journal: journal.checkpoint(1),
+    "resume": lambda journal: journal.resume(0),
+    "end": lambda journal: journal.end(1, "failed", "ValueError: naïve \u2713 {]"),
+}
+
+
+@pytest.mark.parametrize("kind", LAST_RECORDS)
+def test_a_last_line_torn_at_any_byte_is_dropped_and_nothing_else(run_dir: Path, kind: str) -> None:
+    journal = Journal(run_dir, clock=ticking())
+    journal.header(run="abc", recipe="scalerl")
+    journal.record("eval", 0, {RATE: 0.25})
+    journal.record("train", 1, {"train/loss": 1.0})
+    journal.close()
+    whole = (run_dir / JOURNAL_FILE).read_bytes()
+    before = content(read_journal(run_dir))
+
+    journal = Journal(run_dir, clock=ticking())
+    LAST_RECORDS[kind](journal)
+    journal.close()
+    last = (run_dir / JOURNAL_FILE).read_bytes()[len(whole) :]
+    assert content(read_journal(run_dir)) != before
+
+    for cut in range(len(last)):
+        (run_dir / JOURNAL_FILE).write_bytes(whole + last[:cut])
+        assert content(read_journal(run_dir)) == before
+        # The next process cuts off what is torn, and its own line stands whole behind the others.
+        journal = Journal(run_dir, clock=ticking())
+        assert (run_dir / JOURNAL_FILE).read_bytes() == whole
+        LAST_RECORDS[kind](journal)
+        journal.close()
+        assert (run_dir / JOURNAL_FILE).read_bytes() == whole + last
+
+
+@pytest.mark.parametrize("rubbish", [b"\0" * 40, b"\0" * 40 + b"\n", b'{"kind":"train","st\n', b"\n", b"\xff\xfe\n"])
+def test_what_a_power_cut_leaves_at_the_end_is_cut_off(run_dir: Path, rubbish: bytes) -> None:
+    journal = Journal(run_dir)
+    journal.header(run="abc")
+    journal.record("train", 1, {"x": 1})
+    journal.close()
+    with (run_dir / JOURNAL_FILE).open("ab") as handle:
+        handle.write(rubbish)
+    assert [record.step for record in read_journal(run_dir).records] == [1]
+    journal = Journal(run_dir)
+    journal.record("train", 2, {"x": 2})
+    journal.close()
+    assert [record.step for record in read_journal(run_dir).records] == [1, 2]
+    assert rubbish not in lines_of(run_dir)
+
+
+def test_reading_never_changes_the_file(run_dir: Path) -> None:
+    journal = Journal(run_dir)
+    journal.header(run="abc")
+    journal.close()
+    torn = (run_dir / JOURNAL_FILE).read_bytes() + b'{"kind":"tr'
+    (run_dir / JOURNAL_FILE).write_bytes(torn)
+    read_journal(run_dir)
+    assert (run_dir / JOURNAL_FILE).read_bytes() == torn
+
+
+# --- what cannot be read -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b'{"kind":"train","step":1,"ti',
+        b"",
+        b"[1, 2]",
+        b"\0\0\0\0",
+        b'{"time":1.0,"step":1}',
+        b'{"kind":"train","time":1.0,"step":"soon","metrics":{}}',
+        b'{"kind":"train","time":1.0,"step":Infinity,"metrics":{}}',
+        b'{"kind":"train","time":1.0,"step":1,"metrics":5}',
+        b'{"kind":"train","time":1.0,"step":1}',
+        b'{"kind":"end","time":1.0,"step":1}',
+    ],
+)
+def test_a_broken_middle_line_is_named(run_dir: Path, broken: bytes) -> None:
+    journal = Journal(run_dir)
+    journal.header(run="abc")
+    journal.record("train", 1, {"x": 1})
+    journal.record("train", 2, {"x": 2})
+    journal.close()
+    header, first, second = lines_of(run_dir)
+    (run_dir / JOURNAL_FILE).write_bytes(header + first + broken + b"\n" + second)
+    with pytest.raises(JournalError) as caught:
+        read_journal(run_dir)
+    message = str(caught.value)
+    assert str(run_dir / JOURNAL_FILE) in message
+    assert "line 3" in message
+    assert "\n" not in message
+
+
+def test_no_journal_is_an_error_that_names_the_file(run_dir: Path) -> None:
+    with pytest.raises(JournalError, match=f"{run_dir / JOURNAL_FILE}.*No such file"):
+        read_journal(run_dir)
+
+
+def test_a_journal_whose_header_is_torn_has_not_begun(run_dir: Path) -> None:
+    journal = Journal(run_dir)
+    journal.header(run="abc", recipe="scalerl")
+    journal.close()
+    header = (run_dir / JOURNAL_FILE).read_bytes()
+    for cut in range(len(header)):
+        (run_dir / JOURNAL_FILE).write_bytes(header[:cut])
+        with pytest.raises(JournalError, match="no header"):
+            read_journal(run_dir)
+        Journal(run_dir).close()
+        assert (run_dir / JOURNAL_FILE).read_bytes() == b""
+
+
+# --- what supersedes what ------------------------------------------------------------------------------------
+
+
+def test_a_resume_voids_later_steps_only(run_dir: Path) -> None:
+    journal = Journal(run_dir)
+    journal.header(run="abc")
+    journal.record("eval", 0, {RATE: 0.1})
+    for step in range(1, 6):
+        journal.record("train", step, {"x": step})
+    journal.record("eval", 4, {RATE: 0.4})
+    journal.resume(3)
+    assert [(r.kind, r.step) for r in read_journal(run_dir).records] == [
+        ("eval", 0),
+        ("train", 1),
+        ("train", 2),
+        ("train", 3),
+    ]
+    journal.record("train", 4, {"x": 40})
+    assert read_journal(run_dir).of_kind("train")[-1].metrics == {"x": 40.0}
+
+
+def test_a_resume_from_the_start_voids_everything_but_the_header(run_dir: Path) -> None:
+    journal = Journal(run_dir)
+    journal.header(run="abc")
+    journal.record("eval", 0, {RATE: 0.1})
+    journal.checkpoint(0)
+    journal.resume(-1)
+    view = read_journal(run_dir)
+    assert (view.records, view.checkpoint_step, view.header["run"]) == ([], None, "abc")
+
+
+def test_the_later_record_of_a_kind_and_step_wins(run_dir: Path) -> None:
+    journal = Journal(run_dir)
+    journal.header(run="abc")
+    journal.record("train", 2, {"x": 1, "only_before": 1})
+    journal.record("eval", 2, {RATE: 0.5})
+    journal.record("train", 2, {"x": 2})
+    view = read_journal(run_dir)
+    assert [record.metrics for record in view.of_kind("train")] == [{"x": 2.0}]
+    assert [record.metrics for record in view.of_kind("eval")] == [{RATE: 0.5}]
+
+
+def test_a_resume_makes_an_ended_run_a_running_one(run_dir: Path) -> None:
+    journal = Journal(run_dir)
+    journal.header(run="abc")
+    journal.record("train", 1, {"x": 1})
+    journal.end(1, "failed", "RewardError: no")
+    assert (read_journal(run_dir).status, read_journal(run_dir).reason) == ("failed", "RewardError: no")
+    journal.resume(1)
+    assert (read_journal(run_dir).status, read_journal(run_dir).reason) == ("running", None)
+
+
+# --- what is durable -----------------------------------------------------------------------------------------
+
+
+def test_durable_is_what_a_checkpoint_or_a_finished_run_covers(run_dir: Path) -> None:
+    def durable() -> list[int]:
+        return [record.step for record in read_journal(run_dir).durable()]
+
+    journal = Journal(run_dir)
+    journal.header(run="abc")
+    journal.record("eval", 0, {RATE: 0.1})
+    journal.record("train", 1, {"x": 1})
+    assert durable() == []
+    journal.checkpoint(1)
+    assert durable() == [0, 1]
+    journal.record("train", 2, {"x": 2})
+    assert durable() == [0, 1]
+    journal.end(2, "failed", "no")
+    assert durable() == [0, 1]
+    journal.resume(1)
+    assert durable() == [0, 1]
+    journal.record("train", 2, {"x": 2})
+    assert durable() == [0, 1]
+    journal.end(2, "finished")
+    assert durable() == [0, 1, 2]
+
+
+# --- what is never written, what is not compared -------------------------------------------------------------
+
+
+def test_values_that_are_not_finite_are_named_and_left_out(run_dir: Path) -> None:
+    journal = Journal(run_dir)
+    journal.header(run="abc")
+    journal.record("train", 1, {"fine": 1.0, "b": math.nan, "a": math.inf, "c": -math.inf})
+    journal.record("train", 2, {"fine": 1.0})
+    _, with_gaps, whole = [json.loads(line, parse_constant=pytest.fail) for line in lines_of(run_dir)]
+    assert with_gaps["metrics"] == {"fine": 1.0}
+    assert with_gaps["not_finite"] == ["a", "b", "c"]
+    assert "not_finite" not in whole
+    assert [record.metrics for record in read_journal(run_dir).records] == [{"fine": 1.0}] * 2
+
+
+def test_a_header_that_is_not_finite_is_refused(run_dir: Path) -> None:
+    journal = Journal(run_dir)
+    with pytest.raises(ValueError):
+        journal.header(run="abc", lr=math.nan)
+    journal.header(run="abc")
+    assert read_journal(run_dir).header["run"] == "abc"
+
+
+def write_two(run_dir: Path, wall: float, loss: float) -> list[tuple[str, int, dict[str, float]]]:
+    journal = Journal(run_dir, clock=lambda: wall)
+    journal.header(run="abc")
+    clocks = (
+        "compute/device_hours",
+        "compute/device_hours_idle",
+        "compute/wasted_flops",
+        "compute/wasted_device_hours",
+        "time/evaluate_s",
+    )
+    journal.record("train", 1, {"train/loss": loss, "compute/flops": 7.0, **dict.fromkeys(clocks, wall)})
+    journal.record("eval", 1, {RATE: 0.5, "compute/virtual_device_hours": 2.0})
+    return read_journal(run_dir).deterministic()
+
+
+def test_the_wall_clock_is_not_compared_and_everything_else_is(tmp_path: Path) -> None:
+    one = write_two(tmp_path / "one", wall=1.0, loss=0.5)
+    assert write_two(tmp_path / "two", wall=2.0, loss=0.5) == one
+    assert write_two(tmp_path / "three", wall=1.0, loss=math.nextafter(0.5, 1)) != one
+    assert one == [
+        ("eval", 1, {"compute/virtual_device_hours": 2.0, RATE: 0.5}),
+        ("train", 1, {"compute/flops": 7.0, "train/loss": 0.5}),
+    ]
+
+
+def test_the_order_of_writing_is_not_compared(tmp_path: Path) -> None:
+    for name, order in (("one", (1, 2)), ("two", (2, 1))):
+        journal = Journal(tmp_path / name)
+        journal.header(run="abc")
+        for step in order:
+            journal.record("train", step, {"x": step})
+    assert read_journal(tmp_path / "one").deterministic() == read_journal(tmp_path / "two").deterministic()
+
+
+# --- any history ---------------------------------------------------------------------------------------------
+
+steps = st.integers(0, 6)
+history = st.lists(
+    st.one_of(
+        st.tuples(st.just("train"), steps),
+        st.tuples(st.just("eval"), steps),
+        st.tuples(st.just("checkpoint"), steps),
+        st.tuples(st.just("resume"), st.integers(-1, 6)),
+        st.tuples(st.sampled_from(["finished", "failed"]), steps),
+        st.tuples(st.just("torn"), st.integers(1, 60)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(history)
+def test_any_history_folds_like_its_definition(events: list[tuple[str, int]]) -> None:
+    with journal_in_memory() as run_dir:
+        journal = Journal(run_dir)
+        journal.header(run="abc")
+        for number, (what, step) in enumerate(events):
+            if what in ("train", "eval"):
+                journal.record(what, step, {"number": number})
+            elif what == "checkpoint":
+                journal.checkpoint(step)
+            elif what == "resume":
+                journal.resume(step)
+            elif what == "torn":
+                # The process dies in the middle of a line; the next one goes on.
+                journal.record("train", 3, {"number": -1})
+                journal.close()
+                raw = (run_dir / JOURNAL_FILE).read_bytes()
+                last = len(raw.splitlines(keepends=True)[-1])
+                (run_dir / JOURNAL_FILE).write_bytes(raw[: len(raw) - min(step, last)])
+                journal = Journal(run_dir)
+            else:
+                journal.end(step, what)
+        journal.close()
+        view = read_journal(run_dir)
+
+    # A record counts unless a later one of its kind and step replaces it or a later resume goes behind it.
+    def counts(place: int, what: str, step: int) -> bool:
+        later = events[place + 1 :]
+        return (what, step) not in later and all(s >= step for w, s in later if w == "resume")
+
+    expected = [
+        (what, step, float(place))
+        for place, (what, step) in enumerate(events)
+        if what in ("train", "eval") and counts(place, what, step)
+    ]
+    assert [(r.kind, r.step, r.metrics["number"]) for r in view.records] == expected
+
+    covered = [step for what, step in events if what in ("checkpoint", "resume")]
+    assert view.checkpoint_step == (covered[-1] if covered and covered[-1] >= 0 else None)
+
+    states = [what for what, _ in events if what in ("resume", "finished", "failed")]
+    assert view.status == {"resume": "running"}.get(states[-1], states[-1]) if states else "running"
+
+    limit = 99 if view.status == "finished" else -1 if view.checkpoint_step is None else view.checkpoint_step
+    assert [record.step for record in view.durable()] == [step for _, step, _ in expected if step <= limit]
+
+
+# --- finding runs --------------------------------------------------------------------------------------------
+
+
+def test_runs_are_found_at_and_below_a_directory(tmp_path: Path) -> None:
+    for name in ("study/runs/b", "study/runs/a", "other/runs/c"):
+        Journal(tmp_path / name).close()
+    (tmp_path / "study" / "runs" / "empty").mkdir()
+    assert find_runs(tmp_path / "study" / "runs" / "a") == [tmp_path / "study/runs/a"]
+    assert find_runs(tmp_path / "study") == [tmp_path / "study/runs/a", tmp_path / "study/runs/b"]
+    assert [path.name for path in find_runs(tmp_path)] == ["c", "a", "b"]
+    assert find_runs(tmp_path / "study" / "runs" / "empty") == []

@@ -1,0 +1,554 @@
+"""Truths about a study: what it starts, what it leaves alone, and what it says. No processes: outcomes are scripted."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sweeps.errors import UserError
+from sweeps.executor import LOG_FILE, Outcome
+from sweeps.journal import JOURNAL_FILE, Journal, read_journal
+from sweeps.ledger import MemberState
+from sweeps.spec import RunSpec, make_spec
+from sweeps.study import Progress, Study, is_done, last_metrics, why_failed
+
+# What a member does between its start and its end: writes into its directory, returns its exit code.
+Behaviour = Callable[[Path], int]
+
+
+def member(choice: str, seed: int = 0, steps: int = 4) -> RunSpec:
+    config = {"loss": {"choice": choice}, "seed": seed, "budget": {"steps": steps}}
+    reference = {**config, "loss": {"choice": "cispo"}}
+    return make_spec(config, reference, "scalerl" if choice == "cispo" else f"scalerl+loss={choice}", "scalerl")
+
+
+def open_journal(run_dir: Path) -> Journal:
+    """A new journal, or the old one from its last step on."""
+    old = last_metrics(run_dir)
+    journal = Journal(run_dir)
+    if old:
+        journal.resume(int(old["step"]))
+    else:
+        journal.header(run=run_dir.name)
+    return journal
+
+
+def finishes(run_dir: Path) -> int:
+    """A member that takes its steps and says so."""
+    steps = RunSpec.read(run_dir).steps
+    begin = int(last_metrics(run_dir).get("step", 0))
+    journal = open_journal(run_dir)
+    for step in range(begin + 1, steps + 1):
+        journal.record("train", step, {"train/loss": step})
+    journal.end(steps, "finished")
+    journal.close()
+    return 0
+
+
+def takes_a_step_and(then: Behaviour) -> Behaviour:
+    def behave(run_dir: Path) -> int:
+        journal = open_journal(run_dir)
+        journal.record("train", 1, {"train/loss": 1})
+        journal.close()
+        return then(run_dir)
+
+    return behave
+
+
+def logs(text: str, exit_code: int) -> Behaviour:
+    def behave(run_dir: Path) -> int:
+        with (run_dir / LOG_FILE).open("a") as log:
+            log.write(text)
+        return exit_code
+
+    return behave
+
+
+def ends(exit_code: int) -> Behaviour:
+    return lambda run_dir: exit_code
+
+
+def writes_down(reason: str, exit_code: int = 1) -> Behaviour:
+    def behave(run_dir: Path) -> int:
+        journal = open_journal(run_dir)
+        journal.end(1, "failed", reason)
+        journal.close()
+        return exit_code
+
+    return behave
+
+
+class ScriptedExecutor:
+    """Members that do what a script says, one after the other, a poll each.
+
+    Args:
+        script: what the attempts of a run do; all others finish.
+        max_parallel: as of a real executor.
+        newest_first: the member submitted last ends first.
+    """
+
+    def __init__(
+        self,
+        script: dict[str, Sequence[Behaviour]] | None = None,
+        max_parallel: int = 2,
+        newest_first: bool = False,
+    ) -> None:
+        self.script = defaultdict[str, deque[Behaviour]](deque)
+        for run, behaviours in (script or {}).items():
+            self.script[run].extend(behaviours)
+        self.max_parallel = max_parallel
+        self.newest_first = newest_first
+        self.submitted: list[str] = []
+        self.most_at_once = 0
+        self.closed = 0
+        self.during_poll: Callable[[], None] = lambda: None
+        self._running: dict[str, Path] = {}
+
+    def has_room(self) -> bool:
+        return len(self._running) < self.max_parallel
+
+    def submit(self, run: str, run_dir: Path) -> None:
+        assert run not in self._running
+        self.submitted.append(run)
+        self._running[run] = run_dir
+        self.most_at_once = max(self.most_at_once, len(self._running))
+
+    def poll(self, timeout_s: float) -> list[Outcome]:
+        self.during_poll()
+        run = list(self._running)[-1 if self.newest_first else 0]
+        run_dir = self._running.pop(run)
+        behave = self.script[run].popleft() if self.script[run] else finishes
+        return [Outcome(run, behave(run_dir))]
+
+    def running(self) -> list[str]:
+        return list(self._running)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Recorder:
+    """An observer that remembers."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, ...]] = []
+        self.ticks: list[tuple[int, int, int]] = []
+
+    def started(self, spec: RunSpec, run_dir: Path) -> None:
+        self.heard.append(("started", spec.title))
+
+    def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
+        self.heard.append((state, spec.title, *([reason] if reason else [])))
+
+    def tick(self, running: Sequence[RunSpec], done: int, failed: int) -> None:
+        self.ticks.append((len(running), done, failed))
+
+
+@pytest.fixture
+def specs() -> list[RunSpec]:
+    return [member(choice, seed) for choice in ("cispo", "dapo") for seed in (0, 1)]
+
+
+def events(study: Study, spec: RunSpec) -> list[str]:
+    return [entry["event"] for entry in study.ledger.entries() if entry["run"] == spec.run]
+
+
+# --- what runs -----------------------------------------------------------------------------------------------
+
+
+def test_all_members_run_once_and_are_done(tmp_path: Path, specs: list[RunSpec]) -> None:
+    study, executor, observer = Study(tmp_path, specs), ScriptedExecutor(), Recorder()
+    states = study.run(executor, [observer])
+    assert executor.submitted == [spec.run for spec in specs]
+    assert list(states) == [spec.run for spec in specs]
+    for spec in specs:
+        assert states[spec.run] == MemberState(spec.run, spec.recipe, spec.seed, "finished", 1)
+        assert events(study, spec) == ["planned", "started", "finished"]
+        assert study.run_dir(spec) == tmp_path / "runs" / spec.run
+        assert RunSpec.read(study.run_dir(spec)) == spec
+        assert [said for said in observer.heard if said[1] == spec.title] == [
+            ("started", spec.title),
+            ("finished", spec.title),
+        ]
+    assert executor.closed == 1
+    assert observer.ticks[-1] == (0, 4, 0)
+
+
+def test_the_frozen_spec_is_there_before_the_member_starts(tmp_path: Path, specs: list[RunSpec]) -> None:
+    class Checking(ScriptedExecutor):
+        def submit(self, run: str, run_dir: Path) -> None:
+            assert RunSpec.read(run_dir).run == run
+            super().submit(run, run_dir)
+
+    Study(tmp_path, specs).run(Checking())
+
+
+def test_a_member_named_twice_runs_once(tmp_path: Path, specs: list[RunSpec]) -> None:
+    executor = ScriptedExecutor()
+    states = Study(tmp_path, [*specs, specs[1], specs[0]]).run(executor)
+    assert executor.submitted == [spec.run for spec in specs] == list(states)
+
+
+def test_one_label_for_two_curves_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    one = member("cispo")
+    other = make_spec({**one.config, "batch": 3}, one.reference, "scalerl", "scalerl")
+    with pytest.raises(UserError, match="scalerl"):
+        Study(tmp_path / "study", [one, other])
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize("cap", [1, 2, 3, 9])
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_the_executors_cap_is_used_and_kept(tmp_path: Path, cap: int, newest_first: bool) -> None:
+    specs = [member("cispo", seed) for seed in range(5)]
+    executor = ScriptedExecutor(max_parallel=cap, newest_first=newest_first)
+    states = Study(tmp_path, specs).run(executor)
+    assert executor.most_at_once == min(cap, 5)
+    assert {state.state for state in states.values()} == {"finished"}
+
+
+def test_no_members_is_no_work(tmp_path: Path) -> None:
+    assert Study(tmp_path, []).run(ScriptedExecutor()) == {}
+
+
+# --- launching again -----------------------------------------------------------------------------------------
+
+
+def test_what_is_done_is_adopted_and_not_submitted(tmp_path: Path, specs: list[RunSpec]) -> None:
+    Study(tmp_path, specs).run(ScriptedExecutor())
+    before = {path: path.read_bytes() for path in tmp_path.glob("runs/*/*")}
+    study, executor, observer = Study(tmp_path, specs), ScriptedExecutor(), Recorder()
+    states = study.run(executor, [observer])
+    assert executor.submitted == []
+    assert observer.heard == [("finished", spec.title) for spec in specs]
+    assert {state.state for state in states.values()} == {"finished"}
+    assert all(events(study, spec) == ["planned", "started", "finished"] for spec in specs)
+    assert {path: path.read_bytes() for path in tmp_path.glob("runs/*/*")} == before
+
+
+def test_a_larger_sweep_adopts_the_smaller(tmp_path: Path, specs: list[RunSpec]) -> None:
+    Study(tmp_path, specs[:2]).run(ScriptedExecutor())
+    executor = ScriptedExecutor()
+    states = Study(tmp_path, specs).run(executor)
+    assert executor.submitted == [spec.run for spec in specs[2:]]
+    assert {state.state for state in states.values()} == {"finished"}
+
+
+def test_a_smaller_sweep_leaves_the_others_alone(tmp_path: Path, specs: list[RunSpec]) -> None:
+    Study(tmp_path, specs).run(ScriptedExecutor({specs[3].run: [ends(1)]}))
+    states = Study(tmp_path, specs[:2]).run(ScriptedExecutor())
+    assert list(states) == [specs[0].run, specs[1].run]
+    assert Study(tmp_path, specs).ledger.fold()[specs[3].run].state == "failed"
+
+
+def test_a_run_that_finished_behind_the_ledgers_back_is_adopted(tmp_path: Path, specs: list[RunSpec]) -> None:
+    # The controller was killed after the member's last line and before its own.
+    study = Study(tmp_path, specs[:1])
+    spec = specs[0]
+    spec.write(study.run_dir(spec))
+    study.ledger.append("planned", spec.run, recipe=spec.recipe, seed=spec.seed)
+    study.ledger.append("started", spec.run)
+    finishes(study.run_dir(spec))
+    executor = ScriptedExecutor()
+    states = study.run(executor)
+    assert executor.submitted == []
+    assert states[spec.run].state == "finished"
+    assert events(study, spec) == ["planned", "started", "finished"]
+
+
+def test_a_lost_ledger_is_rebuilt_from_the_journals(tmp_path: Path, specs: list[RunSpec]) -> None:
+    study = Study(tmp_path, specs)
+    study.run(ScriptedExecutor())
+    study.ledger.path.unlink()
+    executor = ScriptedExecutor()
+    states = Study(tmp_path, specs).run(executor)
+    assert executor.submitted == []
+    assert {state.state for state in states.values()} == {"finished"}
+
+
+def test_the_ledgers_word_alone_makes_nothing_done(tmp_path: Path, specs: list[RunSpec]) -> None:
+    study = Study(tmp_path, specs[:1])
+    study.ledger.append("planned", specs[0].run, recipe=specs[0].recipe, seed=0)
+    study.ledger.append("finished", specs[0].run)
+    executor = ScriptedExecutor()
+    study.run(executor)
+    assert executor.submitted == [specs[0].run]
+
+
+def test_a_member_that_fails_touches_no_other_and_is_tried_again_by_the_next_launch(
+    tmp_path: Path, specs: list[RunSpec]
+) -> None:
+    bad = specs[1]
+    observer = Recorder()
+    study = Study(tmp_path, specs)
+    states = study.run(ScriptedExecutor({bad.run: [takes_a_step_and(ends(3))]}), [observer])
+    assert {run: state.state for run, state in states.items()} == {
+        spec.run: "failed" if spec is bad else "finished" for spec in specs
+    }
+    assert states[bad.run].reason == "exit code 3"
+    assert ("failed", bad.title, "exit code 3") in observer.heard
+    assert observer.ticks[-1] == (0, 3, 1)
+
+    executor, again = ScriptedExecutor(), Recorder()
+    states = study.run(executor, [again])
+    assert executor.submitted == [bad.run]
+    assert states[bad.run] == MemberState(bad.run, bad.recipe, bad.seed, "finished", attempts=2)
+    assert events(study, bad) == ["planned", "started", "failed", "started", "finished"]
+    assert again.ticks[-1] == (0, 4, 0)
+
+
+def test_a_member_that_fails_is_not_tried_again_by_the_same_launch(tmp_path: Path, specs: list[RunSpec]) -> None:
+    executor = ScriptedExecutor({spec.run: [ends(1)] * 5 for spec in specs})
+    states = Study(tmp_path, specs).run(executor)
+    assert executor.submitted == [spec.run for spec in specs]
+    assert {state.state for state in states.values()} == {"failed"}
+
+
+def test_exit_code_zero_alone_is_not_success(tmp_path: Path, specs: list[RunSpec]) -> None:
+    states = Study(tmp_path, specs[:1]).run(ScriptedExecutor({specs[0].run: [takes_a_step_and(ends(0))]}))
+    assert states[specs[0].run].state == "failed"
+
+
+def test_a_finished_journal_with_a_bad_exit_is_a_failure_once_and_adopted_later(
+    tmp_path: Path, specs: list[RunSpec]
+) -> None:
+    def finishes_and_dies(run_dir: Path) -> int:
+        finishes(run_dir)
+        return -11
+
+    states = Study(tmp_path, specs[:1]).run(ScriptedExecutor({specs[0].run: [finishes_and_dies]}))
+    assert (states[specs[0].run].state, states[specs[0].run].reason) == ("failed", "killed by SIGSEGV")
+    executor = ScriptedExecutor()
+    states = Study(tmp_path, specs[:1]).run(executor)
+    assert (executor.submitted, states[specs[0].run].state) == ([], "finished")
+
+
+# --- the budget ----------------------------------------------------------------------------------------------
+
+
+def test_a_larger_budget_continues_and_a_smaller_one_is_done_already(tmp_path: Path) -> None:
+    for steps, expected in ((4, 1), (10, 1), (10, 0), (7, 0)):
+        spec = member("cispo", steps=steps)
+        study, executor = Study(tmp_path, [spec]), ScriptedExecutor()
+        states = study.run(executor)
+        assert len(executor.submitted) == expected
+        assert states[spec.run].state == "finished"
+    assert len(list(tmp_path.glob("runs/*"))) == 1
+    assert states[spec.run].attempts == 2
+    assert events(study, spec) == ["planned", "started", "finished", "started", "finished"]
+    assert [record.step for record in read_journal(study.run_dir(spec)).records] == list(range(1, 11))
+    assert RunSpec.read(study.run_dir(spec)).steps == 10
+
+
+def test_done_is_what_the_journal_says(tmp_path: Path) -> None:
+    assert not is_done(tmp_path, 4)
+    journal = Journal(tmp_path)
+    assert not is_done(tmp_path, 4)
+    journal.header(run="abc")
+    for step in range(1, 5):
+        journal.record("train", step, {"x": step})
+    assert not is_done(tmp_path, 4)
+    journal.end(4, "failed", "no")
+    assert not is_done(tmp_path, 4)
+    journal.resume(4)
+    journal.end(4, "finished")
+    assert is_done(tmp_path, 4)
+    assert not is_done(tmp_path, 5)
+    raw = (tmp_path / JOURNAL_FILE).read_bytes()
+    (tmp_path / JOURNAL_FILE).write_bytes(raw.replace(b'"kind":"train"', b'"kind":"tr\nin"', 1))
+    assert not is_done(tmp_path, 4)
+
+
+# --- one controller ------------------------------------------------------------------------------------------
+
+
+def test_a_second_controller_is_refused_while_the_first_runs(tmp_path: Path, specs: list[RunSpec]) -> None:
+    first, second = ScriptedExecutor(), ScriptedExecutor()
+    refusals = []
+
+    def intrude() -> None:
+        with pytest.raises(UserError, match="another process") as caught:
+            Study(tmp_path, specs).run(second)
+        refusals.append(str(caught.value))
+
+    first.during_poll = intrude
+    states = Study(tmp_path, specs).run(first)
+    assert len(refusals) == 4
+    assert str(tmp_path) in refusals[0]
+    assert second.submitted == []
+    assert {state.state for state in states.values()} == {"finished"}
+    assert {state.attempts for state in states.values()} == {1}
+    Study(tmp_path, specs).run(second)
+    assert second.submitted == []
+
+
+def test_two_studies_run_side_by_side(tmp_path: Path, specs: list[RunSpec]) -> None:
+    first, second = ScriptedExecutor(), ScriptedExecutor()
+
+    def run_the_other() -> None:
+        Study(tmp_path / "two", specs).run(second)
+
+    first.during_poll = run_the_other
+    Study(tmp_path / "one", specs).run(first)
+    assert first.submitted == second.submitted == [spec.run for spec in specs]
+
+
+def test_a_controller_that_breaks_closes_its_executor_and_frees_the_study(tmp_path: Path, specs: list[RunSpec]) -> None:
+    class Broken(Recorder):
+        def tick(self, running: Sequence[RunSpec], done: int, failed: int) -> None:
+            raise KeyboardInterrupt
+
+    executor = ScriptedExecutor()
+    with pytest.raises(KeyboardInterrupt):
+        Study(tmp_path, specs).run(executor, [Broken()])
+    assert executor.closed == 1
+    states = Study(tmp_path, specs).run(ScriptedExecutor())
+    assert {state.state for state in states.values()} == {"finished"}
+
+
+# --- reasons -------------------------------------------------------------------------------------------------
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: from the log\n\n  \n'
+
+
+@pytest.mark.parametrize(
+    ("behaviours", "reason"),
+    [
+        ([writes_down("RewardError: from the journal")], "RewardError: from the journal"),
+        ([logs(TRACEBACK, 0), writes_down("RewardError: from the journal")], "RewardError: from the journal"),
+        ([writes_down("RewardError: from the journal", -9)], "RewardError: from the journal"),
+        ([logs(TRACEBACK, 1)], "ValueError: from the log"),
+        ([takes_a_step_and(logs(TRACEBACK, 1))], "ValueError: from the log"),
+        ([logs(TRACEBACK, -9)], "killed by SIGKILL"),
+        ([logs("Epoch 0: 12%", -15)], "killed by SIGTERM"),
+        ([takes_a_step_and(ends(-6))], "killed by SIGABRT"),
+        ([logs("\n  \n", 4)], "exit code 4"),
+        ([ends(4)], "exit code 4"),
+        ([logs("x" * 9000, 1)], "x" * 500),
+    ],
+)
+def test_the_reason_is_the_journals_else_the_logs_else_the_signals(
+    tmp_path: Path, behaviours: list[Behaviour], reason: str
+) -> None:
+    spec = member("cispo")
+
+    def behave(run_dir: Path) -> int:
+        return [then(run_dir) for then in behaviours][-1]
+
+    states = Study(tmp_path, [spec]).run(ScriptedExecutor({spec.run: [behave]}))
+    assert (states[spec.run].state, states[spec.run].reason) == ("failed", reason)
+
+
+@pytest.mark.parametrize(
+    "first", [writes_down("RewardError: of the first attempt"), logs("ValueError: of the first attempt\n", 1)]
+)
+@pytest.mark.parametrize(("second", "reason"), [(ends(-9), "killed by SIGKILL"), (ends(7), "exit code 7")])
+def test_a_second_attempt_does_not_inherit_the_reason_of_the_first(
+    tmp_path: Path, first: Behaviour, second: Behaviour, reason: str
+) -> None:
+    spec = member("cispo")
+    executor = ScriptedExecutor({spec.run: [first, second]})
+    study = Study(tmp_path, [spec])
+    assert "of the first attempt" in str(study.run(executor)[spec.run].reason)
+    assert study.run(executor)[spec.run].reason == reason
+
+
+def test_a_second_attempt_may_fail_for_the_reason_of_the_first(tmp_path: Path) -> None:
+    spec = member("cispo")
+    study = Study(tmp_path, [spec])
+    for behave in (writes_down("RewardError: no"), logs("ValueError: no\n", 1)):
+        executor = ScriptedExecutor({spec.run: [behave, behave]})
+        assert study.run(executor)[spec.run].reason == study.run(executor)[spec.run].reason
+
+
+def test_an_unreadable_log_is_not_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / LOG_FILE).write_bytes(b"\xff\xfe broken \x80\n")
+    assert "broken" in why_failed(tmp_path, "exit code 1")
+    assert why_failed(tmp_path / "nowhere", "exit code 1") == "exit code 1"
+
+
+# --- progress ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def record(run_dir: Path, step: int, rate: float | None = None) -> None:
+    journal = open_journal(run_dir)
+    journal.record("train", step, {"train/loss": 0.5})
+    if rate is not None:
+        journal.record("eval", step, {"eval/heldout/pass_rate": rate, "eval/heldout/pass_rate_se": 0.9})
+    journal.close()
+
+
+def test_progress_says_where_every_running_member_is(tmp_path: Path, said: list[str]) -> None:
+    one, two = member("cispo"), member("dapo", seed=1)
+    progress = Progress(total=3, steps=40, every_s=0, write=said.append)
+    progress.started(one, tmp_path / "one")
+    progress.started(two, tmp_path / "two")
+    progress.tick([one, two], 0, 0)
+    assert said.pop().endswith("0/3 done | scalerl seed 0: starting | scalerl+loss=dapo seed 1: starting\n")
+    record(tmp_path / "one", 7)
+    record(tmp_path / "two", 8, rate=0.25)
+    progress.tick([one, two], 1, 0)
+    assert said.pop().endswith(
+        "1/3 done | scalerl seed 0: step 7/40 | scalerl+loss=dapo seed 1: step 8/40, pass rate 0.250\n"
+    )
+    record(tmp_path / "two", 9)
+    progress.tick([two], 1, 1)
+    assert said.pop().endswith("1/3 done, 1 failed | scalerl+loss=dapo seed 1: step 9/40, pass rate 0.250\n")
+    assert said == []
+
+
+def test_progress_says_how_a_member_ended(tmp_path: Path, said: list[str]) -> None:
+    progress = Progress(total=2, steps=40, write=said.append)
+    record(tmp_path, 40, rate=0.5)
+    progress.ended(member("cispo"), tmp_path, "finished", None)
+    progress.ended(member("dapo"), tmp_path, "failed", "killed by SIGKILL")
+    assert said[0].endswith("finished  scalerl seed 0: step 40/40, pass rate 0.500\n")
+    assert said[1].endswith("failed    scalerl+loss=dapo seed 0: killed by SIGKILL\n")
+    assert all(line.startswith("[00:0") for line in said)
+
+
+def test_progress_is_silent_until_it_is_time(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("sweeps.study.time", SimpleNamespace(monotonic=lambda: now[0]))
+    progress = Progress(total=1, steps=4, every_s=10, write=said.append)
+    progress.started(member("cispo"), tmp_path)
+    for seconds, lines in ((5, 0), (9.9, 0), (10, 1), (15, 1), (20, 2), (75, 3)):
+        now[0] = 100 + seconds
+        progress.tick([member("cispo")], 0, 0)
+        assert len(said) == lines
+    assert said[-1].startswith("[01:15] ")
+
+
+def test_progress_follows_a_whole_study(tmp_path: Path, specs: list[RunSpec], said: list[str]) -> None:
+    executor = ScriptedExecutor({specs[2].run: [logs("ValueError: no\n", 1)]})
+    Study(tmp_path, specs).run(executor, [Progress(4, 4, every_s=0, write=said.append)])
+    assert sum("finished  " in line for line in said) == 3
+    assert sum("failed    scalerl+loss=dapo seed 0: ValueError: no" in line for line in said) == 1
+    assert "3/4 done, 1 failed" in said[-1]
+    assert all(line.endswith("\n") and line.count("\n") == 1 for line in said)
+
+
+def test_the_newest_metrics_come_from_the_journals_end_alone(tmp_path: Path) -> None:
+    assert last_metrics(tmp_path) == {}
+    journal = Journal(tmp_path)
+    journal.header(run="abc")
+    assert last_metrics(tmp_path) == {}
+    journal.record("eval", 1, {"eval/heldout/pass_rate": 0.5, "compute/flops": 1})
+    for step in range(2, 200):
+        journal.record("train", step, {"train/loss": 0.5})
+    journal.close()
+    assert last_metrics(tmp_path) == {"step": 199.0, "eval/heldout/pass_rate": 0.5}
+    assert last_metrics(tmp_path, tail_bytes=300) == {"step": 199.0}
+    with (tmp_path / JOURNAL_FILE).open("a") as handle:
+        handle.write(json.dumps({"kind": "train", "step": 200, "metrics": {}})[:-5])
+    assert last_metrics(tmp_path)["step"] == 199.0
