@@ -22,12 +22,12 @@ from lightning_scalerl.recipe import build, build_recipe, compose
 from lightning_scalerl.task.base import check_task
 from sweeps.errors import UserError
 from sweeps.journal import CONFIG_FILE
-from sweeps.spec import OPERATIONAL_KEYS, RunSpec, make_spec, write_atomically
+from sweeps.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec, write_atomically
 
 LOCK_FILE = ".writer.lock"
 LOCK_TIMEOUT_S = 60.0
 # Groups that never name a curve: its recipe does already, its seed does not, and the rest is not science.
-UNLABELLED = OPERATIONAL_KEYS | {"recipe", "experiment"}
+UNLABELLED = OPERATIONAL_KEYS | {"recipe", "experiment", "variant", *AXES}
 
 
 def plan(override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
@@ -52,26 +52,17 @@ def _plan_one(overrides: list[str], everywhere: set[str]) -> RunSpec:
     """One member; overrides that not all members share are part of its label."""
     config = compose(overrides)
     departures = [entry for entry in overrides if _group(entry) in (*AXES, "variant")]
-    reference = compose([entry for entry in overrides if entry not in departures])
     recipe = _value(overrides, "recipe") or "scalerl_core"
-    changes = [config.label] if config.label else []
-    changes += [entry.lstrip("+") for entry in departures if _group(entry) != "variant"]
-    changes += [
-        entry.lstrip("+")
-        for entry in overrides
-        if entry not in departures and entry not in everywhere and _group(entry) not in UNLABELLED
-    ]
-    spec = make_spec(
-        config=_plain(config),
-        reference=_plain(reference),
-        label="+".join([recipe, *changes]),
-        baseline=recipe,
-    )
-    if config.label and len(spec.axes) != 1 and len(changes) == 1:
-        raise ConfigurationError(
-            f"variant: {config.label} changes {', '.join(spec.axes) or 'nothing'} of {recipe}; a variant is one change"
-        )
-    return spec
+    values, reference = _plain(config), _plain(compose([entry for entry in overrides if entry not in departures]))
+    axes = changed_keys(values, reference)
+    variant = [config.label] if config.label else []
+    if variant and [_group(config.label)] != [axis for axis in axes if axis not in map(_group, departures)]:
+        changed = ", ".join(axes) or "nothing"
+        raise ConfigurationError(f"variant: {config.label} changes {changed} of {recipe}; a variant is one change")
+    by_hand = [entry.lstrip("+") for entry in departures if _group(entry) in axes]
+    swept = [entry.lstrip("+") for entry in overrides if entry not in everywhere and _group(entry) not in UNLABELLED]
+    label = "+".join([recipe, *variant, *by_hand, *swept])
+    return make_spec(config=values, reference=reference, label=label, baseline=recipe)
 
 
 def _group(override: str) -> str:

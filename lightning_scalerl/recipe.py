@@ -91,7 +91,7 @@ def compose(overrides: Sequence[str]) -> Any:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             return hydra_compose("train", overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigurationError(explain(error) + _valid_keys(error)) from error
+        raise ConfigurationError(explain(error)) from error
     finally:
         GlobalHydra.instance().clear()
         GlobalHydra.instance().hydra = outer
@@ -115,7 +115,7 @@ def explain(error: Exception) -> str:
     if cause is not None:
         lines += [line.strip() for line in str(cause).splitlines() if line.strip() and line.strip() not in lines]
     kept = [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type", "Set the env"))]
-    return "; ".join(kept).replace(":;", ":").replace(".;", ";")
+    return "; ".join(kept).replace(":;", ":").replace(".;", ";") + _valid_keys(error)
 
 
 def build_recipe(config: Any, name: str) -> Recipe:

@@ -100,6 +100,13 @@ def science(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in OPERATIONAL_KEYS}
 
 
+def changed_keys(config: Mapping[str, Any], reference: Mapping[str, Any]) -> tuple[str, ...]:
+    """The top-level keys of science in which two configurations differ, sorted."""
+    what, base = science(config), science(reference)
+    differing = {key for key in what.keys() & base.keys() if what[key] != base[key]}
+    return tuple(sorted(differing | (what.keys() ^ base.keys())))
+
+
 def digest(value: Any) -> str:
     """Twelve hexadecimal digits of the canonical JSON of a value."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -116,9 +123,6 @@ def make_spec(config: Mapping[str, Any], reference: Mapping[str, Any], label: st
         baseline: label of the recipe.
     """
     what = science(config)
-    base = science(reference)
-    differing = {key for key in what.keys() & base.keys() if what[key] != base[key]}
-    axes = tuple(sorted(differing | (what.keys() ^ base.keys())))
     seed = int(config["seed"])
     return RunSpec(
         run=digest({"science": what, "seed": seed}),
@@ -129,7 +133,7 @@ def make_spec(config: Mapping[str, Any], reference: Mapping[str, Any], label: st
         steps=int(config["budget"]["steps"]),
         config=dict(config),
         reference=dict(reference),
-        axes=axes,
+        axes=changed_keys(config, reference),
     )
 
 

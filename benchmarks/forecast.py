@@ -1,0 +1,149 @@
+"""Does a fit to the first half of a study's compute foretell its end? And are the controls refused?
+
+For each set of seeds, the demo's study is run with those seeds (adopting what is there). For every recipe, a
+sigmoid is fitted to the evaluations up to half of its compute, and the mean reward of the last quarter is
+predicted with a 95% interval (the noise of that mean included). Two controls go through the same commands: the
+recipe at a learning rate of 0, and the recipe cut off before its bend; neither may be `identifiable`.
+
+    python benchmarks/forecast.py --seeds 0,1 2,3 4,5 --out docs/forecast.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sweeps.curve import Curve
+from sweeps.fit import FitOptions, fit_curves
+from sweeps.predict import predict_mean
+from sweeps.source import load
+
+SCALERL = str(Path(sys.executable).with_name("scalerl"))
+
+
+def run_study(name: str, *overrides: str) -> Path:
+    """Run (or adopt) a study through the public command."""
+    command = [SCALERL, "train", "--multirun", "experiment=demo", f"study={name}", "mlflow.uri=null", *overrides]
+    subprocess.run(command, check=True)
+    return Path("outputs") / name
+
+
+def forecasts(curves: list[Curve]) -> list[dict[str, Any]]:
+    """One forecast a recipe: what was predicted from the first half, what came."""
+    halves = [float(curve.compute.max()) / 2 for curve in curves]
+    rows = []
+    for curve, half in zip(curves, halves, strict=True):
+        # The spread between seeds is pooled over recipes, so all are fitted together, each to its own half.
+        fits = fit_curves([_until(other, other_half) for other, other_half in zip(curves, halves, strict=True)])
+        fit = next(entry for entry in fits if entry.recipe == curve.recipe)
+        tail = curve.compute > 0.75 * curve.compute.max()
+        actual = float(curve.reward[tail].mean())
+        value, low, high = predict_mean(fit, curve.compute[tail])
+        rows.append(
+            {
+                "recipe": curve.recipe,
+                "verdict_half": fit.verdict,
+                "predicted": value,
+                "low": low,
+                "high": high,
+                "actual": actual,
+                "inside": bool(low <= actual <= high),
+            }
+        )
+    return rows
+
+
+def _until(curve: Curve, compute: float) -> Curve:
+    keep = curve.compute <= compute
+    sd = None if curve.sd is None else curve.sd[keep]
+    return Curve(
+        curve.recipe, curve.compute[keep], curve.reward[keep], curve.seed[keep], sd, curve.axis, curve.metric
+    )
+
+
+def verdict_by_command(source: Path, *options: str) -> str:
+    """The verdict on a one-recipe source, as `scalerl fit --json` gives it."""
+    done = subprocess.run(
+        [SCALERL, "fit", str(source), "--json", *options], check=True, capture_output=True, text=True
+    )
+    (fit,) = json.loads(done.stdout)
+    return str(fit["verdict"])
+
+
+def controls(seeds: str) -> list[tuple[str, str]]:
+    """Learning rate 0, and a window that ends before the bend."""
+    name = f"forecast_control_{seeds.replace(',', '_')}"
+    still = run_study(name, "variant=none", f"seed={seeds}", "optimizer.lr=0", "budget.steps=240")
+    baseline = load([f"outputs/{study_name(seeds)}"]).curves
+    recipe = next(curve for curve in baseline if "+" not in curve.recipe)
+    (fit,) = fit_curves([recipe])
+    assert fit.C_mid is not None and fit.C_mid.value is not None
+    cut = fit.C_mid.value / 2
+    (early,) = fit_curves([recipe], FitOptions(max_compute=cut))
+    return [
+        ("learning rate 0", verdict_by_command(still)),
+        (f"cut at half of C_mid ({cut:.3g} FLOPs)", early.verdict),
+    ]
+
+
+def study_name(seeds: str) -> str:
+    """The demo's own study for its own seeds, so that its work is not done twice."""
+    return "demo" if seeds == "0,1" else f"forecast_{seeds.replace(',', '_')}"
+
+
+def main() -> int:
+    """Run all sets, print and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="+", default=["0,1", "2,3", "4,5"], help="one set a word")
+    parser.add_argument("--out", default="docs/forecast.md", help="Markdown file to write")
+    options = parser.parse_args()
+    lines = ["# Forecasts from half the compute", "", f"Written by `python benchmarks/forecast.py`. {HOW}", ""]
+    everything: list[dict[str, Any]] = []
+    for seeds in options.seeds:
+        study = run_study(study_name(seeds), f"seed={seeds}")
+        rows = forecasts(load([str(study)]).curves)
+        everything += rows
+        lines += [f"## Seeds {seeds}", "", *table(rows), "", *summary(rows), ""]
+        lines += [f"Control, {what}: `{verdict}`." for what, verdict in controls(seeds)] + [""]
+    lines += ["## All sets", "", *summary(everything), ""]
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(options.out).write_text("\n".join(lines))
+    print("\n".join(lines))
+    return 0
+
+
+HOW = (
+    "Each recipe is fitted to the evaluations in the first half of its compute, and the mean of those in the last "
+    "quarter is predicted, with a 95% interval that includes the noise of that mean."
+)
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Markdown."""
+    head = ["| recipe | verdict at half | predicted | 95% interval | came | inside |", "|---|---|---|---|---|---|"]
+    return head + [
+        f"| {row['recipe']} | {row['verdict_half']} | {row['predicted']:.3f} | {row['low']:.3f} to {row['high']:.3f} "
+        f"| {row['actual']:.3f} | {'yes' if row['inside'] else '**no**'} |"
+        for row in rows
+    ]
+
+
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """Coverage, error and width."""
+    inside = sum(row["inside"] for row in rows)
+    error = float(np.median([abs(row["predicted"] - row["actual"]) for row in rows]))
+    width = float(np.median([row["high"] - row["low"] for row in rows]))
+    return [
+        f"{inside} of {len(rows)} intervals ({inside / len(rows):.0%}) hold what came; "
+        f"median absolute error {error:.3f}, median width {width:.3f}."
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The tasks: exact verifiers, held-out prompts that are held out, files that are checked."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.data import RolloutDataModule
+from lightning_scalerl.prompts import PromptSource
+from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.task.arithmetic import STOP, ArithmeticTask, problem, solution
+from lightning_scalerl.task.arithmetic_base import arithmetic_base_model, corrupted, tokenizer
+from lightning_scalerl.task.jsonl import JsonlTask
+
+
+@given(st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), *[st.integers(0, 10**n - 1)] * 2)))
+def test_a_solution_is_the_sum(case: tuple[int, int, int]) -> None:
+    digits, first, second = case
+    text = solution(first, second, digits)
+    thinking, answer = text.removesuffix(STOP).split("#")
+    assert int(answer[::-1]) == first + second
+    assert len(thinking) == 4 * digits
+    for place in range(digits):
+        assert thinking[4 * place] == str(first // 10**place % 10)
+        assert thinking[4 * place + 1] == str(second // 10**place % 10)
+    assert len(problem(first, second)) == 10
+
+
+def test_heldout_is_held_out_and_the_pool_is_the_same_for_all_runs() -> None:
+    one, two = (ArithmeticTask([20, 30, 40], [10, 10, 10], seed=0) for _ in range(2))
+    assert one.train_prompts() == two.train_prompts()
+    held = {prompt.text for prompt in one.eval_sets()["heldout"]}
+    assert len(held) == 30 and not held & {prompt.text for prompt in one.train_prompts()}
+    assert ArithmeticTask([20, 30, 40], [10, 10, 10], seed=1).train_prompts() != one.train_prompts()
+
+
+def test_the_verifier_is_exact() -> None:
+    task = ArithmeticTask([5], [5], seed=0)
+    for prompt in task.train_prompts():
+        assert task.reward(prompt, prompt.answer) == 1.0
+        assert task.is_correct(1.0) and not task.is_correct(0.0)
+        for place in range(len(prompt.answer)):
+            assert task.reward(prompt, prompt.answer[:place] + "x" + prompt.answer[place + 1 :]) == 0.0
+        assert task.reward(prompt, prompt.answer + "0") == 0.0
+
+
+def test_more_problems_than_exist_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="only 100 exist"):
+        ArithmeticTask([90], [20], seed=0)
+
+
+def test_the_tokenizer_is_one_token_a_character() -> None:
+    text = problem(12, 34) + solution(12, 34, 2)
+    encoder = tokenizer()
+    tokens = encoder.encode(text, add_special_tokens=False)
+    assert len(tokens) == len(text)
+    assert encoder.decode(tokens, skip_special_tokens=True) == text.removesuffix(STOP)
+
+
+def test_corruption_touches_digits_only_and_about_as_often_as_said() -> None:
+    text = "0123456789#." * 500
+    changed = corrupted(text, 0.2, random.Random(0))
+    assert [c for c in changed if not c.isdigit()] == [c for c in text if not c.isdigit()]
+    share = sum(a != b for a, b in zip(text, changed, strict=True)) / 5000
+    assert share == pytest.approx(0.18, abs=0.02)  # one replacement in ten is the digit itself
+
+
+def test_the_base_model_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
+    small = {"width": 32, "layers": 1, "batches": 2, "batch_size": 4}
+    first = arithmetic_base_model(**small)
+    stamp = (Path(first) / "model.safetensors").stat().st_mtime_ns
+    assert arithmetic_base_model(**small) == first
+    assert (Path(first) / "model.safetensors").stat().st_mtime_ns == stamp
+    assert arithmetic_base_model(**small, seed=1) != first
+
+
+def test_an_interrupted_base_model_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
+    small = {"width": 32, "layers": 1, "batches": 2, "batch_size": 4}
+    made = Path(arithmetic_base_model(**small))
+    made.rename(made.with_suffix(".part"))
+    (made.with_suffix(".part") / "config.json").unlink()
+    assert (Path(arithmetic_base_model(**small)) / "config.json").exists()
+
+
+def write(path: Path, *rows: object) -> str:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(path)
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    train = write(
+        tmp_path / "train.jsonl", {"prompt": "2+2", "answer": " 4 ", "id": "sum"}, "", {"prompt": "x", "answer": 1}
+    )
+    heldout = write(tmp_path / "test.jsonl", {"prompt": "1+1", "answer": "2", "difficulty": "easy"})
+    task = JsonlTask(train, {"test": heldout}, "lightning_scalerl.task.jsonl:exact_match")
+    assert [p.prompt_id for p in task.train_prompts()] == ["sum", "train/3"]
+    assert task.reward(task.train_prompts()[0], "4\n") == 1.0
+    assert task.reward(task.train_prompts()[0], "5") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "match"),
+    [
+        ([{"prompt": "a"}], r"train.jsonl, line 1: KeyError\('answer'\)"),
+        ([{"prompt": "a", "answer": "b"}, "{broken"], "line 2"),
+        ([[1, 2]], "line 1"),
+        ([], "holds no prompts"),
+    ],
+)
+def test_broken_jsonl_names_file_and_line(tmp_path: Path, rows: list[object], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        JsonlTask(write(tmp_path / "train.jsonl", *rows), {}, "lightning_scalerl.task.jsonl:exact_match")
+
+
+@pytest.mark.parametrize("name", ["nothing:here", "json:nothing", "json", "json:__name__"])
+def test_a_verifier_that_is_none(tmp_path: Path, name: str) -> None:
+    train = write(tmp_path / "train.jsonl", {"prompt": "a", "answer": "b"})
+    with pytest.raises(ConfigurationError, match=r"task\.verifier"):
+        JsonlTask(train, {}, name)
+
+
+def test_a_task_without_heldout_prompts_is_refused(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", {"prompt": "a", "answer": "b"})
+    with pytest.raises(ConfigurationError, match="no held-out prompts"):
+        RolloutDataModule(JsonlTask(train, {}, "lightning_scalerl.task.jsonl:exact_match"))
+
+
+def test_prompt_pools_are_checked() -> None:
+    prompt = Prompt("a", "", "")
+    with pytest.raises(ConfigurationError, match="empty"):
+        PromptSource([], (0,))
+    with pytest.raises(ConfigurationError, match="'a' occurs twice"):
+        PromptSource([prompt, prompt], (0,))

@@ -1,0 +1,132 @@
+"""Every file under conf/ composes, builds, and differs from its recipe in exactly one resolved choice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_scalerl.choice import AXES, ConfigurationError
+from lightning_scalerl.member import plan
+from lightning_scalerl.recipe import compose, conf_dir, load_recipe
+from sweeps.spec import science
+
+CONF = conf_dir()
+ROOT = CONF.parent
+VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml") if path.stem != "none")
+RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+# A base model that is made in a moment; where only the configuration matters, not what it learns.
+QUICK = ["model.batches=1", "model.width=32", "model.layers=1"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_every_choice_of_an_axis_builds(axis: str) -> None:
+    files = sorted(path.stem for path in (CONF / axis).glob("*.yaml"))
+    assert files
+    for name in files:
+        choice = load_recipe("scalerl_core", [f"{axis}={name}"]).choices[axis]
+        assert choice.axis == axis
+        assert choice.semantics()["choice"]
+        assert choice.state_key == f"{axis}:{type(choice).__name__}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_changes_one_choice_and_says_which(recipe: str, variant: str) -> None:
+    """Invariant 9."""
+    base = OmegaConf.to_container(compose([f"recipe={recipe}"]), resolve=True)
+    config = compose([f"recipe={recipe}", f"variant={variant}"])
+    changed = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(base, dict) and isinstance(changed, dict)
+    one, two = science(base), science(changed)  # type: ignore[arg-type]
+    different = [key for key in one if one[key] != two[key]]
+    axis, choice = config.label.split("=")
+    assert different == [axis]
+    assert variant == f"{axis}_{choice}"
+    assert load_recipe(recipe, [f"variant={variant}"]).choices[axis].semantics() != (
+        load_recipe(recipe).choices[axis].semantics()
+    )
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_plans(experiment: str) -> None:
+    params = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml").hydra.sweeper.params
+    variants = params.variant.split(",")
+    assert set(variants) <= {"none", *VARIANTS}
+    specs = plan([[f"experiment={experiment}", f"variant={v}", f"seed={s}", *QUICK] for v in variants for s in (0, 1)])
+    assert len({spec.run for spec in specs}) == 2 * len(variants)
+    assert len({spec.curve for spec in specs}) == len({spec.recipe for spec in specs}) == len(variants)
+    assert {spec.axes for spec in specs if "+" not in spec.recipe} == {()}
+    assert all(len(spec.axes) == 1 for spec in specs if "+" in spec.recipe)
+
+
+def test_labels_and_identity() -> None:
+    same, budget, seed, changed, by_hand = plan(
+        [
+            [*QUICK],
+            [*QUICK, "budget.steps=7", "study=other"],
+            [*QUICK, "seed=5"],
+            [*QUICK, "variant=loss_dapo"],
+            [*QUICK, "loss=dapo"],
+        ]
+    )
+    assert same.run == budget.run and budget.steps == 7
+    assert same.curve == seed.curve and same.run != seed.run
+    assert changed.recipe == by_hand.recipe == "scalerl_core+loss=dapo"
+    assert changed.run == by_hand.run
+
+
+def test_swept_settings_are_part_of_the_label() -> None:
+    one, two = plan([[*QUICK, "optimizer.lr=1e-4"], [*QUICK, "optimizer.lr=2e-4"]])
+    assert (one.recipe, two.recipe) == ("scalerl_core+optimizer.lr=1e-4", "scalerl_core+optimizer.lr=2e-4")
+
+
+def test_a_variant_that_changes_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="variant: loss=dapo changes nothing"):
+        plan([[*QUICK, "variant=loss_dapo", "loss=cispo"]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["loss=foo"], "cispo; dapo"),
+        (["nonsense=1"], "valid here: "),
+        (["async_mode.k=0"], "async_mode.k: 0 is not valid"),
+        (["task=jsonl"], "task.train: needs a value"),
+        (["task=jsonl", "task.train=/nothing", "task.heldout={a:/nothing}"], "task.train: cannot read '/nothing'"),
+        (["--multirun", "variant=none,loss_foo"], "loss_dapo"),
+        (["budget.steps=0"], "budget.steps: 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_1(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_scalerl.train", *arguments, *QUICK],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_conf(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"lightning_scalerl/conf/{p.relative_to(CONF)}" for p in CONF.rglob("*.yaml")} <= names
+    assert {"sweeps/cli.py", "hydra_plugins/scalerl_launcher.py"} <= names
