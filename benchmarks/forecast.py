@@ -36,12 +36,11 @@ def run_study(name: str, *overrides: str) -> Path:
 
 def forecasts(curves: list[Curve]) -> list[dict[str, Any]]:
     """One forecast a recipe: what was predicted from the first half, what came."""
-    halves = [float(curve.compute.max()) / 2 for curve in curves]
+    # The spread between seeds is pooled over recipes, so all are fitted together, each to its own first half.
+    fits = {fit.recipe: fit for fit in fit_curves([_until(curve, float(curve.compute.max()) / 2) for curve in curves])}
     rows = []
-    for curve, half in zip(curves, halves, strict=True):
-        # The spread between seeds is pooled over recipes, so all are fitted together, each to its own half.
-        fits = fit_curves([_until(other, other_half) for other, other_half in zip(curves, halves, strict=True)])
-        fit = next(entry for entry in fits if entry.recipe == curve.recipe)
+    for curve in curves:
+        fit = fits[curve.recipe]
         tail = curve.compute > 0.75 * curve.compute.max()
         actual = float(curve.reward[tail].mean())
         value, low, high = predict_mean(fit, curve.compute[tail])
@@ -62,16 +61,12 @@ def forecasts(curves: list[Curve]) -> list[dict[str, Any]]:
 def _until(curve: Curve, compute: float) -> Curve:
     keep = curve.compute <= compute
     sd = None if curve.sd is None else curve.sd[keep]
-    return Curve(
-        curve.recipe, curve.compute[keep], curve.reward[keep], curve.seed[keep], sd, curve.axis, curve.metric
-    )
+    return Curve(curve.recipe, curve.compute[keep], curve.reward[keep], curve.seed[keep], sd, curve.axis, curve.metric)
 
 
 def verdict_by_command(source: Path, *options: str) -> str:
     """The verdict on a one-recipe source, as `scalerl fit --json` gives it."""
-    done = subprocess.run(
-        [SCALERL, "fit", str(source), "--json", *options], check=True, capture_output=True, text=True
-    )
+    done = subprocess.run([SCALERL, "fit", str(source), "--json", *options], check=True, capture_output=True, text=True)
     (fit,) = json.loads(done.stdout)
     return str(fit["verdict"])
 

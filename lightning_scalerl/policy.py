@@ -21,6 +21,18 @@ from lightning_scalerl.rollout import TrainBatch
 MAX_LOGITS = 2**27
 
 
+def model_path(path: str) -> str:
+    """The path itself: what `model=path` builds, as other files in `conf/model/` build one that they make.
+
+    Raises:
+        ConfigurationError: it looks like a local path and nothing is there.
+    """
+    local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if local and not (Path(path).expanduser() / "config.json").is_file():
+        raise ConfigurationError(f"model.path: {path!r} holds no config.json; give a folder saved by save_pretrained")
+    return str(Path(path).expanduser()) if local else path
+
+
 def load_model(path: str) -> nn.Module:
     """Load a causal language model in FP32.
 

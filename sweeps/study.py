@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -36,7 +37,7 @@ class Observer(Protocol):
         ...
 
     def close(self, failed: int) -> None:
-        """The study is over, or was interrupted; `failed` members have failed."""
+        """The study is over, or was interrupted (then none counts as done); `failed` members are not done."""
         ...
 
 
@@ -74,16 +75,18 @@ class Study:
             raise UserError(
                 f"study: {self.directory} is being run by another process; wait for it, or end it first"
             ) from error
-        failed = 0
+        failed = len(self.specs)
         try:
             states = self._run(executor, observers)
-            failed = sum(state.state == "failed" for state in states.values())
+            failed = sum(state.state != "finished" for state in states.values())
             return states
         finally:
-            executor.close()
-            for observer in observers:
-                observer.close(failed)
-            lock.release()
+            # From the last to the first, each whatever becomes of the others.
+            with ExitStack() as stack:
+                stack.callback(lock.release)
+                for observer in observers:
+                    stack.callback(observer.close, failed)
+                stack.callback(executor.close)
 
     def _run(self, executor: Executor, observers: Sequence[Observer]) -> dict[str, MemberState]:
         known = self.ledger.fold()
@@ -213,7 +216,7 @@ class Progress:
         self._last = time.monotonic()
         members = [f"{spec.title}{self._describe(last_metrics(self._directories[spec.run]))}" for spec in running]
         ended = f"{done}/{self._total} done" + (f", {failed} failed" if failed else "")
-        self._line(f"{ended} | " + " | ".join(members))
+        self._line(" | ".join([ended, *members]))
 
     def close(self, failed: int) -> None:
         """Nothing to end."""

@@ -7,9 +7,7 @@ its losses need few of them. One command each:
 
     python3.11 -m venv /tmp/peers
     /tmp/peers/bin/pip install torch==2.13.0
-    /tmp/peers/bin/pip install torch==2.13.0 trl==1.16.0 accelerate==1.15.0 transformers==5.10.4 \
-        tensordict==0.10.0 ray==2.60.0 omegaconf==2.3.1 hydra-core==1.3.8 codetiming==1.4.0 orjson==3.13.0 \
-        pylatexenc==2.11 dill==0.4.1
+    /tmp/peers/bin/pip install -r tests/parity/peers.txt
     /tmp/peers/bin/pip install --no-deps verl==0.9.1
     /tmp/peers/bin/python tests/parity/make_peer_arrays.py
 

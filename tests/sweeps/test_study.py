@@ -138,6 +138,7 @@ class Recorder:
     def __init__(self) -> None:
         self.heard: list[tuple[str, ...]] = []
         self.ticks: list[tuple[int, int, int]] = []
+        self.closed: list[int] = []
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         self.heard.append(("started", spec.title))
@@ -147,6 +148,9 @@ class Recorder:
 
     def tick(self, running: Sequence[RunSpec], done: int, failed: int) -> None:
         self.ticks.append((len(running), done, failed))
+
+    def close(self, failed: int) -> None:
+        self.closed.append(failed)
 
 
 @pytest.fixture
@@ -177,6 +181,7 @@ def test_all_members_run_once_and_are_done(tmp_path: Path, specs: list[RunSpec])
         ]
     assert executor.closed == 1
     assert observer.ticks[-1] == (0, 4, 0)
+    assert observer.closed == [0]
 
 
 def test_the_frozen_spec_is_there_before_the_member_starts(tmp_path: Path, specs: list[RunSpec]) -> None:
@@ -293,6 +298,7 @@ def test_a_member_that_fails_touches_no_other_and_is_tried_again_by_the_next_lau
     assert states[bad.run].reason == "exit code 3"
     assert ("failed", bad.title, "exit code 3") in observer.heard
     assert observer.ticks[-1] == (0, 3, 1)
+    assert observer.closed == [1]
 
     executor, again = ScriptedExecutor(), Recorder()
     states = study.run(executor, [again])
@@ -398,17 +404,44 @@ def test_two_studies_run_side_by_side(tmp_path: Path, specs: list[RunSpec]) -> N
     assert first.submitted == second.submitted == [spec.run for spec in specs]
 
 
-def test_a_controller_that_breaks_closes_its_executor_and_frees_the_study(tmp_path: Path, specs: list[RunSpec]) -> None:
-    class Broken(Recorder):
-        def tick(self, running: Sequence[RunSpec], done: int, failed: int) -> None:
-            raise KeyboardInterrupt
+class Interrupted(Recorder):
+    """Ctrl-C while members run."""
 
-    executor = ScriptedExecutor()
+    def tick(self, running: Sequence[RunSpec], done: int, failed: int) -> None:
+        raise KeyboardInterrupt
+
+
+class Unclosable(Recorder):
+    """A tracking server that is away."""
+
+    def close(self, failed: int) -> None:
+        super().close(failed)
+        raise OSError("away")
+
+
+def test_a_controller_that_is_interrupted_ends_its_members_and_frees_the_study(
+    tmp_path: Path, specs: list[RunSpec]
+) -> None:
+    executor, observer = ScriptedExecutor(), Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        Study(tmp_path, specs).run(executor, [Broken()])
+        Study(tmp_path, specs).run(executor, [observer])
     assert executor.closed == 1
+    assert observer.closed == [4], "nobody may take this for a finished study"
     states = Study(tmp_path, specs).run(ScriptedExecutor())
     assert {state.state for state in states.values()} == {"finished"}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_observer_that_cannot_be_closed_keeps_nothing_else_open(
+    tmp_path: Path, specs: list[RunSpec], place: int
+) -> None:
+    executor, observers = ScriptedExecutor(), [Recorder(), Recorder()]
+    observers[place] = Unclosable()
+    with pytest.raises(OSError, match="away"):
+        Study(tmp_path, specs).run(executor, observers)
+    assert executor.closed == 1
+    assert [observer.closed for observer in observers] == [[0], [0]]
+    assert Study(tmp_path, specs).run(ScriptedExecutor()).keys() == {spec.run for spec in specs}
 
 
 # --- reasons -------------------------------------------------------------------------------------------------
@@ -504,6 +537,8 @@ def test_progress_says_where_every_running_member_is(tmp_path: Path, said: list[
     record(tmp_path / "two", 9)
     progress.tick([two], 1, 1)
     assert said.pop().endswith("1/3 done, 1 failed | scalerl+loss=dapo seed 1: step 9/40, pass rate 0.250\n")
+    progress.tick([], 2, 1)
+    assert said.pop().endswith("] 2/3 done, 1 failed\n")
     assert said == []
 
 

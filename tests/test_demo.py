@@ -1,0 +1,42 @@
+"""The demo's script from end to end, with a study that is small enough for a test."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.slow
+def test_the_demo_leaves_what_it_promises(tmp_path: Path) -> None:
+    small = [
+        "model.batches=60",
+        "budget.steps=48",
+        "batch.prompts=4",
+        "evaluation.samples=1",
+        "evaluation.every_n_steps=6",
+    ]
+    command = [sys.executable, str(ROOT / "examples" / "demo.py"), *small, "variant=none,loss_dapo", "seed=0,1"]
+    environment = {**os.environ, "SCALERL_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    output = tmp_path / "outputs" / "demo"
+    assert re.search(r"Expected: about \d+ minutes", done.stdout)
+    assert re.search(r"#/experiments/\d+/runs\?viewStateShareKey=", done.stdout)
+    assert "mlflow" in done.stdout and "--backend-store-uri" in done.stdout
+    page = (output / "report.html").read_text()
+    assert "<svg" in page and not re.search(r'(src|href)="https?://', page)
+    rows = list(csv.DictReader((output / "ranking.csv").open()))
+    assert {row["recipe"] for row in rows} == {"scalerl_core", "scalerl_core+loss=dapo"}
+    assert {"recipe", "verdict", "A", "A_low", "A_high", "B", "C_mid", "p_best"} <= set(rows[0])
+    tracked = json.loads((output / "mlflow.json").read_text())
+    assert len(tracked["members"]) == 4
+    assert (output / "mlflow.db").exists()
