@@ -99,12 +99,15 @@ class ScaleRL(LightningModule):
             self.meter.trained(batch)
         with self.meter.phase("generate"):
             self.stream.step_completed(self._weights)
-        metrics = {
+        metrics: dict[str, Any] = {
             "train/loss": total,
             "train/gradient_norm": gradient_norm,
             "train/learning_rate": learning_rate,
         }
-        self.record("train", {**metrics, **self._batch_metrics(batch, parts)})
+        metrics |= self._batch_metrics(batch, parts)
+        self.record("train", metrics)
+        if self.completed_steps == 1:
+            check_first_step(metrics["train/logprob_gap"])
 
     # --- set-up ------------------------------------------------------------------------------------------
 
@@ -128,6 +131,8 @@ class ScaleRL(LightningModule):
         if problem:
             raise ConfigurationError(problem)
         self.policy.precision = self.choices["precision"]
+        # Lightning moves the module to its device after this hook; the generator copies it in this one.
+        self.policy.to(self.trainer.strategy.root_device)
         self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=self.trainer.world_size)
         self.generator = self.new_generator()
         self.prompts = PromptSource(self.task.train_prompts(), (self.seed, PROMPT_STREAM))
@@ -289,3 +294,20 @@ class ScaleRL(LightningModule):
         metrics |= {f"train/{name}": value / tokens for name, value in sums.items()}
         metrics["train/ratio_max"] = largest
         return metrics
+
+
+# A mean difference of log-probabilities beyond rounding of any type: wrong weights, temperature or alignment.
+MAX_FIRST_GAP = 0.3
+
+
+def check_first_step(logprob_gap: float) -> None:
+    """The first batch was sampled by the very weights that train on it: trainer and generator must agree.
+
+    Raises:
+        ConfigurationError: they differ by more than rounding explains.
+    """
+    if logprob_gap > MAX_FIRST_GAP:
+        raise ConfigurationError(
+            f"generator: on the first batch its log-probabilities differ from the trainer's by {logprob_gap:.3g} on "
+            f"average (allowed {MAX_FIRST_GAP}); compare precision, temperature and tokenizer on both sides"
+        )

@@ -52,6 +52,18 @@ def test_on_policy_trainer_and_generator_agree(tiny_model_path: str) -> None:
     assert keep.of("train/staleness_max") == [0] * 5
 
 
+def test_a_generator_that_disagrees_stops_the_run(tiny_model_path: str) -> None:
+    class Wrong(Keep):
+        """Shifts the generator's head after it has copied the weights."""
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.generator.publish = lambda weights, version: None
+            pl_module.generator.policy.model.get_output_embeddings().weight.mul_(9.0)
+
+    with pytest.raises(ConfigurationError, match="differ from the trainer's by"):
+        fit(tiny_model_path, callbacks=[Wrong()])
+
+
 def test_off_policy_is_as_stale_as_it_says(tiny_model_path: str) -> None:
     keep = Keep()
     fit(tiny_model_path, callbacks=[keep], steps=7)

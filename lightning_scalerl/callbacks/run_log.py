@@ -78,14 +78,8 @@ class RunLog(Recorder):
         self._close()
 
     def _earlier(self) -> JournalView | None:
-        try:
-            return read_journal(self.run_dir)
-        except ValueError:
-            return None
-        except Exception as error:
-            if self.journal.path.stat().st_size == 0:
-                return None
-            raise error
+        """What an earlier process has written, or None. Opening the journal has cut off a torn line already."""
+        return read_journal(self.run_dir) if self.journal.path.stat().st_size else None
 
     def _close(self) -> None:
         if self._journal is not None:

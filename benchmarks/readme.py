@@ -1,0 +1,73 @@
+"""Put the demo's result into the README: its table, its figure and how it was measured.
+
+    make demo && .venv/bin/python benchmarks/readme.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import shutil
+from pathlib import Path
+
+from sweeps.source import load
+
+ROOT = Path(__file__).resolve().parent.parent
+KEPT = ROOT / "docs" / "demo"
+BEGIN, END = "<!-- demo -->", "<!-- /demo -->"
+
+
+def main() -> None:
+    """Copy table and figure to docs/demo, rewrite the README between its two marks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", nargs="?", default="outputs/demo", help="the demo's output (default: %(default)s)")
+    study = Path(parser.parse_args().study)
+    KEPT.mkdir(parents=True, exist_ok=True)
+    for name in ("ranking.csv", "curves.png"):
+        shutil.copy(study / name, KEPT / name)
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    section = "\n".join([BEGIN, *describe(study), "", *table(KEPT / "ranking.csv"), "", FIGURE, END])
+    readme.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: section, text, flags=re.DOTALL))
+
+
+FIGURE = "![compute curves of the demo's recipes](docs/demo/curves.png)"
+
+
+def describe(study: Path) -> list[str]:
+    """What was run, and where every seed of the recipe began and ended."""
+    loaded = load([str(study)])
+    recipe = next(curve for curve in loaded.curves if "+" not in curve.recipe)
+    ends = []
+    for seed in sorted(set(recipe.seed)):
+        rewards = recipe.reward[recipe.seed == seed]
+        ends.append(f"{rewards[0]:.2f} to {rewards[-1]:.2f} (seed {seed})")
+    head = loaded.runs[0].header
+    return [
+        f"{len(loaded.runs)} runs of {len(loaded.curves)} recipes, a model of {head['parameters']:,} parameters on one "
+        f"CPU core each. `{recipe.recipe}` goes from a held-out pass rate of {' and '.join(ends)}. C_mid is in FLOPs; "
+        "intervals are 95%, within these runs. Written by `benchmarks/readme.py` from `make demo`.",
+    ]
+
+
+def table(path: Path) -> list[str]:
+    """The ranking as Markdown."""
+    rows = list(csv.DictReader(path.open()))
+    lines = ["| recipe | verdict | A | B | C_mid | P(best) |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        low, high = (number(row[key], ".3f") or "open" for key in ("A_low", "A_high"))
+        asymptote = f"{number(row['A'], '.3f')} ({low} to {high})" if row["A"] else ""
+        chance = number(row["p_best"], ".2f")
+        cells = [row["recipe"], row["verdict"], asymptote, number(row["B"], ".2f"), number(row["C_mid"], ".2e"), chance]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def number(text: str, form: str) -> str:
+    """A cell of the table, formatted; empty stays empty."""
+    return format(float(text), form) if text else ""
+
+
+if __name__ == "__main__":
+    main()
