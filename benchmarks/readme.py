@@ -1,6 +1,6 @@
 """Put the demo's result into the README: its table, its figure and how it was measured.
 
-    make demo && .venv/bin/python benchmarks/readme.py
+make demo && .venv/bin/python benchmarks/readme.py
 """
 
 from __future__ import annotations

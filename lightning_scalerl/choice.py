@@ -116,3 +116,14 @@ def positive(field: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ConfigurationError(f"{field}: {value!r} must be a number above 0")
     return value
+
+
+def whole_number(field: str, value: Any) -> int:
+    """`value`, if it is a whole number of 1 or more.
+
+    Raises:
+        ConfigurationError: otherwise.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{field}: {value!r} must be a whole number, 1 or more")
+    return value

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint
 from lightning_scalerl.callbacks.run_log import RunLog
-from lightning_scalerl.choice import AXES, ConfigurationError, check_conflicts
+from lightning_scalerl.choice import AXES, ConfigurationError, check_conflicts, whole_number
 from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.module import ScaleRL
 from lightning_scalerl.recipe import build, build_recipe, compose
@@ -84,8 +84,8 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 def _check(spec: RunSpec) -> None:
     config = OmegaConf.create(dict(spec.config))
-    if not isinstance(spec.steps, int) or spec.steps < 1:
-        raise ConfigurationError(f"budget.steps: {spec.steps!r} must be a whole number, 1 or more")
+    for field in ("budget.steps", "checkpoint.every_n_steps", "launch.max_parallel", "launch.threads"):
+        whole_number(field, OmegaConf.select(config, field))
     recipe = build_recipe(config, spec.recipe)
     check_conflicts(recipe.choices)
     problem = recipe.choices["advantage"].check_group_size(recipe.batch.completions)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.choice import AXES, ConfigurationError, DesignChoice, by_axis
+from lightning_scalerl.choice import AXES, ConfigurationError, DesignChoice, by_axis, whole_number
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.optim import AdamW, ConstantSchedule
 
@@ -23,7 +23,7 @@ class BatchSettings:
 
     def __post_init__(self) -> None:
         for field in ("prompts", "completions", "micro_batch"):
-            _whole(f"batch.{field}", getattr(self, field))
+            whole_number(f"batch.{field}", getattr(self, field))
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,9 @@ class ContextSettings:
 
     def __post_init__(self) -> None:
         for field in ("max_prompt_tokens", "max_new_tokens"):
-            _whole(f"context.{field}", getattr(self, field))
+            whole_number(f"context.{field}", getattr(self, field))
         if not 0 < self.temperature < float("inf"):
             raise ConfigurationError(f"context.temperature: {self.temperature!r} must be above 0")
-
-
-def _whole(field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{field}: {value!r} must be a whole number, 1 or more")
 
 
 @dataclass(frozen=True)

@@ -118,10 +118,15 @@ class TrackingObserver:
     """
 
     def __init__(self, study: Study, uri: str, axis: str) -> None:
-        tracker = Tracker(uri, experiment=study.directory.resolve().name, axis=axis)
+        self._study = study
+        self._tracker = Tracker(uri, experiment=study.directory.resolve().name, axis=axis)
+
+    def open(self) -> None:
+        """Make schema, experiment, parent and members, once, before any member starts; then feed them."""
+        study = self._study
         members = [Member(spec.run, spec.recipe, spec.seed, study.run_dir(spec)) for spec in study.specs]
-        self._sweep = tracker.open_sweep(study.directory, members, name=study.directory.resolve().name)
-        self._shipper = Shipper(tracker, self._sweep)
+        self._sweep = self._tracker.open_sweep(study.directory, members, name=study.directory.resolve().name)
+        self._shipper = Shipper(self._tracker, self._sweep)
         self._shipper.start()
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:

@@ -108,9 +108,17 @@ def changed_keys(config: Mapping[str, Any], reference: Mapping[str, Any]) -> tup
 
 
 def digest(value: Any) -> str:
-    """Twelve hexadecimal digits of the canonical JSON of a value."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """Twelve hexadecimal digits of the canonical JSON of a value; 5 and 5.0 are one number."""
+    text = json.dumps(_canonical(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _canonical(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_canonical(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def make_spec(config: Mapping[str, Any], reference: Mapping[str, Any], label: str, baseline: str) -> RunSpec:

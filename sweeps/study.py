@@ -24,6 +24,10 @@ LOCK_FILE = ".controller.lock"
 class Observer(Protocol):
     """Told about members as they start and end: MLflow, progress."""
 
+    def open(self) -> None:
+        """The study is ours to run now; nothing before this may leave a trace."""
+        ...
+
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         """A member was submitted."""
         ...
@@ -75,18 +79,17 @@ class Study:
             raise UserError(
                 f"study: {self.directory} is being run by another process; wait for it, or end it first"
             ) from error
+        # Interrupted, the study counts as failed; every part is released, whatever becomes of the others.
         failed = len(self.specs)
-        try:
+        with ExitStack() as stack:
+            stack.callback(lock.release)
+            for observer in observers:
+                observer.open()
+                stack.callback(lambda each: each.close(failed), observer)
+            stack.callback(executor.close)
             states = self._run(executor, observers)
             failed = sum(state.state != "finished" for state in states.values())
             return states
-        finally:
-            # From the last to the first, each whatever becomes of the others.
-            with ExitStack() as stack:
-                stack.callback(lock.release)
-                for observer in observers:
-                    stack.callback(observer.close, failed)
-                stack.callback(executor.close)
 
     def _run(self, executor: Executor, observers: Sequence[Observer]) -> dict[str, MemberState]:
         known = self.ledger.fold()
@@ -198,6 +201,9 @@ class Progress:
         self._begin = time.monotonic()
         self._last = self._begin
         self._directories: dict[str, Path] = {}
+
+    def open(self) -> None:
+        """Nothing to prepare."""
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         """Remember where to look."""

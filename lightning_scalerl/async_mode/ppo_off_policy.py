@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_scalerl.async_mode.base import AsyncMode
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.choice import whole_number
 
 
 class PPOOffPolicy(AsyncMode):
@@ -14,9 +14,7 @@ class PPOOffPolicy(AsyncMode):
     """
 
     def __init__(self, k: int) -> None:
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ConfigurationError(f"async_mode.k: {k!r} is not valid; a whole number of steps, 1 or more")
-        self.k = k
+        self.k = whole_number("async_mode.k", k)
 
     @property
     def max_staleness(self) -> int:

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_scalerl.callbacks.run_log import RunLog
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.choice import whole_number
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
 
@@ -31,10 +31,8 @@ class ResumableCheckpoint(Checkpoint):
     KEEP = 2
 
     def __init__(self, directory: str | Path, every_n_steps: int) -> None:
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ConfigurationError(f"checkpoint.every_n_steps: {every_n_steps!r} must be a whole number, 1 or more")
         self.directory = Path(directory)
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = whole_number("checkpoint.every_n_steps", every_n_steps)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """If it is time."""

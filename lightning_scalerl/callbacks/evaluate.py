@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.choice import whole_number
 from lightning_scalerl.generator.base import Generator, GroupRequest
 from lightning_scalerl.rollout import Prompt
 from lightning_scalerl.rollout_stream import EVALUATION_STREAM, Event, score
@@ -29,11 +29,8 @@ class Evaluate(Callback):
     """
 
     def __init__(self, every_n_steps: int = 10, samples: int = 4, seed: int = 0, prompts: int | None = None) -> None:
-        for field, value in (("every_n_steps", every_n_steps), ("samples", samples)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"evaluation.{field}: {value!r} must be a whole number, 1 or more")
-        self.every_n_steps = every_n_steps
-        self.samples = samples
+        self.every_n_steps = whole_number("evaluation.every_n_steps", every_n_steps)
+        self.samples = whole_number("evaluation.samples", samples)
         self.seed = seed
         self.prompts = prompts
         self._generator: Generator | None = None

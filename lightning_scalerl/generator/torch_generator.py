@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.choice import ConfigurationError, whole_number
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport
 from lightning_scalerl.policy import GeneratorPolicy
 from lightning_scalerl.precision import Precision
@@ -147,8 +147,7 @@ class TorchGenerator:
         stop_tokens: Sequence[int],
         temperature: float = 1.0,
     ) -> None:
-        if slots < 1:
-            raise ConfigurationError(f"generator.slots: {slots!r} must be 1 or more")
+        whole_number("generator.slots", slots)
         config: Any = model.config
         capacity = max_prompt_tokens + max_new_tokens
         window = getattr(config, "sliding_window", None)

@@ -18,6 +18,7 @@ from sweeps.spec import (
     SPEC_FILE,
     RunSpec,
     check_distinct,
+    digest,
     make_spec,
     science,
     write_atomically,
@@ -120,7 +121,7 @@ def test_a_scientific_key_that_is_new_makes_a_new_curve() -> None:
 
 def test_identity_is_the_same_in_every_process_and_version() -> None:
     # Frozen: a change here orphans every run on every disk.
-    assert (spec().run, spec().curve) == ("7d08afebf3f0", "ac18051cebd9")
+    assert (spec().run, spec().curve) == ("bb8d8af7618a", "9ff41ffa2b89")
 
 
 def test_what_is_not_a_number_has_no_identity() -> None:
@@ -251,3 +252,9 @@ def test_one_label_for_two_seeds_is_one_curve() -> None:
 def test_repetitions_count_once() -> None:
     one, two = spec(), spec(changed(("seed",), 4))
     assert check_distinct([one, two, one, two, two]) == [one, two]
+
+
+def test_five_and_five_point_zero_are_one_number() -> None:
+    assert digest({"a": [5, {"b": 1.0}]}) == digest({"a": (5.0, {"b": 1})})
+    assert digest({"a": 5}) != digest({"a": 5.5})
+    assert digest({"a": True}) != digest({"a": "True"})

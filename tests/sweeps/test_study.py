@@ -149,6 +149,8 @@ class Recorder:
     def tick(self, running: Sequence[RunSpec], done: int, failed: int) -> None:
         self.ticks.append((len(running), done, failed))
 
+    def open(self) -> None: ...
+
     def close(self, failed: int) -> None:
         self.closed.append(failed)
 
