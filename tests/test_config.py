@@ -68,6 +68,7 @@ def test_every_experiment_plans(experiment: str) -> None:
     assert len({spec.curve for spec in specs}) == len({spec.recipe for spec in specs}) == len(variants)
     assert {spec.axes for spec in specs if "+" not in spec.recipe} == {()}
     assert all(len(spec.axes) == 1 for spec in specs if "+" in spec.recipe)
+    assert {spec.config["output_dir"] for spec in specs} == {f"outputs/{experiment}"}
 
 
 def test_labels_and_identity() -> None:
