@@ -21,8 +21,11 @@ import numpy as np
 
 from sweeps.curve import Curve
 from sweeps.fit import FitOptions, fit_curves
+from sweeps.journal import find_runs, read_journal
+from sweeps.mechanism import mechanism_counters
 from sweeps.predict import predict_mean
 from sweeps.source import load
+from sweeps.spec import RunSpec
 
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
 
@@ -87,6 +90,21 @@ def controls(seeds: str) -> list[tuple[str, str]]:
     ]
 
 
+def mechanisms(study: Path) -> list[str]:
+    """What each variant changed, and how often that acted; every one departs on one axis and acts, or this raises."""
+    lines = ["| variant | departs on | acted in this share of steps |", "|---|---|---|"]
+    counters = mechanism_counters([read_journal(run_dir) for run_dir in find_runs(study)])
+    specs = {spec.recipe: spec for spec in map(RunSpec.read, find_runs(study))}
+    for recipe, spec in specs.items():
+        if recipe == spec.baseline:
+            continue
+        (axis,) = spec.axes
+        share = counters[recipe][axis]
+        assert share > 0, f"{recipe} changed nothing"
+        lines.append(f"| {recipe} | {axis} | {share:.2f} |")
+    return lines
+
+
 def study_name(seeds: str) -> str:
     """The demo's own study for its own seeds, so that its work is not done twice."""
     return "demo" if seeds == "0,1" else f"forecast_{seeds.replace(',', '_')}"
@@ -105,6 +123,7 @@ def main() -> int:
         rows = forecasts(load([str(study)]).curves)
         everything += rows
         lines += [f"## Seeds {seeds}", "", *table(rows), "", *summary(rows), ""]
+        lines += [*mechanisms(study), ""]
         lines += [f"Control, {what}: `{verdict}`." for what, verdict in controls(seeds)] + [""]
     lines += ["## All sets", "", *summary(everything), ""]
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
