@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("study", nargs="?", default="outputs/demo", help="the demo's output (default: %(default)s)")
     study = Path(parser.parse_args().study)
     KEPT.mkdir(parents=True, exist_ok=True)
-    for name in ("ranking.csv", "curves.png"):
+    for name in ("ranking.csv", "report_curves.png"):
         shutil.copy(study / name, KEPT / name)
     readme = ROOT / "README.md"
     text = readme.read_text()
@@ -32,7 +32,7 @@ def main() -> None:
     readme.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: section, text, flags=re.DOTALL))
 
 
-FIGURE = "![compute curves of the demo's recipes](docs/demo/curves.png)"
+FIGURE = "![compute curves of the demo's recipes](docs/demo/report_curves.png)"
 
 
 def describe(study: Path) -> list[str]:

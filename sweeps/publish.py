@@ -21,7 +21,7 @@ from sweeps.tracking import publish as publish_fits
 
 CURVE_POINTS = 75
 STATUS = {"finished": "FINISHED", "failed": "FAILED"}
-ARTIFACTS = ("report.html", "ranking.csv", "curves.png", "curves.svg")
+ARTIFACTS = ("report.html", "ranking.csv", "report_curves.png", "report_curves.svg", "report_asymptotes.png")
 
 
 def publish(sources: Sequence[str], uri: str) -> None:
