@@ -36,7 +36,7 @@ def assemble(groups: list[Group], choices: Mapping[str, Any], max_new_tokens: in
         group_tokens = sum(_credited(rollout.forced) for rollout in group.rollouts)
         for index, rollout in enumerate(group.rollouts):
             rows.append((group, rollout, float(credit[index]), group_tokens, first_row[number] + index))
-    batch = _tensors(rows)
+    batch = lay_out(rows)
     batch.groups = groups
     batch.denominators = Denominators(
         prompts=float(len(kept)),
@@ -59,7 +59,11 @@ def _offsets(groups: list[Group]) -> list[int]:
     return offsets
 
 
-def _tensors(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
+def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
+    """Tensors of rollouts, padded at the right; `groups` and `denominators` are left for the caller to fill.
+
+    Each row is (group, rollout, advantage, loss-mask tokens of the group, place among all rollouts).
+    """
     count = len(rows)
     longest = max((len(rollout.tokens) for _, rollout, *_ in rows), default=0)
     sequences = [group.prompt_tokens + rollout.tokens for group, rollout, *_ in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from lightning_scalerl import RolloutDataModule, ScaleRL
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint
 from lightning_scalerl.callbacks.evaluate import Evaluate
 from lightning_scalerl.callbacks.run_log import RunLog
-from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.rollout import Group, Prompt, Rollout
 from lightning_scalerl.task.base import Task
 
 for name in ("lightning.pytorch", "lightning.fabric"):
@@ -29,6 +30,29 @@ SMALL = (
     "optimizer.lr=3e-3",
     "async_mode.k=3",
 )
+
+
+def make_group(
+    rewards: Sequence[float], admission: int = 0, version: int = 0, seed: int = 0, prompt_length: int = 4
+) -> Group:
+    """A group of random lengths and log-probabilities, with given rewards."""
+    source = random.Random(f"{seed} {admission}")
+    rollouts = []
+    for reward in rewards:
+        length = source.randint(1, 7)
+        rollouts.append(
+            Rollout(
+                tokens=[source.randint(1, 15) for _ in range(length)],
+                generator_logprobs=[-source.uniform(0.05, 3.0) for _ in range(length)],
+                weight_versions=[version] * length,
+                forced=[False] * length,
+                finish_reason="stop",
+                reward=reward,
+                correct=reward >= 1,
+            )
+        )
+    prompt = Prompt(f"p{admission}", "1+1=", "2")
+    return Group(admission, prompt, [source.randint(1, 15) for _ in range(prompt_length)], rollouts)
 
 
 class CountingTask(Task):

@@ -177,10 +177,10 @@ def test_other_architectures(family: str) -> None:
 
 
 def one_row(prompt: tuple[int, ...], rollout: Any) -> TrainBatch:
-    from lightning_scalerl.credit import _tensors
+    from lightning_scalerl.credit import lay_out
     from lightning_scalerl.rollout import Group, Prompt
 
-    return _tensors([(Group(0, Prompt("p", "", ""), list(prompt), [rollout]), rollout, 1.0, 1, 0)])
+    return lay_out([(Group(0, Prompt("p", "", ""), list(prompt), [rollout]), rollout, 1.0, 1, 0)])
 
 
 def test_short_sliding_window_is_refused() -> None:

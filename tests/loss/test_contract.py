@@ -18,6 +18,7 @@ from lightning_scalerl.filter import NoFilter
 from lightning_scalerl.loss import CISPO, DAPO
 from lightning_scalerl.normalization import BatchNormalization
 from lightning_scalerl.rollout import TrainBatch
+from tests.helpers import make_group
 
 LOSSES = [CISPO(max_ratio=5.0), DAPO(clip_low=0.2, clip_high=0.26)]
 AGGREGATIONS = [PromptAggregation(), SampleAggregation(), TokenAggregation()]
@@ -33,7 +34,7 @@ CREDIT = {
 }
 
 
-def batch_of(make_group: Any, seed: int = 0) -> TrainBatch:
+def batch_of(seed: int = 0) -> TrainBatch:
     rewards = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
     groups = [make_group(row, admission=i, seed=seed, prompt_length=3 + i) for i, row in enumerate(rewards)]
     return assemble(groups, CREDIT, max_new_tokens=8)
@@ -45,8 +46,8 @@ def total_loss(batch: TrainBatch, logprobs: Tensor, loss: Any, aggregation: Any,
 
 
 @each_loss
-def test_at_ratio_one_the_gradient_is_reinforce(loss: Any, make_group: Any) -> None:
-    batch = batch_of(make_group)
+def test_at_ratio_one_the_gradient_is_reinforce(loss: Any) -> None:
+    batch = batch_of()
     logprobs = batch.generator_logprobs.clone().requires_grad_(True)
     per_token = loss.per_token(logprobs, batch.generator_logprobs, batch.advantages, batch.loss_mask)
     (gradient,) = torch.autograd.grad((per_token * batch.loss_mask).sum(), logprobs)
@@ -56,8 +57,8 @@ def test_at_ratio_one_the_gradient_is_reinforce(loss: Any, make_group: Any) -> N
 
 @each_loss
 @each_aggregation
-def test_masked_and_forced_tokens_change_nothing(loss: Any, aggregation: Any, make_group: Any) -> None:
-    batch = batch_of(make_group)
+def test_masked_and_forced_tokens_change_nothing(loss: Any, aggregation: Any) -> None:
+    batch = batch_of()
     # Some tokens were forced: they leave the loss mask, and the counts are those without them.
     forced = torch.zeros_like(batch.forced_mask)
     forced[:, 1] = batch.loss_mask[:, 1] > 0
@@ -78,7 +79,7 @@ def test_masked_and_forced_tokens_change_nothing(loss: Any, aggregation: Any, ma
 @given(data=st.data())
 def test_any_split_gives_the_same_loss_and_gradient(loss: Any, aggregation: Any, data: st.DataObject) -> None:
     """Invariant 1: ranks, accumulation steps, micro-batches and padding are all splits of one batch."""
-    batch = batch_of(_GROUPS, seed=data.draw(st.integers(0, 5)))
+    batch = batch_of(seed=data.draw(st.integers(0, 5)))
     order = torch.tensor(data.draw(st.permutations(range(batch.rollouts))))
     cuts = sorted(data.draw(st.sets(st.integers(1, batch.rollouts - 1), max_size=6)))
     whole = (
@@ -101,15 +102,8 @@ def test_any_split_gives_the_same_loss_and_gradient(loss: Any, aggregation: Any,
     assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
 
 
-def _GROUPS(*args: Any, **kwargs: Any) -> Any:
-    """The make_group fixture's function, for hypothesis, which cannot take function-scoped fixtures."""
-    from tests.conftest import make_group
-
-    return make_group.__wrapped__()(*args, **kwargs)  # type: ignore[attr-defined]
-
-
-def test_aggregations_weigh_as_they_say(make_group: Any) -> None:
-    batch = batch_of(make_group)
+def test_aggregations_weigh_as_they_say() -> None:
+    batch = batch_of()
     counts = batch.denominators
     assert (counts.prompts, counts.samples, counts.tokens) == (4, 16, float(batch.loss_mask.sum()))
     prompt = PromptAggregation().weights(batch, counts)
