@@ -286,6 +286,18 @@ def test_journal_semantics_and_compute(tiny_model_path: str, tmp_path: Path) -> 
     assert all(math.isfinite(value) for record in view.records for value in record.metrics.values())
 
 
+def test_nothing_recorded_is_written_over(tiny_model_path: str, tmp_path: Path) -> None:
+    fit(tiny_model_path, tmp_path, steps=2)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigurationError, match="holds a finished run; choose another directory"):
+        fit(tiny_model_path, tmp_path, steps=2)
+    with pytest.raises(ConfigurationError, match="holds a run with seed 0, this one has 1"):
+        fit(tiny_model_path, tmp_path, steps=2, seed=1)
+    with pytest.raises(ConfigurationError, match="holds a run with recipe 'scalerl_core', this one has"):
+        fit(tiny_model_path, tmp_path, steps=2, callbacks=[OnPolicy()])
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
 def test_evaluation_is_on_no_compute_axis(tiny_model_path: str, tmp_path: Path) -> None:
     """Looking more often must not move the curve."""
     from lightning_scalerl.callbacks.evaluate import Evaluate

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.choice import ConfigurationError
 from sweeps.journal import Journal, JournalView, read_journal
 
 
@@ -37,11 +38,14 @@ class RunLog(Recorder):
         """Header, or the note that the run goes on from a checkpoint and what the interruption threw away."""
         from lightning_scalerl.semantics import header_fields, write_semantics
 
-        write_semantics(self.run_dir, pl_module)
         self._last_step = pl_module.completed_steps
+        header = header_fields(pl_module, self.identity)
         earlier = self._earlier()
+        if earlier is not None:
+            self._check_same_run(earlier, header)
+        write_semantics(self.run_dir, pl_module)
         if earlier is None:
-            self.journal.header(**header_fields(pl_module, self.identity))
+            self.journal.header(**header)
             return
         lost = [record for record in earlier.records if record.step > self._last_step]
         if lost:
@@ -71,7 +75,7 @@ class RunLog(Recorder):
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """The run failed: its reason goes into the journal, which is flushed."""
-        if self._journal is None and not (self.run_dir / "metrics.jsonl").exists():
+        if self._journal is None:
             return
         reason = f"{type(exception).__name__}: {exception}".splitlines()[0]
         self.journal.end(self._last_step, "failed", reason)
@@ -80,6 +84,22 @@ class RunLog(Recorder):
     def _earlier(self) -> JournalView | None:
         """What an earlier process has written, or None. Opening the journal has cut off a torn line already."""
         return read_journal(self.run_dir) if self.journal.path.stat().st_size else None
+
+    def _check_same_run(self, earlier: JournalView, header: Mapping[str, Any]) -> None:
+        """Nothing recorded is written over: not another run's journal, and not a finished one from the start."""
+        for field in ("run", "recipe", "seed"):
+            if earlier.header.get(field) != header[field]:
+                self._close()
+                raise ConfigurationError(
+                    f"run_dir: {self.run_dir} holds a run with {field} {earlier.header.get(field)!r}, this one has "
+                    f"{header[field]!r}; choose another directory"
+                )
+        if earlier.status == "finished" and self._last_step == 0:
+            self._close()
+            raise ConfigurationError(
+                f"run_dir: {self.run_dir} holds a finished run; choose another directory, or continue it from its "
+                "checkpoint with fit(ckpt_path=...)"
+            )
 
     def _close(self) -> None:
         if self._journal is not None:
