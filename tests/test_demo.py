@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import re
 import subprocess
@@ -37,6 +36,17 @@ def test_the_demo_leaves_what_it_promises(tmp_path: Path) -> None:
     rows = list(csv.DictReader((output / "ranking.csv").open()))
     assert {row["recipe"] for row in rows} == {"scalerl_core", "scalerl_core+loss=dapo"}
     assert {"recipe", "verdict", "A", "A_low", "A_high", "B", "C_mid", "p_best"} <= set(rows[0])
-    tracked = json.loads((output / "mlflow.json").read_text())
-    assert len(tracked["members"]) == 4
-    assert (output / "mlflow.db").exists()
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{output}/mlflow.db")
+    runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    members = [run for run in runs if run.data.tags.get("kind") == "member"]
+    assert len(members) == 4
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert {run.data.tags["recipe"] for run in runs if run.data.tags.get("kind") == "fit"} == {
+        "scalerl_core",
+        "scalerl_core+loss=dapo",
+    }
+    # Nine evaluations a member, one of them at compute 0, where there is no logarithm to plot against.
+    points = [client.get_metric_history(run.info.run_id, "eval/heldout/pass_rate") for run in members]
+    assert [len(history) for history in points] == [8] * 4
