@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from sweeps.curve import Curve
-from sweeps.fit import FitOptions, fit_curves
+from sweeps.fit import fit_curves
 from sweeps.journal import find_runs, read_journal
 from sweeps.mechanism import mechanism_counters
 from sweeps.predict import predict_mean
@@ -67,27 +67,25 @@ def _until(curve: Curve, compute: float) -> Curve:
     return Curve(curve.recipe, curve.compute[keep], curve.reward[keep], curve.seed[keep], sd, curve.axis, curve.metric)
 
 
-def verdict_by_command(source: Path, *options: str) -> str:
-    """The verdict on a one-recipe source, as `scalerl fit --json` gives it."""
-    done = subprocess.run([SCALERL, "fit", str(source), "--json", *options], check=True, capture_output=True, text=True)
-    (fit,) = json.loads(done.stdout)
-    return str(fit["verdict"])
+def recipe_by_command(source: Path, *options: str) -> dict[str, Any]:
+    """The recipe itself (no variant) as `scalerl fit --json` gives it."""
+    command = [SCALERL, "fit", str(source), "--json", *options]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return next(fit for fit in json.loads(done.stdout) if "+" not in fit["recipe"])
 
 
 def controls(seeds: str) -> list[tuple[str, str]]:
-    """Learning rate 0, and a window that ends before the bend."""
+    """Learning rate 0, and a window that ends just before the bend; neither may have a named asymptote."""
     name = f"forecast_control_{seeds.replace(',', '_')}"
     still = run_study(name, "variant=none", f"seed={seeds}", "optimizer.lr=0", "budget.steps=240")
-    baseline = load([f"outputs/{study_name(seeds)}"]).curves
-    recipe = next(curve for curve in baseline if "+" not in curve.recipe)
-    (fit,) = fit_curves([recipe])
-    assert fit.C_mid is not None and fit.C_mid.value is not None
-    cut = fit.C_mid.value / 2
-    (early,) = fit_curves([recipe], FitOptions(max_compute=cut))
-    return [
-        ("learning rate 0", verdict_by_command(still)),
-        (f"cut at half of C_mid ({cut:.3g} FLOPs)", early.verdict),
+    study = Path("outputs") / study_name(seeds)
+    cut = 0.9 * recipe_by_command(study)["C_mid"]["value"]
+    verdicts = [
+        ("learning rate 0", recipe_by_command(still)["verdict"]),
+        (f"cut at 0.9 C_mid ({cut:.3g} FLOPs)", recipe_by_command(study, "--max-compute", str(cut))["verdict"]),
     ]
+    assert all(verdict != "identifiable" for _, verdict in verdicts), verdicts
+    return verdicts
 
 
 def mechanisms(study: Path) -> list[str]:
