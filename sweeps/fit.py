@@ -166,7 +166,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         options.r0 if isinstance(options.r0, str) else "given",
         spread, None, None, len(points.reward), seeds, window, None, tuple(warnings), bounds,
     )  # fmt: skip
-    refused = verdict.before_fit(points.compute, points.reward, parameters)
+    refused = verdict.before_fit(points.compute, points.reward, points.seed, parameters)
     if refused is not None:
         return replace(empty, verdict=refused.name, reason=refused.reason)
     return _fit_points(empty, points, parameters)
@@ -180,7 +180,7 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
     _, residual, g = profile.evaluate(problem, best.ln_b, best.ln_c)
     targets = 2 + (options.asymptote is None)
     jacobian = _jacobian(problem, best, g)
-    measured = noise.estimate(residual, problem.weight, problem.seed, jacobian, targets)
+    measured = noise.estimate(residual, problem.weight, problem.seed, jacobian, targets, points.variance)
     n = len(points.reward)
     dof = max(n / measured.inflation - parameters, _MIN_DOF)
     deviance = measured.scale * float(fdtri(1, dof, 0.95))
@@ -268,7 +268,7 @@ def _extrapolation_error(
         None if points.variance is None else points.variance[first],
         index.astype(np.intp),
     )
-    if not len(half.reward) or verdict.before_fit(half.compute, half.reward, parameters) is not None:
+    if not len(half.reward) or verdict.before_fit(half.compute, half.reward, half.seed, parameters) is not None:
         return None
     best, _ = profile.solve(weighted(half, options, bounds), polished=2, tolerance=1e-8)
     g = 1 / (1 + (np.exp(best.ln_c) / points.compute[last]) ** np.exp(best.ln_b))

@@ -57,8 +57,18 @@ def extra_variance(residual: Array, variance: Array, dof: int) -> float:
     return 0.5 * (low + high)
 
 
-def estimate(residual: Array, weight: Array, seed: NDArray[np.intp], jacobian: Array, targets: int) -> Noise:
-    """Noise from the residuals of a fit.
+def estimate(
+    residual: Array,
+    weight: Array,
+    seed: NDArray[np.intp],
+    jacobian: Array,
+    targets: int,
+    known: Array | None = None,
+) -> Noise:
+    """Noise from the residuals of a fit, and never less than the points' own errors.
+
+    A few points can lie on a curve by luck, or because seeds share the random numbers of their evaluations;
+    that makes none of them more precise than its sampling error.
 
     Args:
         residual: reward minus curve, (n,), by seed and within a seed by compute.
@@ -67,7 +77,9 @@ def estimate(residual: Array, weight: Array, seed: NDArray[np.intp], jacobian: A
         jacobian: of the curve by every fitted parameter, (n, p): the directions the fit has followed.
         targets: how many of the first columns are the parameters to be judged; the inflation is the largest
             of theirs.
+        known: sampling variance of each point, (n,), if there is one.
     """
+    least = 0.0 if known is None else float((weight * known).mean())
     root = np.sqrt(weight)
     scaled = root * residual
     n = len(scaled)
@@ -76,7 +88,7 @@ def estimate(residual: Array, weight: Array, seed: NDArray[np.intp], jacobian: A
     dof = max(n - jacobian.shape[1], 1)
     # Residuals far below their own weights: exact data, where correlation is one of rounding errors.
     if squares <= 1e-6 * n or not same.any():
-        scale = max(squares / dof, 1e-6)
+        scale = max(squares / dof, least, 1e-6)
         return Noise(float(np.sqrt(scale / weight.mean())), 0.0, 1.0, scale)
     observed = float((scaled[1:] * scaled[:-1])[same].sum()) / squares
     if n <= _EXACT_UP_TO:
@@ -89,9 +101,9 @@ def estimate(residual: Array, weight: Array, seed: NDArray[np.intp], jacobian: A
     likelihood = np.exp(-0.5 * (observed - expected) ** 2 * n / np.maximum(1 - expected**2, 0.1))
     likelihood /= likelihood.sum()
     correlation = float(likelihood @ _RHOS)
-    variance = float(likelihood @ (squares / shares))
+    variance = max(float(likelihood @ (squares / shares)), least)
     # Jointly: where the correlation is high the residuals also understate the variance.
-    scale = float(likelihood @ (np.maximum(growth, 1.0) * squares / shares))
+    scale = float(likelihood @ (np.maximum(growth, 1.0) * np.maximum(squares / shares, least)))
     return Noise(float(np.sqrt(variance / weight.mean())), correlation, scale / variance, scale)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import fdtr, stdtrit
 
 from sweeps.profile import Array
@@ -69,13 +70,17 @@ def plateau_observed(compute: Array, reward: Array, bound: float, reward_range: 
     return bool(tail.mean() >= bound - PLATEAU * reward_range)
 
 
-def before_fit(compute: Array, reward: Array, parameters: int) -> Verdict | None:
-    """What can be refused without a fit; None if nothing. Shapes: (n,)."""
+def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters: int) -> Verdict | None:
+    """What can be refused without a fit; None if nothing. Shapes: (n,).
+
+    The curve's shape must show in one run: seeds evaluated at almost the same compute add precision, not shape.
+    """
     distinct = np.unique(compute[compute > 0])
-    if len(distinct) < MIN_COMPUTES or len(compute) < parameters + 3:
+    along = max((len(np.unique(compute[(compute > 0) & (seed == s)])) for s in np.unique(seed)), default=0)
+    if along < MIN_COMPUTES or len(compute) < parameters + 3:
         return Verdict(
             "too_few_points",
-            f"{len(compute)} points at {len(distinct)} distinct positive compute values cannot carry "
+            f"{len(compute)} points, at most {along} distinct positive compute values in one run, cannot carry "
             f"{parameters} parameters; evaluate more often or run longer (at least {MIN_COMPUTES} values)",
         )
     span = float(np.exp(min(np.log(distinct[-1]) - np.log(distinct[0]), 700.0)))
