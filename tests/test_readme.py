@@ -19,7 +19,7 @@ def test_the_script_runs_as_printed(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert 0.1 < float(re.findall(r"tensor\(([\d.]+)", done.stdout)[-1]) < 0.9
-    assert (tmp_path / "outputs" / "mine" / "metrics.jsonl").exists()
+    assert (tmp_path / "outputs" / "my_run" / "metrics.jsonl").exists()
 
 
 def test_the_tree_names_what_exists() -> None:
