@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
@@ -47,8 +46,4 @@ class GroupAdvantage(Advantage):
                 f"batch.completions: {completions} leaves nothing to compare a rollout with; "
                 "advantage=group (GroupAdvantage) needs at least 2"
             )
-        return None
-
-    def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """None: group sizes are checked where they are known."""
         return None

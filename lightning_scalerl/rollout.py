@@ -6,7 +6,7 @@ batch, T completion tokens, S prompt + completion tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -118,7 +118,6 @@ class TrainBatch:
     row: Tensor
     denominators: Denominators
     groups: list[Group] = field(default_factory=list)
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def rollouts(self) -> int:

@@ -107,16 +107,19 @@ class RolloutStream:
     def _batch_due(self) -> bool:
         """P groups are ready, and nobody has to be waited for.
 
-        A mode that drains waits for everything in flight. Otherwise only a group that would be too stale at the
-        next step is waited for.
+        A mode that drains waits for everything in flight. Otherwise a group of version v must train by step v + k:
+        what this batch leaves behind has to fit into the steps that remain for it, or the trainer waits for more
+        of the oldest. Waiting for all of them always suffices, by the admission rule.
         """
         if len(self._ready) < self.groups_per_step:
             return False
         mode = self.choices["async_mode"]
         if mode.drains:
             return not self._open
-        limit = self.completed_steps - mode.max_staleness
-        return all(group.version > limit for group in self._open.values())
+        left = sorted(group.oldest_version for group in self._ready)[self.groups_per_step :]
+        left = sorted(left + [group.version for group in self._open.values()])
+        spare = mode.max_staleness - self.completed_steps
+        return all(number < self.groups_per_step * (version + spare) for number, version in enumerate(left))
 
     def _advance(self) -> None:
         self._admit()

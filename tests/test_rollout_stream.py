@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_scalerl.advantage import GroupAdvantage
@@ -91,7 +91,8 @@ def train(stream: RolloutStream, steps: int) -> list[Any]:
     return batches
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
+@example(k=4, slots=5, groups=1, seed=2, streaming=True, giant=True)  # two late groups of one version, one place
 @given(
     k=st.integers(1, 5),
     slots=st.integers(1, 9),
