@@ -20,7 +20,11 @@ class ConfigurationError(ValueError):
 
 # Every axis of the design space that works today, in the order of the data path.
 AXES = (
+    "resampling",
+    "allocation",
     "async_mode",
+    "length_control",
+    "truncated",
     "filter",
     "advantage",
     "normalization",

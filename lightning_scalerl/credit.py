@@ -1,4 +1,4 @@
-"""From groups to a TrainBatch: filter -> advantage -> normalization -> tensors.
+"""From groups to a TrainBatch: filter -> advantage -> normalization -> truncated -> tensors.
 
 A pure function of the groups and the choices, so that the same batch can be credited a second time with
 another choice: that is how a mechanism counter knows whether a variant changed anything (`mechanism`).
@@ -20,35 +20,34 @@ def assemble(groups: list[Group], choices: Mapping[str, Any], max_new_tokens: in
 
     Args:
         groups: the groups of one optimizer step, as sampled.
-        choices: by axis; `filter`, `advantage` and `normalization` are used.
+        choices: by axis; `filter`, `advantage`, `normalization` and `truncated` are used.
         max_new_tokens: the completion limit, for aggregations that divide by a constant.
 
     Returns:
-        A batch of the groups that passed the filter; `groups` keeps all of them.
+        A batch of the rollouts that carry credit; `groups` keeps all of them.
     """
     kept = [number for number, group in enumerate(groups) if choices["filter"].keep(group)]
     rewards = [groups[number].rewards for number in kept]
     advantages = choices["normalization"].scale([choices["advantage"].estimate(r) for r in rewards], rewards)
     first_row = _offsets(groups)
     rows = []
+    prompts = 0
     for number, credit in zip(kept, advantages, strict=True):
         group = groups[number]
-        group_tokens = sum(_credited(rollout.forced) for rollout in group.rollouts)
-        for index, rollout in enumerate(group.rollouts):
-            rows.append((group, rollout, float(credit[index]), group_tokens, first_row[number] + index))
+        credited = [index for index, rollout in enumerate(group.rollouts) if choices["truncated"].credits(rollout)]
+        group_tokens = sum(group.rollouts[index].forced.count(False) for index in credited)
+        prompts += bool(credited)
+        for index in credited:
+            rows.append((group, group.rollouts[index], float(credit[index]), group_tokens, first_row[number] + index))
     batch = lay_out(rows)
     batch.groups = groups
     batch.denominators = Denominators(
-        prompts=float(len(kept)),
+        prompts=float(prompts),
         samples=float(len(rows)),
         tokens=float(batch.loss_mask.sum()),
         max_tokens=float(max_new_tokens),
     )
     return batch
-
-
-def _credited(forced: list[bool]) -> int:
-    return len(forced) - sum(forced)
 
 
 def _offsets(groups: list[Group]) -> list[int]:
@@ -96,7 +95,7 @@ def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
 def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Mapping[str, Any]) -> Tensor:
     """d loss / d trainer_logprobs, (all rollouts of the groups, T): what each token weighs in the update.
 
-    Rollouts that the filter dropped weigh zero. Tokens are laid out by `batch.row`, so that two batches of the
+    Rollouts without credit weigh zero. Tokens are laid out by `batch.row`, so that two batches of the
     same groups can be compared whatever each has kept.
     """
     logprobs = trainer_logprobs.detach().requires_grad_(True)

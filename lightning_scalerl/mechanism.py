@@ -2,8 +2,13 @@
 
 For every axis on which a run departs from its recipe, the share of optimizer steps in which the departure
 acted. For credit and loss: the per-token loss weights differ by more than 1e-3 (relative, in norm) from those
-of the recipe's own choice on the same batch. For precision: the log-probabilities differ from those in the
-recipe's precision. For the async mode: the batch is not as stale as the recipe's mode would have made it.
+of the recipe's own choice on the same batch. For the others a named event:
+
+- precision: the log-probabilities differ from those in the recipe's precision.
+- async_mode: the two modes' rules decide differently about the next admission or about publishing these weights;
+  or, if they differ in the KV cache only, weights changed within a rollout of the batch.
+- length_control: one of the two controls acted on a rollout of the batch, or would have.
+- resampling: a prompt is retired that the other would not have retired, or one is in the batch that it would have.
 """
 
 from __future__ import annotations
@@ -16,10 +21,12 @@ from torch import Tensor
 
 from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.credit import assemble, loss_weights
+from lightning_scalerl.length_control import thinking_length
 from lightning_scalerl.policy import Policy
 from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollout_stream import RolloutStream
 
-CREDIT_AXES = ("filter", "advantage", "normalization", "correction", "loss", "aggregation")
+CREDIT_AXES = ("truncated", "filter", "advantage", "normalization", "correction", "loss", "aggregation")
 THRESHOLD = 1e-3
 # Far above the rounding of an FP32 log-probability, far below what a 16-bit type does to one.
 LOGPROB_THRESHOLD = 1e-4
@@ -33,29 +40,33 @@ class MechanismCounters:
     Args:
         choices: the run's, by axis.
         recipe_choices: the recipe's own, by axis.
-        max_new_tokens: completion limit.
+        stream: where the batches come from.
+        policy: what is trained.
     """
 
     def __init__(
-        self, choices: Mapping[str, Any], recipe_choices: Mapping[str, DesignChoice], max_new_tokens: int
+        self,
+        choices: Mapping[str, Any],
+        recipe_choices: Mapping[str, DesignChoice],
+        stream: RolloutStream,
+        policy: Policy,
     ) -> None:
         self._choices = choices
-        self._recipe = recipe_choices
-        self._max_new_tokens = max_new_tokens
+        self._recipe: Mapping[str, Any] = recipe_choices
+        self._stream = stream
+        self._policy = policy
         self.axes = [axis for axis, choice in choices.items() if not choice.same_as(recipe_choices[axis])]
         self._acted = dict.fromkeys(self.axes, 0)
         self._steps = 0
 
-    def observe(self, batch: TrainBatch, trainer_logprobs: Tensor, policy: Policy, completed_steps: int) -> None:
+    def observe(self, batch: TrainBatch, trainer_logprobs: Tensor) -> None:
         """Look at one step, before its optimizer step. trainer_logprobs (R, T): of this batch."""
         self._steps += 1
         for axis in self.axes:
             if axis in CREDIT_AXES:
                 acted = self._credit_differs(axis, batch, trainer_logprobs)
-            elif axis == "precision":
-                acted = self._precision_differs(batch, policy)
             else:
-                acted = self._staleness_differs(batch, completed_steps)
+                acted = getattr(self, f"_{axis}_differs")(batch)
             self._acted[axis] += acted
 
     def metrics(self) -> dict[str, float]:
@@ -64,7 +75,7 @@ class MechanismCounters:
 
     def _credit_differs(self, axis: str, batch: TrainBatch, trainer_logprobs: Tensor) -> bool:
         other = {**self._choices, axis: self._recipe[axis]}
-        twin = assemble(batch.groups, other, self._max_new_tokens).to(trainer_logprobs.device)
+        twin = assemble(batch.groups, other, self._stream.max_new_tokens).to(trainer_logprobs.device)
         logprobs = twin.generator_logprobs.clone()
         # Rollouts that only the recipe's choice would have kept have no trainer log-probability; what the
         # generator recorded stands in. Both keep what carries credit, so the stand-in has no weight.
@@ -79,18 +90,49 @@ class MechanismCounters:
         return bool((ours - theirs).norm() > THRESHOLD * theirs.norm())
 
     @torch.no_grad()
-    def _precision_differs(self, batch: TrainBatch, policy: Policy) -> bool:
+    def _precision_differs(self, batch: TrainBatch) -> bool:
         if batch.rollouts == 0:
             return False
         probe = batch.select(torch.arange(min(PROBE_ROLLOUTS, batch.rollouts), device=batch.tokens.device))
-        ours, _ = policy(probe)
-        theirs, _ = policy(probe, precision=self._recipe["precision"])
+        ours, _ = self._policy(probe)
+        theirs, _ = self._policy(probe, precision=self._recipe["precision"])
         return bool((ours - theirs).abs().max() > LOGPROB_THRESHOLD)
 
-    def _staleness_differs(self, batch: TrainBatch, completed_steps: int) -> bool:
-        stale = [completed_steps - group.oldest_version for group in batch.groups]
-        expected = self._recipe["async_mode"].scheduled_staleness(completed_steps)  # type: ignore[attr-defined]
-        return any(staleness != expected for staleness in stale)
+    def _async_mode_differs(self, batch: TrainBatch) -> bool:
+        ours, theirs, stream = self._choices["async_mode"], self._recipe["async_mode"], self._stream
+        next_admission = (stream.admitted, stream.completed_steps, stream.groups_per_step)
+        if ours.may_admit(*next_admission) != theirs.may_admit(*next_admission):
+            return True
+        version = stream.completed_steps + 1
+        if ours.publishes(version) != theirs.publishes(version):
+            return True
+        swapped = any(len(set(rollout.weight_versions)) > 1 for group in batch.groups for rollout in group.rollouts)
+        return swapped and ours.recompute_kv != theirs.recompute_kv
+
+    def _length_control_differs(self, batch: TrainBatch) -> bool:
+        for control in (self._choices["length_control"], self._recipe["length_control"]):
+            end = self._stream.encode(control.end_of_thinking) if control.end_of_thinking else []
+            for group in batch.groups:
+                for rollout in group.rollouts:
+                    if control.acts_on(rollout, thinking_length(rollout.tokens, end)):
+                        return True
+        return False
+
+    def _resampling_differs(self, batch: TrainBatch) -> bool:
+        ours, theirs, prompts = self._choices["resampling"], self._recipe["resampling"], self._stream.prompts
+        if any(ours.retires(rates) and not theirs.retires(rates) for rates in prompts.histories()):
+            return True
+        # The last rate is (at most) this batch's own; what came before it decided whether the prompt came back.
+        earlier = [prompts.history(group.prompt.prompt_id)[:-1] for group in batch.groups]
+        return any(theirs.retires(rates) and not ours.retires(rates) for rates in earlier)
+
+    def _allocation_differs(self, batch: TrainBatch) -> bool:
+        theirs, stream = self._recipe["allocation"], self._stream
+        earlier = [stream.prompts.history(group.prompt.prompt_id)[:-1] for group in batch.groups]
+        return any(
+            len(group.rollouts) != theirs.completions(stream.completions, rates)
+            for group, rates in zip(batch.groups, earlier, strict=True)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Counts."""

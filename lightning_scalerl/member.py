@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint
 from lightning_scalerl.callbacks.run_log import RunLog
-from lightning_scalerl.choice import AXES, ConfigurationError, check_conflicts, whole_number
+from lightning_scalerl.choice import AXES, ConfigurationError, whole_number
 from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.module import ScaleRL
 from lightning_scalerl.recipe import build, build_recipe, compose
@@ -26,6 +26,7 @@ from sweeps.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec, writ
 
 LOCK_FILE = ".writer.lock"
 LOCK_TIMEOUT_S = 60.0
+DEFAULT_RECIPE = "scalerl"  # as in conf/train.yaml
 # Groups that never name a curve: its recipe does already, its seed does not, and the rest is not science.
 UNLABELLED = OPERATIONAL_KEYS | {"recipe", "experiment", "variant", *AXES}
 
@@ -52,7 +53,7 @@ def _plan_one(overrides: list[str], everywhere: set[str]) -> RunSpec:
     """One member; overrides that not all members share are part of its label."""
     config = compose(overrides)
     departures = [entry for entry in overrides if _group(entry) in (*AXES, "variant")]
-    recipe = _value(overrides, "recipe") or "scalerl_core"
+    recipe = _value(overrides, "recipe") or DEFAULT_RECIPE
     values, reference = _plain(config), _plain(compose([entry for entry in overrides if entry not in departures]))
     axes = changed_keys(values, reference)
     variant = [config.label] if config.label else []
@@ -87,10 +88,7 @@ def _check(spec: RunSpec) -> None:
     for field in ("budget.steps", "checkpoint.every_n_steps", "launch.max_parallel", "launch.threads"):
         whole_number(field, OmegaConf.select(config, field))
     recipe = build_recipe(config, spec.recipe)
-    check_conflicts(recipe.choices)
-    problem = recipe.choices["advantage"].check_group_size(recipe.batch.completions)  # type: ignore[attr-defined]
-    if problem:
-        raise ConfigurationError(problem)
+    recipe.check(recipe.choices)
     check_task(build(config, "task"))
     build(config, "evaluation")
 

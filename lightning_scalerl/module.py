@@ -1,6 +1,7 @@
 """The path of one training step, top to bottom.
 
-prompts -> generator -> reward -> filter -> advantage, normalization -> TrainBatch     (rollout_stream, credit)
+prompts -> generator -> length control -> reward                                       (rollout_stream)
+        -> filter -> advantage, normalization -> truncated -> TrainBatch               (credit)
         -> trainer logprobs -> loss (per token) -> aggregation -> optimizer step       (here)
         -> weights to the generator                                                    (rollout_stream)
 """
@@ -15,11 +16,10 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lightning_scalerl.callbacks.base import Recorder
-from lightning_scalerl.choice import ConfigurationError, DesignChoice, by_axis, check_conflicts
+from lightning_scalerl.choice import ConfigurationError, DesignChoice, by_axis
 from lightning_scalerl.compute_meter import ComputeMeter
 from lightning_scalerl.flops import FlopModel
 from lightning_scalerl.generator.base import Generator
-from lightning_scalerl.loss.base import importance_ratio
 from lightning_scalerl.mechanism import MechanismCounters
 from lightning_scalerl.policy import Policy, check_head, load_model, load_tokenizer
 from lightning_scalerl.prompts import PromptSource
@@ -27,7 +27,9 @@ from lightning_scalerl.recipe import Recipe, load_recipe
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.rollout_stream import PROMPT_STREAM, RolloutStream
 from lightning_scalerl.state import StateRegistry, TorchRandomState
+from lightning_scalerl.step_metrics import Part, step_metrics
 from lightning_scalerl.task.base import Task
+from lightning_scalerl.truncation_alarm import TruncationAlarm
 
 
 class ScaleRL(LightningModule):
@@ -48,7 +50,7 @@ class ScaleRL(LightningModule):
     def __init__(
         self,
         model: str | nn.Module,
-        recipe: str | Recipe = "scalerl_core",
+        recipe: str | Recipe = "scalerl",
         overrides: Sequence[str] = (),
         tokenizer: Any = None,
     ) -> None:
@@ -94,18 +96,25 @@ class ScaleRL(LightningModule):
                 parts.append((micro_batch, trainer_logprobs.detach(), entropies))
             gradient_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.recipe.optimizer.clip_norm)
             learning_rate = self._set_learning_rate(optimizer)
-            self._observe_mechanism(batch, parts)
+            if self.mechanism.axes:
+                self.mechanism.observe(batch, self._whole(batch, parts))
             optimizer.step()  # type: ignore[union-attr]
             self.meter.trained(batch)
-        with self.meter.phase("generate"):
-            self.stream.step_completed(self._weights)
-        metrics: dict[str, Any] = {
-            "train/loss": total,
-            "train/gradient_norm": gradient_norm,
-            "train/learning_rate": learning_rate,
-        }
-        metrics |= self._batch_metrics(batch, parts)
-        self.record("train", metrics)
+        self.stream.step_completed()
+        metrics = step_metrics(batch, parts, self.choices, self.completed_steps - 1)
+        self.record(
+            "train",
+            {
+                "train/loss": total,
+                "train/gradient_norm": gradient_norm,
+                "train/learning_rate": learning_rate,
+                "train/epoch": self.prompts.epoch,
+                "train/prompts_retired": self.prompts.retired,
+                **metrics,
+                **self.alarm.observe(metrics["train/truncated"], self.completed_steps),
+                **self.mechanism.metrics(),
+            },
+        )
         if self.completed_steps == 1:
             check_first_step(metrics["train/logprob_gap"])
 
@@ -126,16 +135,13 @@ class ScaleRL(LightningModule):
         """Resolve the choices and build the data path; every mistake surfaces here, before any compute."""
         self._check_trainer()
         self.choices = {**by_axis(c for c in self.trainer.callbacks if isinstance(c, DesignChoice))}  # type: ignore[attr-defined]
-        check_conflicts(self.choices)
-        problem = self.choices["advantage"].check_group_size(self.recipe.batch.completions)
-        if problem:
-            raise ConfigurationError(problem)
+        self.recipe.check(self.choices)
         self.policy.precision = self.choices["precision"]
         # Lightning moves the module to its device after this hook; the generator copies it in this one.
         self.policy.to(self.trainer.strategy.root_device)
         self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=self.trainer.world_size)
         self.generator = self.new_generator()
-        self.prompts = PromptSource(self.task.train_prompts(), (self.seed, PROMPT_STREAM))
+        self.prompts = PromptSource(self.task.train_prompts(), (self.seed, PROMPT_STREAM), self.choices["resampling"])
         self.stream = RolloutStream(
             prompts=self.prompts,
             task=self.task,
@@ -143,19 +149,23 @@ class ScaleRL(LightningModule):
             decode=self.decode,
             generator=self.generator,
             choices=self.choices,
+            weights=self._weights,
+            cost_model=self.recipe.cost_model,
             groups_per_step=self.recipe.batch.prompts,
             completions=self.recipe.batch.completions,
             max_new_tokens=self.recipe.context.max_new_tokens,
             seed=self.seed,
             listeners=[self.meter.on_event],
         )
-        self.mechanism = MechanismCounters(self.choices, self.recipe.choices, self.recipe.context.max_new_tokens)
+        self.mechanism = MechanismCounters(self.choices, self.recipe.choices, self.stream, self.policy)
+        self.alarm = TruncationAlarm()
         self._state = StateRegistry()
         self._state.register("prompts", self.prompts)
         self._state.register("stream", self.stream)
         self._state.register("generator", self.generator)
         self._state.register("meter", self.meter)
         self._state.register("mechanism", self.mechanism)
+        self._state.register("alarm", self.alarm)
         self._state.register("random", TorchRandomState())
 
     def _check_trainer(self) -> None:
@@ -199,6 +209,7 @@ class ScaleRL(LightningModule):
 
     def new_generator(self) -> Generator:
         """A generator with a copy of the current weights."""
+        control = self.choices["length_control"]
         return self.recipe.generator(
             model=self.policy.model,
             precision=self.choices["precision"],
@@ -206,6 +217,8 @@ class ScaleRL(LightningModule):
             max_new_tokens=self.recipe.context.max_new_tokens,
             stop_tokens=[self.tokenizer.eos_token_id],
             temperature=self.recipe.context.temperature,
+            phrase=self.encode(control.phrase) if control.phrase else (),
+            end_of_thinking=self.encode(control.end_of_thinking) if control.end_of_thinking else (),
         )
 
     def _weights(self) -> dict[str, Tensor]:
@@ -221,7 +234,7 @@ class ScaleRL(LightningModule):
 
     def on_train_start(self) -> None:
         """The clock of the compute meter starts; a resumed generator that was up to date gets the weights."""
-        if self.generator.in_flight == 0 and self.choices["async_mode"].publishes(self.completed_steps):
+        if self.generator.in_flight == 0 and self.generator.version == self.completed_steps:
             self.generator.publish(self._weights(), self.completed_steps)
         self.meter.start()
 
@@ -237,7 +250,8 @@ class ScaleRL(LightningModule):
 
     def record(self, kind: str, metrics: dict[str, Any]) -> None:
         """Send one step's metrics, with all compute axes, to Lightning's loggers and to every `Recorder`."""
-        values = {name: float(value) for name, value in {**metrics, **self.meter.metrics()}.items()}
+        compute = {**self.meter.metrics(), **self.stream.virtual_metrics()}
+        values = {name: float(value) for name, value in {**metrics, **compute}.items()}
         # Lightning's logging costs a quarter of a millisecond a metric: training metrics go there only when its
         # loggers would write them, evaluations always.
         if kind == "eval" or self.completed_steps % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
@@ -246,12 +260,8 @@ class ScaleRL(LightningModule):
             if isinstance(callback, Recorder):
                 callback.on_record(kind, self.completed_steps, values)
 
-    def _observe_mechanism(self, batch: TrainBatch, parts: list[tuple[TrainBatch, Tensor, Tensor]]) -> None:
-        if self.mechanism.axes:
-            self.mechanism.observe(batch, self._whole(batch, parts), self.policy, self.completed_steps)
-
     @staticmethod
-    def _whole(batch: TrainBatch, parts: list[tuple[TrainBatch, Tensor, Tensor]]) -> Tensor:
+    def _whole(batch: TrainBatch, parts: Sequence[Part]) -> Tensor:
         """Log-probabilities (R, T) of the batch, put together from its micro-batches."""
         place = {int(row): number for number, row in enumerate(batch.row)}
         logprobs = torch.zeros_like(batch.generator_logprobs)
@@ -259,41 +269,6 @@ class ScaleRL(LightningModule):
             rows = torch.tensor([place[int(row)] for row in micro_batch.row], device=logprobs.device)
             logprobs[rows, : values.shape[1]] = values
         return logprobs
-
-    def _batch_metrics(
-        self, batch: TrainBatch, parts: list[tuple[TrainBatch, Tensor, Tensor]]
-    ) -> dict[str, float | Tensor]:
-        """What the step looked like. Rates are sums over sums, never means of means."""
-        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-        step = self.completed_steps - 1
-        stale = [step - version for rollout in rollouts for version in rollout.weight_versions]
-        metrics: dict[str, float | Tensor] = {
-            "train/pass_rate": sum(rollout.correct for rollout in rollouts) / len(rollouts),
-            "train/reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
-            "train/completion_tokens": sum(len(rollout.tokens) for rollout in rollouts) / len(rollouts),
-            "train/truncated": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
-            "train/groups_kept": batch.denominators.prompts / len(batch.groups),
-            "train/staleness_mean": sum(stale) / len(stale),
-            "train/staleness_max": max(stale),
-            "train/epoch": self.prompts.epoch,
-            **self.mechanism.metrics(),
-        }
-        tokens = max(1.0, batch.denominators.tokens)
-        sums = dict.fromkeys(("entropy", "clip_fraction", "logprob_gap", "ratio_mean"), 0.0)
-        largest = 0.0
-        for micro_batch, trainer_logprobs, entropies in parts:
-            mask = micro_batch.loss_mask
-            ratio = importance_ratio(trainer_logprobs, self.choices["correction"].anchor(micro_batch))
-            gap = (trainer_logprobs - micro_batch.generator_logprobs).abs() * mask
-            clipped = self.choices["loss"].clipped(ratio, micro_batch.advantages)
-            sums["entropy"] += float((entropies * mask).sum())
-            sums["clip_fraction"] += float((clipped * mask).sum())
-            sums["logprob_gap"] += float(gap.sum())
-            sums["ratio_mean"] += float((ratio * mask).sum())
-            largest = max(largest, float((ratio * mask).max()))
-        metrics |= {f"train/{name}": value / tokens for name, value in sums.items()}
-        metrics["train/ratio_max"] = largest
-        return metrics
 
 
 # A mean difference of log-probabilities beyond rounding of any type: wrong weights, temperature or alignment.

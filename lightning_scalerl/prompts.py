@@ -1,29 +1,35 @@
-"""Where prompts come from: a finite pool, reshuffled for every epoch, resumable."""
+"""Where prompts come from: a finite pool, reshuffled for every epoch, with a history of pass rates; resumable."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.resampling import Resampling
 from lightning_scalerl.rollout import Prompt
 
 
+class PoolExhaustedError(RuntimeError):
+    """Every prompt is retired."""
+
+
 class PromptSource:
-    """Endless prompts: epoch after epoch over the pool, each in an order of its own.
+    """Prompts without end: epoch after epoch over the pool, each in an order of its own.
 
     Args:
         pool: the prompts; ids are unique.
         random_key: seeds the orders.
+        resampling: which prompts are retired; a retired one leaves all later draws.
 
     Raises:
         ConfigurationError: an empty pool or a prompt id that occurs twice.
     """
 
-    def __init__(self, pool: Sequence[Prompt], random_key: tuple[int, ...]) -> None:
+    def __init__(self, pool: Sequence[Prompt], random_key: tuple[int, ...], resampling: Resampling) -> None:
         if not pool:
             raise ConfigurationError("task: its pool of training prompts is empty")
         self._pool = list(pool)
@@ -32,6 +38,9 @@ class PromptSource:
             double, _ = Counter(prompt.prompt_id for prompt in self._pool).most_common(1)[0]
             raise ConfigurationError(f"task: prompt id {double!r} occurs twice in the pool")
         self._key = random_key
+        self._resampling = resampling
+        self._history: dict[str, list[float]] = {}
+        self._retired: set[str] = set()
         self._epoch = 0
         self._position = 0
         self._order = self._shuffled(0)
@@ -46,14 +55,45 @@ class PromptSource:
         return [int(place) for place in source.permutation(len(self._pool))]
 
     def next(self) -> Prompt:
-        """The next prompt."""
-        if self._position == len(self._order):
-            self._epoch += 1
-            self._position = 0
-            self._order = self._shuffled(self._epoch)
-        prompt = self._pool[self._order[self._position]]
-        self._position += 1
-        return prompt
+        """The next prompt that is not retired.
+
+        Raises:
+            PoolExhaustedError: none is left.
+        """
+        if len(self._retired) == len(self._pool):
+            raise PoolExhaustedError(
+                f"resampling: all {len(self._pool)} prompts of the pool are retired, nothing is left to train on; "
+                "use a larger or harder pool, or resampling=uniform"
+            )
+        while True:
+            if self._position == len(self._order):
+                self._epoch += 1
+                self._position = 0
+                self._order = self._shuffled(self._epoch)
+            prompt = self._pool[self._order[self._position]]
+            self._position += 1
+            if prompt.prompt_id not in self._retired:
+                return prompt
+
+    def resolved(self, prompt_id: str, pass_rate: float) -> None:
+        """A group of this prompt is complete, whatever becomes of it."""
+        history = self._history.setdefault(prompt_id, [])
+        history.append(pass_rate)
+        if self._resampling.retires(history):
+            self._retired.add(prompt_id)
+
+    def history(self, prompt_id: str) -> Sequence[float]:
+        """Pass rates of the prompt's complete groups, oldest first."""
+        return self._history.get(prompt_id, ())
+
+    def histories(self) -> Iterable[Sequence[float]]:
+        """Of all prompts that have one."""
+        return self._history.values()
+
+    @property
+    def retired(self) -> int:
+        """Prompts that have left the pool."""
+        return len(self._retired)
 
     def by_id(self, prompt_id: str) -> Prompt:
         """A prompt of the pool.
@@ -64,10 +104,17 @@ class PromptSource:
         return self._by_id[prompt_id]
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and place in it; the order follows from the seed."""
-        return {"epoch": self._epoch, "position": self._position}
+        """Epoch, place in it (the order follows from the seed), and all histories."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "history": {prompt_id: list(rates) for prompt_id, rates in self._history.items()},
+            "retired": sorted(self._retired),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue there."""
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._shuffled(self._epoch)
+        self._history = {prompt_id: list(rates) for prompt_id, rates in state["history"].items()}
+        self._retired = set(state["retired"])

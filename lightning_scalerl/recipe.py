@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.choice import AXES, ConfigurationError, DesignChoice, by_axis, whole_number
+from lightning_scalerl.choice import AXES, ConfigurationError, DesignChoice, by_axis, check_conflicts, whole_number
+from lightning_scalerl.cost_model import CostModel
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.optim import AdamW, ConstantSchedule
 
@@ -51,7 +52,24 @@ class Recipe:
     schedule: ConstantSchedule
     batch: BatchSettings
     context: ContextSettings
+    cost_model: CostModel
     generator: Callable[..., Generator]
+
+    def check(self, choices: Mapping[str, Any]) -> None:
+        """Whether these choices, by axis, can run with these settings.
+
+        Raises:
+            ConfigurationError: what contradicts what, in one line.
+        """
+        check_conflicts(choices)
+        control = choices["length_control"]
+        problems = [
+            choices["advantage"].check_group_size(self.batch.completions),
+            self.cost_model.conflict(choices["async_mode"].drains),
+            control.check_limit(self.context.max_new_tokens),
+        ]
+        for problem in filter(None, problems):
+            raise ConfigurationError(problem)
 
 
 def conf_dir() -> Path:
@@ -126,6 +144,7 @@ def build_recipe(config: Any, name: str) -> Recipe:
         schedule=build(config, "schedule"),
         batch=build(config, "batch"),
         context=build(config, "context"),
+        cost_model=build(config, "cost_model"),
         generator=build(config, "generator"),
     )
 

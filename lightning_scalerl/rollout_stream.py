@@ -1,20 +1,20 @@
-"""The rollout stream: prompts -> generator -> reward -> filter -> advantage -> TrainBatch, one event at a time.
+"""The rollout stream: prompts -> generator -> length control -> reward -> TrainBatch, one event at a time.
 
-One scheduler for every async mode. It admits groups while the mode allows, lets the generator advance by one
-token, rewards what has ended, and hands out a batch when one is due. The modes differ only in their admission
-and publish rules; the staleness rule of DESIGN.md is enforced here.
+One scheduler for every async mode, on a discrete-event clock: generator and trainer are two parties that work
+side by side in virtual time (`cost_model`), although this process does one thing after the other. The modes
+differ only in their admission and publish rules; the staleness rule of DESIGN.md is enforced here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from lightning_scalerl.clock import Clock, WallClock
+from lightning_scalerl.cost_model import CostModel
 from lightning_scalerl.credit import assemble
 from lightning_scalerl.generator.base import FinishedRollout, Generator, GroupRequest, StepReport
 from lightning_scalerl.prompts import PromptSource
@@ -26,13 +26,39 @@ class RewardError(RuntimeError):
     """A verifier raised or returned something that is not a finite number; names the prompt."""
 
 
+class SchedulerStuckError(RuntimeError):
+    """Nothing is due, nothing is in flight and nothing may start: a bug in an async mode's rules."""
+
+
 @dataclass(frozen=True)
 class Event:
-    """Something the scheduler did: `admit`, `decode`, `finish`, `batch` or `publish`, at `time_s`."""
+    """Something that happened at `time_s` of virtual time.
+
+    `kind`: `admit` a group; `decode` one token of everything in flight; `finish` a rollout; `batch` handed to the
+    trainer; `trained` an optimizer step; `publish` weights to the generator.
+    """
 
     kind: str
     time_s: float
     report: StepReport | None = None
+
+
+@dataclass
+class VirtualClock:
+    """Where both parties are, in seconds of virtual time.
+
+    `now_s` is the last event; the trainer is busy until `trainer_until_s`, the generator until
+    `generator_until_s`, and it may not start before `generator_from_s` (weights are arriving). `*_busy_s` add up
+    what each has worked, work under way included; the generator's last step took `generator_step_s`.
+    """
+
+    now_s: float = 0.0
+    trainer_until_s: float = 0.0
+    trainer_busy_s: float = 0.0
+    generator_until_s: float = 0.0
+    generator_from_s: float = 0.0
+    generator_busy_s: float = 0.0
+    generator_step_s: float = 0.0
 
 
 @dataclass
@@ -55,11 +81,13 @@ class RolloutStream:
         encode, decode: tokenizer calls.
         generator: samples.
         choices: by axis.
+        weights: the trainer's, as they are now.
+        cost_model: how long things take in virtual time.
         groups_per_step: P.
-        completions: rollouts a group.
+        completions: rollouts a group, on average.
         max_new_tokens: completion limit.
         seed: of sampling.
-        clock: time stamps of events; injected.
+        listeners: called with every event.
     """
 
     prompts: PromptSource
@@ -68,14 +96,18 @@ class RolloutStream:
     decode: Callable[[list[int]], str]
     generator: Generator
     choices: Mapping[str, Any]
+    weights: Callable[[], dict[str, Tensor]]
+    cost_model: CostModel
     groups_per_step: int
     completions: int
     max_new_tokens: int
     seed: int
-    clock: Clock = field(default_factory=WallClock)
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
     completed_steps: int = 0
-    _admitted: int = 0
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    admitted: int = 0
+    _training: bool = False  # in virtual time a batch is at the trainer
+    _decoded: StepReport | None = None  # what the generator has in hand at `generator_until_s`
     _open: dict[int, _OpenGroup] = field(default_factory=dict)
     _ready: list[Group] = field(default_factory=list)
 
@@ -85,24 +117,110 @@ class RolloutStream:
             yield self.next_batch()
 
     def next_batch(self) -> TrainBatch:
-        """Run the scheduler until the next batch is due.
+        """Run both parties until the trainer is free and its next batch is due, and hand that out.
 
         Raises:
             RewardError: a verifier failed.
+            PoolExhaustedError: every prompt is retired.
         """
-        while not self._batch_due():
-            self._advance()
+        self._start_generator()
+        while self._training or not self._batch_due():
+            self._next_event()
+            self._start_generator()
         self._ready.sort(key=lambda group: (group.oldest_version, group.admission))
         groups, self._ready = self._ready[: self.groups_per_step], self._ready[self.groups_per_step :]
+        batch = assemble(groups, self.choices, self.max_new_tokens)
+        self._training = True
+        seconds = self.cost_model.train_step_s(batch)
+        self.clock.trainer_until_s = self.clock.now_s + seconds
+        self.clock.trainer_busy_s += seconds
         self._emit("batch")
-        return assemble(groups, self.choices, self.max_new_tokens)
+        return batch
 
-    def step_completed(self, weights: Callable[[], dict[str, Tensor]]) -> None:
-        """An optimizer step is done: publish its weights if the mode says so."""
+    def step_completed(self) -> None:
+        """The optimizer step on the last batch is computed; in virtual time it ends at `trainer_until_s`."""
         self.completed_steps += 1
-        if self.choices["async_mode"].publishes(self.completed_steps):
-            self.generator.publish(weights(), self.completed_steps)
-            self._emit("publish")
+
+    # --- events ------------------------------------------------------------------------------------------
+
+    def _next_event(self) -> None:
+        """Whichever comes first: the trainer is done, or the generator has its next token."""
+        if self._training and (self._decoded is None or self.clock.trainer_until_s <= self.clock.generator_until_s):
+            self.clock.now_s = self.clock.trainer_until_s
+            self._training = False
+            self._emit("trained")
+            self._publish()
+        elif self._decoded is not None:
+            self.clock.now_s = self.clock.generator_until_s
+            report, self._decoded = self._decoded, None
+            for finished in report.finished:
+                self._finish(finished)
+        else:
+            raise SchedulerStuckError(
+                f"async_mode: {type(self.choices['async_mode']).__name__} neither trains nor generates after "
+                f"{self.completed_steps} steps and {self.admitted} admissions"
+            )
+
+    def _publish(self) -> None:
+        mode = self.choices["async_mode"]
+        if not mode.publishes(self.completed_steps):
+            return
+        # A token under way was sampled already; the swap comes behind it.
+        arrival_s = self.clock.now_s if self._decoded is None else self.clock.generator_until_s
+        self.clock.generator_from_s = arrival_s + self.cost_model.publish_s
+        self.generator.publish(self.weights(), self.completed_steps, mode.recompute_kv)
+        self._emit("publish")
+
+    def _start_generator(self) -> None:
+        """If it is idle, admit what may be admitted and begin the next token of everything in flight."""
+        if self._decoded is not None:
+            return
+        self._admit()
+        if not self.generator.in_flight:
+            return
+        self._decoded = self.generator.step()
+        seconds = self.cost_model.generator_step_s(self._decoded)
+        self.clock.generator_until_s = max(self.clock.now_s, self.clock.generator_from_s) + seconds
+        self.clock.generator_busy_s += seconds
+        self.clock.generator_step_s = seconds
+        self._emit("decode", self._decoded)
+
+    def _admit(self) -> None:
+        """Open groups while the mode allows it and they would start at once: a group that waits only grows old."""
+        mode, length_control = self.choices["async_mode"], self.choices["length_control"]
+        done = self.completed_steps - self._training
+        while self.generator.free > 0 and mode.may_admit(self.admitted, done, self.groups_per_step):
+            prompt = self.prompts.next()
+            tokens = self.encode(prompt.text)
+            key = self.admitted
+            count = self.choices["allocation"].completions(self.completions, self.prompts.history(prompt.prompt_id))
+            self._open[key] = _OpenGroup(prompt, tokens, self.generator.version, [None] * count)
+            self.generator.submit(
+                GroupRequest(
+                    key=key,
+                    prompt_tokens=tuple(tokens),
+                    completions=count,
+                    random_key=(self.seed, TRAINING_STREAM, key),
+                    interrupt_at=length_control.interrupt_at(count, (self.seed, INTERRUPTION_STREAM, key)),
+                )
+            )
+            self.admitted += 1
+            self._emit("admit")
+
+    def _finish(self, finished: FinishedRollout) -> None:
+        group = self._open[finished.key]
+        rollout = finished.rollout
+        reward = score(self.task, group.prompt, self.decode(rollout.tokens))
+        rollout.correct = self.task.is_correct(reward)
+        rollout.reward = self.choices["length_control"].reward(reward, rollout.correct, len(rollout.tokens))
+        group.rollouts[finished.index] = rollout
+        rollouts = [rollout for rollout in group.rollouts if rollout is not None]
+        if len(rollouts) == len(group.rollouts):
+            del self._open[finished.key]
+            complete = Group(finished.key, group.prompt, group.prompt_tokens, rollouts)
+            self._ready.append(complete)
+            self.prompts.resolved(group.prompt.prompt_id, complete.pass_rate)
+        self._emit("finish")
 
     def _batch_due(self) -> bool:
         """P groups are ready, and nobody has to be waited for.
@@ -115,58 +233,48 @@ class RolloutStream:
             return False
         mode = self.choices["async_mode"]
         if mode.drains:
-            return not self._open
+            done = self.completed_steps - self._training
+            return not self._open and not mode.may_admit(self.admitted, done, self.groups_per_step)
         left = sorted(group.oldest_version for group in self._ready)[self.groups_per_step :]
         left = sorted(left + [group.version for group in self._open.values()])
         spare = mode.max_staleness - self.completed_steps
         return all(number < self.groups_per_step * (version + spare) for number, version in enumerate(left))
 
-    def _advance(self) -> None:
-        self._admit()
-        report = self.generator.step()
-        self._emit("decode", report)
-        for finished in report.finished:
-            self._finish(finished)
-
-    def _admit(self) -> None:
-        mode = self.choices["async_mode"]
-        while mode.may_admit(self._admitted, self.completed_steps, self.groups_per_step):
-            prompt = self.prompts.next()
-            tokens = self.encode(prompt.text)
-            key = self._admitted
-            self._open[key] = _OpenGroup(prompt, tokens, self.generator.version, [None] * self.completions)
-            self.generator.submit(
-                GroupRequest(key, tuple(tokens), self.completions, random_key=(self.seed, TRAINING_STREAM, key))
-            )
-            self._admitted += 1
-            self._emit("admit")
-
-    def _finish(self, finished: FinishedRollout) -> None:
-        group = self._open[finished.key]
-        rollout = finished.rollout
-        rollout.reward = score(self.task, group.prompt, self.decode(rollout.tokens))
-        rollout.correct = self.task.is_correct(rollout.reward)
-        group.rollouts[finished.index] = rollout
-        self._emit("finish")
-        rollouts = [rollout for rollout in group.rollouts if rollout is not None]
-        if len(rollouts) == len(group.rollouts):
-            del self._open[finished.key]
-            self._ready.append(Group(finished.key, group.prompt, group.prompt_tokens, rollouts))
-
     def _emit(self, kind: str, report: StepReport | None = None) -> None:
         for listener in self.listeners:
-            listener(Event(kind, self.clock.now(), report))
+            listener(Event(kind, self.clock.now_s, report))
+
+    # --- what is measured and kept -----------------------------------------------------------------------
+
+    def virtual_metrics(self) -> dict[str, float]:
+        """The virtual compute axis at the end of the last step, and the share of time each party was idle.
+
+        The trainer's share is up to the end of that step, the generator's up to its beginning: what it did
+        meanwhile has not been computed yet. Time in which weights arrive counts as idle.
+        """
+        clock = self.clock
+        end_s = max(clock.now_s, clock.trainer_until_s)
+        to_come_s = min(clock.generator_step_s, max(0.0, clock.generator_until_s - clock.now_s))
+        generated_s = clock.generator_busy_s - to_come_s
+        return {
+            "compute/virtual_device_hours": self.cost_model.devices * end_s / 3600.0,
+            "virtual/trainer_idle": 1.0 - clock.trainer_busy_s / end_s if end_s else 0.0,
+            "virtual/generator_idle": 1.0 - generated_s / clock.now_s if clock.now_s else 0.0,
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, groups in flight and groups ready."""
+        """Counters, the clock, groups in flight and groups ready."""
         return {
             "completed_steps": self.completed_steps,
-            "admitted": self._admitted,
+            "admitted": self.admitted,
+            "clock": asdict(self.clock),
+            "training": self._training,
+            "decoded": None if self._decoded is None else asdict(self._decoded),
             "open": {
                 key: {
                     "prompt_id": group.prompt.prompt_id,
                     "version": group.version,
-                    "rollouts": [None if rollout is None else vars(rollout) for rollout in group.rollouts],
+                    "rollouts": [None if rollout is None else asdict(rollout) for rollout in group.rollouts],
                 }
                 for key, group in self._open.items()
             },
@@ -174,7 +282,7 @@ class RolloutStream:
                 {
                     "admission": group.admission,
                     "prompt_id": group.prompt.prompt_id,
-                    "rollouts": [vars(rollout) for rollout in group.rollouts],
+                    "rollouts": [asdict(rollout) for rollout in group.rollouts],
                 }
                 for group in self._ready
             ],
@@ -183,7 +291,10 @@ class RolloutStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken."""
         self.completed_steps = state["completed_steps"]
-        self._admitted = state["admitted"]
+        self.admitted = state["admitted"]
+        self.clock = VirtualClock(**state["clock"])
+        self._training = state["training"]
+        self._decoded = None if state["decoded"] is None else _report_from(state["decoded"])
         self._open = {}
         for key, entry in state["open"].items():
             prompt = self.prompts.by_id(entry["prompt_id"])
@@ -196,10 +307,18 @@ class RolloutStream:
             self._ready.append(Group(entry["admission"], prompt, self.encode(prompt.text), rollouts_done))
 
 
+def _report_from(state: dict[str, Any]) -> StepReport:
+    finished = [
+        FinishedRollout(entry["key"], entry["index"], Rollout(**entry["rollout"])) for entry in state["finished"]
+    ]
+    return StepReport(**{**state, "finished": finished})
+
+
 # Streams of random numbers of one seed must never meet: the first number after the seed tells them apart.
 TRAINING_STREAM = 0
 EVALUATION_STREAM = 1
 PROMPT_STREAM = 2
+INTERRUPTION_STREAM = 3
 
 
 def score(task: Task, prompt: Prompt, completion: str) -> float:

@@ -10,13 +10,28 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+AXES = {
+    "resampling",
+    "allocation",
+    "async_mode",
+    "length_control",
+    "truncated",
+    "filter",
+    "advantage",
+    "normalization",
+    "correction",
+    "precision",
+    "aggregation",
+    "loss",
+}
 # Later layers may import earlier ones, never the other way round.
 LAYERS = [
     {"rollout", "clock", "flops"},
     {"choice", "state"},
-    {"filter", "advantage", "normalization", "correction", "precision", "aggregation", "loss", "async_mode"},
-    {"task", "policy", "optim", "prompts"},
-    {"generator", "credit"},
+    AXES,
+    {"task", "policy", "optim", "prompts", "truncation_alarm"},
+    {"generator", "credit", "step_metrics"},
+    {"cost_model"},
     {"rollout_stream", "recipe"},
     {"compute_meter", "mechanism", "semantics", "data"},
     {"callbacks"},
@@ -25,16 +40,6 @@ LAYERS = [
     {"train"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-AXES = {
-    "filter",
-    "advantage",
-    "normalization",
-    "correction",
-    "precision",
-    "aggregation",
-    "loss",
-    "async_mode",
-}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -8,7 +8,7 @@ to the generator now. DESIGN.md, "Staleness".
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lightning_scalerl.choice import DesignChoice
 
@@ -17,6 +17,8 @@ class AsyncMode(DesignChoice):
     """Admission and publish rules of the rollout stream."""
 
     axis: ClassVar[str] = "async_mode"
+    # What becomes of the KV cache of rollouts in flight when weights are published.
+    recompute_kv: bool = False
 
     @property
     @abstractmethod
@@ -36,6 +38,14 @@ class AsyncMode(DesignChoice):
     def publishes(self, completed_steps: int) -> bool:
         """Whether the weights after `completed_steps` steps go to the generator at once."""
 
-    @abstractmethod
-    def scheduled_staleness(self, completed_steps: int) -> int:
-        """The staleness that this mode gives the batch of the next step, for comparison with another mode."""
+    def semantics(self) -> dict[str, Any]:
+        """With the bound on staleness, who waits, and what a swap does to the cache."""
+        kv = "not reached: the generator drains before new weights"
+        if not self.drains:
+            kv = "recomputed with the new weights" if self.recompute_kv else "stale in flight, fresh for new rollouts"
+        return {
+            **super().semantics(),
+            "max_staleness": self.max_staleness,
+            "drains": self.drains,
+            "kv_cache_on_update": kv,
+        }

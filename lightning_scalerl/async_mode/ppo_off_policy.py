@@ -34,10 +34,6 @@ class PPOOffPolicy(AsyncMode):
         """At the border of every phase."""
         return completed_steps % self.k == 0
 
-    def scheduled_staleness(self, completed_steps: int) -> int:
-        """Steps since the phase began."""
-        return completed_steps % self.k
-
 
 class OnPolicy(PPOOffPolicy):
     """Each batch is sampled by the very weights that it trains."""

@@ -17,13 +17,15 @@ class GroupRequest:
 
     `key` identifies the group among all in flight (its admission number). `random_key` seeds its sampling: the
     same key gives the same uniform numbers whatever else is in flight, so nothing about scheduling, batching
-    or resuming changes what is sampled except through the weights.
+    or resuming changes what is sampled except through the weights. `interrupt_at` gives for each rollout the
+    tokens of thinking after which its end is forced; empty for never.
     """
 
     key: int
     prompt_tokens: tuple[int, ...]
     completions: int
     random_key: tuple[int, ...]
+    interrupt_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class Generator(Protocol):
         ...
 
     @property
+    def free(self) -> int:
+        """Rollouts that would start in the next step if they were submitted now."""
+        ...
+
+    @property
     def version(self) -> int:
         """Optimizer steps behind the weights in use."""
         ...
@@ -67,8 +74,12 @@ class Generator(Protocol):
         """Sample one token of every rollout that has a slot; freed slots are refilled at once."""
         ...
 
-    def publish(self, weights: dict[str, Tensor], version: int) -> None:
-        """Use new weights from the next token on."""
+    def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
+        """Use new weights from the next token on.
+
+        Rollouts in flight go on with the keys and values they have, or with recomputed ones. Rollouts that have
+        no token yet start afresh in either case.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,3 +89,14 @@ class Generator(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put it back."""
         ...
+
+
+def request_state(request: GroupRequest) -> dict[str, Any]:
+    """A request as plain values, for a checkpoint."""
+    return {field: list(value) if isinstance(value, tuple) else value for field, value in vars(request).items()}
+
+
+def request_from(state: dict[str, Any]) -> GroupRequest:
+    """The inverse of `request_state`."""
+    values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in state.items()}
+    return GroupRequest(**values)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, request_from, request_state
 from lightning_scalerl.rollout import Rollout
 
 Script = Callable[[GroupRequest, int], Sequence[int]]
@@ -38,11 +38,16 @@ class ScriptedGenerator:
         """Rollouts submitted and not finished."""
         return len(self._waiting) + len(self._active)
 
+    @property
+    def free(self) -> int:
+        """Slots nobody has or waits for."""
+        return max(0, self._slots - self.in_flight)
+
     def submit(self, request: GroupRequest) -> None:
         """Queue a group."""
         self._waiting += [(request, index) for index in range(request.completions)]
 
-    def publish(self, weights: dict[str, Tensor], version: int) -> None:
+    def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
         """Tokens carry this version from now on."""
         self._version = version
 
@@ -65,17 +70,15 @@ class ScriptedGenerator:
         return StepReport(finished, 0, 0, decoded, decoded)
 
     def state_dict(self) -> dict[str, Any]:
-        """Not resumable: a script is cheap to run again.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError("a scripted generator keeps no state to resume from")
+        """Everything in flight; the script is given again."""
+        return {
+            "version": self._version,
+            "waiting": [(request_state(request), index) for request, index in self._waiting],
+            "active": [(request_state(request), index, list(versions)) for request, index, versions in self._active],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Not resumable.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError("a scripted generator keeps no state to resume from")
+        """Continue there."""
+        self._version = state["version"]
+        self._waiting = [(request_from(request), index) for request, index in state["waiting"]]
+        self._active = [(request_from(request), index, list(seen)) for request, index, seen in state["active"]]

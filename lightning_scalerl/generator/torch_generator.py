@@ -2,7 +2,9 @@
 
 A fixed number of slots decode together, one token a step; a slot whose rollout ends takes the next one at once.
 A prompt is prefilled once and its keys and values are copied to all of its rollouts. Weights can change between
-any two tokens, and every token remembers the version that sampled it.
+any two tokens, and every token remembers the version that sampled it; rollouts in flight then go on with their
+stale keys and values, or with recomputed ones. A rollout that thinks for too long has the end of its thinking
+forced, token by token.
 """
 
 from __future__ import annotations
@@ -18,25 +20,29 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from lightning_scalerl.choice import ConfigurationError, whole_number
-from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, request_from, request_state
 from lightning_scalerl.policy import GeneratorPolicy
 from lightning_scalerl.precision import Precision
 from lightning_scalerl.rollout import Rollout
 
 # Prompts prefilled in one forward pass, ahead of the slots they will need.
 PREFILL_PROMPTS = 16
+# Rollouts whose cache is recomputed in one forward pass.
+RECOMPUTED_ROLLOUTS = 64
+# Of a slot: no interruption to come; and no phrase being forced.
+NEVER = 2**62
+NOT_FORCING = -1
 
 
 def sample_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Sample by inverting the cumulative distribution, so that one uniform number decides one token.
 
-    Shapes: logits (n, V) FP32, uniform (n,) FP64 in [0, 1) -> tokens (n,), log-probabilities (n,) FP32.
+    Shapes: logits (n, V) FP32, uniform (n,) FP64 in [0, 1) -> tokens (n,), log-probabilities (n, V) FP32.
     """
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     cumulative = logprobs.double().exp().cumsum(-1)
     below = cumulative <= uniform.unsqueeze(1) * cumulative[:, -1:]
-    tokens = below.sum(-1).clamp(max=logits.shape[1] - 1)
-    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return below.sum(-1).clamp(max=logits.shape[1] - 1), logprobs
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -104,13 +110,13 @@ class _SlotCache(Cache):  # type: ignore[misc]
 
 @dataclass
 class _Prefilled:
-    """A prompt whose keys and values wait for slots; `started` of its rollouts have one."""
+    """A prompt whose keys and values wait for slots; `started` of its rollouts have had one."""
 
     request: GroupRequest
     keys_values: list[tuple[Tensor, Tensor]]
     logits: Tensor
     uniform: Tensor
-    started: int = 0
+    started: int
 
 
 @dataclass
@@ -131,6 +137,8 @@ class TorchGenerator:
         max_prompt_tokens, max_new_tokens: longest prompt and completion; they size the cache.
         stop_tokens: ids that end a completion (kept as its last token).
         temperature: of sampling.
+        phrase: ids forced where a request asks for an interruption.
+        end_of_thinking: ids that, once produced, make an interruption needless.
 
     Raises:
         ConfigurationError: the model's sliding attention window is shorter than a sequence can get.
@@ -146,6 +154,8 @@ class TorchGenerator:
         max_new_tokens: int,
         stop_tokens: Sequence[int],
         temperature: float = 1.0,
+        phrase: Sequence[int] = (),
+        end_of_thinking: Sequence[int] = (),
     ) -> None:
         whole_number("generator.slots", slots)
         config: Any = model.config
@@ -166,7 +176,7 @@ class TorchGenerator:
         self._stop = torch.tensor(sorted(stop_tokens), device=self.device)
         self._slots = slots
         self._cache = _SlotCache(config.num_hidden_layers, slots, capacity)
-        self._queue: deque[GroupRequest] = deque()
+        self._queue: deque[tuple[GroupRequest, int]] = deque()  # with the number of rollouts started before
         self._prefilled: deque[_Prefilled] = deque()
         self._occupants: list[_Slot] = []  # slot i holds occupant i: the active slots are always the first ones
         shape = (slots, max_new_tokens)
@@ -176,6 +186,13 @@ class TorchGenerator:
         self._uniform = torch.zeros(shape, dtype=torch.float64, device=self.device)
         self._count = torch.zeros(slots, dtype=torch.long, device=self.device)
         self._prompt_length = torch.zeros(slots, dtype=torch.long, device=self.device)
+        self._phrase = torch.tensor(phrase, dtype=torch.long, device=self.device)
+        self._end = torch.tensor(end_of_thinking, dtype=torch.long, device=self.device)
+        self._forced = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        self._interrupt_at = torch.full((slots,), NEVER, device=self.device)
+        self._phrase_next = torch.full((slots,), NOT_FORCING, device=self.device)
+        # What recomputing caches has cost since the last report: tokens, and tokens attended to.
+        self._owed = [0, 0]
 
     @property
     def version(self) -> int:
@@ -185,18 +202,28 @@ class TorchGenerator:
     @property
     def in_flight(self) -> int:
         """Rollouts submitted and not finished."""
-        waiting = sum(request.completions for request in self._queue)
-        waiting += sum(entry.request.completions - entry.started for entry in self._prefilled)
-        return waiting + len(self._occupants)
+        return self._waiting + len(self._occupants)
 
-    def publish(self, weights: dict[str, Tensor], version: int) -> None:
-        """Use new weights from the next token on. Rollouts in flight keep their (stale) cache."""
+    @property
+    def free(self) -> int:
+        """Slots nobody has or waits for."""
+        return max(0, self._slots - self.in_flight)
+
+    @property
+    def _waiting(self) -> int:
+        waiting = sum(request.completions - started for request, started in self._queue)
+        return waiting + sum(entry.request.completions - entry.started for entry in self._prefilled)
+
+    @torch.no_grad()
+    def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
+        """Use new weights from the next token on; rollouts in flight keep their (stale) cache or get a new one."""
         self.policy.load(weights)
         self._version = version
-        # Prompts that no token was sampled for yet start afresh with the new weights.
-        untouched = [entry.request for entry in self._prefilled if entry.started == 0]
-        self._prefilled = deque(entry for entry in self._prefilled if entry.started)
-        self._queue.extendleft(reversed(untouched))
+        # Rollouts without a token start afresh: their first token is the new weights' as well.
+        self._queue.extendleft((entry.request, entry.started) for entry in reversed(self._prefilled))
+        self._prefilled.clear()
+        if recompute_kv:
+            self._recompute_cache()
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group.
@@ -209,7 +236,7 @@ class TorchGenerator:
             raise ConfigurationError(
                 f"context.max_prompt_tokens: a prompt has {length} tokens, allowed are 1 to {self.max_prompt_tokens}"
             )
-        self._queue.append(request)
+        self._queue.append((request, 0))
 
     @torch.no_grad()
     def step(self) -> StepReport:
@@ -225,14 +252,42 @@ class TorchGenerator:
         count = self._count[:active]
         row = torch.arange(active, device=self.device)
         tokens, logprobs = sample_tokens(logits, self._uniform[row, count], self.temperature)
+        forced = self._force(tokens)
         self._tokens[row, count] = tokens
-        self._logprobs[row, count] = logprobs
+        self._logprobs[row, count] = logprobs[row, tokens]
         self._versions[row, count] = self._version
+        self._forced[row, count] = forced
         self._count[:active] += 1
-        stopped = torch.isin(tokens, self._stop)
+        self._end_thinking(active)
+        stopped = torch.isin(tokens, self._stop) & ~forced
         ended = stopped | (self._count[:active] >= self.max_new_tokens)
         finished = self._release(torch.nonzero(ended).flatten().tolist(), stopped)
         return StepReport(finished, prefill_tokens, prefill_context, decoding, context)
+
+    def _force(self, tokens: Tensor) -> Tensor:
+        """Overwrite sampled tokens (active,) where a phrase is due; returns where, as a mask."""
+        active = tokens.numel()
+        next_, at = self._phrase_next[:active], self._interrupt_at[:active]
+        next_[(next_ == NOT_FORCING) & (self._count[:active] >= at)] = 0
+        forced = next_ != NOT_FORCING
+        if forced.any():
+            tokens[forced] = self._phrase[next_[forced]]
+            next_[forced] += 1
+            done = next_ == self._phrase.numel()
+            next_[done] = NOT_FORCING
+            at[done] = NEVER
+        return forced
+
+    def _end_thinking(self, active: int) -> None:
+        """No interruption for rollouts that have just produced the end of thinking themselves."""
+        length = self._end.numel()
+        if not length:
+            return
+        back = torch.arange(-length, 0, device=self.device)
+        place = self._count[:active].unsqueeze(1) + back
+        recent = self._tokens[:active].gather(1, place.clamp(min=0))
+        ended = ((recent == self._end) & (place >= 0)).all(1) & (self._phrase_next[:active] == NOT_FORCING)
+        self._interrupt_at[:active][ended] = NEVER
 
     def _decode(self, active: int) -> tuple[Tensor, int]:
         """Logits (active, V) after the last token of the first `active` slots; also tokens attended to."""
@@ -255,7 +310,7 @@ class TorchGenerator:
     def _fill_slots(self) -> tuple[list[Tensor], int, int]:
         """Give free slots to waiting rollouts; returns their prefill logits and what prefilling computed."""
         logits: list[Tensor] = []
-        tokens = context = 0
+        (tokens, context), self._owed = self._owed, [0, 0]
         while len(self._occupants) < self._slots and (self._prefilled or self._queue):
             if not self._prefilled:
                 used, seen = self._prefill()
@@ -267,6 +322,9 @@ class TorchGenerator:
             self._count[slot] = 0
             self._prompt_length[slot] = len(entry.request.prompt_tokens)
             self._uniform[slot] = entry.uniform[entry.started]
+            asked = entry.request.interrupt_at
+            self._interrupt_at[slot] = asked[entry.started] if asked else NEVER
+            self._phrase_next[slot] = NOT_FORCING
             logits.append(entry.logits)
             entry.started += 1
             if entry.started == entry.request.completions:
@@ -274,21 +332,49 @@ class TorchGenerator:
         return logits, tokens, context
 
     def _prefill(self) -> tuple[int, int]:
-        requests = [self._queue.popleft() for _ in range(min(PREFILL_PROMPTS, len(self._queue)))]
-        lengths = [len(request.prompt_tokens) for request in requests]
+        waiting = [self._queue.popleft() for _ in range(min(PREFILL_PROMPTS, len(self._queue)))]
+        hidden, caches, computed = self._encode([request.prompt_tokens for request, _ in waiting])
+        logits = self.policy.logits(hidden)
+        for number, (request, started) in enumerate(waiting):
+            self._prefilled.append(_Prefilled(request, caches[number], logits[number], self._draw(request), started))
+        return computed
+
+    def _recompute_cache(self) -> None:
+        """Keys and values of everything in flight, as the weights in use compute them."""
+        for first in range(0, len(self._occupants), RECOMPUTED_ROLLOUTS):
+            slots = range(first, min(first + RECOMPUTED_ROLLOUTS, len(self._occupants)))
+            # The last token's keys and values are written when the next one is decoded.
+            sequences = [
+                (*self._occupants[slot].request.prompt_tokens, *self._tokens[slot, : self._count[slot] - 1].tolist())
+                for slot in slots
+            ]
+            _, caches, computed = self._encode(sequences)
+            for slot, keys_values in zip(slots, caches, strict=True):
+                self._cache.fill(slot, keys_values)
+            self._owed = [owed + more for owed, more in zip(self._owed, computed, strict=True)]
+
+    def _encode(
+        self, sequences: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, list[list[tuple[Tensor, Tensor]]], tuple[int, int]]:
+        """One forward pass over whole sequences.
+
+        Returns the last hidden state of each (n, width), for each a list of (keys, values) a layer, and what was
+        computed: tokens, and tokens attended to.
+        """
+        lengths = [len(sequence) for sequence in sequences]
         width = max(lengths)
-        # Padding stands behind the prompts, where causal attention cannot see it.
-        padded = [[*request.prompt_tokens, *[0] * (width - len(request.prompt_tokens))] for request in requests]
+        # Padding stands behind the tokens, where causal attention cannot see it.
+        padded = [[*sequence, *[0] * (width - len(sequence))] for sequence in sequences]
         cache = DynamicCache()
         hidden = self.policy.hidden(
             input_ids=torch.tensor(padded, device=self.device), past_key_values=cache, use_cache=True
         )
-        last = hidden[torch.arange(len(requests)), torch.tensor(lengths) - 1]
-        logits = self.policy.logits(last)
-        for number, (request, length) in enumerate(zip(requests, lengths, strict=True)):
-            pairs = [(layer.keys[number, :, :length], layer.values[number, :, :length]) for layer in cache.layers]
-            self._prefilled.append(_Prefilled(request, pairs, logits[number], self._draw(request)))
-        return sum(lengths), sum(length * (length + 1) // 2 for length in lengths)
+        last = hidden[torch.arange(len(lengths)), torch.tensor(lengths) - 1]
+        caches = [
+            [(layer.keys[number, :, :length], layer.values[number, :, :length]) for layer in cache.layers]
+            for number, length in enumerate(lengths)
+        ]
+        return last, caches, (sum(lengths), sum(length * (length + 1) // 2 for length in lengths))
 
     def _draw(self, request: GroupRequest) -> Tensor:
         """The uniform numbers (completions, max_new_tokens) that decide all tokens of a group."""
@@ -309,7 +395,7 @@ class TorchGenerator:
                         tokens=self._tokens[slot, :length].tolist(),
                         generator_logprobs=self._logprobs[slot, :length].tolist(),
                         weight_versions=self._versions[slot, :length].tolist(),
-                        forced=[False] * length,
+                        forced=self._forced[slot, :length].tolist(),
                         finish_reason="stop" if bool(stopped[slot]) else "length",
                     ),
                 )
@@ -325,24 +411,35 @@ class TorchGenerator:
         return finished
 
     def _buffers(self) -> tuple[Tensor, ...]:
-        return (self._tokens, self._logprobs, self._versions, self._uniform, self._count, self._prompt_length)
+        return (
+            self._tokens,
+            self._logprobs,
+            self._versions,
+            self._forced,
+            self._uniform,
+            self._count,
+            self._prompt_length,
+            self._interrupt_at,
+            self._phrase_next,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything in flight, with the weights and the (possibly stale) cache it needs to go on unchanged."""
         active = len(self._occupants)
         state: dict[str, Any] = {
             "version": self._version,
-            "queue": [_request_state(request) for request in self._queue],
+            "owed": list(self._owed),
+            "queue": [(request_state(request), started) for request, started in self._queue],
             "prefilled": [
                 {
-                    "request": _request_state(entry.request),
+                    "request": request_state(entry.request),
                     "started": entry.started,
                     "keys_values": [(keys.clone(), values.clone()) for keys, values in entry.keys_values],
                     "logits": entry.logits.clone(),
                 }
                 for entry in self._prefilled
             ],
-            "occupants": [(_request_state(slot.request), slot.index) for slot in self._occupants],
+            "occupants": [(request_state(slot.request), slot.index) for slot in self._occupants],
             "buffers": [buffer[:active].clone() for buffer in self._buffers()],
             "cache": [
                 (layer.keys[:active].clone(), layer.values[:active].clone()) if active else ()
@@ -358,14 +455,15 @@ class TorchGenerator:
         self._version = state["version"]
         if "weights" in state:
             self.policy.load_weights(state["weights"])
-        self._queue = deque(_request_from(entry) for entry in state["queue"])
+        self._owed = list(state["owed"])
+        self._queue = deque((request_from(request), started) for request, started in state["queue"])
         self._prefilled = deque()
         for entry in state["prefilled"]:
-            request = _request_from(entry["request"])
+            request = request_from(entry["request"])
             pairs = [(keys.to(self.device), values.to(self.device)) for keys, values in entry["keys_values"]]
             logits = entry["logits"].to(self.device)
             self._prefilled.append(_Prefilled(request, pairs, logits, self._draw(request), entry["started"]))
-        self._occupants = [_Slot(_request_from(request), index) for request, index in state["occupants"]]
+        self._occupants = [_Slot(request_from(request), index) for request, index in state["occupants"]]
         active = len(self._occupants)
         for buffer, saved in zip(self._buffers(), state["buffers"], strict=True):
             buffer[:active] = saved.to(self.device)
@@ -382,21 +480,3 @@ def output_size(policy: GeneratorPolicy) -> int:
     """The vocabulary's size."""
     config: Any = policy.model.config
     return int(config.vocab_size)
-
-
-def _request_state(request: GroupRequest) -> dict[str, Any]:
-    return {
-        "key": request.key,
-        "prompt_tokens": list(request.prompt_tokens),
-        "completions": request.completions,
-        "random_key": list(request.random_key),
-    }
-
-
-def _request_from(state: dict[str, Any]) -> GroupRequest:
-    return GroupRequest(
-        key=state["key"],
-        prompt_tokens=tuple(state["prompt_tokens"]),
-        completions=state["completions"],
-        random_key=tuple(state["random_key"]),
-    )

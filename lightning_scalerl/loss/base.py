@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.choice import ConfigurationError, DesignChoice, positive
 
 # exp(20) is far outside every clip interval; beyond it float32 would overflow to inf and poison the gradient.
 MAX_LOG_RATIO = 20.0
@@ -17,6 +17,32 @@ MAX_LOG_RATIO = 20.0
 def importance_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
     """pi_trainer / pi_anchor per token, with gradient. Shapes: all (R, T)."""
     return torch.exp((trainer_logprobs - anchor_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def pessimistic(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """PPO's surrogate: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A). Shapes: broadcast to (R, T)."""
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -torch.minimum(ratio * advantages, bounded * advantages)
+
+
+def pessimistic_clips(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Where `pessimistic` takes the gradient away: above for positive, below for negative advantages. As there."""
+    above = (ratio > 1 + clip_high) & (advantages > 0)
+    below = (ratio < 1 - clip_low) & (advantages < 0)
+    return above | below
+
+
+def clip_bounds(clip_low: float, clip_high: float) -> tuple[float, float]:
+    """Both, if `pessimistic` can use them.
+
+    Raises:
+        ConfigurationError: one is not positive, or the lower bound of the ratio would be negative.
+    """
+    positive("loss.clip_low", clip_low)
+    positive("loss.clip_high", clip_high)
+    if clip_low > 1:
+        raise ConfigurationError(f"loss.clip_low: {clip_low!r} must be at most 1, the ratio is never negative")
+    return clip_low, clip_high
 
 
 class Loss(DesignChoice):
@@ -32,5 +58,5 @@ class Loss(DesignChoice):
         """
 
     @abstractmethod
-    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Where the surrogate clips (R, T, bool), for the metric `train/clip_fraction`."""
+    def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """Where the surrogate clips (R, T, bool), for the metric `train/clip_fraction`. Arguments as `per_token`."""

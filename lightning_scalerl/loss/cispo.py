@@ -31,9 +31,9 @@ class CISPO(Loss):
         """See `cispo`."""
         return cispo(trainer_logprobs, anchor_logprobs, advantages, self.max_ratio)
 
-    def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Ratio above the cap."""
-        return ratio > self.max_ratio
+        return importance_ratio(trainer_logprobs, anchor_logprobs) > self.max_ratio
 
     def semantics(self) -> dict[str, Any]:
         """With the effective interval of the ratio."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers.cache_utils import DynamicCache
 
 from lightning_scalerl.choice import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.generator.torch_generator import TorchGenerator, sample_tokens
+from lightning_scalerl.length_control import thinking_length
 from lightning_scalerl.policy import Policy, check_head
 from lightning_scalerl.precision import Precision
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollout import Rollout, TrainBatch
 
 FP32 = Precision("fp32", True, True)
 STOP = 14
@@ -79,34 +82,136 @@ def test_scheduling_does_not_change_what_is_sampled(tiny_model: Any) -> None:
     assert len({tuple(tokens) for tokens in results[0].values()}) > 5
 
 
-def test_each_token_knows_the_weights_that_sampled_it(tiny_model: Any) -> None:
-    """Weights change between two tokens; what was sampled before is the old weights', to the token."""
-    old = {name: tensor.clone() for name, tensor in tiny_model.state_dict().items()}
-    generator = generator_of(tiny_model, slots=64, max_new_tokens=8, stop_tokens=[])
-    for request in requests(2):
-        generator.submit(request)
-    for _ in range(3):
-        generator.step()
-    with torch.no_grad():
-        for parameter in tiny_model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-    generator.publish(dict(tiny_model.state_dict()), version=7)
-    finished = drain(generator)
-    tiny_model.load_state_dict(old)
-    for (key, _), entry in finished.items():
-        assert entry.rollout.weight_versions == [0] * 3 + [7] * 5
-        expected = full_forward(tiny_model, requests(2)[key].prompt_tokens, entry.rollout.tokens)
-        recorded = torch.tensor(entry.rollout.generator_logprobs)
-        assert torch.allclose(recorded[:3], expected[:3], atol=1e-5)
-        assert (recorded[3:] - expected[3:]).abs().max() > 1e-3
+def versions_of(model: Any, count: int) -> list[dict[str, torch.Tensor]]:
+    """Weights after each of some updates that are large enough to tell apart."""
+    source = torch.Generator().manual_seed(1)
+    weights = [{name: tensor.clone() for name, tensor in model.state_dict().items()}]
+    for _ in range(count):
+        weights.append({n: t + 0.05 * torch.randn(t.shape, generator=source) for n, t in weights[-1].items()})
+    return weights
+
+
+def recomputed_logprobs(model: Any, weights: Any, prompt: tuple[int, ...], rollout: Rollout) -> torch.Tensor:
+    """Each token by a full forward pass of the weights that sampled it: no cache at all."""
+    found = torch.empty(len(rollout.tokens))
+    for version in set(rollout.weight_versions):
+        model.load_state_dict(weights[version])
+        mine = torch.tensor(rollout.weight_versions) == version
+        found[mine] = full_forward(model, prompt, rollout.tokens)[mine]
+    return found
+
+
+def stale_logprobs(model: Any, weights: Any, prompt: tuple[int, ...], rollout: Rollout) -> torch.Tensor:
+    """Chunk by chunk with transformers' own cache: each version reads its chunk on top of what earlier ones left.
+
+    Sampling token t means reading the token before it, so a chunk of tokens [a, b) reads [a - 1, b - 1).
+    """
+    sequence = torch.tensor([[*prompt, *rollout.tokens]])
+    cache = DynamicCache()
+    found: list[torch.Tensor] = []
+    for version in sorted(set(rollout.weight_versions)):
+        places = [t for t, v in enumerate(rollout.weight_versions) if v == version]
+        first = 0 if places[0] == 0 else len(prompt) + places[0] - 1
+        model.load_state_dict(weights[version])
+        with torch.no_grad():
+            read = sequence[:, first : len(prompt) + places[-1]]
+            logits = model(read, past_key_values=cache, use_cache=True).logits[0, -len(places) :]
+        tokens = sequence[0, len(prompt) + places[0] : len(prompt) + places[-1] + 1]
+        found.append(logits.float().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1))
+    return torch.cat(found)
+
+
+# Every example puts the model's weights back.
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    recompute=st.booleans(),
+    slots=st.sampled_from([2, 4, 64]),
+    swaps=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    interrupted=st.booleans(),
+)
+def test_logprobs_across_swaps(
+    tiny_model: Any, recompute: bool, slots: int, swaps: list[int], interrupted: bool
+) -> None:
+    """Weights change between any two tokens. Every recorded log-probability is that of the weights (and the cache
+    policy) that sampled it, computed another way; rollouts that start after a swap have nothing old in them."""
+    weights = versions_of(tiny_model, len(swaps))
+    asked = requests(4)
+    if interrupted:
+        asked = [dataclasses.replace(request, interrupt_at=(2, 3, 4)) for request in asked]
+    try:
+        generator = generator_of(tiny_model, slots, max_new_tokens=9, stop_tokens=[STOP], phrase=[3, 5])
+        for request in asked:
+            generator.submit(request)
+        finished = {}
+        for version, steps in enumerate(swaps, start=1):
+            for _ in range(steps):
+                finished.update({(e.key, e.index): e.rollout for e in generator.step().finished})
+            generator.publish(weights[version], version, recompute_kv=recompute)
+        finished.update({place: entry.rollout for place, entry in drain(generator).items()})
+        assert len(finished) == 12
+        other_way = recomputed_logprobs if recompute else stale_logprobs
+        for (key, index), rollout in finished.items():
+            assert rollout.weight_versions == sorted(rollout.weight_versions)
+            expected = other_way(tiny_model, weights, asked[key].prompt_tokens, rollout)
+            assert torch.allclose(torch.tensor(rollout.generator_logprobs), expected, atol=1e-5)
+            assert any(rollout.forced) == (interrupted and len(rollout.tokens) > asked[key].interrupt_at[index])
+    finally:
+        tiny_model.load_state_dict(weights[0])
+
+
+def test_stale_and_recomputed_caches_differ(tiny_model: Any) -> None:
+    """Or the test above could not tell them apart."""
+    weights = versions_of(tiny_model, 1)
+    recorded = []
+    for recompute in (False, True):
+        generator = generator_of(tiny_model, 64, stop_tokens=[])
+        for request in requests(2):
+            generator.submit(request)
+        for _ in range(3):
+            generator.step()
+        generator.publish(weights[1], 1, recompute_kv=recompute)
+        report = generator.step()
+        # Recomputing is paid for: two prompts of 2 and 3 tokens and two sampled ones in each of their 3 rollouts.
+        assert report.prefill_tokens == (3 * (2 + 2) + 3 * (3 + 2) if recompute else 0)
+        recorded.append({place: e.rollout.generator_logprobs[3] for place, e in drain(generator).items()})
+    assert max(abs(recorded[0][place] - recorded[1][place]) for place in recorded[0]) > 1e-3
+
+
+def test_interruption_forces_the_phrase_once_and_only_while_thinking(tiny_model: Any) -> None:
+    """Tokens up to the point are as sampled without it; then comes the phrase; then sampling goes on."""
+    end, phrase = [7], [4, 9, 7]
+    asked = [dataclasses.replace(request, interrupt_at=(1, 3, 5)) for request in requests(12)]
+
+    def run(requests_: list[GroupRequest]) -> dict[tuple[int, int], Rollout]:
+        generator = generator_of(tiny_model, 5, max_new_tokens=12, phrase=phrase, end_of_thinking=end)
+        for request in requests_:
+            generator.submit(request)
+        return {place: entry.rollout for place, entry in drain(generator).items()}
+
+    free, controlled = run(requests(12)), run(asked)
+    seen = set()
+    for place, rollout in controlled.items():
+        point, plain = asked[place[0]].interrupt_at[place[1]], free[place]
+        thinking = thinking_length(plain.tokens, end)
+        if thinking < point or len(plain.tokens) <= point:
+            assert (rollout.tokens, rollout.forced) == (plain.tokens, plain.forced)
+            seen.add("left alone")
+            continue
+        assert rollout.tokens[:point] == plain.tokens[:point]
+        assert rollout.tokens[point : point + 3] == phrase
+        assert rollout.forced == [point <= t < point + 3 for t in range(len(rollout.tokens))]
+        expected = full_forward(tiny_model, asked[place[0]].prompt_tokens, rollout.tokens)
+        assert torch.allclose(torch.tensor(rollout.generator_logprobs), expected, atol=1e-5)
+        seen.add("interrupted")
+    assert seen == {"left alone", "interrupted"}
 
 
 @pytest.mark.parametrize("steps", range(0, 22, 3))
 def test_resumes_between_any_two_tokens_bit_for_bit(tiny_model: Any, steps: int) -> None:
     def start() -> TorchGenerator:
-        generator = generator_of(tiny_model, slots=4)
+        generator = generator_of(tiny_model, slots=4, phrase=[3, 5])
         for request in requests(6):
-            generator.submit(request)
+            generator.submit(dataclasses.replace(request, interrupt_at=(1, 4, 6)))
         return generator
 
     undisturbed = drain(start())
@@ -115,7 +220,7 @@ def test_resumes_between_any_two_tokens_bit_for_bit(tiny_model: Any, steps: int)
     state = first.state_dict()
     with torch.no_grad():
         tiny_model.get_output_embeddings().weight.mul_(3.0)  # the weights in flight come from the state
-    second = generator_of(tiny_model, slots=4)
+    second = generator_of(tiny_model, slots=4, phrase=[3, 5])
     second.load_state_dict(state)
     late = drain(second)
     assert {**early, **late} == undisturbed
@@ -128,7 +233,8 @@ def test_sampling_inverts_the_cumulative_distribution(seed: int) -> None:
     logits = torch.randn(6, 9, generator=source) * 4
     uniform = torch.rand(6, generator=source, dtype=torch.float64)
     uniform[0], uniform[1] = 0.0, 1 - 1e-16
-    tokens, logprobs = sample_tokens(logits, uniform, temperature=0.7)
+    tokens, all_logprobs = sample_tokens(logits, uniform, temperature=0.7)
+    logprobs = all_logprobs.gather(1, tokens[:, None]).squeeze(1)
     probabilities = (logits / 0.7).double().softmax(-1)
     for row, token in enumerate(tokens.tolist()):
         below = float(probabilities[row, :token].sum())

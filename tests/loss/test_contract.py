@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,15 +13,17 @@ from torch import Tensor
 
 from lightning_scalerl.advantage import GroupAdvantage
 from lightning_scalerl.aggregation import PromptAggregation, SampleAggregation, TokenAggregation
+from lightning_scalerl.choice import ConfigurationError
 from lightning_scalerl.correction import Behaviour
 from lightning_scalerl.credit import assemble
 from lightning_scalerl.filter import NoFilter
-from lightning_scalerl.loss import CISPO, DAPO
+from lightning_scalerl.loss import CISPO, DAPO, GSPO
 from lightning_scalerl.normalization import BatchNormalization
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollout import Denominators, TrainBatch
+from lightning_scalerl.truncated import KeepTruncated
 from tests.helpers import make_group
 
-LOSSES = [CISPO(max_ratio=5.0), DAPO(clip_low=0.2, clip_high=0.26)]
+LOSSES = [CISPO(max_ratio=5.0), DAPO(clip_low=0.2, clip_high=0.26), GSPO(clip_low=3e-3, clip_high=5e-3)]
 AGGREGATIONS = [PromptAggregation(), SampleAggregation(), TokenAggregation()]
 
 each_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
@@ -30,6 +33,7 @@ CREDIT = {
     "filter": NoFilter(),
     "advantage": GroupAdvantage(),
     "normalization": BatchNormalization(ddof=1, eps=1e-6),
+    "truncated": KeepTruncated(),
     "correction": Behaviour(),
 }
 
@@ -118,11 +122,39 @@ def test_aggregations_weigh_as_they_say() -> None:
     assert torch.allclose(token[batch.loss_mask > 0], torch.tensor(1 / counts.tokens))
 
 
+@pytest.mark.parametrize("loss", [DAPO(0.2, 0.4), GSPO(0.05, 0.1)], ids=lambda loss: type(loss).__name__)
+def test_clipped_is_where_the_gradient_is_gone(loss: Any) -> None:
+    batch = batch_of()
+    noise = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(5))
+    logprobs = (batch.generator_logprobs + 0.3 * noise).requires_grad_(True)
+    arguments = (batch.generator_logprobs, batch.advantages, batch.loss_mask)
+    (gradient,) = torch.autograd.grad((loss.per_token(logprobs, *arguments) * batch.loss_mask).sum(), logprobs)
+    clipped = loss.clipped(logprobs.detach(), *arguments)
+    credited = (batch.loss_mask > 0) & (batch.advantages != 0)
+    assert clipped.shape == batch.loss_mask.shape
+    assert torch.equal(clipped[credited], gradient[credited] == 0)
+    for sign in (1, -1):
+        of_sign = clipped[credited & (batch.advantages.sign() == sign)]
+        assert of_sign.any()
+        assert not of_sign.all()
+
+
+@pytest.mark.parametrize("kind", [DAPO, GSPO])
+@pytest.mark.parametrize(
+    ("field", "low", "high"), [("clip_low", 1.1, 0.2), ("clip_low", 0, 0.2), ("clip_high", 0.2, 0)]
+)
+def test_bounds_that_cannot_clip_are_refused(kind: Any, field: str, low: float, high: float) -> None:
+    with pytest.raises(ConfigurationError, match=f"loss.{field}"):
+        kind(clip_low=low, clip_high=high)
+
+
 def test_cispo_caps_weight_and_keeps_gradient() -> None:
     anchor = torch.zeros(1, 3)
     logprobs = torch.tensor([[2.5, 0.0, -2.0]], requires_grad=True)
     loss = CISPO(max_ratio=5.0).per_token(logprobs, anchor, torch.ones(1, 3), torch.ones(1, 3))
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    clipped = CISPO(max_ratio=5.0).clipped(logprobs.detach(), anchor, torch.ones(1, 3), torch.ones(1, 3))
+    assert clipped.tolist() == [[True, False, False]]
     assert torch.allclose(gradient, -torch.tensor([[5.0, 1.0, torch.e**-2]]))
 
 
@@ -134,3 +166,98 @@ def test_dapo_clips_on_the_pessimistic_side_only() -> None:
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert torch.allclose(loss, -torch.tensor([[1.26, -1.5, 0.5, -0.8]]))
     assert torch.allclose(gradient, torch.tensor([[0.0, 1.5, -0.5, 0.0]]))
+
+
+@pytest.mark.parametrize("clip", [(3e-3, 5e-3), (0.05, 0.1)], ids=str)
+@each_aggregation
+def test_gspo_is_the_papers_formula_under_sample_and_length_weighted_otherwise(
+    aggregation: Any, clip: tuple[float, float]
+) -> None:
+    """Written out sequence by sequence, gradient by hand; some tokens are forced."""
+    low, high = clip
+    batch = batch_of()
+    batch.loss_mask[batch.sample_tokens > 2, 1] = 0.0
+    batch.sample_tokens = batch.loss_mask.sum(1)
+    batch.group_tokens = batch.sample_tokens.reshape(4, 4).sum(1).repeat_interleave(4)
+    counts = Denominators(prompts=4.0, samples=16.0, tokens=float(batch.loss_mask.sum()), max_tokens=8.0)
+    noise = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(5))
+    logprobs = (batch.generator_logprobs + 0.2 * noise).requires_grad_(True)
+    value = total_loss(batch, logprobs, GSPO(low, high), aggregation, counts)
+    (gradient,) = torch.autograd.grad(value, logprobs)
+
+    expected, expected_gradient, cases = 0.0, torch.zeros_like(gradient), set()
+    for row in range(batch.rollouts):
+        tokens = [t for t in range(batch.loss_mask.shape[1]) if batch.loss_mask[row, t]]
+        advantage = float(batch.advantages[row, 0])
+        log_ratios = (logprobs.detach() - batch.generator_logprobs)[row, tokens].double().tolist()
+        ratio = math.prod(map(math.exp, log_ratios)) ** (1 / len(tokens))
+        weight = {
+            "SampleAggregation": 1 / 16,
+            "TokenAggregation": len(tokens) / counts.tokens,
+            "PromptAggregation": len(tokens) / (4 * float(batch.group_tokens[row])),
+        }[type(aggregation).__name__]
+        clipped = ratio > 1 + high if advantage > 0 else ratio < 1 - low
+        bounded = (1 + high if advantage > 0 else 1 - low) if clipped else ratio
+        expected -= weight * bounded * advantage
+        if not clipped:
+            expected_gradient[row, tokens] = -weight * ratio * advantage / len(tokens)
+        if advantage:
+            cases.add((advantage > 0, ratio > 1, clipped))
+    assert cases >= {(True, True, True), (True, False, False), (False, False, True), (False, True, False)}
+    assert value.item() == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert torch.allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-8)
+
+
+def test_gspo_clips_whole_sequences_on_the_pessimistic_side_only() -> None:
+    """Single tokens are far outside the clip in every row; what counts is their geometric mean."""
+    ratios = torch.tensor([1.1, 1.1, 0.9, 0.9, 1.02, 0.98])  # of the sequence
+    spread = torch.tensor([[2.0, 0.5, 1.0]])
+    logprobs = torch.log(ratios.unsqueeze(1) * spread).requires_grad_(True)
+    anchor, ones = torch.zeros(6, 3), torch.ones(6, 3)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0]).unsqueeze(1).expand(6, 3)
+    choice = GSPO(clip_low=0.04, clip_high=0.05)
+    loss = choice.per_token(logprobs, anchor, advantages, ones)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert loss.shape == (6, 3)
+    assert torch.allclose(loss, torch.tensor([-1.05, 1.1, -0.9, 0.96, -1.02, 0.98]).unsqueeze(1))
+    # One gradient for all tokens of a sequence, and none where it is clipped.
+    assert torch.allclose(gradient, torch.tensor([0.0, 1.1, -0.9, 0.0, -1.02, 0.98]).unsqueeze(1), atol=1e-6)
+    clipped = choice.clipped(logprobs.detach(), anchor, advantages, ones)
+    assert torch.equal(clipped, torch.tensor([True, False, False, True, False, False]).unsqueeze(1).expand(6, 3))
+
+
+def test_gspo_reads_nothing_outside_the_mask() -> None:
+    """A forced token, whatever its log-probability, is as good as absent; a row without tokens is at ratio 1."""
+    choice = GSPO(clip_low=0.2, clip_high=0.3)
+    short = torch.tensor([[0.1, -0.05], [0.4, 0.3]])
+    advantages = torch.tensor([[1.0, 1.0], [1.0, 1.0]])
+    absent = choice.per_token(short, torch.zeros(2, 2), advantages, torch.ones(2, 2))
+    mask = torch.tensor([[1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    for junk in (-7.0, -300.0, -math.inf):
+        logprobs = torch.full((3, 4), junk)
+        logprobs[:2, [0, 2]] = short
+        logprobs.requires_grad_(True)
+        arguments = (torch.zeros(3, 4), torch.ones(3, 4), mask)
+        loss = choice.per_token(logprobs, *arguments)
+        (gradient,) = torch.autograd.grad((loss * mask).sum(), logprobs)
+        assert torch.equal(loss[:2, [0, 2]], absent)
+        assert torch.equal(loss[2], torch.tensor([-1.0] * 4))
+        assert torch.equal(gradient != 0, (mask > 0) & torch.tensor([[True], [False], [False]]))
+        assert choice.clipped(logprobs.detach(), *arguments)[:, 0].tolist() == [False, True, False]
+
+
+def test_gspo_stays_finite() -> None:
+    logprobs = torch.tensor([[-400.0, -400.0], [0.0, 0.0]], requires_grad=True)
+    anchor = torch.tensor([[0.0, 0.0], [-400.0, -400.0]])
+    loss = GSPO(3e-3, 5e-3).per_token(logprobs, anchor, torch.tensor([[1.0, 1.0], [-1.0, -1.0]]), torch.ones(2, 2))
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert loss.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+def test_gspo_says_what_its_ratio_is_and_which_aggregation_it_is_defined_with() -> None:
+    semantics = GSPO(clip_low=0.25, clip_high=0.5).semantics()
+    assert semantics["ratio"] == "sequence, length-normalised"
+    assert semantics["ratio_interval"] == [0.75, 1.5]
+    assert semantics["defined_with"] == "sample"
+    assert "length-weighted" in semantics["under_other_aggregations"]

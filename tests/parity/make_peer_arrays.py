@@ -86,6 +86,7 @@ class Rollouts:
 def make_rollouts() -> Rollouts:
     """Ratios spread over [0.25, 8], so that a cap at 5 bites as well as a clip at 0.8.
 
+    Those of whole sequences lie in [0.9, 2.7]: a clip to [0.95, 1.1] bites on either side, and not everywhere.
     Each rollout opens with 1.27, which is between the two upper clips in use, 1.26 and 1.28.
     Log-probabilities are multiples of 2**-10: float32 holds them exactly.
     """
@@ -296,6 +297,10 @@ def trl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
     def clip(loss_type: str, high: float) -> dict[str, Any]:
         return {"loss_type": loss_type, "epsilon_low": 0.2, "epsilon_high": high}
 
+    def sequence(loss_type: str, low: float, high: float) -> dict[str, Any]:
+        ratio = {"importance_sampling_level": "sequence"}
+        return {"loss_type": loss_type, "epsilon_low": low, "epsilon_high": high, **ratio}
+
     # `epsilon_high` of TRL's cispo is the absolute cap on the ratio.
     cap = {"loss_type": "cispo", "epsilon_high": 5.0}
     for high in (0.26, 0.28):
@@ -310,6 +315,12 @@ def trl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
     add("trl dapo 0.26 token forced", clip("dapo", 0.26), everything, forced=True)
     add("trl dapo 0.26 sample forced", clip("grpo", 0.26), everything, forced=True)
     add("trl cispo prompt forced", cap, everything, "prompt", forced=True)
+    # GSPO is loss type grpo; under dapo TRL warns that sequences weigh by length.
+    add("trl gspo 0.005 sample", sequence("grpo", 3e-3, 5e-3), everything)
+    add("trl gspo 0.1 sample", sequence("grpo", 0.05, 0.1), everything)
+    add("trl gspo 0.1 token", sequence("dapo", 0.05, 0.1), everything)
+    add("trl gspo 0.1 prompt", sequence("dapo", 0.05, 0.1), everything, "prompt")
+    add("trl gspo 0.1 sample forced", sequence("grpo", 0.05, 0.1), everything, forced=True)
     add("trl grpo from rewards", clip("grpo", 0.2), everything, scale_rewards="group")
     return entries
 
@@ -343,6 +354,12 @@ def verl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
     add("verl cispo sample", "cispo", "seq-mean-token-mean", cap)
     add("verl cispo token forced", "cispo", "token-mean", cap, forced=True)
     add("verl cispo sample forced", "cispo", "seq-mean-token-mean", cap, forced=True)
+    scalerl = {"clip_ratio_low": 3e-3, "clip_ratio_high": 5e-3}
+    wider = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}
+    add("verl gspo 0.005 sample", "gspo", "seq-mean-token-mean", scalerl)
+    add("verl gspo 0.1 sample", "gspo", "seq-mean-token-mean", wider)
+    add("verl gspo 0.1 token", "gspo", "token-mean", wider)
+    add("verl gspo 0.1 token forced", "gspo", "token-mean", wider, forced=True)
     add("verl dual clip token", "vanilla", "token-mean", clip | {"clip_ratio_c": 3.0})
     return entries
 

@@ -22,7 +22,7 @@ from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.correction import Behaviour
 from lightning_scalerl.credit import assemble
 from lightning_scalerl.filter import NoFilter, ZeroVariance
-from lightning_scalerl.loss import CISPO, DAPO, Loss
+from lightning_scalerl.loss import CISPO, DAPO, GSPO, Loss
 from lightning_scalerl.normalization import (
     BatchNormalization,
     NoNormalization,
@@ -30,6 +30,7 @@ from lightning_scalerl.normalization import (
     PromptNormalization,
 )
 from lightning_scalerl.rollout import Group, Prompt, Rollout
+from lightning_scalerl.truncated import KeepTruncated
 
 MAKER = Path(__file__).with_name("make_peer_arrays.py")
 STORED = json.loads(Path(__file__).with_name("peer_arrays.json").read_text())
@@ -45,6 +46,7 @@ def choices(loss: Loss, aggregation: Aggregation, **others: DesignChoice) -> Cho
         "filter": NoFilter(),
         "advantage": GroupAdvantage(),
         "normalization": NoNormalization(),
+        "truncated": KeepTruncated(),
         "correction": Behaviour(),
         "loss": loss,
         "aggregation": aggregation,
@@ -53,6 +55,7 @@ def choices(loss: Loss, aggregation: Aggregation, **others: DesignChoice) -> Cho
 
 
 DAPO_26, DAPO_28, CISPO_5 = DAPO(0.2, 0.26), DAPO(0.2, 0.28), CISPO(5.0)
+GSPO_005, GSPO_1 = GSPO(3e-3, 5e-3), GSPO(0.05, 0.1)
 TOKEN, SAMPLE, PROMPT = TokenAggregation(), SampleAggregation(), PromptAggregation()
 ZERO_VARIANCE = ZeroVariance()
 
@@ -71,6 +74,11 @@ SAME_LOSS = {
     "trl dapo 0.26 token forced": choices(DAPO_26, TOKEN),
     "trl dapo 0.26 sample forced": choices(DAPO_26, SAMPLE),
     "trl cispo prompt forced": choices(CISPO_5, PROMPT),
+    "trl gspo 0.005 sample": choices(GSPO_005, SAMPLE),
+    "trl gspo 0.1 sample": choices(GSPO_1, SAMPLE),
+    "trl gspo 0.1 token": choices(GSPO_1, TOKEN),
+    "trl gspo 0.1 prompt": choices(GSPO_1, PROMPT),
+    "trl gspo 0.1 sample forced": choices(GSPO_1, SAMPLE),
     # GRPO as TRL runs it, from rewards to loss.
     "trl grpo from rewards": choices(DAPO(0.2, 0.2), SAMPLE, normalization=PromptNormalization(1, 1e-4)),
     "verl dapo 0.28 token": choices(DAPO_28, TOKEN),
@@ -78,6 +86,12 @@ SAME_LOSS = {
     "verl cispo token": choices(CISPO_5, TOKEN),
     "verl cispo sample": choices(CISPO_5, SAMPLE),
     "verl cispo token forced": choices(CISPO_5, TOKEN),
+    # verl gives each token its own share of the gradient; ours and TRL's spread the sequence's. The same, as
+    # long as advantages are constant along a sequence.
+    "verl gspo 0.005 sample": choices(GSPO_005, SAMPLE),
+    "verl gspo 0.1 sample": choices(GSPO_1, SAMPLE),
+    "verl gspo 0.1 token": choices(GSPO_1, TOKEN),
+    "verl gspo 0.1 token forced": choices(GSPO_1, TOKEN),
 }
 OTHER_LOSS = {"verl cispo sample forced", "verl dual clip token"}
 
@@ -168,7 +182,9 @@ def test_no_other_loss_or_aggregation_would_pass(name: str) -> None:
     """The inputs reach every branch that tells the choices apart; else the parity above would say little."""
     right = SAME_LOSS[name]
     _, peer_gradient = theirs(name)
-    for loss in (DAPO_26, DAPO_28, DAPO(0.3, 0.26), CISPO_5, CISPO(4.0), CISPO(6.0), right["loss"]):
+    others = (DAPO_26, DAPO_28, DAPO(0.3, 0.26), CISPO_5, CISPO(4.0), CISPO(6.0))
+    sequences = (GSPO_005, GSPO_1, GSPO(0.2, 0.1), GSPO(0.05, 0.3))
+    for loss in (*others, *sequences, right["loss"]):
         for aggregation in (TOKEN, SAMPLE, PROMPT):
             if loss.same_as(right["loss"]) and aggregation.same_as(right["aggregation"]):
                 continue

@@ -1,0 +1,48 @@
+"""PipelineRL-k: generation never stops; weights change between two tokens of a rollout."""
+
+from __future__ import annotations
+
+from lightning_scalerl.async_mode.base import AsyncMode
+from lightning_scalerl.choice import ConfigurationError, whole_number
+
+KV_POLICIES = ("stale", "recompute")
+
+
+class Pipeline(AsyncMode):
+    """Generator and trainer run side by side; every update is published to the rollouts in flight.
+
+    A group may open while at most k * P groups more than the current step's are admitted, and the trainer waits
+    for a group whose oldest token would otherwise become more than k steps old.
+
+    Args:
+        k: the bound on staleness, in optimizer steps.
+        kv_on_update: "stale", rollouts in flight go on with the keys and values of earlier weights (as the paper
+            does), or "recompute", which prefills them again with the new ones.
+
+    Source: PipelineRL, arXiv 2509.19128; arXiv 2510.13786, section 2 (PipelineRL-8 in ScaleRL).
+    """
+
+    def __init__(self, k: int, kv_on_update: str) -> None:
+        self.k = whole_number("async_mode.k", k)
+        if kv_on_update not in KV_POLICIES:
+            raise ConfigurationError(f"async_mode.kv_on_update: {kv_on_update!r}; valid: {', '.join(KV_POLICIES)}")
+        self.kv_on_update = kv_on_update
+        self.recompute_kv = kv_on_update == "recompute"
+
+    @property
+    def max_staleness(self) -> int:
+        """k."""
+        return self.k
+
+    @property
+    def drains(self) -> bool:
+        """False."""
+        return False
+
+    def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
+        """Groups of the next k + 1 steps."""
+        return admission // groups_per_step <= completed_steps + self.k
+
+    def publishes(self, completed_steps: int) -> bool:
+        """After every step."""
+        return True

@@ -1,0 +1,90 @@
+"""What things cost on a virtual cluster: the times that the rollout stream's discrete-event clock runs on.
+
+One process on one core can neither overlap generation and training nor have 64 generators. So that an async
+mode's efficiency can show, and show deterministically, the stream computes *when* each event would happen on
+a cluster with these rates; which weights sample a token follows from that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_scalerl.choice import ConfigurationError, whole_number
+from lightning_scalerl.generator.base import StepReport
+from lightning_scalerl.rollout import TrainBatch
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Rates of one device of each kind, and how many there are. All times in seconds.
+
+    Args:
+        generator_devices: share the rollouts in flight evenly.
+        trainer_devices: share a batch evenly.
+        colocated: both kinds are the same devices, in turns; only for async modes that drain.
+        decode_s: one token step of a generator device, whatever it holds (reading the weights).
+        decode_rollout_s: more for each rollout it advances.
+        decode_context_s: more for each cached token those attend to.
+        prefill_token_s: each prompt (or recomputed) token, on one device.
+        train_s: one optimizer step, whatever the batch.
+        train_token_s: more for each token of the batch, on one device.
+        publish_s: generators stand still while new weights arrive.
+        source: where the rates come from.
+    """
+
+    generator_devices: int
+    trainer_devices: int
+    colocated: bool
+    decode_s: float
+    decode_rollout_s: float
+    decode_context_s: float
+    prefill_token_s: float
+    train_s: float
+    train_token_s: float
+    publish_s: float
+    source: str
+
+    def __post_init__(self) -> None:
+        whole_number("cost_model.generator_devices", self.generator_devices)
+        whole_number("cost_model.trainer_devices", self.trainer_devices)
+        for field, value in asdict(self).items():
+            if field.endswith("_s") and not (isinstance(value, int | float) and 0 <= value < float("inf")):
+                raise ConfigurationError(f"cost_model.{field}: {value!r} must be a number of seconds, 0 or more")
+        if not self.decode_s + self.decode_rollout_s > 0 or not self.train_s + self.train_token_s > 0:
+            raise ConfigurationError("cost_model: decoding and training must take time, or nothing could be late")
+        if self.colocated and self.generator_devices != self.trainer_devices:
+            raise ConfigurationError(
+                f"cost_model.colocated: generator_devices is {self.generator_devices} and trainer_devices "
+                f"{self.trainer_devices}; the same devices are as many"
+            )
+
+    @property
+    def devices(self) -> int:
+        """All that are paid for."""
+        return self.generator_devices if self.colocated else self.generator_devices + self.trainer_devices
+
+    def conflict(self, drains: bool) -> str | None:
+        """One line if the async mode cannot run on this cluster."""
+        if self.colocated and not drains:
+            return "cost_model.colocated: true, but the async mode never drains; devices cannot do both at once"
+        return None
+
+    def generator_step_s(self, report: StepReport) -> float:
+        """One token of everything in flight; the fullest device decides."""
+        share = math.ceil(report.decoded_tokens / self.generator_devices)
+        seconds = report.prefill_tokens * self.prefill_token_s / self.generator_devices
+        # A rollout's first token comes out of its prefill: a step without decoding is only that.
+        if share:
+            context = report.decoded_context / report.decoded_tokens
+            seconds += self.decode_s + share * (self.decode_rollout_s + context * self.decode_context_s)
+        return seconds
+
+    def train_step_s(self, batch: TrainBatch) -> float:
+        """One optimizer step over the tokens that carry credit."""
+        return self.train_s + float(batch.lengths.sum()) * self.train_token_s / self.trainer_devices
+
+    def semantics(self) -> dict[str, Any]:
+        """Every rate."""
+        return asdict(self)

@@ -1,0 +1,141 @@
+"""Axis `length_control`: what keeps completions from growing past their budget.
+
+`interruption` acts while a rollout is generated: if its thinking has not ended by a point drawn at random, a
+phrase that ends it is forced into the completion, token by token. Forced tokens were not sampled: they are in
+neither loss nor ratio. `penalty` acts on the reward of a correct rollout that comes close to the limit.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lightning_scalerl.choice import ConfigurationError, DesignChoice, whole_number
+from lightning_scalerl.rollout import Rollout
+
+
+def interruption_points(low: int, high: int, completions: int, random_key: tuple[int, ...]) -> tuple[int, ...]:
+    """Where each of a group's rollouts is interrupted: that many tokens of thinking, uniform in [low, high]."""
+    source = np.random.Generator(np.random.Philox(np.random.SeedSequence(random_key)))
+    return tuple(int(point) for point in source.integers(low, high, size=completions, endpoint=True))
+
+
+def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
+    """clip((limit - tokens) / buffer - 1, -1, 0): 0 up to limit - buffer tokens, -1 at the limit.
+
+    Source: arXiv 2510.13786, appendix (length penalty), after DAPO, arXiv 2503.14476, eq. 13.
+    """
+    return min(0.0, max(-1.0, (limit - tokens) / buffer - 1.0))
+
+
+class LengthControl(DesignChoice):
+    """Acts on rollouts as they are generated, or on their rewards."""
+
+    axis: ClassVar[str] = "length_control"
+    # The text that marks the end of thinking, and the one forced in; empty if nothing is forced.
+    end_of_thinking: str = ""
+    phrase: str = ""
+
+    def interrupt_at(self, completions: int, random_key: tuple[int, ...]) -> tuple[int, ...]:
+        """Tokens of thinking after which each rollout of a group is interrupted; empty for never."""
+        return ()
+
+    def reward(self, reward: float, correct: bool, tokens: int) -> float:
+        """The reward that is trained on, from the verifier's."""
+        return reward
+
+    def check_limit(self, max_new_tokens: int) -> str | None:
+        """One line if this control cannot act within the completion limit, else None."""
+        return None
+
+    @abstractmethod
+    def acts_on(self, rollout: Rollout, thinking_tokens: int) -> bool:
+        """Whether this control changed such a rollout, or would have: for the mechanism counter.
+
+        `thinking_tokens` are those before the end of thinking (all, if it never ended).
+        """
+
+
+class Interruption(LengthControl):
+    """Forced end of thinking at a random point.
+
+    Args:
+        low, high: the point is uniform in [low, high] tokens of thinking.
+        end_of_thinking: text that ends the thinking; a rollout that has produced it is left alone.
+        phrase: what is forced in; ends with `end_of_thinking`.
+
+    Source: arXiv 2510.13786, section 3 (10,000 to 12,000 tokens) and its appendix (wording).
+    """
+
+    def __init__(self, low: int, high: int, end_of_thinking: str, phrase: str) -> None:
+        self.low = whole_number("length_control.low", low)
+        self.high = whole_number("length_control.high", high)
+        if high < low:
+            raise ConfigurationError(f"length_control.high: {high!r} is below length_control.low, {low!r}")
+        if not end_of_thinking or not phrase.endswith(end_of_thinking):
+            raise ConfigurationError(
+                f"length_control.phrase: {phrase!r} must end with length_control.end_of_thinking, {end_of_thinking!r}"
+            )
+        self.end_of_thinking = end_of_thinking
+        self.phrase = phrase
+
+    def interrupt_at(self, completions: int, random_key: tuple[int, ...]) -> tuple[int, ...]:
+        """See `interruption_points`."""
+        return interruption_points(self.low, self.high, completions, random_key)
+
+    def check_limit(self, max_new_tokens: int) -> str | None:
+        """Thinking must end while an answer still fits."""
+        if self.high < max_new_tokens:
+            return None
+        return f"length_control.high: {self.high} must be below context.max_new_tokens, {max_new_tokens}"
+
+    def acts_on(self, rollout: Rollout, thinking_tokens: int) -> bool:
+        """Tokens were forced, or the thinking is longer than any point allows."""
+        return any(rollout.forced) or thinking_tokens > self.high
+
+    def semantics(self) -> dict[str, Any]:
+        """With what becomes of forced tokens."""
+        return {**super().semantics(), "forced_tokens": "in neither loss nor ratio", "evaluation": "not interrupted"}
+
+
+class Penalty(LengthControl):
+    """Soft length penalty on correct rollouts.
+
+    Args:
+        limit: the completion limit, in tokens (14,336 in the paper).
+        buffer: tokens before the limit over which the penalty grows to -1 (2,048 in the paper).
+    """
+
+    def __init__(self, limit: int, buffer: int) -> None:
+        self.limit = whole_number("length_control.limit", limit)
+        self.buffer = whole_number("length_control.buffer", buffer)
+        if buffer > limit:
+            raise ConfigurationError(f"length_control.buffer: {buffer!r} exceeds length_control.limit, {limit!r}")
+
+    def reward(self, reward: float, correct: bool, tokens: int) -> float:
+        """With `overlong_penalty` added, if correct."""
+        return reward + overlong_penalty(tokens, self.limit, self.buffer) if correct else reward
+
+    def acts_on(self, rollout: Rollout, thinking_tokens: int) -> bool:
+        """A correct rollout of a penalised length."""
+        return rollout.correct and overlong_penalty(len(rollout.tokens), self.limit, self.buffer) < 0
+
+
+class NoLengthControl(LengthControl):
+    """Completions run to their end or to the token limit."""
+
+    def acts_on(self, rollout: Rollout, thinking_tokens: int) -> bool:
+        """Never."""
+        return False
+
+
+def thinking_length(tokens: Sequence[int], end: Sequence[int]) -> int:
+    """Tokens before the first occurrence of `end`; all of them if it never occurs (or is empty)."""
+    if end:
+        for start in range(len(tokens) - len(end) + 1):
+            if list(tokens[start : start + len(end)]) == list(end):
+                return start
+    return len(tokens)

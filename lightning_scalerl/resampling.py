@@ -1,0 +1,47 @@
+"""Axis `resampling`: which prompts come back in later epochs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from lightning_scalerl.choice import ConfigurationError, DesignChoice
+
+
+class Resampling(DesignChoice):
+    """Decides from a prompt's history whether it is retired: it then never comes back."""
+
+    axis: ClassVar[str] = "resampling"
+
+    @abstractmethod
+    def retires(self, pass_rates: Sequence[float]) -> bool:
+        """Whether a prompt with these pass rates, one a group that was sampled of it, leaves the pool for good."""
+
+
+class NoPositiveResampling(Resampling):
+    """A prompt that a whole group has solved to `pass_rate` or more is retired.
+
+    Source: arXiv 2510.13786, section 3.2 (No-Positive-Resampling, 0.9).
+    """
+
+    def __init__(self, pass_rate: float) -> None:
+        if isinstance(pass_rate, bool) or not 0 < pass_rate <= 1:
+            raise ConfigurationError(f"resampling.pass_rate: {pass_rate!r} must be above 0 and at most 1")
+        self.pass_rate = pass_rate
+
+    def retires(self, pass_rates: Sequence[float]) -> bool:
+        """True once any one group has reached the pass rate."""
+        return any(rate >= self.pass_rate for rate in pass_rates)
+
+    def semantics(self) -> dict[str, Any]:
+        """With what the rate is taken over."""
+        return {**super().semantics(), "pass_rate_of": "one group", "retired": "for good"}
+
+
+class UniformResampling(Resampling):
+    """Every prompt in every epoch."""
+
+    def retires(self, pass_rates: Sequence[float]) -> bool:
+        """Never."""
+        return False

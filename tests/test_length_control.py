@@ -1,0 +1,176 @@
+"""Axis `length_control`: where thinking is interrupted, what length costs, and who acted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.length_control import (
+    Interruption,
+    LengthControl,
+    NoLengthControl,
+    Penalty,
+    interruption_points,
+    overlong_penalty,
+    thinking_length,
+)
+from lightning_scalerl.rollout import Rollout
+
+INTERRUPTION: dict[str, Any] = {"low": 10, "high": 12, "end_of_thinking": "</t>", "phrase": "time is up </t>"}
+# The paper's, in tokens: a limit of 14k, a buffer of 2k.
+LIMIT, BUFFER = 14336, 2048
+
+
+def rollout(tokens: int = 3, correct: bool = False, forced: tuple[int, ...] = ()) -> Rollout:
+    marks = [place in forced for place in range(tokens)]
+    return Rollout([1] * tokens, [0.0] * tokens, [0] * tokens, marks, "stop", float(correct), correct)
+
+
+def control(name: str) -> LengthControl:
+    return {"interruption": Interruption(**INTERRUPTION), "penalty": Penalty(20, 5), "none": NoLengthControl()}[name]
+
+
+@pytest.mark.parametrize("over", ["rollouts", "groups"])
+def test_points_are_uniform_with_both_ends(over: str) -> None:
+    """Within a group, and over groups whose keys differ in their number only."""
+    if over == "rollouts":
+        points = interruption_points(3, 7, 20_000, (0, 3, 5))
+    else:
+        points = tuple(interruption_points(3, 7, 1, (0, 3, key))[0] for key in range(5_000))
+    shares = {point: number / len(points) for point, number in Counter(points).items()}
+    # Five standard errors.
+    assert shares == {point: pytest.approx(0.2, abs=5 * (0.16 / len(points)) ** 0.5) for point in range(3, 8)}
+
+
+def test_points_follow_from_the_key() -> None:
+    keys = [(0, 3, 5), (0, 3, 6), (1, 3, 5), (0, 2, 5)]
+    points = [interruption_points(10_000, 12_000, 16, key) for key in keys]
+    assert points == [Interruption(10_000, 12_000, "t", "t").interrupt_at(16, key) for key in keys]
+    assert len(set(points)) == len(keys)
+    assert min(len(set(row)) for row in points) > 12
+
+
+@given(low=st.integers(1, 30), width=st.integers(0, 30), completions=st.integers(1, 40), key=st.integers(0, 99))
+def test_a_point_for_every_rollout_and_none_outside(low: int, width: int, completions: int, key: int) -> None:
+    points = interruption_points(low, low + width, completions, (key,))
+    assert len(points) == completions
+    assert all(type(point) is int and low <= point <= low + width for point in points)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"),
+    [
+        (1, 0.0),
+        (LIMIT - BUFFER, 0.0),
+        (LIMIT - BUFFER + 1, -1 / BUFFER),
+        (LIMIT - BUFFER // 2, -0.5),
+        (LIMIT - 1, -(BUFFER - 1) / BUFFER),
+        (LIMIT, -1.0),
+        (LIMIT + 1, -1.0),
+        (10 * LIMIT, -1.0),
+    ],
+)
+def test_penalty_at_its_corners(tokens: int, penalty: float) -> None:
+    assert overlong_penalty(tokens, LIMIT, BUFFER) == penalty
+    choice = Penalty(LIMIT, BUFFER)
+    assert choice.reward(1.0, True, tokens) == 1.0 + penalty
+    assert choice.reward(-1.0, False, tokens) == -1.0
+    assert choice.acts_on(rollout(tokens, correct=True), 0) is (penalty < 0)
+    assert not choice.acts_on(rollout(tokens, correct=False), tokens)
+
+
+@given(tokens=st.integers(1, 300), limit=st.integers(1, 200), part=st.floats(0.01, 1))
+def test_penalty_is_the_papers_formula(tokens: int, limit: int, part: float) -> None:
+    buffer = max(1, int(part * limit))
+    formula = float(np.clip((limit - tokens) / buffer - 1, -1, 0))
+    assert overlong_penalty(tokens, limit, buffer) == pytest.approx(formula, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["interruption", "none"])
+def test_only_the_penalty_touches_rewards_and_only_interruption_interrupts(name: str) -> None:
+    assert [control(name).reward(reward, True, 10**6) for reward in (-1.0, 0.3, 1.0)] == [-1.0, 0.3, 1.0]
+    assert Penalty(20, 5).interrupt_at(4, (0,)) == NoLengthControl().interrupt_at(4, (0,)) == ()
+    assert len(control("interruption").interrupt_at(4, (0,))) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "sampled", "thinking", "acted"),
+    [
+        ("interruption", rollout(30), 12, False),
+        ("interruption", rollout(30), 13, True),
+        ("interruption", rollout(30, correct=True), 5, False),
+        ("interruption", rollout(30, forced=(29,)), 5, True),
+        ("penalty", rollout(15, correct=True), 15, False),
+        ("penalty", rollout(16, correct=True), 0, True),
+        ("penalty", rollout(99, forced=(3,)), 99, False),
+        ("none", rollout(10**3, correct=True, forced=(1,)), 10**3, False),
+    ],
+)
+def test_who_acted(name: str, sampled: Rollout, thinking: int, acted: bool) -> None:
+    assert control(name).acts_on(sampled, thinking) is acted
+
+
+@given(tokens=st.lists(st.integers(0, 2), max_size=12), end=st.lists(st.integers(0, 2), max_size=4))
+def test_thinking_is_what_comes_before_the_first_end(tokens: list[int], end: list[int]) -> None:
+    """Against the search for a substring; few different tokens, so that half an end is common."""
+    text, mark = ("".join(map(str, part)) for part in (tokens, end))
+    found = text.find(mark) if mark else -1
+    assert thinking_length(tokens, end) == thinking_length(tuple(tokens), tuple(end))
+    assert thinking_length(tokens, end) == (len(tokens) if found < 0 else found)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"low": 0}, r"length_control\.low: 0 must be a whole number"),
+        ({"low": 10.0}, r"length_control\.low: 10\.0 must be"),
+        ({"high": True}, r"length_control\.high: True must be"),
+        ({"high": "12"}, r"length_control\.high: '12' must be"),
+        ({"high": 9}, r"length_control\.high: 9 is below length_control\.low, 10"),
+        ({"phrase": "time is up"}, r"length_control\.phrase: 'time is up' must end with .*'</t>'"),
+        ({"phrase": ""}, r"length_control\.phrase: '' must end with"),
+        ({"phrase": "</t> time is up"}, r"length_control\.phrase: "),
+        ({"phrase": None}, r"length_control\.phrase: None must end with"),
+        ({"phrase": "7", "end_of_thinking": 7}, r"length_control\.phrase: '7' must end with .*, 7"),
+        ({"end_of_thinking": ""}, r"length_control\.phrase: .* must end with length_control\.end_of_thinking, ''"),
+    ],
+)
+def test_bad_interruptions(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as error:
+        Interruption(**{**INTERRUPTION, **changed})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("limit", "buffer", "message"),
+    [
+        (0, 1, r"length_control\.limit: 0 must be a whole number"),
+        (20, 0, r"length_control\.buffer: 0 must be"),
+        (20, 2.5, r"length_control\.buffer: 2\.5 must be"),
+        (20, 21, r"length_control\.buffer: 21 exceeds length_control\.limit, 20"),
+    ],
+)
+def test_bad_penalties(limit: Any, buffer: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as error:
+        Penalty(limit, buffer)
+    assert "\n" not in str(error.value)
+
+
+def test_bounds_that_are_just_valid() -> None:
+    assert Interruption(**{**INTERRUPTION, "high": 10, "phrase": "</t>"}).interrupt_at(3, (0,)) == (10, 10, 10)
+    assert Penalty(20, 20).reward(1.0, True, 10) == 0.5
+
+
+@pytest.mark.parametrize(("max_new_tokens", "fits"), [(11, False), (12, False), (13, True), (10**6, True)])
+def test_an_interruption_leaves_room_for_an_answer(max_new_tokens: int, fits: bool) -> None:
+    problem = control("interruption").check_limit(max_new_tokens)
+    assert problem == (
+        None if fits else f"length_control.high: 12 must be below context.max_new_tokens, {max_new_tokens}"
+    )
+    assert control("penalty").check_limit(max_new_tokens) is control("none").check_limit(max_new_tokens) is None
