@@ -34,7 +34,7 @@ def test_the_demo_leaves_what_it_promises(tmp_path: Path) -> None:
     page = (output / "report.html").read_text()
     assert "<svg" in page and not re.search(r'(src|href)="https?://', page)
     rows = list(csv.DictReader((output / "ranking.csv").open()))
-    assert {row["recipe"] for row in rows} == {"scalerl_core", "scalerl_core+loss=dapo"}
+    assert {row["recipe"] for row in rows} == {"scalerl", "scalerl+loss=dapo"}
     assert {"recipe", "verdict", "A", "A_low", "A_high", "B", "C_mid", "p_best"} <= set(rows[0])
     from mlflow import MlflowClient
 
@@ -44,8 +44,8 @@ def test_the_demo_leaves_what_it_promises(tmp_path: Path) -> None:
     assert len(members) == 4
     assert {run.info.status for run in runs} == {"FINISHED"}
     assert {run.data.tags["recipe"] for run in runs if run.data.tags.get("kind") == "fit"} == {
-        "scalerl_core",
-        "scalerl_core+loss=dapo",
+        "scalerl",
+        "scalerl+loss=dapo",
     }
     # Nine evaluations a member, one of them at compute 0, where there is no logarithm to plot against.
     points = [client.get_metric_history(run.info.run_id, "eval/heldout/pass_rate") for run in members]
