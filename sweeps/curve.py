@@ -17,6 +17,13 @@ from sweeps.errors import UserError
 Array = NDArray[np.float64]
 
 DEVICE_HOURS, VIRTUAL_HOURS, FLOPS = "compute/device_hours", "compute/virtual_device_hours", "compute/flops"
+
+
+def default_axis(on_gpu: bool) -> str:
+    """The compute axis of a study: device hours on GPUs, virtual device hours on a CPU."""
+    return DEVICE_HOURS if on_gpu else VIRTUAL_HOURS
+
+
 UNITS = {DEVICE_HOURS: "device hours", VIRTUAL_HOURS: "virtual device hours", FLOPS: "FLOPs"}
 
 

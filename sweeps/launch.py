@@ -14,13 +14,16 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from sweeps.curve import default_axis
 from sweeps.errors import UserError
 from sweeps.executor import LocalExecutor, load_entry
 from sweeps.spec import RunSpec
 from sweeps.study import Observer, Progress, Study
 
-# What the charts of a running study show; `scalerl publish` takes the axis of the fits.
-COMPUTE_AXIS = "compute/flops"
+
+def gpu_here() -> bool:
+    """Whether this machine has an NVIDIA GPU: its members will train on it."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 class MemberFailedError(UserError):
@@ -60,7 +63,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             # MLflow is slow to import and optional.
             from sweeps.publish import TrackingObserver
 
-            observers.append(TrackingObserver(study, tracking, axis=COMPUTE_AXIS))
+            observers.append(TrackingObserver(study, tracking, axis=default_axis(gpu_here())))
         executor = LocalExecutor(
             self._entry, settings["launch"]["max_parallel"], settings["launch"]["threads"], self._preload
         )

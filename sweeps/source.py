@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sweeps.curve import DEVICE_HOURS, FLOPS, VIRTUAL_HOURS, Curve, make_curve
+from sweeps.curve import FLOPS, Curve, default_axis, make_curve
 from sweeps.errors import UserError
 from sweeps.journal import JournalError, JournalView, Record, find_runs, read_journal
 
@@ -242,9 +242,9 @@ def _seed_labels(views: Sequence[JournalView]) -> list[str]:
 
 
 def _default_axis(views: Sequence[JournalView]) -> str:
-    """Device hours on GPUs, virtual device hours on a CPU, FLOPs where there is no virtual clock."""
+    """That of the device, or FLOPs where not every run has it."""
     on_gpu = all(str(view.header.get("device", "")).startswith("cuda") for view in views)
-    for axis in ((DEVICE_HOURS,) if on_gpu else ()) + (VIRTUAL_HOURS, FLOPS):
+    for axis in (default_axis(on_gpu), FLOPS):
         if all(axis in record.metrics for view in views for record in view.of_kind("eval")):
             return axis
     found = sorted({k for v in views for r in v.of_kind("eval") for k in r.metrics if k.startswith("compute/")})
