@@ -56,9 +56,7 @@ def decode_rows(model: Any, rollouts: int) -> list[tuple[list[float], float]]:
 
 def prefill_s(model: Any, prompts: int) -> float:
     """Seconds of prefilling that many prompts."""
-    generator = TorchGenerator(
-        model, FP32, slots=prompts, max_prompt_tokens=16, max_new_tokens=1, stop_tokens=[]
-    )
+    generator = TorchGenerator(model, FP32, slots=prompts, max_prompt_tokens=16, max_new_tokens=1, stop_tokens=[])
     for key in range(prompts):
         generator.submit(GroupRequest(key, tuple(range(1, PROMPT_TOKENS + 1)), 1, (key,)))
     begin = time.perf_counter()

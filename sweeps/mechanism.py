@@ -1,4 +1,4 @@
-"""Did a choice act? The counters that training logs, read back from the journals."""
+"""Did a choice act, and did a run stay healthy? What training logs about it, read back from the journals."""
 
 from __future__ import annotations
 
@@ -35,4 +35,19 @@ def idle_variants(counters: Mapping[str, Mapping[str, float]]) -> list[str]:
             axis = part.partition("=")[0]
             if axes.get(axis) == 0:
                 notes.append(f"{recipe}: this variant changed nothing (mechanism/{axis} stayed at 0)")
+    return notes
+
+
+def truncation_alarms(runs: Sequence[JournalView]) -> list[str]:
+    """A warning for every run in which `alarm/truncated` rang: 10% (level 1) or 15% (level 2) of completions."""
+    notes = []
+    for view in runs:
+        rung = [(r.metrics.get("alarm/truncated", 0.0), r.step) for r in view.of_kind("train")]
+        steps = [step for level, step in rung if level]
+        if steps:
+            share = "15%" if max(level for level, _ in rung) > 1 else "10%"
+            notes.append(
+                f"{view.header.get('recipe')} seed {view.header.get('seed')}: {share} or more of the completions were "
+                f"truncated (first at step {steps[0]}, in {len(steps)} of {len(rung)} steps); such runs destabilise"
+            )
     return notes

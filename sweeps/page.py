@@ -11,7 +11,7 @@ from sweeps.curve import Curve
 from sweeps.figures import colours, inline_svg
 from sweeps.fit import Fit, Interval
 from sweeps.journal import JournalView
-from sweeps.mechanism import idle_variants, mechanism_counters
+from sweeps.mechanism import idle_variants, mechanism_counters, truncation_alarms
 from sweeps.rank import Ranking
 
 _CSS = """
@@ -51,7 +51,7 @@ def render(
 ) -> str:
     """The whole page; documents are the figures as SVG. The rest is as for `report.write_report`."""
     counters = mechanism_counters(runs)
-    notes = [*idle_variants(counters), *warnings]
+    notes = [*idle_variants(counters), *truncation_alarms(runs), *warnings]
     notes += [f"{fit.recipe}: {note}" for fit in fits for note in fit.warnings]
     points, seeds = sum(fit.n for fit in fits), sum(fit.seeds for fit in fits)
     outcome = "outcome undecided" if ranking.undecided else "outcome"

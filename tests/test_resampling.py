@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -49,9 +50,17 @@ def test_rates_are_not_pooled_over_groups() -> None:
     assert choice.retires([0.0] * 20 + [0.95])
 
 
-def test_retired_for_good() -> None:
-    """Also if groups of it that were in flight do badly, and however many epochs go by."""
-    source = source_of(4)
+class LastGroup(Resampling):
+    """A rule that changes its mind."""
+
+    def retires(self, pass_rates: Sequence[float]) -> bool:
+        return pass_rates[-1] >= 0.9
+
+
+@pytest.mark.parametrize("rule", [NoPositiveResampling(0.9), LastGroup()])
+def test_retired_for_good(rule: Resampling) -> None:
+    """Also if groups of it that were in flight do badly, whatever the rule says then, and however many epochs go by."""
+    source = source_of(4, rule)
     source.resolved("p2", 1.0)
     for _ in range(5):
         source.resolved("p2", 0.0)

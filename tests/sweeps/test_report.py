@@ -117,7 +117,9 @@ def test_journals_bring_counters_and_provenance(tmp_path: Path) -> None:
         data = curve(recipe, seeds=1)
         journal = Journal(tmp_path / recipe)
         journal.header(run=recipe, curve=recipe, recipe=recipe, seed=7, commit="abc<123>", versions={"torch": "2.13"})
-        journal.record("train", 1, {"mechanism/loss": 0.0, "mechanism/kl": 0.5})
+        journal.record("train", 1, {"mechanism/loss": 0.0, "mechanism/kl": 0.5, "alarm/truncated": 0.0})
+        if recipe == "scalerl":
+            journal.record("train", 2, {"mechanism/loss": 0.0, "mechanism/kl": 0.5, "alarm/truncated": 2.0})
         for step, (c, r) in enumerate(zip(data.compute, data.reward, strict=True)):
             journal.record("eval", step, {"eval/heldout/pass_rate": r, "compute/flops": c})
         journal.close()
@@ -125,6 +127,8 @@ def test_journals_bring_counters_and_provenance(tmp_path: Path) -> None:
     text, _ = report(tmp_path / "out", *study.curves, runs=study.runs)
     Page(text)
     assert "scalerl+loss=dapo: this variant changed nothing" in text
+    assert "scalerl seed 7: 15% or more of the completions were truncated (first at step 2, in 1 of 2 steps)" in text
+    assert "scalerl+loss=dapo seed 7" not in text
     assert "abc&lt;123&gt;" in text and "2.13" in text and "Did the choices act?" in text
 
 
