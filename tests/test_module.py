@@ -13,15 +13,18 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
 from lightning_scalerl.aggregation import SampleAggregation, TokenAggregation
-from lightning_scalerl.async_mode import OnPolicy, PPOOffPolicy
+from lightning_scalerl.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint
 from lightning_scalerl.filter import NoFilter
-from lightning_scalerl.loss import CISPO, DAPO
+from lightning_scalerl.length_control import NoLengthControl, Penalty
+from lightning_scalerl.loss import CISPO, DAPO, GSPO
 from lightning_scalerl.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.policy import load_model
 from lightning_scalerl.precision import Precision
+from lightning_scalerl.resampling import UniformResampling
 from lightning_scalerl.rollout_stream import RewardError
+from lightning_scalerl.truncated import KeepTruncated
 from sweeps.journal import read_journal
 from tests.helpers import SMALL, CountingTask, fit
 
@@ -195,6 +198,74 @@ def test_mechanism_counter_sees_each_variant_act(tiny_model_path: str, axis: str
     assert keep.of(f"mechanism/{axis}")[-1] > 0
 
 
+REVERTED = [
+    ("async_mode", PPOOffPolicy(k=3)),
+    ("async_mode", OnPolicy()),
+    ("async_mode", Pipeline(3, "recompute")),
+    ("length_control", Penalty(limit=9, buffer=8)),
+    ("length_control", NoLengthControl()),
+    ("truncated", KeepTruncated()),
+    ("resampling", UniformResampling()),
+    ("precision", Precision("bf16", False, False)),
+    ("loss", GSPO(clip_low=3e-3, clip_high=5e-3)),
+]
+
+
+@pytest.mark.parametrize(("axis", "choice"), REVERTED, ids=lambda value: str(type(value).__name__))
+def test_mechanism_counter_sees_each_reverted_choice_of_scalerl_act(
+    tiny_model_path: str, axis: str, choice: Any
+) -> None:
+    keep = Keep()
+    # A low bar, so that a small pool would have lost some prompts by its second epoch; a large one for the others.
+    overrides = ["resampling.pass_rate=0.5"] if axis == "resampling" else []
+    task = CountingTask(11 if axis == "resampling" else 60)
+    fit(tiny_model_path, steps=8, callbacks=[choice, keep], recipe="scalerl", overrides=overrides, task=task)
+    share = keep.of(f"mechanism/{axis}")[-1]
+    assert 0 < share <= 1
+    assert sum(key.startswith("mechanism/") for key in keep.records[-1][2]) == 1
+
+
+def test_pipeline_swaps_weights_within_rollouts_and_stays_within_its_bound(tiny_model_path: str) -> None:
+    keep = Keep()
+    fit(tiny_model_path, steps=12, callbacks=[keep], recipe="scalerl", overrides=["generator.slots=20"])
+    assert max(keep.of("train/staleness_in_flight_max")) > 0
+    assert 0 < max(keep.of("train/staleness_max")) <= 3
+    hours = keep.of("compute/virtual_device_hours")
+    assert hours == sorted(hours) and hours[0] > 0
+    for party in ("trainer", "generator"):
+        assert all(0 <= share <= 1 for share in keep.of(f"virtual/{party}_idle"))
+
+
+def test_virtual_time_decides_which_weights_sample(tiny_model_path: str, tmp_path: Path) -> None:
+    """The cost model is science: another one, another curve. Draining modes only change their clock."""
+    curves = {}
+    for recipe in ("scalerl", "scalerl_core"):
+        for trainers in (1, 4):
+            keep = Keep()
+            overrides = [f"cost_model.trainer_devices={trainers}"]
+            fit(tiny_model_path, steps=6, callbacks=[keep], recipe=recipe, overrides=overrides)
+            curves[recipe, trainers] = keep.of("train/loss")
+    assert curves["scalerl", 1] != curves["scalerl", 4]
+    assert curves["scalerl_core", 1] == curves["scalerl_core", 4]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        (["cost_model.colocated=true", "cost_model.trainer_devices=1"], "the async mode never drains"),
+        (["cost_model.colocated=true"], "the same devices are as many"),
+        (["thinking.interrupt_to=9"], r"length_control\.high: 9 must be below context\.max_new_tokens, 9"),
+        (["async_mode.kv_on_update=fresh"], r"async_mode\.kv_on_update: 'fresh'; valid: stale, recompute"),
+        (["resampling.pass_rate=0"], r"resampling\.pass_rate: 0"),
+        (["thinking.phrase=stop"], r"length_control\.phrase: 'stop' must end with"),
+        (["cost_model.decode_s=-1"], r"cost_model\.decode_s: -1"),
+    ],
+)
+def test_contradictions_stop_before_any_compute(tiny_model_path: str, overrides: list[str], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        fit(tiny_model_path, recipe="scalerl", overrides=overrides)
+
+
 def test_mechanism_counter_of_a_filter(tiny_model_path: str) -> None:
     """Acts where a group has no variance, and only there."""
 
@@ -226,13 +297,28 @@ def test_a_batch_without_variance_is_a_step_without_gradient(tiny_model_path: st
     assert keep.of("train/loss") == [0, 0, 0]
 
 
-@pytest.mark.parametrize("mode", [OnPolicy(), PPOOffPolicy(k=3)], ids=["on_policy", "ppo_off_policy"])
+RESUMED = {
+    "on_policy": ("scalerl_core", OnPolicy()),
+    "ppo_off_policy": ("scalerl_core", PPOOffPolicy(k=3)),
+    "pipeline_stale": ("scalerl", Pipeline(3, "stale")),
+    "pipeline_recompute": ("scalerl", Pipeline(3, "recompute")),
+}
+
+
+@pytest.mark.parametrize("mode", RESUMED)
 @pytest.mark.parametrize("stop", [1, 2, 3, 5])
-def test_resume_is_exact(tiny_model_path: str, tmp_path: Path, mode: Any, stop: int) -> None:
+def test_resume_is_exact(tiny_model_path: str, tmp_path: Path, mode: str, stop: int) -> None:
     """Invariant 5: stop after any step, go on in a new module, get the same journal and weights, bit for bit."""
-    whole = fit(tiny_model_path, tmp_path / "whole", steps=6, callbacks=[mode], checkpoint_every=1)
-    fit(tiny_model_path, tmp_path / "parts", steps=stop, callbacks=[mode], checkpoint_every=1)
-    parts = fit(tiny_model_path, tmp_path / "parts", steps=6, callbacks=[mode], checkpoint_every=1, resume=True)
+    recipe, choice = RESUMED[mode]
+
+    def run(name: str, steps: int, **options: Any) -> ScaleRL:
+        return fit(
+            tiny_model_path, tmp_path / name, steps, callbacks=[choice], checkpoint_every=1, recipe=recipe, **options
+        )
+
+    whole = run("whole", 6)
+    run("parts", stop)
+    parts = run("parts", 6, resume=True)
     one, two = read_journal(tmp_path / "whole"), read_journal(tmp_path / "parts")
     steps = {0, 2, 4, 6}  # the last step of the first part was evaluated too
     assert [r for r in one.deterministic() if r[0] == "train"] == [r for r in two.deterministic() if r[0] == "train"]
