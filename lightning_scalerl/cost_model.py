@@ -50,10 +50,14 @@ class CostModel:
         whole_number("cost_model.generator_devices", self.generator_devices)
         whole_number("cost_model.trainer_devices", self.trainer_devices)
         for field, value in asdict(self).items():
-            if field.endswith("_s") and not (isinstance(value, int | float) and 0 <= value < float("inf")):
+            if field.endswith("_s") and (
+                isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf")
+            ):
                 raise ConfigurationError(f"cost_model.{field}: {value!r} must be a number of seconds, 0 or more")
         if not self.decode_s + self.decode_rollout_s > 0 or not self.train_s + self.train_token_s > 0:
             raise ConfigurationError("cost_model: decoding and training must take time, or nothing could be late")
+        if not isinstance(self.colocated, bool):
+            raise ConfigurationError(f"cost_model.colocated: {self.colocated!r} must be true or false")
         if self.colocated and self.generator_devices != self.trainer_devices:
             raise ConfigurationError(
                 f"cost_model.colocated: generator_devices is {self.generator_devices} and trainer_devices "

@@ -47,15 +47,18 @@ class LengthControl(DesignChoice):
         """The reward that is trained on, from the verifier's."""
         return reward
 
-    def check_limit(self, max_new_tokens: int) -> str | None:
-        """One line if this control cannot act within the completion limit, else None."""
+    def check_limit(self, max_new_tokens: int, phrase_tokens: int = 1) -> str | None:
+        """One line if this control cannot act within the completion limit, else None.
+
+        `phrase_tokens` is the length of its phrase, where a tokenizer is at hand.
+        """
         return None
 
     @abstractmethod
     def acts_on(self, rollout: Rollout, thinking_tokens: int) -> bool:
         """Whether this control changed such a rollout, or would have: for the mechanism counter.
 
-        `thinking_tokens` are those before the end of thinking (all, if it never ended).
+        `thinking_tokens` are those up to the end of thinking and with it (all, if it never ended).
         """
 
 
@@ -75,7 +78,8 @@ class Interruption(LengthControl):
         self.high = whole_number("length_control.high", high)
         if high < low:
             raise ConfigurationError(f"length_control.high: {high!r} is below length_control.low, {low!r}")
-        if not end_of_thinking or not phrase.endswith(end_of_thinking):
+        texts = isinstance(phrase, str) and isinstance(end_of_thinking, str)
+        if not texts or not end_of_thinking or not phrase.endswith(end_of_thinking):
             raise ConfigurationError(
                 f"length_control.phrase: {phrase!r} must end with length_control.end_of_thinking, {end_of_thinking!r}"
             )
@@ -86,11 +90,14 @@ class Interruption(LengthControl):
         """See `interruption_points`."""
         return interruption_points(self.low, self.high, completions, random_key)
 
-    def check_limit(self, max_new_tokens: int) -> str | None:
-        """Thinking must end while an answer still fits."""
-        if self.high < max_new_tokens:
+    def check_limit(self, max_new_tokens: int, phrase_tokens: int = 1) -> str | None:
+        """The phrase must fit in whole."""
+        if self.high + phrase_tokens <= max_new_tokens:
             return None
-        return f"length_control.high: {self.high} must be below context.max_new_tokens, {max_new_tokens}"
+        return (
+            f"length_control.high: {self.high} and a phrase of {phrase_tokens} tokens must fit into "
+            f"context.max_new_tokens, {max_new_tokens}"
+        )
 
     def acts_on(self, rollout: Rollout, thinking_tokens: int) -> bool:
         """Tokens were forced, or the thinking is longer than any point allows."""
@@ -133,9 +140,9 @@ class NoLengthControl(LengthControl):
 
 
 def thinking_length(tokens: Sequence[int], end: Sequence[int]) -> int:
-    """Tokens before the first occurrence of `end`; all of them if it never occurs (or is empty)."""
+    """Tokens up to the first `end` and with it; all of them if it never occurs (or is empty)."""
     if end:
         for start in range(len(tokens) - len(end) + 1):
             if list(tokens[start : start + len(end)]) == list(end):
-                return start
+                return start + len(end)
     return len(tokens)

@@ -210,6 +210,10 @@ class ScaleRL(LightningModule):
     def new_generator(self) -> Generator:
         """A generator with a copy of the current weights."""
         control = self.choices["length_control"]
+        phrase = self.encode(control.phrase) if control.phrase else []
+        problem = control.check_limit(self.recipe.context.max_new_tokens, len(phrase))
+        if problem:
+            raise ConfigurationError(problem)
         return self.recipe.generator(
             model=self.policy.model,
             precision=self.choices["precision"],
@@ -217,7 +221,7 @@ class ScaleRL(LightningModule):
             max_new_tokens=self.recipe.context.max_new_tokens,
             stop_tokens=[self.tokenizer.eos_token_id],
             temperature=self.recipe.context.temperature,
-            phrase=self.encode(control.phrase) if control.phrase else (),
+            phrase=phrase,
             end_of_thinking=self.encode(control.end_of_thinking) if control.end_of_thinking else (),
         )
 

@@ -26,7 +26,7 @@ class NoPositiveResampling(Resampling):
     """
 
     def __init__(self, pass_rate: float) -> None:
-        if isinstance(pass_rate, bool) or not 0 < pass_rate <= 1:
+        if isinstance(pass_rate, bool) or not isinstance(pass_rate, int | float) or not 0 < pass_rate <= 1:
             raise ConfigurationError(f"resampling.pass_rate: {pass_rate!r} must be above 0 and at most 1")
         self.pass_rate = pass_rate
 

@@ -12,6 +12,8 @@ log = logging.getLogger(__name__)
 ALARM_SHARE = 0.10
 UNSTABLE_SHARE = 0.15
 WINDOW_STEPS = 16
+# A mean that is 15% may come out a little below it.
+ROUNDING = 1e-9
 
 
 class TruncationAlarm:
@@ -29,7 +31,7 @@ class TruncationAlarm:
         self._shares.append(truncated)
         mean = sum(self._shares) / len(self._shares)
         full = len(self._shares) == WINDOW_STEPS
-        level = (mean >= ALARM_SHARE) + (mean >= UNSTABLE_SHARE) if full else 0
+        level = sum(mean >= share - ROUNDING for share in (ALARM_SHARE, UNSTABLE_SHARE)) if full else 0
         if level > self._level:
             log.warning(
                 "step %d: %.0f%% of the completions of the last %d steps were truncated (alarm from %.0f%%): "

@@ -117,12 +117,12 @@ def test_who_acted(name: str, sampled: Rollout, thinking: int, acted: bool) -> N
 
 
 @given(tokens=st.lists(st.integers(0, 2), max_size=12), end=st.lists(st.integers(0, 2), max_size=4))
-def test_thinking_is_what_comes_before_the_first_end(tokens: list[int], end: list[int]) -> None:
+def test_thinking_goes_up_to_the_first_end(tokens: list[int], end: list[int]) -> None:
     """Against the search for a substring; few different tokens, so that half an end is common."""
     text, mark = ("".join(map(str, part)) for part in (tokens, end))
     found = text.find(mark) if mark else -1
     assert thinking_length(tokens, end) == thinking_length(tuple(tokens), tuple(end))
-    assert thinking_length(tokens, end) == (len(tokens) if found < 0 else found)
+    assert thinking_length(tokens, end) == (len(tokens) if found < 0 else found + len(end))
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,8 @@ def test_bounds_that_are_just_valid() -> None:
 def test_an_interruption_leaves_room_for_an_answer(max_new_tokens: int, fits: bool) -> None:
     problem = control("interruption").check_limit(max_new_tokens)
     assert problem == (
-        None if fits else f"length_control.high: 12 must be below context.max_new_tokens, {max_new_tokens}"
+        None
+        if fits
+        else f"length_control.high: 12 and a phrase of 1 tokens must fit into context.max_new_tokens, {max_new_tokens}"
     )
     assert control("penalty").check_limit(max_new_tokens) is control("none").check_limit(max_new_tokens) is None
