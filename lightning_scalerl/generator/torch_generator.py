@@ -93,19 +93,19 @@ class _SlotCache(Cache):  # type: ignore[misc]
         self.position = position
         self.width = int(position.max()) + 1
 
-    def fill(self, row: int, keys_values: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Put a prompt's keys and values (heads, tokens, head size), a pair a layer, into a row."""
+    def fill(self, rows: slice, keys_values: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Put a sequence's keys and values (heads, tokens, head size), a pair a layer, into rows."""
         for layer, (keys, values) in zip(self.layers, keys_values, strict=True):
             if not layer.is_initialized:
                 layer.lazy_initialization(keys.unsqueeze(0), values.unsqueeze(0))
-            layer.keys[row, :, : keys.shape[1]] = keys
-            layer.values[row, :, : values.shape[1]] = values
+            layer.keys[rows, :, : keys.shape[1]] = keys
+            layer.values[rows, :, : values.shape[1]] = values
 
-    def move(self, source: int, target: int) -> None:
-        """Copy a row over another."""
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy rows over others."""
         for layer in self.layers:
-            layer.keys[target] = layer.keys[source]
-            layer.values[target] = layer.values[source]
+            layer.keys[targets] = layer.keys[sources]
+            layer.values[targets] = layer.values[sources]
 
 
 @dataclass
@@ -316,18 +316,21 @@ class TorchGenerator:
                 used, seen = self._prefill()
                 tokens, context = tokens + used, context + seen
             entry = self._prefilled[0]
-            slot = len(self._occupants)
-            self._occupants.append(_Slot(entry.request, entry.started))
-            self._cache.fill(slot, entry.keys_values)
-            self._count[slot] = 0
-            self._prompt_length[slot] = len(entry.request.prompt_tokens)
-            self._uniform[slot] = entry.uniform[entry.started]
-            asked = entry.request.interrupt_at
-            self._interrupt_at[slot] = asked[entry.started] if asked else NEVER
-            self._phrase_next[slot] = NOT_FORCING
-            logits.append(entry.logits)
-            entry.started += 1
-            if entry.started == entry.request.completions:
+            request, started = entry.request, entry.started
+            first = len(self._occupants)
+            number = min(self._slots - first, request.completions - started)
+            rows = slice(first, first + number)
+            self._occupants += [_Slot(request, index) for index in range(started, started + number)]
+            self._cache.fill(rows, entry.keys_values)
+            self._count[rows] = 0
+            self._prompt_length[rows] = len(request.prompt_tokens)
+            self._uniform[rows] = entry.uniform[started : started + number]
+            asked = request.interrupt_at[started : started + number]
+            self._interrupt_at[rows] = torch.tensor(asked, device=self.device) if asked else NEVER
+            self._phrase_next[rows] = NOT_FORCING
+            logits += [entry.logits] * number
+            entry.started += number
+            if entry.started == request.completions:
                 self._prefilled.popleft()
         return logits, tokens, context
 
@@ -350,7 +353,7 @@ class TorchGenerator:
             ]
             _, caches, computed = self._encode(sequences)
             for slot, keys_values in zip(slots, caches, strict=True):
-                self._cache.fill(slot, keys_values)
+                self._cache.fill(slice(slot, slot + 1), keys_values)
             self._owed = [owed + more for owed, more in zip(self._owed, computed, strict=True)]
 
     def _encode(
@@ -382,32 +385,36 @@ class TorchGenerator:
         return torch.from_numpy(source.random((request.completions, self.max_new_tokens))).to(self.device)
 
     def _release(self, ended: list[int], stopped: Tensor) -> list[FinishedRollout]:
-        """Take ended rollouts out; the last active slot moves into each hole, highest hole first."""
+        """Take ended rollouts out; the last of the others move into the holes, so that active slots stay first."""
+        if not ended:
+            return []
+        rows = torch.tensor(ended, device=self.device)
+        columns = (self._tokens, self._logprobs, self._versions, self._forced, self._count)
         finished = []
-        for slot in ended:
-            occupant = self._occupants[slot]
-            length = int(self._count[slot])
-            finished.append(
-                FinishedRollout(
-                    key=occupant.request.key,
-                    index=occupant.index,
-                    rollout=Rollout(
-                        tokens=self._tokens[slot, :length].tolist(),
-                        generator_logprobs=self._logprobs[slot, :length].tolist(),
-                        weight_versions=self._versions[slot, :length].tolist(),
-                        forced=self._forced[slot, :length].tolist(),
-                        finish_reason="stop" if bool(stopped[slot]) else "length",
-                    ),
-                )
+        for slot, stop, tokens, logprobs, versions, forced, length in zip(
+            ended, stopped[rows].tolist(), *(column[rows].tolist() for column in columns), strict=True
+        ):
+            rollout = Rollout(
+                tokens=tokens[:length],
+                generator_logprobs=logprobs[:length],
+                weight_versions=versions[:length],
+                forced=forced[:length],
+                finish_reason="stop" if stop else "length",
             )
-        for slot in reversed(ended):
-            last = len(self._occupants) - 1
-            if slot != last:
-                self._occupants[slot] = self._occupants[last]
-                self._cache.move(last, slot)
-                for buffer in self._buffers():
-                    buffer[slot] = buffer[last]
-            self._occupants.pop()
+            occupant = self._occupants[slot]
+            finished.append(FinishedRollout(occupant.request.key, occupant.index, rollout))
+        left = len(self._occupants) - len(ended)
+        gone = set(ended)
+        holes = [slot for slot in ended if slot < left]
+        movers = [slot for slot in range(left, len(self._occupants)) if slot not in gone]
+        if holes:
+            sources, targets = torch.tensor(movers, device=self.device), torch.tensor(holes, device=self.device)
+            self._cache.move(sources, targets)
+            for buffer in self._buffers():
+                buffer[targets] = buffer[sources]
+            for source, target in zip(movers, holes, strict=True):
+                self._occupants[target] = self._occupants[source]
+        del self._occupants[left:]
         return finished
 
     def _buffers(self) -> tuple[Tensor, ...]:
