@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from sweeps.curve import Curve
+from sweeps.curve import UNITS, VIRTUAL_HOURS, Curve
 from sweeps.fit import fit_curves
 from sweeps.journal import find_runs, read_journal
 from sweeps.mechanism import mechanism_counters
@@ -77,12 +77,15 @@ def recipe_by_command(source: Path, *options: str) -> dict[str, Any]:
 def controls(seeds: str) -> list[tuple[str, str]]:
     """Learning rate 0, and a window that ends just before the bend; neither may have a named asymptote."""
     name = f"forecast_control_{seeds.replace(',', '_')}"
-    still = run_study(name, "variant=none", f"seed={seeds}", "optimizer.lr=0", "budget.steps=240")
+    still = run_study(name, "variant=none", f"seed={seeds}", "optimizer.lr=0", "budget.steps=160")
     study = Path("outputs") / study_name(seeds)
     cut = 0.9 * recipe_by_command(study)["C_mid"]["value"]
     verdicts = [
         ("learning rate 0", recipe_by_command(still)["verdict"]),
-        (f"cut at 0.9 C_mid ({cut:.3g} FLOPs)", recipe_by_command(study, "--max-compute", str(cut))["verdict"]),
+        (
+            f"cut at 0.9 C_mid ({cut:.3g} {UNITS[VIRTUAL_HOURS]})",
+            recipe_by_command(study, "--max-compute", str(cut))["verdict"],
+        ),
     ]
     assert all(verdict != "identifiable" for _, verdict in verdicts), verdicts
     return verdicts

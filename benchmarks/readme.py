@@ -11,6 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
+from sweeps.curve import UNITS
 from sweeps.source import load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +47,8 @@ def describe(study: Path) -> list[str]:
     head = loaded.runs[0].header
     return [
         f"{len(loaded.runs)} runs of {len(loaded.curves)} recipes, a model of {head['parameters']:,} parameters on one "
-        f"CPU core each. `{recipe.recipe}` goes from a held-out pass rate of {' and '.join(ends)}. C_mid is in FLOPs; "
+        f"CPU core each. `{recipe.recipe}` goes from a held-out pass rate of {' and '.join(ends)}. C_mid is in "
+        f"{UNITS[recipe.axis]}; "
         "intervals are 95%, within these runs. Written by `benchmarks/readme.py` from `make demo`.",
     ]
 
