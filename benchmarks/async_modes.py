@@ -1,7 +1,8 @@
 """Pipeline, PPO-off-policy and on-policy on virtual time: idle shares, staleness, curves, and what is fitted to them.
 
-Runs (or adopts) `experiment=async_modes` through the public command, fits every mode over virtual device hours,
-and writes the table and figure of docs/async_modes.md between its marks; the words there are ours.
+Runs (or adopts) `experiment=async_modes` through the public command, and some of its modes on two other clusters;
+fits every mode over virtual device hours; and writes tables and figure of docs/async_modes.md between its marks.
+The words there are ours.
 
     python benchmarks/async_modes.py --seeds 0,1,2
 """
@@ -9,6 +10,7 @@ and writes the table and figure of docs/async_modes.md between its marks; the wo
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from sweeps.figures import curves_figure, png
 from sweeps.fit import Fit, Interval, fit_curves
 from sweeps.journal import JournalView
 from sweeps.rank import Ranking, rank
-from sweeps.source import load
+from sweeps.source import LoadedStudy, load
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "async_modes.md"
@@ -30,12 +32,56 @@ BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
 # A pass rate that all modes pass on the steep part of the curve: efficiency without a model of it.
 REACHED = 0.6
+# The same number of devices, but shared in turns; and a cluster whose trainer is the bottleneck. Two seeds each.
+OTHERS = (
+    (
+        "### Four devices that generate and train in turns",
+        "async_colocated",
+        (
+            "cost_model.colocated=true",
+            "cost_model.generator_devices=4",
+            "cost_model.trainer_devices=4",
+            "variant=async_mode_on_policy,async_mode_ppo_off_policy",
+        ),
+    ),
+    (
+        "### One generator, one trainer",
+        "async_one_trainer",
+        (
+            "cost_model.trainer_devices=1",
+            "variant=none,async_mode_pipeline_4,async_mode_pipeline_1,async_mode_ppo_off_policy",
+        ),
+    ),
+)
 
 
 def mode_of(recipe: str) -> str:
     """`scalerl` is PipelineRL-8; variants name theirs."""
     name = recipe.partition("+async_mode=")[2] or "pipeline_8"
     return name if name[-1].isdigit() or name == "on_policy" else f"{name}_8"
+
+
+def study(name: str, seeds: str, *overrides: str) -> LoadedStudy:
+    """Run (or adopt) a study and read it over virtual device hours."""
+    command = [SCALERL, "train", "--multirun", f"study={name}", f"seed={seeds}", *overrides]
+    subprocess.run(command, check=True, cwd=ROOT)
+    return over(name, VIRTUAL_HOURS)
+
+
+def over(name: str, axis: str) -> LoadedStudy:
+    """A study's curves over an axis, named and sorted by mode."""
+    loaded = load([ROOT / "outputs" / name], x=axis)
+    curves = [dataclasses.replace(curve, recipe=mode_of(curve.recipe)) for curve in loaded.curves]
+    return dataclasses.replace(loaded, curves=sorted(curves, key=lambda curve: curve.recipe))
+
+
+def distinct(curves: list[Curve]) -> list[Curve]:
+    """Without modes that are one run under two names: ranked twice, they would share their chances."""
+    kept: list[Curve] = []
+    for curve in curves:
+        if not any(np.array_equal(curve.reward, other.reward) for other in kept):
+            kept.append(curve)
+    return kept
 
 
 def last(view: JournalView, metric: str) -> float:
@@ -69,15 +115,15 @@ def shown(interval: Interval | None, form: str) -> str:
     return f"{format(interval.value, form)} ({low} to {high})"
 
 
-def scheduling(curves: list[Curve], runs: list[JournalView]) -> list[str]:
+def scheduling(loaded: LoadedStudy) -> list[str]:
     """What the schedule does, before any curve is fitted."""
     lines = [
         "| mode | virtual device hours | trainer idle | generator idle | staleness: mean (in flight + queued) | p95 "
         f"| max | hours to a pass rate of {REACHED} | pass rate at the end |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for curve in curves:
-        mine = [view for view in runs if view.header["recipe"] == curve.recipe]
+    for curve in loaded.curves:
+        mine = [view for view in loaded.runs if mode_of(str(view.header["recipe"])) == curve.recipe]
 
         def mean(metric: str, mine: list[JournalView] = mine) -> float:
             return float(np.mean([over_run(view, metric) for view in mine]))
@@ -85,7 +131,7 @@ def scheduling(curves: list[Curve], runs: list[JournalView]) -> list[str]:
         ends = [curve.reward[curve.seed == seed][-3:].mean() for seed in sorted(set(curve.seed))]
         reached = hours_to(curve, REACHED)
         cells = [
-            mode_of(curve.recipe),
+            curve.recipe,
             f"{np.mean([last(view, VIRTUAL_HOURS) for view in mine]):.4f}",
             f"{np.mean([last(view, 'virtual/trainer_idle') for view in mine]):.0%}",
             f"{np.mean([last(view, 'virtual/generator_idle') for view in mine]):.0%}",
@@ -107,7 +153,7 @@ def fitted(fits: list[Fit], ranking: Ranking) -> list[str]:
     at_shared = {entry.recipe: entry.B_at_shared_A for entry in ranking.ranking}
     for fit in fits:
         cells = [shown(fit.A, ".3f"), shown(fit.B, ".2f"), shown(fit.C_mid, ".3g")]
-        cells = [mode_of(fit.curve.recipe), fit.verdict, *cells, shown(at_shared[fit.curve.recipe], ".2f")]
+        cells = [fit.recipe, fit.verdict, *cells, shown(at_shared[fit.recipe], ".2f")]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, "", f"Ranking: {ranking.sentence}."]
 
@@ -117,18 +163,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
     seeds = parser.parse_args().seeds
-    subprocess.run([SCALERL, "train", "--multirun", "experiment=async_modes", f"seed={seeds}"], check=True)
-    lines = []
+    lines = ["### One generator, three trainers (`cost_model=cpu`)", ""]
+    measured = study("async_modes", seeds, "experiment=async_modes")
+    lines += [*scheduling(measured), ""]
     for axis, unit in ((VIRTUAL_HOURS, "virtual device hours"), (FLOPS, "FLOPs")):
-        study = load(["outputs/async_modes"], x=axis)
-        curves = sorted(study.curves, key=lambda curve: mode_of(curve.recipe))
+        curves = distinct(over("async_modes", axis).curves)
         fits = list(fit_curves(curves))
         ranking = rank(fits)
         if axis == VIRTUAL_HOURS:
-            lines += [*scheduling(curves, study.runs), ""]
             FIGURE.write_bytes(png(curves_figure(curves, fits, ranking)))
-        lines += [f"Fitted over {unit}:", "", *fitted(fits, ranking), ""]
-    lines += [f"![curves over virtual device hours]({FIGURE.name})"]
+        lines += [f"Fitted over {unit}, each distinct run once:", "", *fitted(fits, ranking), ""]
+    lines += [f"![curves over virtual device hours]({FIGURE.name})", ""]
+    for title, name, overrides in OTHERS:
+        lines += [title, "", *scheduling(study(name, "0,1", *overrides)), ""]
     head = f"Written by `python benchmarks/async_modes.py --seeds {seeds}`."
     section = "\n".join([BEGIN, head, "", *lines, END])
     text = PAGE.read_text()

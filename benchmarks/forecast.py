@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from sweeps.curve import UNITS, VIRTUAL_HOURS, Curve
+from sweeps.curve import UNITS, Curve
 from sweeps.fit import fit_curves
 from sweeps.journal import find_runs, read_journal
 from sweeps.mechanism import mechanism_counters
@@ -79,11 +79,12 @@ def controls(seeds: str) -> list[tuple[str, str]]:
     name = f"forecast_control_{seeds.replace(',', '_')}"
     still = run_study(name, "variant=none", f"seed={seeds}", "optimizer.lr=0", "budget.steps=160")
     study = Path("outputs") / study_name(seeds)
-    cut = 0.9 * recipe_by_command(study)["C_mid"]["value"]
+    fit = recipe_by_command(study)
+    cut = 0.9 * fit["C_mid"]["value"]
     verdicts = [
         ("learning rate 0", recipe_by_command(still)["verdict"]),
         (
-            f"cut at 0.9 C_mid ({cut:.3g} {UNITS[VIRTUAL_HOURS]})",
+            f"cut at 0.9 C_mid ({cut:.3g} {UNITS[fit['compute_axis']]})",
             recipe_by_command(study, "--max-compute", str(cut))["verdict"],
         ),
     ]

@@ -1,8 +1,8 @@
 """A design choice is a Lightning callback that names its axis.
 
 Each axis module derives one abstract class from `DesignChoice` that declares the axis's one method, and thin
-classes that carry the pure functions beside them. `collect_choices` decides which instance holds each axis of
-a run and refuses two on one axis and pairs that make no sense, before any compute is spent.
+classes that carry the pure functions beside them. `by_axis` refuses two on one axis and `check_conflicts` pairs
+that make no sense, before any compute is spent.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class CostModel:
         decode_context_s: more for each cached token those attend to.
         prefill_token_s: each prompt (or recomputed) token, on one device.
         train_s: one optimizer step, whatever the batch.
-        train_token_s: more for each token of the batch, on one device.
+        train_token_s: more for each token (prompt and completion) of the rollouts that carry credit, on one device.
         publish_s: generators stand still while new weights arrive.
         source: where the rates come from.
     """

@@ -8,7 +8,7 @@ neither loss nor ratio. `penalty` acts on the reward of a correct rollout that c
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -55,11 +55,8 @@ class LengthControl(DesignChoice):
         return None
 
     @abstractmethod
-    def acts_on(self, rollout: Rollout, thinking_tokens: int) -> bool:
-        """Whether this control changed such a rollout, or would have: for the mechanism counter.
-
-        `thinking_tokens` are those up to the end of thinking and with it (all, if it never ended).
-        """
+    def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
+        """Whether this control changed such a rollout, or surely would have: for the mechanism counter."""
 
 
 class Interruption(LengthControl):
@@ -67,7 +64,7 @@ class Interruption(LengthControl):
 
     Args:
         low, high: the point is uniform in [low, high] tokens of thinking.
-        end_of_thinking: text that ends the thinking; a rollout that has produced it is left alone.
+        end_of_thinking: text that ends the thinking; a rollout whose text holds it by then is left alone.
         phrase: what is forced in; ends with `end_of_thinking`.
 
     Source: arXiv 2510.13786, section 3 (10,000 to 12,000 tokens) and its appendix (wording).
@@ -91,17 +88,19 @@ class Interruption(LengthControl):
         return interruption_points(self.low, self.high, completions, random_key)
 
     def check_limit(self, max_new_tokens: int, phrase_tokens: int = 1) -> str | None:
-        """The phrase must fit in whole."""
-        if self.high + phrase_tokens <= max_new_tokens:
+        """After the phrase an answer must still fit."""
+        if self.high + phrase_tokens < max_new_tokens:
             return None
         return (
-            f"length_control.high: {self.high} and a phrase of {phrase_tokens} tokens must fit into "
+            f"length_control.high: {self.high} and a phrase of {phrase_tokens} tokens must leave room for an answer in "
             f"context.max_new_tokens, {max_new_tokens}"
         )
 
-    def acts_on(self, rollout: Rollout, thinking_tokens: int) -> bool:
-        """Tokens were forced, or the thinking is longer than any point allows."""
-        return any(rollout.forced) or thinking_tokens > self.high
+    def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
+        """Tokens were forced, or it went on past the last point without having ended its thinking."""
+        if len(rollout.tokens) <= self.high:
+            return any(rollout.forced)
+        return any(rollout.forced) or self.end_of_thinking not in decode(rollout.tokens[: self.high])
 
     def semantics(self) -> dict[str, Any]:
         """With what becomes of forced tokens."""
@@ -126,7 +125,7 @@ class Penalty(LengthControl):
         """With `overlong_penalty` added, if correct."""
         return reward + overlong_penalty(tokens, self.limit, self.buffer) if correct else reward
 
-    def acts_on(self, rollout: Rollout, thinking_tokens: int) -> bool:
+    def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
         """A correct rollout of a penalised length."""
         return rollout.correct and overlong_penalty(len(rollout.tokens), self.limit, self.buffer) < 0
 
@@ -134,15 +133,6 @@ class Penalty(LengthControl):
 class NoLengthControl(LengthControl):
     """Completions run to their end or to the token limit."""
 
-    def acts_on(self, rollout: Rollout, thinking_tokens: int) -> bool:
+    def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
         """Never."""
         return False
-
-
-def thinking_length(tokens: Sequence[int], end: Sequence[int]) -> int:
-    """Tokens up to the first `end` and with it; all of them if it never occurs (or is empty)."""
-    if end:
-        for start in range(len(tokens) - len(end) + 1):
-            if list(tokens[start : start + len(end)]) == list(end):
-                return start + len(end)
-    return len(tokens)

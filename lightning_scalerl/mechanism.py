@@ -8,6 +8,7 @@ of the recipe's own choice on the same batch. For the others a named event:
 - async_mode: the two modes' rules decide differently about the next admission or about publishing these weights;
   or, if they differ in the KV cache only, weights changed within a rollout of the batch.
 - length_control: one of the two controls acted on a rollout of the batch, or would have.
+- allocation: a group of the batch has another size.
 - resampling: a prompt is retired that the other would not have retired, or one is in the batch that it would have.
 """
 
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.credit import assemble, loss_weights
-from lightning_scalerl.length_control import thinking_length
 from lightning_scalerl.policy import Policy
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.rollout_stream import RolloutStream
@@ -77,8 +77,8 @@ class MechanismCounters:
         other = {**self._choices, axis: self._recipe[axis]}
         twin = assemble(batch.groups, other, self._stream.max_new_tokens).to(trainer_logprobs.device)
         logprobs = twin.generator_logprobs.clone()
-        # Rollouts that only the recipe's choice would have kept have no trainer log-probability; what the
-        # generator recorded stands in. Both keep what carries credit, so the stand-in has no weight.
+        # Rollouts that only the recipe's choice would have kept have no trainer log-probability; what the generator
+        # recorded stands in, a ratio of 1: exact enough to see that they would have weighed something.
         place = {int(row): number for number, row in enumerate(batch.row)}
         shared = [(number, place[int(row)]) for number, row in enumerate(twin.row) if int(row) in place]
         if shared:
@@ -111,27 +111,22 @@ class MechanismCounters:
 
     def _length_control_differs(self, batch: TrainBatch) -> bool:
         for control in (self._choices["length_control"], self._recipe["length_control"]):
-            end = self._stream.encode(control.end_of_thinking) if control.end_of_thinking else []
-            for group in batch.groups:
-                for rollout in group.rollouts:
-                    if control.acts_on(rollout, thinking_length(rollout.tokens, end)):
-                        return True
+            if any(
+                control.acts_on(rollout, self._stream.decode) for group in batch.groups for rollout in group.rollouts
+            ):
+                return True
         return False
 
     def _resampling_differs(self, batch: TrainBatch) -> bool:
         ours, theirs, prompts = self._choices["resampling"], self._recipe["resampling"], self._stream.prompts
         if any(ours.retires(rates) and not theirs.retires(rates) for rates in prompts.histories()):
             return True
-        # The last rate is (at most) this batch's own; what came before it decided whether the prompt came back.
-        earlier = [prompts.history(group.prompt.prompt_id)[:-1] for group in batch.groups]
-        return any(theirs.retires(rates) and not ours.retires(rates) for rates in earlier)
+        return any(theirs.retires(group.history) and not ours.retires(group.history) for group in batch.groups)
 
     def _allocation_differs(self, batch: TrainBatch) -> bool:
         theirs, stream = self._recipe["allocation"], self._stream
-        earlier = [stream.prompts.history(group.prompt.prompt_id)[:-1] for group in batch.groups]
         return any(
-            len(group.rollouts) != theirs.completions(stream.completions, rates)
-            for group, rates in zip(batch.groups, earlier, strict=True)
+            len(group.rollouts) != theirs.completions(stream.completions, group.history) for group in batch.groups
         )
 
     def state_dict(self) -> dict[str, Any]:

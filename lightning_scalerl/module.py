@@ -222,7 +222,7 @@ class ScaleRL(LightningModule):
             stop_tokens=[self.tokenizer.eos_token_id],
             temperature=self.recipe.context.temperature,
             phrase=phrase,
-            end_of_thinking=self.encode(control.end_of_thinking) if control.end_of_thinking else (),
+            thinking_ended=lambda tokens: control.end_of_thinking in self.tokenizer.decode(tokens),
         )
 
     def _weights(self) -> dict[str, Tensor]:
@@ -237,9 +237,9 @@ class ScaleRL(LightningModule):
     # --- state -------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """The clock of the compute meter starts; a resumed generator that was up to date gets the weights."""
-        if self.generator.in_flight == 0 and self.generator.version == self.completed_steps:
-            self.generator.publish(self._weights(), self.completed_steps)
+        """The clock of the compute meter starts; the generator of a fresh run gets the weights as they are now."""
+        if self.completed_steps == 0:
+            self.generator.publish(self._weights(), 0)
         self.meter.start()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

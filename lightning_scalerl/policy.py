@@ -179,8 +179,11 @@ class GeneratorPolicy:
     def load_weights(self, state: dict[str, Any]) -> None:
         """Put back what `weights` gave."""
         self.model.load_state_dict(state["model"])
-        self._head_weight = state["head_weight"]
-        self._head_bias = state["head_bias"]
+        # A checkpoint is read to the CPU.
+        device = next(self.model.parameters()).device
+        self._head_weight, self._head_bias = (
+            None if state[name] is None else state[name].to(device) for name in ("head_weight", "head_bias")
+        )
 
     @torch.no_grad()
     def hidden(self, **inputs: Any) -> Tensor:

@@ -60,7 +60,7 @@ class PromptSource:
         Raises:
             PoolExhaustedError: none is left.
         """
-        if len(self._retired) == len(self._pool):
+        if self.exhausted:
             raise PoolExhaustedError(
                 f"resampling: all {len(self._pool)} prompts of the pool are retired, nothing is left to train on; "
                 "use a larger or harder pool, or resampling=uniform"
@@ -89,6 +89,11 @@ class PromptSource:
     def histories(self) -> Iterable[Sequence[float]]:
         """Of all prompts that have one."""
         return self._history.values()
+
+    @property
+    def exhausted(self) -> bool:
+        """No prompt is left."""
+        return len(self._retired) == len(self._pool)
 
     @property
     def retired(self) -> int:

@@ -56,13 +56,15 @@ class Rollout:
 class Group:
     """All rollouts of one prompt: admitted together, rewarded and credited together.
 
-    `admission` counts groups in order of admission (from 0) and is unique within a run.
+    `admission` counts groups in order of admission (from 0) and is unique within a run. `history` holds the pass
+    rates of the prompt's groups that were complete when this one was admitted.
     """
 
     admission: int
     prompt: Prompt
     prompt_tokens: list[int]
     rollouts: list[Rollout]
+    history: tuple[float, ...] = ()
 
     @property
     def rewards(self) -> Tensor:

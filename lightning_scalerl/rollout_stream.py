@@ -8,7 +8,7 @@ differ only in their admission and publish rules; the staleness rule of DESIGN.m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -69,6 +69,7 @@ class _OpenGroup:
     prompt_tokens: list[int]
     version: int  # of the weights at admission: no token of the group can be older
     rollouts: list[Rollout | None]
+    history: tuple[float, ...]  # pass rates of the prompt's earlier groups, as known at admission
 
 
 @dataclass
@@ -110,11 +111,6 @@ class RolloutStream:
     _decoded: StepReport | None = None  # what the generator has in hand at `generator_until_s`
     _open: dict[int, _OpenGroup] = field(default_factory=dict)
     _ready: list[Group] = field(default_factory=list)
-
-    def __iter__(self) -> Iterator[TrainBatch]:
-        """Batches without end."""
-        while True:
-            yield self.next_batch()
 
     def next_batch(self) -> TrainBatch:
         """Run both parties until the trainer is free and its next batch is due, and hand that out.
@@ -186,15 +182,18 @@ class RolloutStream:
         self._emit("decode", self._decoded)
 
     def _admit(self) -> None:
-        """Open groups while the mode allows it and they would start at once: a group that waits only grows old."""
+        """Open groups while the mode allows it and a slot is free: a group that waits for one only grows old."""
         mode, length_control = self.choices["async_mode"], self.choices["length_control"]
         done = self.completed_steps - self._training
-        while self.generator.free > 0 and mode.may_admit(self.admitted, done, self.groups_per_step):
+        while self.generator.free_slots and mode.may_admit(self.admitted, done, self.groups_per_step):
+            if self.prompts.exhausted and (self._open or len(self._ready) >= self.groups_per_step):
+                break  # what was sampled can still be trained
             prompt = self.prompts.next()
             tokens = self.encode(prompt.text)
             key = self.admitted
-            count = self.choices["allocation"].completions(self.completions, self.prompts.history(prompt.prompt_id))
-            self._open[key] = _OpenGroup(prompt, tokens, self.generator.version, [None] * count)
+            history = tuple(self.prompts.history(prompt.prompt_id))
+            count = self.choices["allocation"].completions(self.completions, history)
+            self._open[key] = _OpenGroup(prompt, tokens, self.generator.version, [None] * count, history)
             self.generator.submit(
                 GroupRequest(
                     key=key,
@@ -217,7 +216,7 @@ class RolloutStream:
         rollouts = [rollout for rollout in group.rollouts if rollout is not None]
         if len(rollouts) == len(group.rollouts):
             del self._open[finished.key]
-            complete = Group(finished.key, group.prompt, group.prompt_tokens, rollouts)
+            complete = Group(finished.key, group.prompt, group.prompt_tokens, rollouts, group.history)
             self._ready.append(complete)
             self.prompts.resolved(group.prompt.prompt_id, complete.pass_rate)
         self._emit("finish")
@@ -234,7 +233,8 @@ class RolloutStream:
         mode = self.choices["async_mode"]
         if mode.drains:
             done = self.completed_steps - self._training
-            return not self._open and not mode.may_admit(self.admitted, done, self.groups_per_step)
+            more = mode.may_admit(self.admitted, done, self.groups_per_step) and not self.prompts.exhausted
+            return not self._open and not more
         left = sorted(group.oldest_version for group in self._ready)[self.groups_per_step :]
         left = sorted(left + [group.version for group in self._open.values()])
         spare = mode.max_staleness - self.completed_steps
@@ -250,16 +250,21 @@ class RolloutStream:
         """The virtual compute axis at the end of the last step, and the share of time each party was idle.
 
         The trainer's share is up to the end of that step, the generator's up to its beginning: what it did
-        meanwhile has not been computed yet. Time in which weights arrive counts as idle.
+        meanwhile has not been computed yet. Time in which weights arrive counts as idle. Devices that do both in turns
+        are idle when they do neither.
         """
         clock = self.clock
         end_s = max(clock.now_s, clock.trainer_until_s)
         to_come_s = min(clock.generator_step_s, max(0.0, clock.generator_until_s - clock.now_s))
         generated_s = clock.generator_busy_s - to_come_s
+        trained = clock.trainer_busy_s / end_s if end_s else 1.0
+        generated = generated_s / clock.now_s if clock.now_s else 1.0
+        if self.cost_model.colocated and end_s:
+            trained = generated = (clock.trainer_busy_s + generated_s) / end_s
         return {
             "compute/virtual_device_hours": self.cost_model.devices * end_s / 3600.0,
-            "virtual/trainer_idle": 1.0 - clock.trainer_busy_s / end_s if end_s else 0.0,
-            "virtual/generator_idle": 1.0 - generated_s / clock.now_s if clock.now_s else 0.0,
+            "virtual/trainer_idle": 1.0 - trained,
+            "virtual/generator_idle": 1.0 - generated,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -274,6 +279,7 @@ class RolloutStream:
                 key: {
                     "prompt_id": group.prompt.prompt_id,
                     "version": group.version,
+                    "history": list(group.history),
                     "rollouts": [None if rollout is None else asdict(rollout) for rollout in group.rollouts],
                 }
                 for key, group in self._open.items()
@@ -281,6 +287,7 @@ class RolloutStream:
             "ready": [
                 {
                     "admission": group.admission,
+                    "history": list(group.history),
                     "prompt_id": group.prompt.prompt_id,
                     "rollouts": [asdict(rollout) for rollout in group.rollouts],
                 }
@@ -299,12 +306,15 @@ class RolloutStream:
         for key, entry in state["open"].items():
             prompt = self.prompts.by_id(entry["prompt_id"])
             rollouts = [None if rollout is None else Rollout(**rollout) for rollout in entry["rollouts"]]
-            self._open[key] = _OpenGroup(prompt, self.encode(prompt.text), entry["version"], rollouts)
+            self._open[key] = _OpenGroup(
+                prompt, self.encode(prompt.text), entry["version"], rollouts, tuple(entry["history"])
+            )
         self._ready = []
         for entry in state["ready"]:
             prompt = self.prompts.by_id(entry["prompt_id"])
             rollouts_done = [Rollout(**rollout) for rollout in entry["rollouts"]]
-            self._ready.append(Group(entry["admission"], prompt, self.encode(prompt.text), rollouts_done))
+            history = tuple(entry["history"])
+            self._ready.append(Group(entry["admission"], prompt, self.encode(prompt.text), rollouts_done, history))
 
 
 def _report_from(state: dict[str, Any]) -> StepReport:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.prompts import PoolExhaustedError
 from lightning_scalerl.recipe import conf_dir, explain
 from lightning_scalerl.rollout_stream import RewardError
 from sweeps.errors import UserError
@@ -27,7 +28,7 @@ def main() -> None:
         _hydra_main()
         for overrides in _single_runs:
             _train(overrides)
-    except (ConfigurationError, UserError, RewardError) as error:
+    except (ConfigurationError, UserError, RewardError, PoolExhaustedError) as error:
         sys.exit(_complain(str(error)))
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(_complain(explain(error)))

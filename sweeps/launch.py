@@ -6,6 +6,7 @@ sweep has finished is adopted; the rest goes on from its checkpoints.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from sweeps.study import Observer, Progress, Study
 
 
 def gpu_here() -> bool:
-    """Whether this machine has an NVIDIA GPU: its members will train on it."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+    """Whether members started here will find an NVIDIA GPU, and so train on it."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 class MemberFailedError(UserError):

@@ -29,7 +29,7 @@ TINY = (
     "batch.completions=2",
     "generator.slots=3",
     "thinking.interrupt_from=1",
-    "thinking.interrupt_to=2",
+    "thinking.interrupt_to=1",
     "precision=fp32",
 )
 # With the completion limit: no more events than MAX_EVENTS, and in the pipelines weights change within a rollout.

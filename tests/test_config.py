@@ -68,7 +68,9 @@ def test_a_variant_changes_one_choice_and_says_which(recipe: str, variant: str) 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_plans(experiment: str) -> None:
-    files = [OmegaConf.load(CONF / "experiment" / f"{name}.yaml") for name in ("leave_one_out", experiment)]
+    own = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml")
+    inherited = [name for name in own.get("defaults", []) if name != "_self_"]  # type: ignore[union-attr]
+    files = [*(OmegaConf.load(CONF / "experiment" / f"{name}.yaml") for name in inherited), own]
     variants = OmegaConf.merge(*files).hydra.sweeper.params.variant.split(",")  # type: ignore[union-attr]
     assert set(variants) <= {"none", *VARIANTS}
     specs = plan([[f"experiment={experiment}", f"variant={v}", f"seed={s}", *QUICK] for v in variants for s in (0, 1)])

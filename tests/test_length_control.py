@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -18,7 +19,6 @@ from lightning_scalerl.length_control import (
     Penalty,
     interruption_points,
     overlong_penalty,
-    thinking_length,
 )
 from lightning_scalerl.rollout import Rollout
 
@@ -30,6 +30,10 @@ LIMIT, BUFFER = 14336, 2048
 def rollout(tokens: int = 3, correct: bool = False, forced: tuple[int, ...] = ()) -> Rollout:
     marks = [place in forced for place in range(tokens)]
     return Rollout([1] * tokens, [0.0] * tokens, [0] * tokens, marks, "stop", float(correct), correct)
+
+
+def decode(tokens: list[int]) -> str:
+    return "".join("</t>" if token == 2 else "x" for token in tokens)
 
 
 def control(name: str) -> LengthControl:
@@ -81,8 +85,8 @@ def test_penalty_at_its_corners(tokens: int, penalty: float) -> None:
     choice = Penalty(LIMIT, BUFFER)
     assert choice.reward(1.0, True, tokens) == 1.0 + penalty
     assert choice.reward(-1.0, False, tokens) == -1.0
-    assert choice.acts_on(rollout(tokens, correct=True), 0) is (penalty < 0)
-    assert not choice.acts_on(rollout(tokens, correct=False), tokens)
+    assert choice.acts_on(rollout(tokens, correct=True), decode) is (penalty < 0)
+    assert not choice.acts_on(rollout(tokens, correct=False), decode)
 
 
 @given(tokens=st.integers(1, 300), limit=st.integers(1, 200), part=st.floats(0.01, 1))
@@ -100,29 +104,24 @@ def test_only_the_penalty_touches_rewards_and_only_interruption_interrupts(name:
 
 
 @pytest.mark.parametrize(
-    ("name", "sampled", "thinking", "acted"),
+    ("name", "sampled", "end_at", "acted"),
     [
-        ("interruption", rollout(30), 12, False),
-        ("interruption", rollout(30), 13, True),
+        ("interruption", rollout(30), 11, False),  # the end is the twelfth token: in time for every point
+        ("interruption", rollout(30), 12, True),
+        ("interruption", rollout(30), None, True),
+        ("interruption", rollout(12), None, False),  # it stopped by itself
         ("interruption", rollout(30, correct=True), 5, False),
         ("interruption", rollout(30, forced=(29,)), 5, True),
-        ("penalty", rollout(15, correct=True), 15, False),
+        ("interruption", rollout(9, forced=(8,)), 8, True),
+        ("penalty", rollout(15, correct=True), None, False),
         ("penalty", rollout(16, correct=True), 0, True),
-        ("penalty", rollout(99, forced=(3,)), 99, False),
-        ("none", rollout(10**3, correct=True, forced=(1,)), 10**3, False),
+        ("penalty", rollout(99, forced=(3,)), None, False),
+        ("none", rollout(10**3, correct=True, forced=(1,)), None, False),
     ],
 )
-def test_who_acted(name: str, sampled: Rollout, thinking: int, acted: bool) -> None:
-    assert control(name).acts_on(sampled, thinking) is acted
-
-
-@given(tokens=st.lists(st.integers(0, 2), max_size=12), end=st.lists(st.integers(0, 2), max_size=4))
-def test_thinking_goes_up_to_the_first_end(tokens: list[int], end: list[int]) -> None:
-    """Against the search for a substring; few different tokens, so that half an end is common."""
-    text, mark = ("".join(map(str, part)) for part in (tokens, end))
-    found = text.find(mark) if mark else -1
-    assert thinking_length(tokens, end) == thinking_length(tuple(tokens), tuple(end))
-    assert thinking_length(tokens, end) == (len(tokens) if found < 0 else found + len(end))
+def test_who_acted(name: str, sampled: Rollout, end_at: int | None, acted: bool) -> None:
+    sampled = dataclasses.replace(sampled, tokens=[2 if t == end_at else 1 for t in range(len(sampled.tokens))])
+    assert control(name).acts_on(sampled, decode) is acted
 
 
 @pytest.mark.parametrize(
@@ -167,12 +166,13 @@ def test_bounds_that_are_just_valid() -> None:
     assert Penalty(20, 20).reward(1.0, True, 10) == 0.5
 
 
-@pytest.mark.parametrize(("max_new_tokens", "fits"), [(11, False), (12, False), (13, True), (10**6, True)])
+@pytest.mark.parametrize(("max_new_tokens", "fits"), [(12, False), (13, False), (14, True), (10**6, True)])
 def test_an_interruption_leaves_room_for_an_answer(max_new_tokens: int, fits: bool) -> None:
     problem = control("interruption").check_limit(max_new_tokens)
     assert problem == (
         None
         if fits
-        else f"length_control.high: 12 and a phrase of 1 tokens must fit into context.max_new_tokens, {max_new_tokens}"
+        else f"length_control.high: 12 and a phrase of 1 tokens must leave room for an answer in "
+        f"context.max_new_tokens, {max_new_tokens}"
     )
     assert control("penalty").check_limit(max_new_tokens) is control("none").check_limit(max_new_tokens) is None

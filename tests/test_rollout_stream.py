@@ -22,9 +22,9 @@ from lightning_scalerl.generator.base import GroupRequest
 from lightning_scalerl.generator.scripted import Script, ScriptedGenerator
 from lightning_scalerl.length_control import NoLengthControl
 from lightning_scalerl.normalization import NoNormalization
-from lightning_scalerl.prompts import PromptSource
+from lightning_scalerl.prompts import PoolExhaustedError, PromptSource
 from lightning_scalerl.resampling import NoPositiveResampling, Resampling, UniformResampling
-from lightning_scalerl.rollout_stream import Event, RewardError, RolloutStream
+from lightning_scalerl.rollout_stream import Event, RewardError, RolloutStream, SchedulerStuckError
 from lightning_scalerl.truncated import KeepTruncated
 from tests.helpers import CountingTask
 
@@ -132,7 +132,8 @@ def test_staleness_bounded_nothing_lost_nothing_stuck(
     stream.prompts.resolved = lambda prompt_id, rate: resolved.append(prompt_id)  # type: ignore[method-assign]
     steps = 12
     seen: list[int] = []
-    for step, batch in enumerate(train(stream, steps)):
+    batches = train(stream, steps)
+    for step, batch in enumerate(batches):
         for group in batch.groups:
             assert step - group.oldest_version <= mode.max_staleness
             assert all(versions == sorted(versions) for versions in (r.weight_versions for r in group.rollouts))
@@ -141,7 +142,8 @@ def test_staleness_bounded_nothing_lost_nothing_stuck(
     # Every admission is trained, ready or open, each once: nothing is dropped, nothing is seen twice.
     waiting = [group.admission for group in stream._ready]
     assert sorted([*seen, *waiting, *stream._open]) == list(range(stream.admitted))
-    assert len(resolved) == len(seen) + len(waiting)
+    complete = [group.prompt.prompt_id for batch in batches for group in batch.groups]
+    assert sorted(resolved) == sorted(complete + [group.prompt.prompt_id for group in stream._ready])
     # Nothing waits for ever: what was admitted early enough has been trained.
     overdue = max(0, steps - 1 - mode.max_staleness) * groups
     assert set(range(overdue if not mode.drains else (steps - steps % mode.k) * groups)) <= set(seen)  # type: ignore[attr-defined]
@@ -220,6 +222,37 @@ def test_one_straggler_holds_up_a_drain_but_not_a_pipeline() -> None:
         train(stream, 8)
         hours.append(stream.virtual_metrics()["compute/virtual_device_hours"])
     assert hours[1] < 0.7 * hours[0]
+
+
+@pytest.mark.parametrize("mode", [OnPolicy(), PPOOffPolicy(3), Pipeline(3, "stale")], ids=lambda m: type(m).__name__)
+def test_an_exhausted_pool_trains_what_it_has_and_says_so(mode: AsyncMode) -> None:
+    """Everything is solved at once: 96 prompts, two a step, and the 48 steps they are good for."""
+    lengths = {(group, index): 3 for group in range(200) for index in range(3)}
+    stream, _ = stream_of(mode, lengths, slots=8, resampling=NoPositiveResampling(0.5))
+    batches = train(stream, 48)
+    assert len({group.prompt.prompt_id for batch in batches for group in batch.groups}) == 96
+    with pytest.raises(PoolExhaustedError, match="all 96 prompts of the pool are retired"):
+        train(stream, 1)
+
+
+def test_rules_that_contradict_each_other_are_a_clear_error() -> None:
+    class Never(Pipeline):
+        def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
+            return admission < 3
+
+    stream, _ = stream_of(Never(3, "stale"))
+    with pytest.raises(SchedulerStuckError, match="Never neither trains nor generates after 1 steps and 3 admissions"):
+        train(stream, 9)
+
+
+def test_colocated_devices_are_idle_when_they_do_neither() -> None:
+    lengths = {(group, 0): 3 for group in range(20)}
+    cost_model = rates(train_s=2.0, publish_s=1.0, colocated=True)
+    stream, _ = stream_of(OnPolicy(), lengths, slots=2, groups=1, size=1, cost_model=cost_model)
+    train(stream, 3)
+    metrics = stream.virtual_metrics()
+    assert metrics["compute/virtual_device_hours"] == pytest.approx(17 / 3600)
+    assert metrics["virtual/trainer_idle"] == metrics["virtual/generator_idle"] == pytest.approx(2 / 17)
 
 
 @pytest.mark.parametrize("bad", ["fresh", "Stale", None])

@@ -39,7 +39,10 @@ class FinishedRollout:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one generator step did. Token and context counts are what was computed, for the meter."""
+    """What one generator step did. Token and context counts are what was computed, for the meter.
+
+    `prefill_tokens` are prompt tokens and, after a publish, those whose keys and values were recomputed.
+    """
 
     finished: Sequence[FinishedRollout]
     prefill_tokens: int
@@ -57,7 +60,7 @@ class Generator(Protocol):
         ...
 
     @property
-    def free(self) -> int:
+    def free_slots(self) -> int:
         """Rollouts that would start in the next step if they were submitted now."""
         ...
 

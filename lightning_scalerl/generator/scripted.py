@@ -39,7 +39,7 @@ class ScriptedGenerator:
         return len(self._waiting) + len(self._active)
 
     @property
-    def free(self) -> int:
+    def free_slots(self) -> int:
         """Slots nobody has or waits for."""
         return max(0, self._slots - self.in_flight)
 

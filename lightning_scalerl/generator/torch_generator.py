@@ -10,7 +10,7 @@ forced, token by token.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +138,7 @@ class TorchGenerator:
         stop_tokens: ids that end a completion (kept as its last token).
         temperature: of sampling.
         phrase: ids forced where a request asks for an interruption.
-        end_of_thinking: ids that, once produced, make an interruption needless.
+        thinking_ended: whether a completion so far has ended its thinking: it is then not interrupted.
 
     Raises:
         ConfigurationError: the model's sliding attention window is shorter than a sequence can get.
@@ -155,7 +155,7 @@ class TorchGenerator:
         stop_tokens: Sequence[int],
         temperature: float = 1.0,
         phrase: Sequence[int] = (),
-        end_of_thinking: Sequence[int] = (),
+        thinking_ended: Callable[[list[int]], bool] = lambda tokens: False,
     ) -> None:
         whole_number("generator.slots", slots)
         config: Any = model.config
@@ -187,7 +187,7 @@ class TorchGenerator:
         self._count = torch.zeros(slots, dtype=torch.long, device=self.device)
         self._prompt_length = torch.zeros(slots, dtype=torch.long, device=self.device)
         self._phrase = torch.tensor(phrase, dtype=torch.long, device=self.device)
-        self._end = torch.tensor(end_of_thinking, dtype=torch.long, device=self.device)
+        self._thinking_ended = thinking_ended
         self._forced = torch.zeros(shape, dtype=torch.bool, device=self.device)
         self._interrupt_at = torch.full((slots,), NEVER, device=self.device)
         self._phrase_next = torch.full((slots,), NOT_FORCING, device=self.device)
@@ -205,7 +205,7 @@ class TorchGenerator:
         return self._waiting + len(self._occupants)
 
     @property
-    def free(self) -> int:
+    def free_slots(self) -> int:
         """Slots nobody has or waits for."""
         return max(0, self._slots - self.in_flight)
 
@@ -229,13 +229,16 @@ class TorchGenerator:
         """Queue a group.
 
         Raises:
-            ConfigurationError: the prompt is empty or longer than the cache was sized for.
+            ConfigurationError: the prompt is empty or longer than the cache was sized for, or an interruption is
+                asked for and there is no phrase.
         """
         length = len(request.prompt_tokens)
         if not 0 < length <= self.max_prompt_tokens:
             raise ConfigurationError(
                 f"context.max_prompt_tokens: a prompt has {length} tokens, allowed are 1 to {self.max_prompt_tokens}"
             )
+        if request.interrupt_at and not self._phrase.numel():
+            raise ConfigurationError("length_control.phrase: it has no tokens, an interruption would do nothing")
         self._queue.append((request, 0))
 
     @torch.no_grad()
@@ -258,7 +261,6 @@ class TorchGenerator:
         self._versions[row, count] = self._version
         self._forced[row, count] = forced
         self._count[:active] += 1
-        self._end_thinking(active)
         stopped = torch.isin(tokens, self._stop) & ~forced
         ended = stopped | (self._count[:active] >= self.max_new_tokens)
         finished = self._release(torch.nonzero(ended).flatten().tolist(), stopped)
@@ -268,7 +270,12 @@ class TorchGenerator:
         """Overwrite sampled tokens (active,) where a phrase is due; returns where, as a mask."""
         active = tokens.numel()
         next_, at = self._phrase_next[:active], self._interrupt_at[:active]
-        next_[(next_ == NOT_FORCING) & (self._count[:active] >= at)] = 0
+        for slot in torch.nonzero((next_ == NOT_FORCING) & (self._count[:active] >= at)).flatten().tolist():
+            # Looked at once a rollout: by now its thinking has ended, or it is ended.
+            if self._thinking_ended(self._tokens[slot, : self._count[slot]].tolist()):
+                at[slot] = NEVER
+            else:
+                next_[slot] = 0
         forced = next_ != NOT_FORCING
         if forced.any():
             tokens[forced] = self._phrase[next_[forced]]
@@ -277,17 +284,6 @@ class TorchGenerator:
             next_[done] = NOT_FORCING
             at[done] = NEVER
         return forced
-
-    def _end_thinking(self, active: int) -> None:
-        """No interruption for rollouts that have just produced the end of thinking themselves."""
-        length = self._end.numel()
-        if not length:
-            return
-        back = torch.arange(-length, 0, device=self.device)
-        place = self._count[:active].unsqueeze(1) + back
-        recent = self._tokens[:active].gather(1, place.clamp(min=0))
-        ended = ((recent == self._end) & (place >= 0)).all(1) & (self._phrase_next[:active] == NOT_FORCING)
-        self._interrupt_at[:active][ended] = NEVER
 
     def _decode(self, active: int) -> tuple[Tensor, int]:
         """Logits (active, V) after the last token of the first `active` slots; also tokens attended to."""
@@ -435,6 +431,8 @@ class TorchGenerator:
         active = len(self._occupants)
         state: dict[str, Any] = {
             "version": self._version,
+            # Always: what samples next may be these weights, whether or not anything is in flight.
+            "weights": self.policy.weights(),
             "owed": list(self._owed),
             "queue": [(request_state(request), started) for request, started in self._queue],
             "prefilled": [
@@ -453,15 +451,12 @@ class TorchGenerator:
                 for layer in self._cache.layers
             ],
         }
-        if self.in_flight:
-            state["weights"] = self.policy.weights()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken."""
         self._version = state["version"]
-        if "weights" in state:
-            self.policy.load_weights(state["weights"])
+        self.policy.load_weights(state["weights"])
         self._owed = list(state["owed"])
         self._queue = deque((request_from(request), started) for request, started in state["queue"])
         self._prefilled = deque()

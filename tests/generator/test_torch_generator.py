@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections import Counter
 from typing import Any
 
@@ -15,7 +16,6 @@ from transformers.cache_utils import DynamicCache
 from lightning_scalerl.choice import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.generator.torch_generator import TorchGenerator, sample_tokens
-from lightning_scalerl.length_control import thinking_length
 from lightning_scalerl.policy import Policy, check_head
 from lightning_scalerl.precision import Precision
 from lightning_scalerl.rollout import Rollout, TrainBatch
@@ -179,11 +179,13 @@ def test_stale_and_recomputed_caches_differ(tiny_model: Any) -> None:
 
 def test_interruption_forces_the_phrase_once_and_only_while_thinking(tiny_model: Any) -> None:
     """Tokens up to the point are as sampled without it; then comes the phrase; then sampling goes on."""
-    end, phrase = [7], [4, 9, 7]
+    end, phrase = 7, [4, 9, 7]
     asked = [dataclasses.replace(request, interrupt_at=(1, 3, 5)) for request in requests(12)]
 
     def run(requests_: list[GroupRequest]) -> dict[tuple[int, int], Rollout]:
-        generator = generator_of(tiny_model, 5, max_new_tokens=12, phrase=phrase, end_of_thinking=end)
+        generator = generator_of(
+            tiny_model, 5, max_new_tokens=12, phrase=phrase, thinking_ended=lambda tokens: end in tokens
+        )
         for request in requests_:
             generator.submit(request)
         return {place: entry.rollout for place, entry in drain(generator).items()}
@@ -192,8 +194,7 @@ def test_interruption_forces_the_phrase_once_and_only_while_thinking(tiny_model:
     seen = set()
     for place, rollout in controlled.items():
         point, plain = asked[place[0]].interrupt_at[place[1]], free[place]
-        thinking = thinking_length(plain.tokens, end)
-        if (thinking <= point and end[0] in plain.tokens) or len(plain.tokens) <= point:
+        if end in plain.tokens[:point] or len(plain.tokens) <= point:
             assert (rollout.tokens, rollout.forced) == (plain.tokens, plain.forced)
             seen.add("left alone")
             continue
@@ -206,24 +207,49 @@ def test_interruption_forces_the_phrase_once_and_only_while_thinking(tiny_model:
     assert seen == {"left alone", "interrupted"}
 
 
-@pytest.mark.parametrize("steps", range(0, 22, 3))
-def test_resumes_between_any_two_tokens_bit_for_bit(tiny_model: Any, steps: int) -> None:
-    def start() -> TorchGenerator:
-        generator = generator_of(tiny_model, slots=4, phrase=[3, 5])
-        for request in requests(6):
-            generator.submit(dataclasses.replace(request, interrupt_at=(1, 4, 6)))
-        return generator
+@pytest.mark.parametrize("precision", [FP32, Precision("bf16", True, True)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["stale", "recompute"])
+@pytest.mark.parametrize("steps", [0, 1, 4, 9, 14, 19, 60])
+def test_resumes_between_any_two_tokens_bit_for_bit(
+    tiny_model: Any, steps: int, recompute: bool, precision: Precision
+) -> None:
+    """Old and new weights in flight, stale or recomputed caches, forced phrases, half-started groups, nothing."""
+    weights = versions_of(tiny_model, 2)
+    asked = [dataclasses.replace(request, interrupt_at=(1, 4, 6)) for request in requests(8)]
 
-    undisturbed = drain(start())
-    first = start()
-    early = {(e.key, e.index): e for _ in range(steps) for e in first.step().finished}
-    state = first.state_dict()
+    def fresh() -> TorchGenerator:
+        return generator_of(tiny_model, slots=4, precision=precision, phrase=[3, 5])
+
+    def begin() -> tuple[TorchGenerator, dict[tuple[int, int], FinishedRollout]]:
+        """Six groups, new weights just before half of the steps and again at the very end."""
+        generator, early = fresh(), {}
+        for request in asked[:6]:
+            generator.submit(request)
+        for number in range(steps):
+            if number == steps // 2:
+                generator.publish(weights[1], 1, recompute_kv=recompute)
+            early.update({(e.key, e.index): e for e in generator.step().finished})
+        generator.publish(weights[2], 2, recompute_kv=recompute)
+        return generator, early
+
+    def end(generator: TorchGenerator) -> list[Any]:
+        """Finish, then two more groups: also after everything had ended, these are the newest weights' rollouts."""
+        first = generator.step()
+        rest = {(e.key, e.index): e for e in first.finished} | drain(generator)
+        for request in asked[6:]:
+            generator.submit(request)
+        return [first, rest, drain(generator)]
+
+    whole, early = begin()
+    undisturbed = end(whole)
+    broken, early_again = begin()
+    state = pickle.loads(pickle.dumps(broken.state_dict()))
     with torch.no_grad():
-        tiny_model.get_output_embeddings().weight.mul_(3.0)  # the weights in flight come from the state
-    second = generator_of(tiny_model, slots=4, phrase=[3, 5])
-    second.load_state_dict(state)
-    late = drain(second)
-    assert {**early, **late} == undisturbed
+        tiny_model.get_output_embeddings().weight.mul_(3.0)  # what a resumed generator copies is not what it had
+    resumed = fresh()
+    resumed.load_state_dict(state)
+    assert early == early_again
+    assert end(resumed) == undisturbed
 
 
 @settings(max_examples=30, deadline=None)
