@@ -14,7 +14,7 @@ of the recipe's own choice on the same batch. For the others a named event:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class MechanismCounters:
         recipe_choices: the recipe's own, by axis.
         stream: where the batches come from.
         policy: what is trained.
+        decode: tokens to text, special tokens included.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class MechanismCounters:
         recipe_choices: Mapping[str, DesignChoice],
         stream: RolloutStream,
         policy: Policy,
+        decode: Callable[[list[int]], str],
     ) -> None:
         self._choices = choices
         self._recipe: Mapping[str, Any] = recipe_choices
         self._stream = stream
         self._policy = policy
+        self._decode = decode
         self.axes = [axis for axis, choice in choices.items() if not choice.same_as(recipe_choices[axis])]
         self._acted = dict.fromkeys(self.axes, 0)
         self._steps = 0
@@ -111,9 +114,7 @@ class MechanismCounters:
 
     def _length_control_differs(self, batch: TrainBatch) -> bool:
         for control in (self._choices["length_control"], self._recipe["length_control"]):
-            if any(
-                control.acts_on(rollout, self._stream.decode) for group in batch.groups for rollout in group.rollouts
-            ):
+            if any(control.acts_on(rollout, self._decode) for group in batch.groups for rollout in group.rollouts):
                 return True
         return False
 

@@ -157,7 +157,9 @@ class ScaleRL(LightningModule):
             seed=self.seed,
             listeners=[self.meter.on_event],
         )
-        self.mechanism = MechanismCounters(self.choices, self.recipe.choices, self.stream, self.policy)
+        self.mechanism = MechanismCounters(
+            self.choices, self.recipe.choices, self.stream, self.policy, self.tokenizer.decode
+        )
         self.alarm = TruncationAlarm()
         self._state = StateRegistry()
         self._state.register("prompts", self.prompts)

@@ -255,7 +255,7 @@ def test_virtual_time_decides_which_weights_sample(tiny_model_path: str) -> None
         (["cost_model.colocated=true", "cost_model.trainer_devices=1"], "the async mode never drains"),
         (["cost_model.colocated=true"], "the same devices are as many"),
         (["thinking.interrupt_to=8"], r"length_control\.high: 8 and a phrase of 1 tokens .*context\.max_new_tokens, 9"),
-        (["thinking.phrase=12#"], r"length_control\.high: 6 and a phrase of 3 tokens .*context\.max_new_tokens, 9"),
+        (["thinking.phrase='12#'"], r"length_control\.high: 6 and a phrase of 3 tokens .*context\.max_new_tokens, 9"),
         (["async_mode.kv_on_update=fresh"], r"async_mode\.kv_on_update: 'fresh'; valid: stale, recompute"),
         (["resampling.pass_rate=0"], r"resampling\.pass_rate: 0"),
         (["thinking.phrase=stop"], r"length_control\.phrase: 'stop' must end with"),
