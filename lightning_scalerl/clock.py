@@ -1,4 +1,4 @@
-"""The clock that the rollout stream and the compute meter read; injected, so that time can be simulated."""
+"""The clock that the compute meter reads; injected, so that tests can say what time it is."""
 
 from __future__ import annotations
 
@@ -20,18 +20,3 @@ class WallClock:
     def now(self) -> float:
         """Seconds of the monotonic system clock."""
         return time.monotonic()
-
-
-class ManualClock:
-    """Time that moves only when told to: for tests and simulations."""
-
-    def __init__(self, start_s: float = 0.0) -> None:
-        self._now = start_s
-
-    def now(self) -> float:
-        """Seconds so far."""
-        return self._now
-
-    def advance(self, seconds: float) -> None:
-        """Let time pass."""
-        self._now += seconds
