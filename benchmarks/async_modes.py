@@ -76,11 +76,14 @@ def over(name: str, axis: str) -> LoadedStudy:
 
 
 def distinct(curves: list[Curve]) -> list[Curve]:
-    """Without modes that are one run under two names: ranked twice, they would share their chances."""
+    """One curve for modes that turned out to be one run under two names: ranked twice, they would share chances."""
     kept: list[Curve] = []
     for curve in curves:
-        if not any(np.array_equal(curve.reward, other.reward) for other in kept):
+        twin = next((n for n, other in enumerate(kept) if np.array_equal(curve.reward, other.reward)), None)
+        if twin is None:
             kept.append(curve)
+        else:
+            kept[twin] = dataclasses.replace(kept[twin], recipe=f"{kept[twin].recipe} = {curve.recipe}")
     return kept
 
 

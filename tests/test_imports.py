@@ -9,26 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from lightning_scalerl.choice import AXES
+
 ROOT = Path(__file__).resolve().parent.parent
-AXES = {
-    "resampling",
-    "allocation",
-    "async_mode",
-    "length_control",
-    "truncated",
-    "filter",
-    "advantage",
-    "normalization",
-    "correction",
-    "precision",
-    "aggregation",
-    "loss",
-}
 # Later layers may import earlier ones, never the other way round.
 LAYERS = [
     {"rollout", "clock", "flops"},
     {"choice", "state"},
-    AXES,
+    set(AXES),
     {"task", "policy", "optim", "prompts", "truncation_alarm"},
     {"generator", "credit", "step_metrics"},
     {"cost_model"},

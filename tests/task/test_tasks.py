@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lightning_scalerl.choice import ConfigurationError
 from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.prompts import PromptSource
+from lightning_scalerl.resampling import UniformResampling
 from lightning_scalerl.rollout import Prompt
 from lightning_scalerl.task.arithmetic import STOP, ArithmeticTask, problem, solution
 from lightning_scalerl.task.arithmetic_base import arithmetic_base_model, corrupted, tokenizer
@@ -136,6 +137,6 @@ def test_a_task_without_heldout_prompts_is_refused(tmp_path: Path) -> None:
 def test_prompt_pools_are_checked() -> None:
     prompt = Prompt("a", "", "")
     with pytest.raises(ConfigurationError, match="empty"):
-        PromptSource([], (0,))
+        PromptSource([], (0,), UniformResampling())
     with pytest.raises(ConfigurationError, match="'a' occurs twice"):
-        PromptSource([prompt, prompt], (0,))
+        PromptSource([prompt, prompt], (0,), UniformResampling())
