@@ -118,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     """What to read, and how to fit it."""
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="a run or sweep directory, or a CSV file")
+    parser.add_argument(
+        "sources", nargs="+", metavar="SOURCE", help="a run or sweep directory, or a CSV, JSONL or Parquet file"
+    )
     parser.add_argument(
         "--r0",
         type=_r0,

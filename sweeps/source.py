@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sweeps.curve import FLOPS, Curve, default_axis, make_curve
 from sweeps.errors import UserError
@@ -43,7 +45,7 @@ def load(
     y: str | None = None,
     by: str | None = None,
 ) -> LoadedStudy:
-    """Read run directories, sweep directories and CSV files into one curve per recipe, by label.
+    """Read run directories, sweep directories and tables (CSV, JSONL, Parquet) into one curve per recipe, by label.
 
     Args:
         sources: paths; journals and tables may be mixed if they share the compute axis.
@@ -61,14 +63,16 @@ def load(
     for source in sources:
         path = Path(source)
         if not _exists(path):
-            raise UserError(f"{source}: no such file or directory; give a run, a sweep or a CSV file")
+            raise UserError(
+                f"{source}: no such file or directory; give a run, a sweep or a table (CSV, JSONL, Parquet)"
+            )
         if path.is_dir() or path.name == "metrics.jsonl":
             found = find_runs(path) if path.is_dir() else [path.parent]
             if not found:
                 raise UserError(f"{source}: no run in this directory (no metrics.jsonl); give a run or a sweep")
             run_dirs += found
         else:
-            _read_csv(path, tables, x=x, y=y, by=by)
+            _read_table(path, tables, x=x, y=y, by=by)
     if run_dirs:
         _read_runs(run_dirs, study, tables, metric=metric, x=x)
     axes = sorted({table.axis for table in tables.values()})
@@ -98,22 +102,73 @@ def _exists(path: Path) -> bool:
 # --- tables -------------------------------------------------------------------------------------------------
 
 
-def _read_csv(path: Path, tables: dict[str, _Table], x: str | None, y: str | None, by: str | None) -> None:
-    """Add a CSV file's rows to the tables, by recipe."""
+def _csv_rows(path: Path) -> list[list[str]]:
+    """Header and rows of a CSV file; blank lines are no rows."""
+    text = _text(path, "a CSV file with a header line")
+    try:
+        return [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if any(c.strip() for c in row)]
+    except csv.Error as error:
+        raise UserError(f"{path}: not a CSV file ({error}); check its quotes") from error
+
+
+def _jsonl_rows(path: Path) -> list[list[str]]:
+    """Header and rows of a file with a JSON object a line; the header is every key found, in order."""
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(_text(path, "a JSON object a line").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}: line {number} is not JSON ({_short(str(error))}); repair or remove it") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{path}: line {number} is not a JSON object; give one object a line")
+        records.append(record)
+    header = list(dict.fromkeys(key for record in records for key in record))
+    return [header, *([_cell(record.get(key)) for key in header] for record in records)] if records else []
+
+
+def _parquet_rows(path: Path) -> list[list[str]]:
+    """Header and rows of a Parquet file."""
+    import pandas  # slow to import, and only this format needs it
+
+    try:
+        frame = pandas.read_parquet(path)
+    except Exception as error:  # whatever the reader makes of a damaged file
+        raise UserError(f"{path}: not a readable Parquet file ({_short(str(error))})") from error
+    columns = [[_cell(value) for value in frame.iloc[:, i].tolist()] for i in range(frame.shape[1])]
+    return [[str(name) for name in frame.columns], *map(list, zip(*columns, strict=True))]
+
+
+# By the file's ending; anything else is read as CSV.
+READERS = {".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows, ".parquet": _parquet_rows}
+
+
+def _cell(value: object) -> str:
+    """A value as a CSV file would hold it; what is no plain value can be no number either."""
+    if value is None or isinstance(value, bool):
+        return "" if value is None else str(value)
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def _text(path: Path, wanted: str) -> str:
+    """A file's text."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a text file; give a CSV file with a header line") from error
+        raise UserError(f"{path}: not a text file; give {wanted}") from error
     if "\0" in text:
-        raise UserError(f"{path}: not a text file (it holds NUL bytes); give a CSV file with a header line")
-    try:
-        rows = [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if any(c.strip() for c in row)]
-    except csv.Error as error:
-        raise UserError(f"{path}: not a CSV file ({error}); check its quotes") from error
+        raise UserError(f"{path}: not a text file (it holds NUL bytes); give {wanted}")
+    return text
+
+
+def _read_table(path: Path, tables: dict[str, _Table], x: str | None, y: str | None, by: str | None) -> None:
+    """Add the rows of a CSV, JSONL or Parquet file to the tables, by recipe."""
+    rows = READERS.get(path.suffix.lower(), _csv_rows)(path)
     if not rows:
-        raise UserError(f"{path}: the file is empty; give a CSV file with a header line")
+        raise UserError(f"{path}: the file is empty; give a table with columns and rows")
     header = [name.strip() for name in rows[0]]
     wanted = {"compute": x or "compute", "reward": y or "reward"}
     if by is not None:

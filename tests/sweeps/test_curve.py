@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,6 +71,53 @@ def test_csv_with_named_columns_and_the_file_as_recipe(tmp_path: Path) -> None:
     assert (curve.recipe, curve.axis, curve.metric) == ("my_run", "step", "train")
 
 
+@pytest.mark.parametrize("form", ["csv", "jsonl", "ndjson", "parquet"])
+def test_every_table_format_gives_the_same_curves(tmp_path: Path, form: str) -> None:
+    """Keys in any order, a column that some rows lack, whole numbers and text as they come."""
+    rows: list[dict[str, object]] = [
+        {"recipe": "a", "seed": seed, "compute": step * 1.5e9, "reward": 0.1 + 0.07 * step + 0.01 * seed}
+        for seed in range(2)
+        for step in range(4)
+    ]
+    rows[3]["note"] = "only here"
+    path = tmp_path / f"logs.{form}"
+    frame = pandas.DataFrame(rows)
+    if form == "csv":
+        frame.to_csv(path, index=False)
+    elif form == "parquet":
+        frame.to_parquet(path)
+    else:
+        shuffled = [dict(reversed(row.items())) for row in rows]
+        path.write_text("\n\n".join(json.dumps(row) for row in shuffled) + "\n")
+    (curve,) = load([path]).curves
+    assert curve.recipe == "a" and curve.seed.tolist() == ["0"] * 4 + ["1"] * 4
+    assert curve.compute.tolist() == [row["compute"] for row in rows]
+    assert curve.reward.tolist() == [row["reward"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", b"", "is empty"),
+        ("x.jsonl", b'{"compute": 1, "reward": 0.1}\n{"compute": 2', "line 2 is not JSON"),
+        ("x.jsonl", b"[1, 2]\n", "line 1 is not a JSON object"),
+        ("x.jsonl", b'{"step": 1, "score": 2}\n', "no column compute, reward; found step, score"),
+        ("x.jsonl", b'{"compute": 1, "reward": 0.1}\n{"compute": 2}\n', "reward is not a finite number in 1 of 2 rows"),
+        ("x.jsonl", b'{"compute": 1, "reward": NaN}\n', "first row 1"),
+        ("x.jsonl", b'{"compute": true, "reward": [1]}\n', "compute is not a finite number"),
+        ("x.jsonl", b"\xff\xfe", "not a text file"),
+        ("x.parquet", b"PAR1 and then nothing", "not a readable Parquet file"),
+        ("x.parquet", b"", "not a readable Parquet file"),
+    ],
+)
+def test_unusable_jsonl_and_parquet_say_why(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        load([path])
+    assert "\n" not in str(caught.value) and name in str(caught.value)
+
+
 def test_repeated_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = "a,0,1,0.5\n" * 3 + "a,1,1,0.5\n"
     (curve,) = load([csv_file(tmp_path, "recipe,seed,compute,reward\n" + rows)]).curves
@@ -120,10 +169,12 @@ def test_junk_never_gives_a_traceback(tmp_path_factory: pytest.TempPathFactory, 
         b"recipe,seed,compute,reward\na,0,1,2\n" + junk,
     ):
         path = csv_file(tmp_path_factory.mktemp("junk"), content)
-        try:
-            fit_curves(load([path]).curves)
-        except UserError as error:
-            assert str(error)
+        for form in ("csv", "jsonl"):
+            try:
+                fit_curves(load([path.replace(path.with_suffix(f".{form}"))]).curves)
+            except UserError as error:
+                assert str(error)
+            path = path.with_suffix(f".{form}")
 
 
 def test_journals_become_curves(tmp_path: Path) -> None:
