@@ -114,7 +114,8 @@ def _csv_rows(path: Path) -> list[list[str]]:
 def _jsonl_rows(path: Path) -> list[list[str]]:
     """Header and rows of a file with a JSON object a line; the header is every key found, in order."""
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(_text(path, "a JSON object a line").splitlines(), start=1):
+    # Not splitlines: it also cuts at separators that may stand inside a JSON string.
+    for number, line in enumerate(_text(path, "a JSON object a line").split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -146,9 +147,7 @@ READERS = {".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows, ".parquet": _parquet_r
 
 def _cell(value: object) -> str:
     """A value as a CSV file would hold it; what is no plain value can be no number either."""
-    if value is None or isinstance(value, bool):
-        return "" if value is None else str(value)
-    return repr(value) if isinstance(value, float) else str(value)
+    return "" if value is None else str(value)
 
 
 def _text(path: Path, wanted: str) -> str:

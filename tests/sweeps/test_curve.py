@@ -79,7 +79,7 @@ def test_every_table_format_gives_the_same_curves(tmp_path: Path, form: str) -> 
         for seed in range(2)
         for step in range(4)
     ]
-    rows[3]["note"] = "only here"
+    rows[3]["note"] = "only here,\u2028 and in one string"
     path = tmp_path / f"logs.{form}"
     frame = pandas.DataFrame(rows)
     if form == "csv":
@@ -88,7 +88,7 @@ def test_every_table_format_gives_the_same_curves(tmp_path: Path, form: str) -> 
         frame.to_parquet(path)
     else:
         shuffled = [dict(reversed(row.items())) for row in rows]
-        path.write_text("\n\n".join(json.dumps(row) for row in shuffled) + "\n")
+        path.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in shuffled) + "\n")
     (curve,) = load([path]).curves
     assert curve.recipe == "a" and curve.seed.tolist() == ["0"] * 4 + ["1"] * 4
     assert curve.compute.tolist() == [row["compute"] for row in rows]
