@@ -6,8 +6,8 @@ evaluation is at compute 0 and observes the reward before training, R0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,8 @@ class Curve:
     """One recipe's points, by seed and compute.
 
     Shapes: compute, reward, seed (labels) and sd are (n,). sd is the standard error of each reward, None if
-    unknown. axis and metric name the columns; compute is in the unit of the axis.
+    unknown. axis and metric name the columns; compute is in the unit of the axis. factors: what else groups the
+    points, as text by name (`size`, say), where the source was asked to group by it.
     """
 
     recipe: str
@@ -43,6 +44,7 @@ class Curve:
     axis: str = "compute"
     metric: str = "reward"
     warnings: tuple[str, ...] = ()
+    factors: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def unit(self) -> str:
@@ -59,6 +61,7 @@ def make_curve(
     axis: str = "compute",
     metric: str = "reward",
     warnings: Sequence[str] = (),
+    factors: Mapping[str, str] | None = None,
 ) -> Curve:
     """A curve from arrays: checked, sorted, repeated rows dropped with a warning.
 
@@ -91,4 +94,5 @@ def make_curve(
     if y.min() < 0 or y.max() > 1:
         notes.append(f"rewards run from {y.min():.4g} to {y.max():.4g}, outside [0, 1]: A is not bounded by 1")
     kept = order[~repeated]
-    return Curve(recipe, c[kept], y[kept], s[kept], None if e is None else e[kept], axis, metric, tuple(notes))
+    sd = None if e is None else e[kept]
+    return Curve(recipe, c[kept], y[kept], s[kept], sd, axis, metric, tuple(notes), dict(factors or {}))
