@@ -2,8 +2,8 @@
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)            arXiv 2510.13786, eq. 1
 
-Intervals are 95% profile likelihood with an F cut-off, for the runs given, at the effective number of points
-(`sweeps.noise`). Only arrays come in here: no files, no torch.
+or another family of `sweeps.family`. Intervals are 95%, from the profile likelihood (`sweeps.interval`), for the
+runs given, and allow for autocorrelated evaluations (`sweeps.noise`). Only arrays come in here: no files, no torch.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from scipy.special import fdtri
 
 from sweeps import interval, noise, profile, verdict
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.interval import Draws
 from sweeps.points import FitOptions as FitOptions
-from sweeps.points import Points, bounds_of, select, weighted
+from sweeps.points import Points, bounds_of, pooled, select, weighted
 from sweeps.profile import Array, Optimum, Problem
 from sweeps.seeds import SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
 
 _DRAWS = 2000
-_MIN_DOF = 3.0
+# How far R0 is moved, in units of the reward's range, to show what it does to A and B.
+R0_STEP = 0.05
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,27 @@ class Interval:
         return {"value": self.value, "low": self.low, "high": self.high}
 
 
+@dataclass(frozen=True)
+class R0Effect:
+    """A and B refitted with R0 fixed `step` lower and higher than it is; None where that is no possible reward."""
+
+    step: float
+    A: tuple[float | None, float | None]
+    B: tuple[float | None, float | None]
+
+    def to_json(self) -> dict[str, Any]:
+        """As printed by `scalerl fit --json`."""
+        return {"step": self.step, "A": list(self.A), "B": list(self.B)}
+
+
 @dataclass(frozen=True, eq=False)
 class Fit:
     """One recipe's fitted curve.
 
     A, B, C_mid hold None where the verdict lets nothing be named; draws and noise are None if no fit was
-    possible. dof: effective points less parameters. bounds: of R0 and A.
+    possible. shape: the family's shape parameters by name (B and C_mid of a sigmoid, which also stand in their own
+    fields; a power law has B only). R0_effect: see `R0Effect`. dof: points less parameters. bounds: of R0 and A.
+    allowed: what the intervals were read from.
     """
 
     curve: Curve
@@ -73,12 +88,19 @@ class Fit:
     noise: noise.Noise | None = None
     dof: float = 0.0
     seed_excess: SeedExcess = field(default_factory=SeedExcess)
-    family: str = "sigmoid"
+    shape: dict[str, Interval] = field(default_factory=dict)
+    R0_effect: R0Effect | None = None
+    allowed: interval.Allowed | None = None
 
     @property
     def recipe(self) -> str:
         """The recipe's label."""
         return self.curve.recipe
+
+    @property
+    def family(self) -> str:
+        """The fitted family's name."""
+        return self.options.family
 
     @property
     def identifiable(self) -> bool:
@@ -101,7 +123,9 @@ class Fit:
             "B": self.B.to_json(),
             "C_mid": self.C_mid.to_json(),
             "R0": {"value": self.R0, "source": self.R0_source},
+            "R0_effect": None if self.R0_effect is None else self.R0_effect.to_json(),
             "family": self.family,
+            "shape": {name: value.to_json() for name, value in self.shape.items()},
             "rmse": self.rmse,
             "r2": self.r2,
             "n": self.n,
@@ -115,17 +139,23 @@ class Fit:
 
 
 def _jacobian(problem: Problem, best: Optimum, g: Array) -> Array:
-    """Derivatives of the curve by what was fitted: ln B, ln C_mid, A, R0, offsets between seeds; (n, p)."""
-    with np.errstate(invalid="ignore"):
-        z = np.where(g > 0, problem.log_compute - best.ln_c, 0.0)
-    slope = (best.a - best.r0) * g * (1 - g)
-    columns = [slope * z, slope]
+    """Derivatives of the curve by what was fitted: shape, A, R0, offsets between seeds; (n, p)."""
+    columns = []
+    for axis in range(problem.family.shape):
+        low, high = problem.box[2 * axis], problem.box[2 * axis + 1]
+        step = 1e-5 * (high - low)
+        at = np.array([best.u, best.v])
+        up, down = at.copy(), at.copy()
+        up[axis] += step
+        down[axis] -= step
+        difference = problem.family.basis(problem.log_compute, up[0], up[1])
+        difference = difference - problem.family.basis(problem.log_compute, down[0], down[1])
+        columns.append((best.a - best.r0) * difference / (2 * step) * (high - low))
     if problem.a_bounds[0] < problem.a_bounds[1]:
         columns.append(g)
     if problem.r0_bounds[0] < problem.r0_bounds[1]:
         columns.append(1 - g)
-    seeds = len(best.seed_offset)
-    columns += [np.where(problem.seed == s, g, 0.0) - g / seeds for s in range(1, seeds)]
+    columns += [np.where(problem.seed == s, g, 0.0) - g / problem.seeds for s in range(1, problem.seeds)]
     return np.stack(columns, axis=1)
 
 
@@ -148,23 +178,28 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
             f"recipe {curve.recipe!r}: no points in the window; compute ({curve.axis}) runs from "
             f"{curve.compute.min():.4g} to {curve.compute.max():.4g}: change --min-compute or --max-compute"
         )
+    total = len(points.reward)
+    points, block = pooled(points)
     bounds = bounds_of(points.reward)
     if not isinstance(options.r0, str) and not bounds[0] <= options.r0 <= bounds[1]:
         raise UserError(f"--r0 {options.r0:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
     seeds = int(points.seed.max()) + 1
-    parameters = 2 + (options.asymptote is None) + isinstance(options.r0, str) + (seeds - 1)
+    parameters = options.shape.shape + (options.asymptote is None) + _fits_r0(options) + (seeds - 1)
     low = 0.0 if options.min_compute is None else options.min_compute
     inside = points.compute[points.compute >= low]
     window = (float(inside.min()), float(inside.max())) if len(inside) else None
     warnings = list(curve.warnings)
     if options.r0 == "first" and not (points.compute == 0).any():
         warnings.append("no evaluation at compute 0: R0 is inferred from the curve; give --r0 if it is known")
+    if block > 1:
+        warnings.append(f"{total} points were averaged in blocks of {block} neighbours")
     nothing = Interval(None, None, None)
+    zero = options.family == "sigmoid_zero"
     empty = Fit(
         curve, options, "", "", nothing, (None, None), nothing, nothing,
-        None if isinstance(options.r0, str) else float(options.r0),
-        options.r0 if isinstance(options.r0, str) else "given",
-        spread, None, None, len(points.reward), seeds, window, None, tuple(warnings), bounds,
+        0.0 if zero else None if isinstance(options.r0, str) else float(options.r0),
+        options.r0 if isinstance(options.r0, str) and not zero else "given",
+        spread, None, None, total, seeds, window, None, tuple(warnings), bounds,
     )  # fmt: skip
     refused = verdict.before_fit(points.compute, points.reward, points.seed, parameters)
     if refused is not None:
@@ -172,44 +207,45 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     return _fit_points(empty, points, parameters)
 
 
+def _fits_r0(options: FitOptions) -> bool:
+    """Whether R0 is among the parameters; a power law's is the reward at its first point."""
+    if options.family in ("power_law", "constant"):
+        return options.family == "power_law"
+    return isinstance(options.r0, str) and options.family != "sigmoid_zero"
+
+
 def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
     """The fit proper: solution, noise, intervals, draws, verdict."""
     options, bounds = empty.options, empty.bounds
     problem = weighted(points, options, bounds)
     best, coarse = profile.solve(problem)
-    _, residual, g = profile.evaluate(problem, best.ln_b, best.ln_c)
-    targets = 2 + (options.asymptote is None)
-    jacobian = _jacobian(problem, best, g)
-    measured = noise.estimate(residual, problem.weight, problem.seed, jacobian, targets, points.variance)
-    n = len(points.reward)
-    dof = max(n / measured.inflation - parameters, _MIN_DOF)
-    deviance = measured.scale * float(fdtri(1, dof, 0.95))
-    grid = interval.zoom(problem, best, coarse, deviance)
-    ends = interval.intervals(problem, best, grid, deviance)
+    _, residual, g = profile.evaluate(problem, best.u, best.v)
+    dof = max(len(points.reward) - parameters, 1)
+    allowed = interval.explore(problem, best, coarse, _jacobian(problem, best, g), dof, points.variance)
     rng = np.random.default_rng(zlib.crc32(empty.recipe.encode()))
-    draws = interval.draw(problem, best, grid, measured.scale, dof, _DRAWS, rng)
+    draws = interval.draw(allowed, _DRAWS, rng)
 
-    a_low, a_high = _a_ends(points, best, ends["A"], bounds)
+    a_low, a_high = _a_ends(points, best, interval.asymptote_interval(allowed), bounds)
     A = Interval(best.a, a_low, a_high)
-    B = Interval(float(np.exp(best.ln_b)), *(None if e is None else float(np.exp(e)) for e in ends["ln_b"]))
-    C_mid = Interval(float(np.exp(best.ln_c)), *(None if e is None else float(np.exp(e)) for e in ends["ln_c"]))
+    shape = _shape(allowed, best)
+    nothing = Interval(None, None, None)
+    B = shape.get("B", nothing)
+    C_mid = shape.get("C_mid", nothing)
     about_curve = points.reward - best.r0 * (1 - g) - best.a * g
-    w = problem.weight
-    mean = float(w @ points.reward / w.sum())
     variance = float((points.reward - points.reward.mean()) @ (points.reward - points.reward.mean()))
+    half = _half_gain(options.family, shape, points)
     evidence = verdict.Evidence(
         compute=points.compute, reward=points.reward,
-        A=(best.a, A.low, A.high), B=(float(np.exp(best.ln_b)), B.low, B.high),
-        C_mid=(float(np.exp(best.ln_c)), C_mid.low, C_mid.high),
+        A=(best.a, A.low, A.high),
+        B=(B.value or 0.0, B.low, B.high) if B.value is not None else None,
+        half_gain=half,
         R0=best.r0, reward_range=bounds[1] - bounds[0],
         at_edge=_edge(problem, best, points, bounds),
-        point_variance=measured.sd**2,
-        flat_excess=(float(w @ (points.reward - mean) ** 2) - best.sse) / measured.scale,
-        parameters=max(parameters - 1, 1), dof=dof,
+        point_sd=allowed.noise.sd,
+        p_flat=interval.p_constant(allowed, _constant_sse(problem), max(parameters - 1, 1)),
     )  # fmt: skip
     judged = verdict.after_fit(evidence)
     unnamed = judged.name in ("flat", "decreasing")
-    nothing = Interval(None, None, None)
     fit = replace(
         empty,
         verdict=judged.name,
@@ -217,16 +253,68 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
         A=nothing if unnamed else A,
         B=nothing if unnamed else B,
         C_mid=nothing if unnamed else C_mid,
+        shape={} if unnamed else shape,
         R0=best.r0,
+        R0_effect=None if unnamed else _r0_effect(problem, best),
         rmse=float(np.sqrt(np.mean(about_curve**2))),
         r2=None if variance <= 0 else 1 - float(about_curve @ about_curve) / variance,
         extrapolation_error=_extrapolation_error(points, options, bounds, parameters),
         draws=draws,
-        noise=measured,
-        dof=dof,
-        seed_excess=seed_excess(problem, best, g, measured.scale) if judged.identifiable else SeedExcess(),
+        noise=allowed.noise,
+        dof=float(dof),
+        seed_excess=seed_excess(problem, best, g, noise.RHOS, allowed.share, allowed.scale)
+        if judged.identifiable
+        else SeedExcess(),
+        allowed=allowed,
     )
     return with_seed_spread(fit, empty.seed_spread)
+
+
+def _shape(allowed: interval.Allowed, best: Optimum) -> dict[str, Interval]:
+    """The family's shape parameters with their intervals."""
+    family = allowed.problem.family
+    value = family.natural(np.float64(best.u), np.float64(best.v))
+    found = {}
+    for axis, name in enumerate(family.names):
+        ends = interval.shape_interval(allowed, axis)
+        own = [None if e is None else float(family.natural(np.float64(e), np.float64(e))[axis]) for e in ends]
+        found[name] = Interval(float(value[axis]), own[0], own[1])
+    return found
+
+
+def _half_gain(
+    family: str, shape: dict[str, Interval], points: Points
+) -> tuple[float, float | None, float | None] | None:
+    """Compute at which half of A - R0 is gained, with its interval; None for a family without such a point."""
+    name, factor = {"exponential": ("tau", np.log(2)), "logistic": ("c", 1.0)}.get(family, ("C_mid", 1.0))
+    if name not in shape:
+        return None
+    value, low, high = shape[name].value, shape[name].low, shape[name].high
+    assert value is not None
+    return value * factor, None if low is None else low * factor, None if high is None else high * factor
+
+
+def _constant_sse(problem: Problem) -> Array:
+    """The SSE of the best constant under each rho, (r,): the least over R0 = A of a curve with any shape."""
+    centred = profile.shifted(problem, -problem.centre)
+    q = profile.sums(centred, np.full((1, len(problem.reward)), 0.5)).mixed(noise.RHOS)
+    level = profile.divide(q.h0 + q.h1, q.H00 + 2 * q.H01 + q.H11)
+    return q.at(level, level)[:, 0]
+
+
+def _r0_effect(problem: Problem, best: Optimum) -> R0Effect | None:
+    """What A and B become when R0 is taken a little lower and higher than it is."""
+    if problem.family.name != "sigmoid" or problem.a_bounds[0] == problem.a_bounds[1]:
+        return None
+    step = R0_STEP * (problem.a_bounds[1] - problem.a_bounds[0])
+    found: list[tuple[float | None, float | None]] = []
+    for r0 in (best.r0 - step, best.r0 + step):
+        if not problem.a_bounds[0] <= r0 < best.a:
+            found.append((None, None))
+            continue
+        moved = profile.polish(replace(problem, r0_bounds=(r0, r0)), best.u, best.v, tolerance=1e-7)
+        found.append((moved.a, float(np.exp(moved.u))))
+    return R0Effect(step, (found[0][0], found[1][0]), (found[0][1], found[1][1]))
 
 
 def _a_ends(
@@ -245,10 +333,13 @@ def _a_ends(
 
 def _edge(problem: Problem, best: Optimum, points: Points, bounds: tuple[float, float]) -> str | None:
     """Which edge of the search the solution lies on, if any."""
-    box = problem.search_box()
-    for name, value, low, high in (("B", best.ln_b, *box[:2]), ("C_mid", best.ln_c, *box[2:])):
-        if not low + 1e-3 < value < high - 1e-3:
-            return f"{name} = {np.exp(value):.4g}"
+    at = (best.u, best.v)
+    for axis, name in enumerate(problem.family.names):
+        low, high = problem.box[2 * axis], problem.box[2 * axis + 1]
+        margin = 2e-4 * (high - low)
+        if not low + margin < at[axis] < high - margin:
+            value = problem.family.natural(np.float64(best.u), np.float64(best.v))[axis]
+            return f"{name} = {float(value):.4g}"
     at_top = best.a >= bounds[1] - 1e-9 * (bounds[1] - bounds[0])
     if at_top and not verdict.plateau_observed(points.compute, points.reward, bounds[1], bounds[1] - bounds[0]):
         return f"A = {bounds[1]:.4g}"
@@ -261,18 +352,21 @@ def _extrapolation_error(
     """Fit the first half of the window, predict the mean of the last quarter: the absolute error, or None."""
     end = float(points.compute.max())
     first, last = points.compute <= 0.5 * end, points.compute >= 0.75 * end
-    _, index = np.unique(points.seed[first], return_inverse=True)
-    half = Points(
-        points.compute[first],
-        points.reward[first],
-        None if points.variance is None else points.variance[first],
-        index.astype(np.intp),
-    )
+    half = points.take(first)
     if not len(half.reward) or verdict.before_fit(half.compute, half.reward, half.seed, parameters) is not None:
         return None
-    best, _ = profile.solve(weighted(half, options, bounds), polished=2, tolerance=1e-8)
-    g = 1 / (1 + (np.exp(best.ln_c) / points.compute[last]) ** np.exp(best.ln_b))
-    return abs(float((best.r0 + (best.a - best.r0) * g).mean() - points.reward[last].mean()))
+    predicted = point_prediction(half, options, bounds, points.compute[last])
+    return abs(float(predicted.mean() - points.reward[last].mean()))
+
+
+def point_prediction(points: Points, options: FitOptions, bounds: tuple[float, float], compute: Array) -> Array:
+    """The least-squares curve of some points, at other compute values; no interval. Shapes: (m,) -> (m,)."""
+    problem = weighted(points, options, bounds)
+    best, _ = profile.solve(problem, polished=1, tolerance=1e-6)
+    with np.errstate(divide="ignore"):
+        g = problem.family.basis(np.log(compute), np.float64(best.u), np.float64(best.v))
+    result: Array = best.r0 * (1 - g) + best.a * g
+    return result
 
 
 def with_seed_spread(fit: Fit, spread: SeedSpread) -> Fit:

@@ -1,42 +1,50 @@
-"""How much a reward curve's points are worth: their variance, and how many independent ones they amount to.
+"""How much a reward curve's points are worth: their variance, and how far they depend on each other.
 
-Evaluations of one run are autocorrelated (the policy wanders), so n points carry the information of
-n_eff = n / inflation. For a mean, and in the limit of many points, inflation = (1 + r) / (1 - r) with lag-1
-correlation r; a parameter of a curve contrasts early with late points and suffers less, exactly the ratio of
-its variance under correlated and under independent noise, which is what is used here. Residuals of a fit
-show less correlation than the noise has, because the fit has followed part of it; the observed moments are
-therefore compared with their expectation after the same projection, and what stays uncertain about r is
-averaged over. (To split the variance into sampling error, independent by construction, and a wandering policy
-would be sharper still; with some thirty points the split is so uncertain that intervals come out too narrow.)
+Evaluations of one run are autocorrelated (the policy wanders), so n points carry the information of fewer. The
+noise of a seed is taken as a first-order autoregression, by evaluation: correlation rho between neighbours. Some
+thirty points leave rho uncertain, and residuals of a fit show less correlation than the noise has, because the fit
+has followed part of it. So no rho is chosen: each on a grid gets as weight a prior times its restricted likelihood
+(REML, which accounts for what the fit followed), and intervals are averaged over them. With twenty points the data
+say little on rho, and the prior's four numbers decide how the risk is shared between independent and wandering
+evaluations; they are set so that coverage holds for both (`benchmarks/coverage.py`). (To split the variance into sampling
+error, independent by construction, and a wandering policy would be sharper still; with some thirty points the
+split is so uncertain that intervals come out too narrow.)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sweeps.profile import Array, divide
+from sweeps.profile import Array, Problem
 
-_RHOS = np.linspace(0.0, 0.95, 20)
-# Beyond this the projection's effect on r is below 0.02 and the dense matrices are not worth their time.
-_EXACT_UP_TO = 400
+RHOS = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.87, 0.93])
 
 
 @dataclass(frozen=True)
 class Noise:
     """Noise of one recipe's points.
 
-    sd: of one point about the curve, in reward units. correlation: lag 1, within a seed. inflation: n by
-    n_eff. scale: variance of an *effective* point relative to the problem's weights (1: the weights are right
-    and the points independent).
+    sd: of one point about the curve, in reward units. correlation: lag 1, within a seed. inflation: n by n_eff,
+    for the mean of many points. scale: variance of an *effective* point relative to the problem's weights (1: the
+    weights are right and the points independent). rho, share, variance: the autocorrelations considered, the
+    weight of each, and a point's variance under it, (r,).
     """
 
     sd: float
     correlation: float
     inflation: float
     scale: float
+    rho: Array = field(default_factory=lambda: np.zeros(1))
+    share: Array = field(default_factory=lambda: np.ones(1))
+    variance: Array = field(default_factory=lambda: np.ones(1))
+
+    def of_mean(self, count: int) -> float:
+        """Standard deviation of the mean of `count` consecutive evaluations of one seed."""
+        lag = np.arange(1, count)
+        factor = 1 + 2 * ((1 - lag / count) * self.rho[:, None] ** lag).sum(1)
+        return float(np.sqrt(self.share @ (self.variance * factor) / count))
 
 
 def extra_variance(residual: Array, variance: Array, dof: int) -> float:
@@ -57,82 +65,98 @@ def extra_variance(residual: Array, variance: Array, dof: int) -> float:
     return 0.5 * (low + high)
 
 
-def estimate(
-    residual: Array,
-    weight: Array,
-    seed: NDArray[np.intp],
-    jacobian: Array,
-    targets: int,
-    known: Array | None = None,
-) -> Noise:
-    """Noise from the residuals of a fit, and never less than the points' own errors.
+# Before the data: independent evaluations, with this weight, or a wandering policy with a correlation about 0.65.
+_P_INDEPENDENT = 0.7
+_WANDERING = (5.0, 3.0)
+# Few points cannot show that they are independent: then intervals are at least this much wider, over n.
+_LEAST_STRETCH = 5.0
+_LEAST_DOF = 1.0
+
+
+def _prior() -> Array:
+    """Weight of each rho before the data; the wandering ones follow a beta distribution on the uneven grid."""
+    edges = np.concatenate([[0.0], 0.5 * (RHOS[1:] + RHOS[:-1]), [1.0]])
+    a, b = _WANDERING
+    density = np.diff(edges) * RHOS ** (a - 1) * (1 - RHOS) ** (b - 1)
+    weight = (1 - _P_INDEPENDENT) * density / density.sum()
+    weight[0] = _P_INDEPENDENT
+    result: Array = np.maximum(weight, 1e-12)
+    return result
+
+
+PRIOR = _prior()
+
+
+def degrees_of_freedom(dof: int) -> Array:
+    """Of the t statistic under each rho: effective points less parameters, (r,)."""
+    least = min(_LEAST_DOF, float(dof))
+    result: Array = least + (dof - least) * (1 - RHOS) / (1 + RHOS)
+    return result
+
+
+def least_stretch(n: int) -> float:
+    """By how much an interval must at least exceed that of independent points."""
+    return 1 + _LEAST_STRETCH / n
+
+
+def shares(problem: Problem, jacobian: Array, sse: Array, dof: int) -> Array:
+    """Posterior weight of each rho: prior x restricted likelihood.
+
+    Args:
+        problem: whose points' order within seeds matters.
+        jacobian: of the curve by every fitted parameter, (n, p).
+        sse: least sum of squares under each rho, (r,).
+        dof: points less parameters.
+    """
+    rho = RHOS
+    n, S = len(problem.reward), problem.seeds
+    # |V| of a seed with m points is (1 - rho^2)^(m - 1).
+    log_det = (n - S) * np.log1p(-(rho**2))
+    columns = np.stack([problem.applied(column) for column in jacobian.T], axis=-1)
+    parts = np.einsum("np,mnq->mpq", jacobian, columns)
+    share = np.stack([(1 + rho**2), -(rho**2), -rho], axis=1) / (1 - rho**2)[:, None]
+    matrix = np.tensordot(share, parts, 1)
+    # Columns of no effect carry nothing; scaling makes the rest comparable.
+    size = np.sqrt(np.maximum(np.diagonal(parts[0]), 0.0))
+    used = size > 1e-12 * size.max()
+    matrix = matrix[:, used][:, :, used] / np.outer(size[used], size[used])
+    log_information = np.linalg.slogdet(matrix + 1e-12 * np.eye(int(used.sum())))[1]
+    tiny = 1e-300 + 1e-14 * float(sse.max())
+    log_weight = np.log(PRIOR) - 0.5 * (log_det + log_information + dof * np.log(sse + tiny))
+    weight = np.exp(log_weight - log_weight.max())
+    result: Array = weight / weight.sum()
+    return result
+
+
+def summary(problem: Problem, share: Array, sse: Array, dof: int, known: Array | None) -> Noise:
+    """The noise under the weights `share` (r,), and never less than the points' own errors.
 
     A few points can lie on a curve by luck, or because seeds share the random numbers of their evaluations;
     that makes none of them more precise than its sampling error.
 
     Args:
-        residual: reward minus curve, (n,), by seed and within a seed by compute.
-        weight: 1 / variance as used in the fit, (n,).
-        seed: index of the seed, (n,).
-        jacobian: of the curve by every fitted parameter, (n, p): the directions the fit has followed.
-        targets: how many of the first columns are the parameters to be judged; the inflation is the largest
-            of theirs.
+        problem: the fit's.
+        share: weight of each rho, (r,).
+        sse: least sum of squares under each rho, (r,).
+        dof: points less parameters.
         known: sampling variance of each point, (n,), if there is one.
     """
-    least = 0.0 if known is None else float((weight * known).mean())
-    root = np.sqrt(weight)
-    scaled = root * residual
-    n = len(scaled)
-    same = seed[1:] == seed[:-1]
-    squares = float(scaled @ scaled)
-    dof = max(n - jacobian.shape[1], 1)
-    # Residuals far below their own weights: exact data, where correlation is one of rounding errors.
-    if squares <= 1e-6 * n or not same.any():
-        scale = max(squares / dof, least, 1e-6)
-        return Noise(float(np.sqrt(scale / weight.mean())), 0.0, 1.0, scale)
-    observed = float((scaled[1:] * scaled[:-1])[same].sum()) / squares
-    if n <= _EXACT_UP_TO:
-        expected, shares, growth = _projected(root[:, None] * jacobian, seed, targets)
-    else:
-        expected = _RHOS * same.sum() / n
-        shares = np.full(len(_RHOS), float(dof))
-        growth = (1 + _RHOS) / (1 - _RHOS)
-    # Normal approximation of the sampling error of a lag-1 correlation, flat in rho.
-    likelihood = np.exp(-0.5 * (observed - expected) ** 2 * n / np.maximum(1 - expected**2, 0.1))
-    likelihood /= likelihood.sum()
-    correlation = float(likelihood @ _RHOS)
-    variance = max(float(likelihood @ (squares / shares)), least)
-    # Jointly: where the correlation is high the residuals also understate the variance.
-    scale = float(likelihood @ (np.maximum(growth, 1.0) * np.maximum(squares / shares, least)))
-    return Noise(float(np.sqrt(variance / weight.mean())), correlation, scale / variance, scale)
+    variance = np.maximum(sse / dof, least_variance(problem, known))
+    mean_weight = float(problem.weight.mean())
+    growth = (1 + RHOS) / (1 - RHOS)
+    average = float(share @ variance)
+    scale = float(share @ (variance * growth))
+    return Noise(
+        sd=float(np.sqrt(average / mean_weight)),
+        correlation=float(share @ RHOS),
+        inflation=scale / average,
+        scale=scale,
+        rho=RHOS,
+        share=share,
+        variance=variance / mean_weight,
+    )
 
 
-def _projected(jacobian: Array, seed: NDArray[np.intp], targets: int) -> tuple[Array, Array, Array]:
-    """What noise of each correlation rho does to a fit with this Jacobian; three arrays like `_RHOS`.
-
-    With S the noise's correlation matrix, M = I - QQ' the residual maker, L the lag within seeds and v a row
-    of the pseudo-inverse (a parameter's estimator): the residuals' expected lag-1 ratio
-    tr(M S M L) / tr(M S M), their expected sum of squares tr(M S M), and the largest v S v' / v v' among the
-    targets.
-    Shapes: jacobian (n, p).
-    """
-    n = len(seed)
-    Q = np.linalg.qr(jacobian)[0]
-    V = np.linalg.pinv(jacobian)[:targets].T
-    index = np.arange(n)
-    together = seed[:, None] == seed[None, :]
-    distance = np.abs(index[:, None] - index[None, :])
-    L = 0.5 * (together & (distance == 1))
-    LQ = L @ Q
-    QLQ = Q.T @ LQ
-    ratio, squares, growth = np.empty(len(_RHOS)), np.empty(len(_RHOS)), np.empty(len(_RHOS))
-    for at, rho in enumerate(_RHOS):
-        S = np.where(together, (rho**index)[distance], 0.0)
-        SQ = S @ Q
-        QSQ = Q.T @ SQ
-        lagged = float((S * L).sum() - 2 * (SQ * LQ).sum() + (QSQ * QLQ).sum())
-        squares[at] = max(n - float(np.trace(QSQ)), 0.1)
-        ratio[at] = lagged / squares[at]
-        # A parameter without effect (B of a constant) has no estimator and no say.
-        growth[at] = float(divide((V * (S @ V)).sum(0), (V * V).sum(0)).max())
-    return ratio, squares, growth
+def least_variance(problem: Problem, known: Array | None) -> float:
+    """Floor of a point's variance relative to the weights: its own sampling error, and rounding."""
+    return 1e-6 if known is None else max(float((problem.weight * known).mean()), 1e-6)

@@ -19,22 +19,47 @@ from numpy.typing import NDArray
 
 from sweeps import noise, profile
 from sweeps.curve import Curve
+from sweeps.errors import UserError
+from sweeps.family import FAMILIES, Family
 from sweeps.profile import Array, Problem
 
 # The penalty on offsets between the seeds given: twice the published spread of A, weak on purpose.
 _RIDGE_SD = 0.03
+
+# More points than this add nothing to a curve of four parameters but time: neighbours are averaged.
+MOST_POINTS = 1000
+# Residuals beyond this many robust standard deviations count with less weight (Huber 1964).
+_HUBER = 1.5
+_ROBUST_ROUNDS = 8
 
 R0Mode = float | Literal["first", "free"]
 
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How to fit. min_compute and max_compute are inclusive, in the curve's unit; asymptote fixes A."""
+    """How to fit.
+
+    min_compute and max_compute are inclusive, in the curve's unit; asymptote fixes A; family is a name of
+    `sweeps.family.FAMILIES`; robust gives points far from the curve less weight.
+    """
 
     r0: R0Mode = "first"
     min_compute: float | None = None
     max_compute: float | None = None
     asymptote: float | None = None
+    family: str = "sigmoid"
+    robust: bool = False
+
+    @property
+    def shape(self) -> Family:
+        """The family.
+
+        Raises:
+            UserError: no such family.
+        """
+        if self.family not in FAMILIES:
+            raise UserError(f"--family {self.family!r}: unknown; choose one of {', '.join(FAMILIES)}, all")
+        return FAMILIES[self.family]
 
 
 @dataclass(frozen=True)
@@ -46,18 +71,25 @@ class Points:
     variance: Array | None
     seed: NDArray[np.intp]
 
+    def take(self, keep: NDArray[np.bool_]) -> Points:
+        """Some of the points, seeds counted anew."""
+        _, seed = np.unique(self.seed[keep], return_inverse=True)
+        variance = None if self.variance is None else self.variance[keep]
+        return Points(self.compute[keep], self.reward[keep], variance, seed.astype(np.intp))
+
 
 def select(curve: Curve, options: FitOptions) -> Points:
     """The points within the window, and the first evaluations where they observe R0."""
     low = -np.inf if options.min_compute is None else options.min_compute
     high = np.inf if options.max_compute is None else options.max_compute
     keep = (curve.compute >= low) & (curve.compute <= high)
-    if options.r0 == "first":
-        for label in np.unique(curve.seed):
-            own = curve.seed == label
-            keep |= own & (curve.compute == curve.compute[own].min()) & (curve.compute <= high)
-    elif options.r0 != "free":
+    if not options.shape.from_zero or not isinstance(options.r0, str) or options.family == "sigmoid_zero":
         keep &= curve.compute > 0
+    elif options.r0 == "first":
+        _, seeds = np.unique(curve.seed, return_inverse=True)
+        first = np.full(int(seeds.max()) + 1, np.inf)
+        np.minimum.at(first, seeds, curve.compute)
+        keep |= (curve.compute == first[seeds]) & (curve.compute <= high)
     _, seed = np.unique(curve.seed[keep], return_inverse=True)
     order = np.lexsort((curve.reward[keep], curve.compute[keep], seed))
     sd = None if curve.sd is None else curve.sd[keep][order]
@@ -66,6 +98,32 @@ def select(curve: Curve, options: FitOptions) -> Points:
         # An evaluation whose samples all agree reports no error; it is not infinitely precise.
         variance = np.maximum(sd, 0.5 * float(np.median(sd))) ** 2
     return Points(curve.compute[keep][order], curve.reward[keep][order], variance, seed[order].astype(np.intp))
+
+
+def pooled(points: Points) -> tuple[Points, int]:
+    """At most about `MOST_POINTS` points: means over neighbours of one seed, and how many went into each.
+
+    An evaluation at compute 0 stays as it is, because it observes R0.
+    """
+    n = len(points.reward)
+    block = -(-n // MOST_POINTS)
+    if block == 1:
+        return points, 1
+    start = np.flatnonzero(np.concatenate([[True], points.seed[1:] != points.seed[:-1]]))
+    rank = np.arange(n) - np.repeat(start, np.diff(np.append(start, n)))
+    key = np.where(points.compute > 0, 1 + rank // block, 0)
+    fresh = np.concatenate([[True], (points.seed[1:] != points.seed[:-1]) | (key[1:] != key[:-1])])
+    cell = np.cumsum(fresh) - 1
+    count = np.bincount(cell)
+
+    def mean(values: Array) -> Array:
+        return np.asarray(np.bincount(cell, values) / count)
+
+    with np.errstate(divide="ignore"):
+        # The middle on the scale on which a curve is nearly straight.
+        compute = np.where(points.compute[fresh] > 0, np.exp(mean(np.log(points.compute))), 0.0)
+    variance = None if points.variance is None else mean(points.variance) / count
+    return Points(compute, mean(points.reward), variance, points.seed[fresh]), block
 
 
 def bounds_of(reward: Array) -> tuple[float, float]:
@@ -81,20 +139,55 @@ def problem_of(points: Points, options: FitOptions, bounds: tuple[float, float],
     with np.errstate(divide="ignore"):
         log_compute = np.log(points.compute)
     r0 = bounds if isinstance(options.r0, str) else (float(options.r0), float(options.r0))
+    if options.family == "sigmoid_zero":
+        r0 = (0.0, 0.0)
+    elif options.family == "power_law":
+        r0 = bounds
     a = bounds if options.asymptote is None else (options.asymptote, options.asymptote)
     ridge = 1.0 / (_RIDGE_SD * (bounds[1] - bounds[0])) ** 2
-    return Problem(log_compute, points.reward, 1.0 / variance, points.seed, ridge, r0, a)
+    return Problem(log_compute, points.reward, 1.0 / variance, points.seed, ridge, r0, a, options.shape)
 
 
 def weighted(points: Points, options: FitOptions, bounds: tuple[float, float]) -> Problem:
     """The problem with weights from the points' own errors and from what the residuals show beyond them."""
     n = len(points.reward)
-    known = np.zeros(n) if points.variance is None else points.variance
-    start = known if points.variance is not None else np.full(n, float(np.var(points.reward)) / 10)
-    problem = problem_of(points, options, bounds, start)
-    best, _ = profile.solve(problem, polished=1, tolerance=1e-6)
-    _, residual, _ = profile.evaluate(problem, best.ln_b, best.ln_c)
     # Rounding of the grid's sums of squares must stay below what counts as noise, also in noise-free data.
     floor = (1e-7 * max(1.0, float(np.abs(points.reward).max()))) ** 2
+    known = points.variance
+    even = np.full(n, float(np.var(points.reward)) / 10)
+    problem = problem_of(points, options, bounds, even if known is None else known)
+    if known is None or float(np.ptp(known)) <= 1e-12 * float(known.max()):
+        # Equal weights: their size matters only against the seeds' ridge, and for rounding.
+        known = np.zeros(n) if known is None else known
+        if problem.seeds == 1 and not options.robust:
+            return problem_of(points, options, bounds, np.maximum(even, floor))
+    best, _ = profile.solve(problem, polished=1, tolerance=1e-6)
+    _, residual, _ = profile.evaluate(problem, best.u, best.v)
+    if options.robust:
+        return _robust(problem, residual, points, options, bounds, known, floor)
     extra = noise.extra_variance(residual, known + floor, max(n - 4, 1))
     return problem_of(points, options, bounds, known + extra + floor)
+
+
+def _robust(
+    problem: Problem,
+    residual: Array,
+    points: Points,
+    options: FitOptions,
+    bounds: tuple[float, float],
+    known: Array,
+    floor: float,
+) -> Problem:
+    """Huber's weights by re-weighting: a point beyond 1.5 robust sd gets its error enlarged to match."""
+    for _ in range(_ROBUST_ROUNDS):
+        # The spread without the points that are far off: the median of absolute residuals.
+        sd = max(1.4826 * float(np.median(np.abs(residual))), np.sqrt(floor))
+        base = known + max(sd**2 - float(known.mean()), 0.0) + floor
+        stretch = np.maximum(np.abs(residual) / (_HUBER * np.sqrt(base)), 1.0)
+        problem = problem_of(points, options, bounds, base * stretch)
+        best, _ = profile.solve(problem, polished=1, tolerance=1e-6)
+        _, fresh, _ = profile.evaluate(problem, best.u, best.v)
+        if float(np.abs(fresh - residual).max()) <= 1e-6 * max(sd, 1e-12):
+            return problem
+        residual = fresh
+    return problem

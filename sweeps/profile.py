@@ -1,13 +1,17 @@
-"""The least-squares core of a fit: variable projection of the compute curve.
+"""The least-squares core of a fit: variable projection of a compute curve.
 
-    R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B) = R0 (1 - g) + A g,   g = logistic(B (ln C - ln C_mid))
+    R(C) = R0 (1 - g) + A g,   g = g(C; u, v)          (`sweeps.family`; u = ln B, v = ln C_mid of a sigmoid)
 
-Given (ln B, ln C_mid) the rest is linear and solved exactly within its bounds, so only two dimensions are
-searched, on a grid that is the same whatever the data's units: nothing depends on a starting value.
+Given (u, v) the rest is linear and solved exactly within its bounds, so only two dimensions are searched, on a
+grid that is the same whatever the data's units: nothing depends on a starting value.
 
 Several seeds of a recipe share the curve and differ in their asymptote, A_s = A + d_s with sum(d_s) = 0 and a
 ridge on d_s (a random effect). A is then the mean over the runs given, and a lasting offset between two seeds
 is neither taken for noise nor for independent evidence. All weights are 1 / variance.
+
+Sums of squares may be weighted for first-order autocorrelation rho within a seed: the inverse correlation matrix
+of an AR(1) process is [(1 + rho^2) I - rho^2 E - rho L] / (1 - rho^2), with E the ends and L the neighbours, so
+the sums for any rho follow from those of I, E and L.
 
 Source: arXiv 2510.13786, eq. 1; variable projection as in arXiv 2603.22339.
 """
@@ -15,26 +19,24 @@ Source: arXiv 2510.13786, eq. 1; variable projection as in arXiv 2603.22339.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
-from scipy.special import expit
 
-Array = NDArray[np.float64]
+from sweeps.family import SIGMOID, Array, Box, Family
 
-# The search: B from almost a constant to a step; C_mid from well below the data to far beyond it.
-B_RANGE = (0.1, 20.0)
-C_MID_BELOW, C_MID_ABOVE = 20.0, 100.0
-_COARSE = (40, 72)
+_COARSE = (30, 48)
+_ITERATIONS = 60
 
 
 @dataclass(frozen=True)
 class Problem:
     """One recipe's weighted least-squares problem.
 
-    Shapes: log_compute, reward, weight, seed are (n,); log_compute is -inf at compute 0; seed counts from 0.
-    ridge is 1 / (variance of the seeds' asymptotes). Bounds are inclusive; equal bounds fix a parameter.
+    Shapes: log_compute, reward, weight, seed are (n,), by seed and within a seed by compute; log_compute is -inf
+    at compute 0; seed counts from 0. ridge is 1 / (variance of the seeds' asymptotes). Bounds are inclusive;
+    equal bounds fix a parameter.
     """
 
     log_compute: Array
@@ -44,16 +46,65 @@ class Problem:
     ridge: float
     r0_bounds: tuple[float, float]
     a_bounds: tuple[float, float]
+    family: Family = SIGMOID
 
-    def search_box(self) -> tuple[float, float, float, float]:
-        """Limits of the search: ln B low, high, ln C_mid low, high."""
-        positive = self.log_compute[np.isfinite(self.log_compute)]
-        return (
-            float(np.log(B_RANGE[0])),
-            float(np.log(B_RANGE[1])),
-            float(positive.min() - np.log(C_MID_BELOW)),
-            float(positive.max() + np.log(C_MID_ABOVE)),
-        )
+    @cached_property
+    def box(self) -> Box:
+        """Limits of the search: u low, high, v low, high."""
+        return self.family.box(self.log_compute)
+
+    @cached_property
+    def seeds(self) -> int:
+        """How many."""
+        return int(self.seed.max()) + 1
+
+    @cached_property
+    def member(self) -> Array:
+        """1 where a point is of a seed; (n, S)."""
+        return (self.seed[:, None] == np.arange(self.seeds)[None, :]).astype(float)
+
+    @cached_property
+    def root(self) -> Array:
+        """Square root of the weights, (n,)."""
+        return np.sqrt(self.weight)
+
+    @cached_property
+    def ends(self) -> Array:
+        """How often a point is an end of its seed's points (2: it is alone), (n,)."""
+        edge = np.ones(len(self.seed) + 1)
+        edge[1:-1] = self.seed[1:] != self.seed[:-1]
+        return edge[:-1] + edge[1:]
+
+    @cached_property
+    def links(self) -> Array:
+        """Weight of each pair of neighbours: the product of their root weights, 0 across seeds; (n - 1,)."""
+        return self.root[1:] * self.root[:-1] * (self.seed[1:] == self.seed[:-1])
+
+    @cached_property
+    def centre(self) -> float:
+        """The weighted mean reward: sums of squares about it keep the digits that the mean would cost."""
+        return float(self.weight @ self.reward / self.weight.sum())
+
+    @cached_property
+    def centred(self) -> Array:
+        """Rewards about their centre, (n,)."""
+        return self.reward - self.centre
+
+    @cached_property
+    def totals(self) -> tuple[float, float]:
+        """Sum of the weights, and of the weighted centred rewards."""
+        return float(self.weight.sum()), float(self.weight @ self.centred)
+
+    def applied(self, h: Array) -> Array:
+        """I h, E h and L h in the weighted metric; (n,) -> (3, n)."""
+        neighbours = np.zeros_like(h)
+        neighbours[:-1] += self.links * h[1:]
+        neighbours[1:] += self.links * h[:-1]
+        return np.stack([self.weight * h, self.weight * self.ends * h, neighbours])
+
+    def basis(self, u: Array, v: Array) -> Array:
+        """g at the points for cells (k,) -> (k, n)."""
+        return self.family.basis(self.log_compute[None, :], u[:, None], v[:, None])
 
 
 @dataclass(frozen=True)
@@ -74,16 +125,19 @@ class Quadratic:
         return np.maximum(value, 0.0)
 
     def take(self, mask: NDArray[np.bool_] | NDArray[np.intp]) -> Quadratic:
-        """The same for some of the cells."""
-        return Quadratic(self.c[mask], self.h0[mask], self.h1[mask], self.H00[mask], self.H01[mask], self.H11[mask])
+        """The same for some of the cells, of flattened arrays."""
+        return Quadratic(*(np.broadcast_to(x, self.h0.shape).ravel()[mask] for x in self._fields()))
+
+    def _fields(self) -> tuple[Array, ...]:
+        return self.c, self.h0, self.h1, self.H00, self.H01, self.H11
 
 
 @dataclass(frozen=True)
 class Surface:
-    """The SSE over a grid with everything linear solved. Shapes: ln_b (I,), ln_c (J,), the rest (I, J)."""
+    """The SSE over a grid with everything linear solved. Shapes: u (I,), v (J,), the rest (I, J)."""
 
-    ln_b: Array
-    ln_c: Array
+    u: Array
+    v: Array
     sse: Array
     r0: Array
     a: Array
@@ -94,8 +148,8 @@ class Surface:
 class Optimum:
     """The least-squares solution. sse is weighted and includes the penalty on seeds; seed_offset is (S,)."""
 
-    ln_b: float
-    ln_c: float
+    u: float
+    v: float
     r0: float
     a: float
     sse: float
@@ -104,39 +158,73 @@ class Optimum:
 
 def divide(top: Array, bottom: Array) -> Array:
     """top / bottom, and 0 where the data say nothing (bottom is 0)."""
-    safe = np.where(bottom > 1e-300, bottom, 1.0)
-    return np.where(bottom > 1e-300, top / safe, 0.0)
+    known = bottom > 1e-300
+    return np.where(known, top / np.where(known, bottom, 1.0), 0.0)
 
 
-def _quadratic(problem: Problem, g: Array) -> Quadratic:
-    """Normal equations of (R0, A) with the seeds' offsets eliminated. Shapes: g (cells, n) -> (cells,)."""
-    w, y = problem.weight, problem.reward
-    seeds = int(problem.seed.max()) + 1
-    member = (problem.seed[:, None] == np.arange(seeds)[None, :]).astype(float)
-    weighted = member * w[:, None]
-    a_s = (g * g) @ weighted
-    b_s = g @ weighted
-    d_s = g @ (weighted * y[:, None])
-    e_s = b_s - a_s
-    a, e, d = a_s.sum(1), e_s.sum(1), d_s.sum(1)
-    total = float(w.sum())
-    H00, H01, H11 = total - a - 2 * e, e, a
-    h0, h1, c = float(w @ y) - d, d, np.full(len(g), float(w @ (y * y)))
-    if seeds > 1:
-        # min over d_s with sum(d_s) = 0 of sum a_s d_s^2 + ridge d_s^2 - 2 q_s d_s, q = d - R0 e - A a.
-        k = 1.0 / (a_s + problem.ridge)
-        ksum = k.sum(1)
+@dataclass(frozen=True)
+class Sums:
+    """What the normal equations of any rho are made of: sums over points in the metrics I, E and L.
 
-        def lost(u: Array, v: Array) -> Array:
-            taken: Array = (k * u * v).sum(1) - (k * u).sum(1) * (k * v).sum(1) / ksum
-            return taken
+    Shapes: gg, g1, gy (3, S, cells) or (3, 1, cells) with one seed; ones, ys, yy (3, S).
+    """
 
-        H00, H01, H11 = H00 - lost(e_s, e_s), H01 - lost(e_s, a_s), H11 - lost(a_s, a_s)
-        h0, h1, c = h0 - lost(d_s, e_s), h1 - lost(d_s, a_s), c - lost(d_s, d_s)
-    return Quadratic(c, h0, h1, H00, H01, H11)
+    gg: Array
+    g1: Array
+    gy: Array
+    ones: Array
+    ys: Array
+    yy: Array
+    ridge: float
+
+    def mixed(self, rho: Array) -> Quadratic:
+        """The normal equations of (R0, A) at each rho, the seeds' offsets eliminated; (r,) -> (r, cells)."""
+        share = np.stack([(1 + rho**2), -(rho**2), -rho], axis=1) / (1 - rho**2)[:, None]
+        share = share[:, : len(self.gg)]
+        gg, g1, gy = (np.tensordot(share, x, 1) for x in (self.gg, self.g1, self.gy))
+        ones, ys, yy = (share @ x for x in (self.ones, self.ys, self.yy))
+        e, p = g1 - gg, gy
+        H11, E1, d = gg.sum(1), e.sum(1), p.sum(1)
+        H00 = ones.sum(1)[:, None] - H11 - 2 * E1
+        h0, c = ys.sum(1)[:, None] - d, yy.sum(1)[:, None]
+        H01, h1 = E1, d
+        if gg.shape[1] > 1:
+            # min over d_s with sum(d_s) = 0 of sum gg_s d_s^2 + ridge d_s^2 - 2 q_s d_s, q = gy - R0 e - A gg.
+            k = 1.0 / (gg + self.ridge)
+            ksum = k.sum(1)
+            k_e, k_a, k_p = ((k * x).sum(1) for x in (e, gg, p))
+            H00 = H00 - (k * e * e).sum(1) + k_e * k_e / ksum
+            H01 = H01 - (k * e * gg).sum(1) + k_e * k_a / ksum
+            H11 = H11 - (k * gg * gg).sum(1) + k_a * k_a / ksum
+            h0 = h0 - (k * p * e).sum(1) + k_p * k_e / ksum
+            h1 = h1 - (k * p * gg).sum(1) + k_p * k_a / ksum
+            c = c - (k * p * p).sum(1) + k_p * k_p / ksum
+        return Quadratic(np.broadcast_to(c, H11.shape), h0, h1, H00, H01, H11)
 
 
-def _solve(q: Quadratic, problem: Problem) -> tuple[Array, Array, Array]:
+def sums(problem: Problem, g: Array, metrics: int = 3) -> Sums:
+    """Sums for cells with basis g (cells, n); `metrics` of 1 leaves out E and L."""
+    member, seeds = problem.member, problem.seeds
+    one, y = (problem.applied(h)[:metrics] for h in (np.ones(len(problem.reward)), problem.reward))
+    square = g * g
+    diagonal = np.stack([problem.weight, problem.weight * problem.ends])[:metrics]
+    gg = [square @ (member * w[:, None]) for w in diagonal]
+    if metrics == 3:
+        gg.append((g[:, 1:] * g[:, :-1]) @ (2 * member[1:] * problem.links[:, None]))
+    linear = np.concatenate([one, y])[:, :, None] * member[None]
+    by = (g @ linear.transpose(1, 0, 2).reshape(len(member), -1)).reshape(len(g), 2, metrics, seeds)
+    return Sums(
+        np.stack(gg).transpose(0, 2, 1),
+        by[:, 0].transpose(1, 2, 0),
+        by[:, 1].transpose(1, 2, 0),
+        one @ member,
+        y @ member,
+        (y * problem.reward) @ member,
+        problem.ridge,
+    )
+
+
+def linear_solution(q: Quadratic, problem: Problem) -> tuple[Array, Array, Array]:
     """The best (R0, A) of each cell within bounds and A >= R0: exact, by trying each face of the region."""
     (r_lo, r_hi), (a_lo, a_hi) = problem.r0_bounds, problem.a_bounds
     r_hi = min(r_hi, a_hi)
@@ -148,40 +236,39 @@ def _solve(q: Quadratic, problem: Problem) -> tuple[Array, Array, Array]:
     def best_r0(a: Array) -> Array:
         return np.clip(divide(q.h0 - q.H01 * a, q.H00), r_lo, np.minimum(r_hi, a))
 
+    if r_lo == r_hi:
+        r0 = np.full_like(q.h0, r_lo)
+        a = best_a(r0)
+        return r0, a, q.at(r0, a)
+    if a_lo == a_hi:
+        a = np.full_like(q.h0, a_lo)
+        r0 = best_r0(a)
+        return r0, a, q.at(r0, a)
     det = q.H00 * q.H11 - q.H01**2
     inner_r0 = divide(q.h0 * q.H11 - q.h1 * q.H01, det)
     inner_a = divide(q.h1 * q.H00 - q.h0 * q.H01, det)
     inside = (det > 1e-12 * q.H00 * q.H11) & (inner_r0 >= r_lo) & (inner_r0 <= r_hi)
     inside &= (inner_a >= np.maximum(a_lo, inner_r0)) & (inner_a <= a_hi)
-    r0 = np.where(inside, inner_r0, r_lo)
-    a = np.where(inside, inner_a, best_a(r0))
-    sse = q.at(r0, a)
-    if bool(inside.all()):
+    r0, a, sse = inner_r0, inner_a, q.at(inner_r0, inner_a)
+    outside = np.flatnonzero(~inside)
+    if not len(outside):
         return r0, a, sse
-    faces = [(np.full_like(det, r), best_a(np.full_like(det, r))) for r in (r_lo, r_hi)]
-    faces += [(best_r0(np.full_like(det, top)), np.full_like(det, top)) for top in (a_lo, a_hi)]
+    q = q.take(outside)
+    r0_, a_ = np.full(len(outside), r_lo), best_a(np.full(len(outside), r_lo))
+    sse_ = q.at(r0_, a_)
+    faces = [(np.full_like(r0_, r_hi), best_a(np.full_like(r0_, r_hi)))]
+    faces += [(best_r0(np.full_like(r0_, top)), np.full_like(r0_, top)) for top in (a_lo, a_hi)]
     level = divide(q.h0 + q.h1, q.H00 + 2 * q.H01 + q.H11)
     if r_hi >= a_lo:
         level = np.clip(level, max(a_lo, r_lo), min(r_hi, a_hi))
         faces.append((level, level))
     for face_r0, face_a in faces:
         value = q.at(face_r0, face_a)
-        better = ~inside & (value < sse)
-        r0, a, sse = np.where(better, face_r0, r0), np.where(better, face_a, a), np.where(better, value, sse)
+        better = value < sse_
+        r0_, a_, sse_ = np.where(better, face_r0, r0_), np.where(better, face_a, a_), np.where(better, value, sse_)
+    for whole, part in ((r0, r0_), (a, a_), (sse, sse_)):
+        whole.ravel()[outside] = part
     return r0, a, sse
-
-
-def surface(problem: Problem, ln_b: Array, ln_c: Array) -> Surface:
-    """SSE over the grid ln_b x ln_c, everything else solved exactly."""
-    # Rewards are centred: the sums of squares below would otherwise lose digits to the mean.
-    centre = float(np.average(problem.reward, weights=problem.weight))
-    centred = shifted(problem, -centre)
-    shape = (len(ln_b), len(ln_c))
-    slope = np.exp(ln_b)[:, None, None]
-    g = expit(slope * (problem.log_compute - ln_c[:, None])[None]).reshape(-1, len(problem.reward))
-    q = _quadratic(centred, g)
-    r0, a, sse = _solve(q, centred)
-    return Surface(ln_b, ln_c, sse.reshape(shape), (r0 + centre).reshape(shape), (a + centre).reshape(shape), q)
 
 
 def shifted(problem: Problem, by: float) -> Problem:
@@ -195,56 +282,154 @@ def shifted(problem: Problem, by: float) -> Problem:
     )
 
 
-def evaluate(problem: Problem, ln_b: float, ln_c: float) -> tuple[Optimum, Array, Array]:
-    """The linear solution at one (ln B, ln C_mid), with residuals formed directly (no cancellation).
+def cells_of(u: Array, v: Array) -> tuple[Array, Array]:
+    """Coordinates of every cell of the grid u x v, flattened."""
+    return np.repeat(u, len(v)), np.tile(v, len(u))
+
+
+def surface(problem: Problem, u: Array, v: Array) -> Surface:
+    """SSE over the grid u x v, everything else solved exactly."""
+    centre = problem.centre
+    centred = shifted(problem, -centre)
+    shape = (len(u), len(v))
+    q = sums(centred, problem.basis(*cells_of(u, v)), metrics=1).mixed(np.zeros(1)).take(np.arange(len(u) * len(v)))
+    r0, a, sse = linear_solution(q, centred)
+    return Surface(u, v, sse.reshape(shape), (r0 + centre).reshape(shape), (a + centre).reshape(shape), q)
+
+
+def evaluate(problem: Problem, u: float, v: float) -> tuple[Optimum, Array, Array]:
+    """The linear solution at one (u, v), with residuals formed directly (no cancellation).
 
     Returns:
         The solution, the residuals (n,) and g (n,).
     """
-    g = expit(np.exp(ln_b) * (problem.log_compute - ln_c))
-    r0_, a_, _ = _solve(_quadratic(problem, g[None]), problem)
-    r0, a = float(r0_[0]), float(a_[0])
+    g = problem.family.basis(problem.log_compute, np.float64(u), np.float64(v))
+    r0, a = _linear_at(problem, g)
     residual = problem.reward - r0 * (1 - g) - a * g
-    seeds = int(problem.seed.max()) + 1
-    offset = np.zeros(seeds)
-    if seeds > 1:
+    offset = np.zeros(problem.seeds)
+    if problem.seeds > 1:
         w = problem.weight
-        q_s = np.bincount(problem.seed, w * g * residual, seeds)
-        k = 1.0 / (np.bincount(problem.seed, w * g * g, seeds) + problem.ridge)
+        q_s = np.bincount(problem.seed, w * g * residual, problem.seeds)
+        k = 1.0 / (np.bincount(problem.seed, w * g * g, problem.seeds) + problem.ridge)
         offset = k * (q_s - (k @ q_s) / k.sum())
         residual = residual - offset[problem.seed] * g
-    sse = float(problem.weight @ residual**2 + problem.ridge * (offset @ offset if seeds > 1 else 0.0))
-    return Optimum(ln_b, ln_c, r0, a, sse, offset), residual, g
+    sse = float(problem.weight @ residual**2 + problem.ridge * (offset @ offset))
+    return Optimum(u, v, r0, a, sse, offset), residual, g
 
 
-def _polish(problem: Problem, ln_b: float, ln_c: float, tolerance: float) -> Optimum:
-    """Gauss-Newton on the two searched parameters, within the search box."""
-    box = problem.search_box()
-    root = np.sqrt(problem.weight)
+def _linear_at(problem: Problem, g: Array) -> tuple[float, float]:
+    """(R0, A) at one basis g (n,)."""
+    centre = problem.centre
+    if problem.seeds > 1:
+        centred = shifted(problem, -centre)
+        q = sums(centred, g[None], metrics=1).mixed(np.zeros(1))
+        r0_, a_, _ = linear_solution(q, centred)
+        return float(r0_.item()) + centre, float(a_.item()) + centre
+    # One seed in plain floats: this is evaluated thousands of times.
+    wg = problem.weight * g
+    gg, g1, gy = float(wg @ g), float(wg.sum()), float(wg @ problem.centred)
+    one, ys = problem.totals
+    H00, H01, H11, h0, h1 = one - 2 * g1 + gg, g1 - gg, gg, ys - gy, gy
+    r_lo, r_hi, a_lo, a_hi = (x - centre for x in (*problem.r0_bounds, *problem.a_bounds))
+    r_hi, a_lo = min(r_hi, a_hi), max(a_lo, r_lo)
 
-    def residuals(x: Array) -> Array:
-        solution, residual, _ = evaluate(problem, float(x[0]), float(x[1]))
-        return np.concatenate([root * residual, np.sqrt(problem.ridge) * solution.seed_offset])
+    def best_a(r0: float) -> float:
+        return min(max((h1 - H01 * r0) / H11 if H11 > 1e-300 else 0.0, a_lo, r0), a_hi)
 
-    low, high = np.array([box[0], box[2]]), np.array([box[1], box[3]])
-    start = np.clip([ln_b, ln_c], low + 1e-9, high - 1e-9)
-    found = least_squares(
-        residuals, start, bounds=(low, high), xtol=tolerance, ftol=tolerance, gtol=tolerance, max_nfev=40
+    def best_r0(a: float) -> float:
+        return max(min((h0 - H01 * a) / H00 if H00 > 1e-300 else 0.0, r_hi, a), r_lo)
+
+    if r_lo == r_hi:
+        return r_lo + centre, best_a(r_lo) + centre
+    if a_lo == a_hi:
+        return best_r0(a_lo) + centre, a_lo + centre
+    det = H00 * H11 - H01 * H01
+    if det > 1e-12 * H00 * H11:
+        r0, a = (h0 * H11 - h1 * H01) / det, (h1 * H00 - h0 * H01) / det
+        if r_lo <= r0 <= r_hi and max(a_lo, r0) <= a <= a_hi:
+            return r0 + centre, a + centre
+    faces = [(r_lo, best_a(r_lo)), (r_hi, best_a(r_hi)), (best_r0(a_lo), a_lo), (best_r0(a_hi), a_hi)]
+    if r_hi >= a_lo:
+        level = min(max((h0 + h1) / one, a_lo, r_lo), r_hi, a_hi)
+        faces.append((level, level))
+    r0, a = min(faces, key=lambda p: p[0] * (p[0] * H00 - 2 * h0 + 2 * H01 * p[1]) + p[1] * (p[1] * H11 - 2 * h1))
+    return r0 + centre, a + centre
+
+
+def polish(problem: Problem, u: float, v: float, tolerance: float = 1e-12) -> Optimum:
+    """From a grid point to the minimum next to it: Levenberg-Marquardt on what is searched, R0 and A projected out.
+
+    Derivatives are differences: the linear solution changes its face at bounds, where formulas would mislead.
+    """
+    low, high = np.array(problem.box[0::2]), np.array(problem.box[1::2])
+    free = np.flatnonzero(high > low)
+    x = np.clip(np.array([u, v]), low, high)
+    best, residual = _residuals(problem, x)
+    if not len(free):
+        return best
+    damping = 1e-3
+    step, reach = 1e-7 * (high - low), 0.25 * (high - low)[free]
+    for _ in range(_ITERATIONS):
+        columns = []
+        for i in free:
+            moved = x.copy()
+            # Away from the nearer edge of the search.
+            moved[i] += step[i] if x[i] + step[i] <= high[i] else -step[i]
+            columns.append((_residuals(problem, moved)[1] - residual) / (moved[i] - x[i]))
+        J = np.stack(columns, axis=1)
+        gradient, curvature = J.T @ residual, J.T @ J
+        improved = False
+        for _ in range(12):
+            scaled = curvature + damping * np.diag(np.diag(curvature) + 1e-300)
+            try:
+                move = np.linalg.solve(scaled, -gradient)
+            except np.linalg.LinAlgError:
+                return best
+            trial = x.copy()
+            trial[free] = np.clip(x[free] + np.clip(move, -reach, reach), low[free], high[free])
+            found, trial_residual = _residuals(problem, trial)
+            if found.sse < best.sse:
+                gain = best.sse - found.sse
+                x, best, residual, improved = trial, found, trial_residual, True
+                damping = max(damping / 10, 1e-12)
+                break
+            damping *= 10
+            if damping > 1e8:
+                break
+        if not improved or gain <= tolerance * best.sse:
+            return best
+    return best
+
+
+def _residuals(problem: Problem, x: Array) -> tuple[Optimum, Array]:
+    """The solution at (u, v) and the weighted residuals with the seeds' penalty, whose squares sum to its SSE."""
+    solution, residual, _ = evaluate(problem, float(x[0]), float(x[1]))
+    weighted = problem.root * residual
+    if problem.seeds > 1:
+        weighted = np.concatenate([weighted, np.sqrt(problem.ridge) * solution.seed_offset])
+    return solution, weighted
+
+
+def axes_of(problem: Problem, box: Box, shape: tuple[int, int]) -> tuple[Array, Array]:
+    """Grid lines of a box; a coordinate without width has one."""
+    (u_lo, u_hi, v_lo, v_hi), (rows, columns) = box, shape
+    return (
+        np.linspace(u_lo, u_hi, rows) if u_hi > u_lo else np.array([u_lo]),
+        np.linspace(v_lo, v_hi, columns) if v_hi > v_lo else np.array([v_lo]),
     )
-    return evaluate(problem, float(found.x[0]), float(found.x[1]))[0]
 
 
-def solve(problem: Problem, polished: int = 3, tolerance: float = 1e-15) -> tuple[Optimum, Surface]:
+def solve(problem: Problem, polished: int = 3, tolerance: float = 1e-12) -> tuple[Optimum, Surface]:
     """The global least-squares solution and the coarse surface it was found on.
 
     The best few local minima of the grid are polished: a curve that is poorly determined has several.
     """
-    box = problem.search_box()
-    grid = surface(problem, np.linspace(box[0], box[1], _COARSE[0]), np.linspace(box[2], box[3], _COARSE[1]))
+    grid = surface(problem, *axes_of(problem, problem.box, _COARSE))
     padded = np.pad(grid.sse, 1, constant_values=np.inf)
     rows, columns = grid.sse.shape
     neighbours = [padded[i : i + rows, j : j + columns] for i in range(3) for j in range(3) if (i, j) != (1, 1)]
     minima = np.argwhere(grid.sse <= np.min(neighbours, axis=0))
     order = np.argsort(grid.sse[minima[:, 0], minima[:, 1]], kind="stable")[:polished]
-    found = [_polish(problem, float(grid.ln_b[i]), float(grid.ln_c[j]), tolerance) for i, j in minima[order]]
-    return min(found, key=lambda o: o.sse), grid
+    found = [polish(problem, float(grid.u[i]), float(grid.v[j]), max(tolerance, 1e-3)) for i, j in minima[order]]
+    best = min(found, key=lambda o: o.sse)
+    return polish(problem, best.u, best.v, tolerance), grid

@@ -36,8 +36,12 @@ class SeedExcess:
     dof: int = 0
 
 
-def seed_excess(problem: Problem, best: Optimum, g: Array, scale: float) -> SeedExcess:
-    """Per-seed asymptotes at the common shape, about their mean. g is (n,); scale as in `sweeps.noise`."""
+def seed_excess(problem: Problem, best: Optimum, g: Array, rho: Array, share: Array, scale: Array) -> SeedExcess:
+    """Per-seed asymptotes at the common shape, about their mean.
+
+    Shapes: g (n,); rho, share, scale (r,): the autocorrelations considered, their weights, a point's variance
+    relative to the problem's weights.
+    """
     count = len(best.seed_offset)
     if count < 2:
         return SeedExcess()
@@ -47,7 +51,11 @@ def seed_excess(problem: Problem, best: Optimum, g: Array, scale: float) -> Seed
     if (information <= 0).any():
         return SeedExcess()
     offset = np.bincount(problem.seed, w * g * residual, count) / information
-    return SeedExcess(float(((offset - offset.mean()) ** 2).sum()), float((scale / information).mean()), count - 1)
+    # The information on an offset under each rho; see `sweeps.profile` for the three metrics.
+    parts = np.stack([np.bincount(problem.seed, row * g, count) for row in problem.applied(g)])
+    mix = np.stack([(1 + rho**2), -(rho**2), -rho], axis=1) / (1 - rho**2)[:, None]
+    sampling = float(share @ (scale[:, None] / np.maximum(mix @ parts, 1e-300)).mean(1))
+    return SeedExcess(float(((offset - offset.mean()) ** 2).sum()), sampling, count - 1)
 
 
 def pooled_seed_spread(excesses: Sequence[SeedExcess]) -> SeedSpread | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import fdtr, stdtrit
+from scipy.special import stdtrit
 
 from sweeps.profile import Array
 
@@ -45,23 +45,22 @@ class Verdict:
 class Evidence:
     """What the verdict rests on.
 
-    compute, reward: the points, (n,). A, B, C_mid: value, low, high, None for open. reward_range: width of
-    the bounds of A. at_edge: the edge of the search the fit lies on. point_variance: of one point.
-    flat_excess: how much worse a constant fits, in effective variances. parameters: fitted beside it.
+    compute, reward: the points, (n,). A, B and half_gain (C_mid of a sigmoid): value, low, high, None for open; B
+    and half_gain are None where the family has none. reward_range: width of the bounds of A. at_edge: the edge of
+    the search the fit lies on. point_sd: of one point about the curve. p_flat: chance that a constant with this
+    noise would fit as badly as it does.
     """
 
     compute: Array
     reward: Array
     A: tuple[float, float | None, float | None]
-    B: tuple[float, float | None, float | None]
-    C_mid: tuple[float, float | None, float | None]
+    B: tuple[float, float | None, float | None] | None
+    half_gain: tuple[float, float | None, float | None] | None
     R0: float
     reward_range: float
     at_edge: str | None
-    point_variance: float
-    flat_excess: float
-    parameters: int
-    dof: float
+    point_sd: float
+    p_flat: float
 
 
 def plateau_observed(compute: Array, reward: Array, bound: float, reward_range: float) -> bool:
@@ -148,47 +147,48 @@ def after_fit(e: Evidence) -> Verdict:
     if trend is not None:
         return trend
     a, a_low, a_high = e.A
-    b, b_low, b_high = e.B
-    c, _, c_high = e.C_mid
     gain = a - e.R0
-    rise = e.flat_excess / e.parameters
-    if 1 - float(fdtr(e.parameters, e.dof, max(rise, 0.0))) > FLAT_LEVEL or gain <= 0:
+    if e.p_flat > FLAT_LEVEL or gain <= 0:
         return Verdict(
             "flat",
-            f"the rise does not exceed the noise (sd {np.sqrt(e.point_variance):.2g} a point); "
-            "run longer, or evaluate on more prompts",
+            f"the rise does not exceed the noise (sd {e.point_sd:.2g} a point); run longer, or evaluate on more prompts",
         )
     end = float(e.compute.max())
-    if c >= end or c_high is None or c_high >= end:
-        upper = "open" if c_high is None else f"up to {c_high:.4g}"
-        return Verdict(
-            "pre_inflection",
-            f"the window ends at compute {end:.4g} and may not have reached the bend "
-            f"(C_mid {c:.4g}, {upper}); extend the run to 2 x C_mid or more",
-        )
+    reach = ""
+    if e.half_gain is not None:
+        c, _, c_high = e.half_gain
+        if c >= end or c_high is None or c_high >= end:
+            return Verdict("pre_inflection", _before_the_bend(end, c, c_high))
+        reach = f" in a window up to {end / c:.2g} x C_mid"
     if e.at_edge is not None:
         return Verdict(
             "at_bound",
             f"the best fit lies on the edge of the search ({e.at_edge}), so its value is the edge's; "
             "extend the window, or check R0 and the reward's range",
         )
+    cure = "add seeds or evaluate on more prompts"
+    if e.half_gain is not None and end < 4 * e.half_gain[0]:
+        cure = f"needs about {4 * e.half_gain[0] / end:.2g}x more compute (to 4 x C_mid), or more seeds"
     if a_low is None or a_high is None:
         side = "above" if a_high is None else "below"
-        return Verdict(
-            "open",
-            f"the data do not bound A {side} (best {a:.3f}) in a window up to {end / c:.2g} x C_mid; "
-            "extend the run or add seeds",
-        )
+        return Verdict("open", f"the data do not bound A {side} (best {a:.3f}){reach}; {cure}")
     width, allowed = a_high - a_low, min(MAX_WIDTH * e.reward_range, gain)
     if width > allowed:
         return Verdict(
             "open",
-            f"A is only known to {a_low:.3f}..{a_high:.3f} (at most {allowed:.2g} wide is allowed) "
-            f"in a window up to {end / c:.2g} x C_mid; extend the run or add seeds",
+            f"A is only known to {a_low:.3f}..{a_high:.3f} (at most {allowed:.2g} wide is allowed){reach}; {cure}",
         )
-    if b_low is None and b_high is None:
-        return Verdict("open", f"any B fits (best {b:.3g}); add points around C_mid {c:.4g}")
-    return Verdict(
-        "identifiable",
-        f"the window reaches {end / c:.2g} x C_mid and bounds A within {width:.3f}",
+    if e.B is not None and e.B[1] is None and e.B[2] is None:
+        return Verdict("open", f"any B fits (best {e.B[0]:.3g}); evaluate more often around the bend")
+    return Verdict("identifiable", f"the window bounds A within {width:.3f}{reach}")
+
+
+def _before_the_bend(end: float, c: float, c_high: float | None) -> str:
+    """Why a window may end before the bend, and how much further it should go."""
+    upper = "open" if c_high is None else f"up to {c_high:.4g}"
+    factor = 2 * max(c, end) / end
+    least = "at least " if c_high is None else "about "
+    return (
+        f"the window ends at compute {end:.4g} and may not have reached the bend (C_mid {c:.4g}, {upper}); "
+        f"needs {least}{factor:.2g}x more compute"
     )

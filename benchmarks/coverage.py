@@ -1,0 +1,196 @@
+"""How often do 95% intervals hold the truth, and how wide are they beside one that is told the noise?
+
+Simulated runs with known A, B, C_mid, windows that end at 2, 4 and 8 C_mid, 20 to 80 evaluations, white noise and
+AR(1) noise of correlation 0.7. R0 is observed once, with the same noise, at compute 0. "Told" is the profile
+interval that knows the noise's size and correlation. A second table adds runs' own asymptotes, drawn with a spread
+between seeds, and asks how often `A_total` holds the mean of all seeds.
+
+    python benchmarks/coverage.py --repeats 1000 --out docs/coverage.md
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sweeps import interval, noise
+from sweeps.curve import Curve, make_curve
+from sweeps.fit import Fit, fit_curve, fit_curves
+from sweeps.seeds import BORROWED_SEED_SD
+
+Array = NDArray[np.float64]
+A, B, C_MID, R0, SD = 0.61, 1.8, 2000.0, 0.2, 0.01
+NAMES = ("A", "B", "C_mid")
+TRUTH = dict(zip(NAMES, (A, B, C_MID), strict=True))
+
+
+def law(compute: Array, a: float = A) -> Array:
+    """arXiv 2510.13786, eq. 1."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(R0 + (a - R0) / (1 + (C_MID / compute) ** B))
+
+
+def ar1(rng: np.random.Generator, n: int, rho: float) -> Array:
+    """Stationary noise of standard deviation SD."""
+    shock = SD * np.sqrt(1 - rho**2) * rng.standard_normal(n)
+    path = np.empty(n)
+    path[0] = SD * rng.standard_normal()
+    for i in range(1, n):
+        path[i] = rho * path[i - 1] + shock[i]
+    return path
+
+
+def grid(n: int, end: float, spacing: str) -> Array:
+    """Compute of n evaluations, the first at 0."""
+    if spacing == "log":
+        return np.concatenate([[0.0], np.geomspace(C_MID / 10, end, n - 1)])
+    return np.linspace(0.0, end, n)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table."""
+
+    reach: float
+    n: int
+    rho: float
+    spacing: str
+
+
+class _Told(interval.Allowed):
+    """With the noise known the statistics are normal and nothing is stretched."""
+
+    dofs = np.full(len(noise.RHOS), 1e6)
+    stretch = 1e-3
+
+
+def told(fit: Fit, rho: float) -> dict[str, float | None]:
+    """Widths of the profile intervals that know the noise; None where an end is open."""
+    assert fit.allowed is not None
+    at = int(np.flatnonzero(noise.RHOS == rho)[0])
+    allowed = fit.allowed
+    known = SD**2 * float(allowed.problem.weight.mean())
+    share = np.eye(len(noise.RHOS))[at]
+    allowed = replace(_Told(**vars(allowed)), share=share, scale=np.full(len(share), known))
+    low, high = interval.asymptote_interval(allowed)
+    widths: dict[str, float | None] = {"A": high - low if high < 1.0 and low > 0.0 else None}
+    for axis, name in enumerate(("B", "C_mid")):
+        ends = interval.shape_interval(allowed, axis)
+        widths[name] = None if None in ends else float(np.exp(ends[1]) - np.exp(ends[0]))  # type: ignore[arg-type]
+    return widths
+
+
+def one(cell: Cell, repeat: int) -> dict[str, tuple[bool, bool, float | None, float | None]]:
+    """For each parameter: held, open, own width, told width."""
+    rng = np.random.default_rng([repeat, int(cell.reach * 10), cell.n, int(cell.rho * 10)])
+    compute = grid(cell.n, cell.reach * C_MID, cell.spacing)
+    fit = fit_curve(make_curve("run", compute, law(compute) + ar1(rng, cell.n, cell.rho)))
+    known = told(fit, cell.rho)
+    found = {}
+    for name in NAMES:
+        ends = getattr(fit, name)
+        held = (ends.low is None or ends.low <= TRUTH[name]) and (ends.high is None or ends.high >= TRUTH[name])
+        is_open = ends.low is None or ends.high is None
+        found[name] = (held, is_open, None if is_open else ends.high - ends.low, known[name])
+    return found
+
+
+def many(cell: Cell, repeats: int, start: int = 0) -> list[dict[str, tuple[bool, bool, float | None, float | None]]]:
+    """A cell's repeats."""
+    return [one(cell, start + i) for i in range(repeats)]
+
+
+def summarise(rows: Sequence[dict[str, tuple[bool, bool, float | None, float | None]]], name: str) -> tuple[float, ...]:
+    """Coverage, fraction open, median width of the closed ones, its ratio to the told one's over the same runs."""
+    held, is_open, width, known = zip(*(row[name] for row in rows), strict=True)
+    pairs = [(w, k) for w, k in zip(width, known, strict=True) if w is not None and k is not None]
+    ratio = np.median([w for w, _ in pairs]) / np.median([k for _, k in pairs]) if pairs else np.nan
+    closed = [w for w in width if w is not None]
+    return float(np.mean(held)), float(np.mean(is_open)), float(np.median(closed)) if closed else np.nan, float(ratio)
+
+
+def seeds_cell(seeds: int, recipes: int, repeat: int) -> tuple[int, int, int]:
+    """`A_total` of one study: how many of its recipes' intervals hold the mean over all seeds, are open, of all."""
+    rng = np.random.default_rng([repeat, seeds, recipes])
+    curves: list[Curve] = []
+    compute = grid(40, 8 * C_MID, "even")
+    for recipe in range(recipes):
+        rewards = [law(compute, A + BORROWED_SEED_SD * rng.standard_normal()) + ar1(rng, 40, 0.5) for _ in range(seeds)]
+        labels = np.repeat([str(i) for i in range(seeds)], 40)
+        curves.append(make_curve(f"r{recipe}", np.tile(compute, seeds), np.concatenate(rewards), labels))
+    held = opened = 0
+    for fit in fit_curves(curves):
+        low, high = fit.A_total
+        held += (low is None or low <= A) and (high is None or high >= A)
+        opened += low is None or high is None
+    return held, opened, recipes
+
+
+def spread(pool: ProcessPoolExecutor, work: Callable[[int], object], repeats: int) -> list[object]:
+    """Repeats over processes."""
+    return list(pool.map(work, range(repeats), chunksize=max(repeats // 20, 1)))
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=1000)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--spacing", choices=("log", "even"), nargs="+", default=["log", "even"])
+    parser.add_argument("--reach", type=float, nargs="+", default=[2.0, 4.0, 8.0])
+    parser.add_argument("--points", type=int, nargs="+", default=[20, 40, 80])
+    parser.add_argument("--rho", type=float, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--no-seeds", action="store_true", help="leave the table of A_total out")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    lines = [
+        "# Coverage of the intervals",
+        "",
+        f"Written by `python benchmarks/coverage.py --repeats {options.repeats}`: truth A {A}, B {B}, C_mid {C_MID:g}, "
+        f"R0 {R0} observed once, noise sd {SD}. A cell reads: coverage of the nominal 95% / fraction with an open end / "
+        "median width of the closed ones / that width relative to the interval told the noise.",
+    ]
+    with ProcessPoolExecutor(options.processes) as pool:
+        for spacing in options.spacing:
+            lines += ["", f"## {'Log-spaced' if spacing == 'log' else 'Evenly spaced'} evaluations", ""]
+            lines += ["| noise | window ends at | n | A | B | C_mid |", "|---|---|---|---|---|---|"]
+            for rho in options.rho:
+                for reach in options.reach:
+                    for n in options.points:
+                        rows = spread(pool, partial(one, Cell(reach, n, rho, spacing)), options.repeats)
+                        cells = []
+                        for name in NAMES:
+                            c, o, w, r = summarise(rows, name)  # type: ignore[arg-type]
+                            cells.append(f"{c:.3f} / {o:.2f} / {w:.3g} / {r:.2f}")
+                        kind = "white" if rho == 0 else f"AR({rho:g})"
+                        lines.append(f"| {kind} | {reach:g} C_mid | {n} | {' | '.join(cells)} |")
+                        print(lines[-1], flush=True)
+        if not options.no_seeds:
+            lines += ["", "## A_total: the mean over all seeds, from few", ""]
+            lines += [
+                f"Runs of one recipe differ in A with sd {BORROWED_SEED_SD}; windows to 8 C_mid, 40 evaluations a run, "
+                "AR(0.5). With one seed the spread is borrowed, otherwise pooled over the study's recipes.",
+                "",
+                "| seeds | recipes | coverage | open |",
+                "|---|---|---|---|",
+            ]
+            for seeds in (1, 2, 5):
+                for recipes in (1, 6):
+                    repeats = max(options.repeats // recipes, 1)
+                    done = np.array(spread(pool, partial(seeds_cell, seeds, recipes), repeats))
+                    held, opened, total = done.sum(0)
+                    lines.append(f"| {seeds} | {recipes} | {held / total:.3f} | {opened / total:.2f} |")
+                    print(lines[-1], flush=True)
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

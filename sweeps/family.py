@@ -1,0 +1,123 @@
+"""Families of compute curves, all of one form: R(C) = R0 (1 - g(C)) + A g(C), with g given by one or two shape
+parameters that are searched, while R0 and A follow exactly.
+
+    sigmoid        g = 1 / (1 + (C_mid / C)^B)                       arXiv 2510.13786, eq. 1
+    sigmoid_zero   the same with R0 = 0
+    logistic       g = 1 / (1 + exp(-k (C - c))): R0 is the lower asymptote, not the reward at compute 0
+    exponential    g = 1 - exp(-C / tau)                             (arXiv 2507.18014, revised)
+    power_law      g = 1 - (C / C_first)^-B, that is A - D C^-B      (arXiv 2510.13786, A.4); R0 is the reward at
+                   the first positive compute C_first, and evaluations at compute 0 are left out
+    constant       g = 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import expit
+
+Array = NDArray[np.float64]
+Box = tuple[float, float, float, float]
+
+# The search of the sigmoid: B from almost a constant to a step; C_mid from well below the data to far beyond.
+B_RANGE = (0.1, 20.0)
+C_MID_BELOW, C_MID_ABOVE = 20.0, 100.0
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    names: of its shape parameters. basis(log_compute, u, v): g for search coordinates that broadcast against the
+    points' log compute (-inf at compute 0); u and v are logarithms of the shape parameters, but v of the logistic,
+    which is c itself. box(log_compute): limits of u and v; equal limits leave a coordinate out.
+    """
+
+    name: str
+    formula: str
+    names: tuple[str, ...]
+    basis: Callable[[Array, Array, Array], Array]
+    box: Callable[[Array], Box]
+    from_zero: bool = True
+
+    @property
+    def shape(self) -> int:
+        """How many shape parameters are searched."""
+        return len(self.names)
+
+    def natural(self, u: Array, v: Array) -> tuple[Array, Array]:
+        """Shape parameters in their own units."""
+        return np.exp(u), v if self.name == "logistic" else np.exp(v)
+
+    def search(self, first: Array, second: Array) -> tuple[Array, Array]:
+        """The inverse of `natural`."""
+        return np.log(first), second if self.name == "logistic" else np.log(second)
+
+
+def _positive(log_compute: Array) -> tuple[float, float]:
+    positive = log_compute[np.isfinite(log_compute)]
+    return float(positive.min()), float(positive.max())
+
+
+def _sigmoid_box(log_compute: Array) -> Box:
+    first, last = _positive(log_compute)
+    low, high = np.log(B_RANGE)
+    return float(low), float(high), first - float(np.log(C_MID_BELOW)), last + float(np.log(C_MID_ABOVE))
+
+
+def _logistic_box(log_compute: Array) -> Box:
+    _, last = _positive(log_compute)
+    end = float(np.exp(last))
+    return float(np.log(0.3)) - last, float(np.log(300.0)) - last, -0.5 * end, 4.0 * end
+
+
+def _exponential_box(log_compute: Array) -> Box:
+    first, last = _positive(log_compute)
+    return first - float(np.log(C_MID_BELOW)), last + float(np.log(C_MID_ABOVE)), 0.0, 0.0
+
+
+def _power_box(log_compute: Array) -> Box:
+    return float(np.log(0.01)), float(np.log(B_RANGE[1])), *(_positive(log_compute)[0],) * 2
+
+
+def _sigmoid(x: Array, u: Array, v: Array) -> Array:
+    result: Array = expit(np.exp(u) * (x - v))
+    return result
+
+
+def _logistic(x: Array, u: Array, v: Array) -> Array:
+    result: Array = expit(np.exp(u) * (np.exp(x) - v))
+    return result
+
+
+def _exponential(x: Array, u: Array, v: Array) -> Array:
+    result: Array = -np.expm1(-np.exp(x - u)) + 0.0 * v
+    return result
+
+
+def _power(x: Array, u: Array, v: Array) -> Array:
+    # v is the logarithm of the first positive compute: a unit, not a parameter.
+    result: Array = -np.expm1(-np.exp(u) * np.maximum(x - v, 0.0))
+    return result
+
+
+def _constant(x: Array, u: Array, v: Array) -> Array:
+    result: Array = np.ones(np.broadcast_shapes(np.shape(x), np.shape(u), np.shape(v)))
+    return result
+
+
+SIGMOID = Family("sigmoid", "R0 + (A - R0) / (1 + (C_mid / C)^B)", ("B", "C_mid"), _sigmoid, _sigmoid_box)
+FAMILIES = {
+    family.name: family
+    for family in (
+        SIGMOID,
+        Family("sigmoid_zero", "A / (1 + (C_mid / C)^B)", ("B", "C_mid"), _sigmoid, _sigmoid_box),
+        Family("logistic", "R0 + (A - R0) / (1 + exp(-k (C - c)))", ("k", "c"), _logistic, _logistic_box),
+        Family("exponential", "R0 + (A - R0) (1 - exp(-C / tau))", ("tau",), _exponential, _exponential_box),
+        Family("power_law", "A - D C^-B", ("B",), _power, _power_box, from_zero=False),
+        Family("constant", "A", (), _constant, lambda _: (0.0, 0.0, 0.0, 0.0)),
+    )
+}
