@@ -154,8 +154,8 @@ def main() -> None:
         "# Coverage of the intervals",
         "",
         f"Written by `python benchmarks/coverage.py --repeats {options.repeats}`: truth A {A}, B {B}, C_mid {C_MID:g}, "
-        f"R0 {R0} observed once, noise sd {SD}. A cell reads: coverage of the nominal 95% / fraction with an open end / "
-        "median width of the closed ones / that width relative to the interval told the noise.",
+        f"R0 {R0} observed once, noise sd {SD}. A cell reads: coverage of the nominal 95% / fraction with an open "
+        "end / median width of the closed ones / that width relative to the interval told the noise.",
     ]
     with ProcessPoolExecutor(options.processes) as pool:
         for spacing in options.spacing:

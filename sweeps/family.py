@@ -52,6 +52,15 @@ class Family:
         """Shape parameters in their own units."""
         return np.exp(u), v if self.name == "logistic" else np.exp(v)
 
+    def natural_at(self, u: float, v: float) -> tuple[float, float]:
+        """The same at one point."""
+        first, second = self.natural(np.array([u]), np.array([v]))
+        return float(first[0]), float(second[0])
+
+    def at(self, log_compute: Array, u: float, v: float) -> Array:
+        """g at one point of the search; (n,) -> (n,)."""
+        return self.basis(log_compute, np.array([u]), np.array([v]))
+
     def search(self, first: Array, second: Array) -> tuple[Array, Array]:
         """The inverse of `natural`."""
         return np.log(first), second if self.name == "logistic" else np.log(second)

@@ -148,8 +148,8 @@ def _jacobian(problem: Problem, best: Optimum, g: Array) -> Array:
         up, down = at.copy(), at.copy()
         up[axis] += step
         down[axis] -= step
-        difference = problem.family.basis(problem.log_compute, up[0], up[1])
-        difference = difference - problem.family.basis(problem.log_compute, down[0], down[1])
+        difference = problem.family.at(problem.log_compute, float(up[0]), float(up[1]))
+        difference = difference - problem.family.at(problem.log_compute, float(down[0]), float(down[1]))
         columns.append((best.a - best.r0) * difference / (2 * step) * (high - low))
     if problem.a_bounds[0] < problem.a_bounds[1]:
         columns.append(g)
@@ -219,7 +219,7 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
     options, bounds = empty.options, empty.bounds
     problem = weighted(points, options, bounds)
     best, coarse = profile.solve(problem)
-    _, residual, g = profile.evaluate(problem, best.u, best.v)
+    _, _, g = profile.evaluate(problem, best.u, best.v)
     dof = max(len(points.reward) - parameters, 1)
     allowed = interval.explore(problem, best, coarse, _jacobian(problem, best, g), dof, points.variance)
     rng = np.random.default_rng(zlib.crc32(empty.recipe.encode()))
@@ -273,12 +273,12 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
 def _shape(allowed: interval.Allowed, best: Optimum) -> dict[str, Interval]:
     """The family's shape parameters with their intervals."""
     family = allowed.problem.family
-    value = family.natural(np.float64(best.u), np.float64(best.v))
+    value = family.natural_at(best.u, best.v)
     found = {}
     for axis, name in enumerate(family.names):
         ends = interval.shape_interval(allowed, axis)
-        own = [None if e is None else float(family.natural(np.float64(e), np.float64(e))[axis]) for e in ends]
-        found[name] = Interval(float(value[axis]), own[0], own[1])
+        own = [None if e is None else family.natural_at(e, e)[axis] for e in ends]
+        found[name] = Interval(value[axis], own[0], own[1])
     return found
 
 
@@ -318,14 +318,16 @@ def _r0_effect(problem: Problem, best: Optimum) -> R0Effect | None:
 
 
 def _a_ends(
-    points: Points, best: Optimum, ends: list[float | None], bounds: tuple[float, float]
+    points: Points, best: Optimum, ends: Sequence[float], bounds: tuple[float, float]
 ) -> tuple[float | None, float | None]:
     """A's interval: open where only a bound ends it, unless a plateau was observed on that bound."""
+    low: float | None
+    high: float | None
     low, high = ends
     tolerance = 1e-9 * (bounds[1] - bounds[0])
-    if low is not None and low <= bounds[0] + tolerance:
+    if low <= bounds[0] + tolerance:
         low = None
-    if high is not None and high >= bounds[1] - tolerance:
+    if high >= bounds[1] - tolerance:
         seen = verdict.plateau_observed(points.compute, points.reward, bounds[1], bounds[1] - bounds[0])
         high = bounds[1] if seen else None
     return low, high
@@ -338,8 +340,7 @@ def _edge(problem: Problem, best: Optimum, points: Points, bounds: tuple[float, 
         low, high = problem.box[2 * axis], problem.box[2 * axis + 1]
         margin = 2e-4 * (high - low)
         if not low + margin < at[axis] < high - margin:
-            value = problem.family.natural(np.float64(best.u), np.float64(best.v))[axis]
-            return f"{name} = {float(value):.4g}"
+            return f"{name} = {problem.family.natural_at(best.u, best.v)[axis]:.4g}"
     at_top = best.a >= bounds[1] - 1e-9 * (bounds[1] - bounds[0])
     if at_top and not verdict.plateau_observed(points.compute, points.reward, bounds[1], bounds[1] - bounds[0]):
         return f"A = {bounds[1]:.4g}"
@@ -364,7 +365,7 @@ def point_prediction(points: Points, options: FitOptions, bounds: tuple[float, f
     problem = weighted(points, options, bounds)
     best, _ = profile.solve(problem, polished=1, tolerance=1e-6)
     with np.errstate(divide="ignore"):
-        g = problem.family.basis(np.log(compute), np.float64(best.u), np.float64(best.v))
+        g = problem.family.at(np.log(compute), best.u, best.v)
     result: Array = best.r0 * (1 - g) + best.a * g
     return result
 

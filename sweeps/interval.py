@@ -173,7 +173,8 @@ def _lowest(sse: Array, rows: int, columns: int) -> Array:
     i, j = np.clip(at // columns, 1, rows - 2), np.clip(at % columns, 1, columns - 2)
 
     def cell(down: int, across: int) -> Array:
-        return sse[every, (i + down) * columns + j + across]
+        found: Array = sse[every, (i + down) * columns + j + across]
+        return found
 
     middle = cell(0, 0)
     gu, gv = 0.5 * (cell(1, 0) - cell(-1, 0)), 0.5 * (cell(0, 1) - cell(0, -1))
@@ -192,7 +193,7 @@ def _parabola(left: Array, middle: Array, right: Array, floor: Array) -> Array:
     return np.where(inner, middle - divide((left - right) ** 2, 8 * (left - 2 * middle + right)), floor)
 
 
-def _confidence(allowed: Allowed, excess: Array, below: Array) -> Array:
+def _confidence(allowed: Allowed, excess: Array, below: NDArrayBool) -> Array:
     """The averaged confidence distribution at a trial value.
 
     Args:
@@ -305,9 +306,9 @@ class _AsymptoteProfile:
         if high < self.r_lo:
             return 0.0
         if self.r_lo == self.r_hi:
-            sse = q.at(np.float64(self.r_lo), np.float64(a))
+            sse = q.at(np.array(self.r_lo), np.array(a))
         else:
-            sse = q.at(np.clip(divide(q.h0 - q.H01 * a, q.H00), self.r_lo, high), np.float64(a))
+            sse = q.at(np.clip(divide(q.h0 - q.H01 * a, q.H00), self.r_lo, high), np.array(a))
         lowest = _lowest(sse, len(self.allowed.u), len(self.allowed.v))
         t = np.sqrt(np.maximum(lowest - self.least, 0.0) / self.scale) * np.where(value < self.at, -1.0, 1.0)
         return float(_averaged(t, self.share, self.dofs, self.allowed))
@@ -397,7 +398,8 @@ def draw(allowed: Allowed, count: int, rng: np.random.Generator) -> Draws:
         jitter = rng.random(count) - 0.5
         if len(line) == 1:
             return np.full(count, line[0])
-        return np.clip(line[index] + (line[1] - line[0]) * jitter, line[0], line[-1])
+        found: Array = np.clip(line[index] + (line[1] - line[0]) * jitter, line[0], line[-1])
+        return found
 
     u, v = within(allowed.u, row), within(allowed.v, column)
     q = allowed.quadratic.take(chosen)

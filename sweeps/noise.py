@@ -6,9 +6,9 @@ thirty points leave rho uncertain, and residuals of a fit show less correlation 
 has followed part of it. So no rho is chosen: each on a grid gets as weight a prior times its restricted likelihood
 (REML, which accounts for what the fit followed), and intervals are averaged over them. With twenty points the data
 say little on rho, and the prior's four numbers decide how the risk is shared between independent and wandering
-evaluations; they are set so that coverage holds for both (`benchmarks/coverage.py`). (To split the variance into sampling
-error, independent by construction, and a wandering policy would be sharper still; with some thirty points the
-split is so uncertain that intervals come out too narrow.)
+evaluations; they are set so that coverage holds for both (`benchmarks/coverage.py`). (To split the variance into
+sampling error, independent by construction, and a wandering policy would be sharper still; with some thirty points
+the split is so uncertain that intervals come out too narrow.)
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from sweeps.family import SIGMOID, Array, Box, Family
+from sweeps.family import SIGMOID, Box, Family
 
+Array = NDArray[np.float64]
 _COARSE = (30, 48)
 _ITERATIONS = 60
 
@@ -61,7 +62,8 @@ class Problem:
     @cached_property
     def member(self) -> Array:
         """1 where a point is of a seed; (n, S)."""
-        return (self.seed[:, None] == np.arange(self.seeds)[None, :]).astype(float)
+        found: Array = (self.seed[:, None] == np.arange(self.seeds)[None, :]).astype(float)
+        return found
 
     @cached_property
     def root(self) -> Array:
@@ -78,7 +80,8 @@ class Problem:
     @cached_property
     def links(self) -> Array:
         """Weight of each pair of neighbours: the product of their root weights, 0 across seeds; (n - 1,)."""
-        return self.root[1:] * self.root[:-1] * (self.seed[1:] == self.seed[:-1])
+        found: Array = self.root[1:] * self.root[:-1] * (self.seed[1:] == self.seed[:-1])
+        return found
 
     @cached_property
     def centre(self) -> float:
@@ -303,7 +306,7 @@ def evaluate(problem: Problem, u: float, v: float) -> tuple[Optimum, Array, Arra
     Returns:
         The solution, the residuals (n,) and g (n,).
     """
-    g = problem.family.basis(problem.log_compute, np.float64(u), np.float64(v))
+    g = problem.family.at(problem.log_compute, u, v)
     r0, a = _linear_at(problem, g)
     residual = problem.reward - r0 * (1 - g) - a * g
     offset = np.zeros(problem.seeds)

@@ -151,7 +151,8 @@ def after_fit(e: Evidence) -> Verdict:
     if e.p_flat > FLAT_LEVEL or gain <= 0:
         return Verdict(
             "flat",
-            f"the rise does not exceed the noise (sd {e.point_sd:.2g} a point); run longer, or evaluate on more prompts",
+            f"the rise does not exceed the noise (sd {e.point_sd:.2g} a point); "
+            "run longer, or evaluate on more prompts",
         )
     end = float(e.compute.max())
     reach = ""
