@@ -205,6 +205,86 @@ def test_axis_follows_the_device(tmp_path: Path) -> None:
         load([tmp_path / "gpu"], metric="eval/x")
 
 
+def test_every_set_of_a_run_is_a_curve_of_its_own(tmp_path: Path) -> None:
+    run(tmp_path, "r0", seed=0)
+    run(tmp_path, "r1", seed=1)
+    down, heldout = load([tmp_path], metric="all").curves
+    assert (down.recipe, heldout.recipe) == ("scalerl set=down", "scalerl set=heldout")
+    assert down.factors == {"set": "down"} and down.metric == "eval/down/pass_rate"
+    assert down.reward.tolist() == pytest.approx([0, 0.2, 0.4, 0.6] * 2) and down.sd is None
+    assert heldout.reward.tolist() == load([tmp_path]).curves[0].reward.tolist() and heldout.sd is not None
+
+
+def test_a_set_that_some_evaluations_lack_is_counted(tmp_path: Path) -> None:
+    journal = Journal(run(tmp_path, "r"))
+    journal.record("eval", 9, {"eval/heldout/pass_rate": 0.5, "compute/virtual_device_hours": 9, "compute/flops": 9e9})
+    journal.close()
+    study = load([tmp_path], metric="all")
+    assert [len(curve.reward) for curve in study.curves] == [4, 5]
+    assert any("1 of 5 evaluations have no eval/down/pass_rate" in note for note in study.warnings)
+
+
+def test_factors_of_journals_are_header_fields_or_configuration_keys(tmp_path: Path) -> None:
+    for name, lr in (("a", 1e-6), ("b", 3e-6)):
+        path = run(tmp_path, name, parameters=7)
+        (path / "config.yaml").write_text(f"optimizer:\n  lr: {lr}\nbatch: {{groups: 4}}\n")
+    a, b = load([tmp_path], factors=("parameters", "optimizer.lr", "parameters")).curves
+    assert a.recipe == "scalerl parameters=7 optimizer.lr=1e-06"
+    assert b.factors == {"parameters": "7", "optimizer.lr": "3e-06"}
+    for wrong in ("optimizer", "nope", "optimizer.lr.x"):
+        with pytest.raises(UserError, match=rf"no field {wrong} in the header.*found .*recipe.*optimizer.lr"):
+            load([tmp_path], factors=(wrong,))
+
+
+def test_factors_of_tables_are_columns(tmp_path: Path) -> None:
+    text = "recipe,size,compute,reward\na,1b,1,0.1\na,7b,1,0.2\na,7b,2,0.3\nb,1b,1,0.4\n"
+    study = load([csv_file(tmp_path, text)], factors=("size",))
+    assert [curve.recipe for curve in study.curves] == ["a size=1b", "a size=7b", "b size=1b"]
+    assert study.curves[1].factors == {"size": "7b"} and study.curves[1].reward.tolist() == [0.2, 0.3]
+    with pytest.raises(UserError, match="no column width; found recipe, size"):
+        load([csv_file(tmp_path, text)], factors=("width",))
+
+
+def test_the_mapping_says_what_became_of_the_columns(tmp_path: Path) -> None:
+    path = csv_file(tmp_path, "recipe,seed,compute,reward\na,0,1,0.5\n")
+    study = load([path])
+    assert study.shown == [] and "compute <- compute (default); reward <- reward (default)" in study.mapping[0]
+    unnamed = load([csv_file(tmp_path, "step,train\n1,0.5\n", "my_run.csv")], x="step", y="train")
+    assert "compute <- step (given by --x)" in unnamed.shown[0] and "recipe <- the file's name" in unnamed.shown[0]
+    journals = load([run(tmp_path, "r")])
+    assert journals.shown == [] and "first set of the task" in journals.mapping[0]
+
+
+def test_metric_names_the_reward_of_a_table_unless_there_are_journals(tmp_path: Path) -> None:
+    path = csv_file(tmp_path, "recipe,compute/flops,reward,score\na,1,0.5,0.7\n")
+    assert load([path], x="compute/flops", metric="score").curves[0].metric == "score"
+    mixed = load([path, run(tmp_path, "r")], x="compute/flops", metric="eval/down/pass_rate")
+    assert [curve.metric for curve in mixed.curves] == ["reward", "eval/down/pass_rate"]
+    with pytest.raises(UserError, match="is for runs and logs"):
+        load([path], x="compute/flops", metric="all")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[]", "is empty"),
+        (b"[1]", "entry 1 of the list is not a JSON object"),
+        (b'[{"compute": 1, "reward": 0.1}', "not JSON, or cut off"),
+        (b'{"a": {"b": 1}}', "a JSON object with a; give TRL's trainer state"),
+        (b"nonsense", "line 1 is not JSON"),
+    ],
+)
+def test_unusable_json_says_why(tmp_path: Path, content: bytes, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load([csv_file(tmp_path, content, "x.json")])
+
+
+def test_a_json_list_is_a_table(tmp_path: Path) -> None:
+    rows = [{"recipe": "a", "compute": step, "reward": 0.1 * step} for step in range(3)]
+    (curve,) = load([csv_file(tmp_path, json.dumps(rows, indent=1), "x.json")]).curves
+    assert curve.compute.tolist() == [0, 1, 2]
+
+
 def test_failed_runs_are_used_with_a_warning(tmp_path: Path) -> None:
     run(tmp_path, "r", status="failed")
     (curve,) = load([tmp_path / "r"]).curves

@@ -1,0 +1,10 @@
+"""From what a user points at (runs, tables, other frameworks' logs, MLflow) to curves, or one line that says why not.
+
+`formats` lists the readers in the order they are asked; adding a format is one module and one line there.
+"""
+
+from sweeps.source.cells import finite
+from sweeps.source.points import LoadedStudy
+from sweeps.source.study import load
+
+__all__ = ["LoadedStudy", "finite", "load"]

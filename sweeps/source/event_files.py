@@ -1,0 +1,157 @@
+"""TensorBoard event files: a file, or a directory of them in which every directory with files is a run.
+
+The package `tensorboard` reads them (an extra, imported only here). It stops at the first record that is cut off or
+damaged without a word, so the records are counted in the file too.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sweeps.errors import UserError
+from sweeps.source.log import Log, Series, add_logs
+from sweeps.source.points import Collected
+from sweeps.source.text import File, short
+
+NAME = "TensorBoard event files"
+WALL_TIME = "wall_time"
+_MARK = "tfevents"
+
+
+def event_files(directory: Path) -> list[Path]:
+    """The event files at or below a directory."""
+    return sorted(path for path in directory.rglob(f"*{_MARK}*") if path.is_file())
+
+
+def matches(file: File, into: Collected) -> bool:
+    """A name as TensorBoard gives it: the records have no mark of their own."""
+    return _MARK in file.path.name
+
+
+def read(file: File, into: Collected) -> None:
+    """Add the run of one event file.
+
+    Raises:
+        UserError: no scalars, or no metric that can be the reward, or tensorboard is not installed.
+    """
+    _add({file.run_name: [file.path]}, str(file.path), into, "the file's name")
+
+
+def read_directory(directory: Path, files: list[Path], into: Collected) -> None:
+    """Add a run for every directory with event files.
+
+    Raises:
+        UserError: as for one file.
+    """
+    runs: dict[str, list[Path]] = {}
+    for path in files:
+        inner = path.parent.relative_to(directory)
+        runs.setdefault(directory.resolve().name if inner == Path() else inner.as_posix(), []).append(path)
+    _add(runs, str(directory), into, "the run's directory")
+
+
+def _add(runs: dict[str, list[Path]], where: str, into: Collected, named: str) -> None:
+    _need_tensorboard(where)
+    logs = []
+    alone = sum(map(len, runs.values())) == 1
+    for name, paths in runs.items():
+        scalars: dict[str, list[tuple[float, float, float]]] = {}
+        warnings = []
+        for path in paths:  # in the order they were written: the time is in the name
+            try:
+                if warning := _load(path, scalars):
+                    warnings.append(warning)
+            except UserError as error:
+                if alone:
+                    raise
+                into.study.warnings.append(str(error))  # one damaged file must not hide the other runs
+        if scalars:
+            logs.append(_log(name, scalars, warnings))
+    if not logs:
+        raise UserError(f"{where}: no scalar in {sum(map(len, runs.values()))} event files; give another source")
+    add_logs(logs, NAME, where, into, None, named)
+
+
+def _need_tensorboard(where: str) -> None:
+    try:
+        import tensorboard  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"{where}: event files are read with the package tensorboard, which is not installed; "
+            "pip install 'lightning-scalerl[tensorboard]'"
+        ) from error
+
+
+def _load(path: Path, scalars: dict[str, list[tuple[float, float, float]]]) -> str | None:
+    """Add a file's scalars (step, wall time, value) by tag; a warning if it was not read to its end."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util import tensor_util
+
+    whole, ends = _walk(path)
+    loaded = 0
+    try:
+        for event in EventFileLoader(str(path)).Load():
+            loaded += 1
+            for value in event.summary.value:
+                number = _scalar(value, tensor_util.make_ndarray)
+                if number is not None:
+                    scalars.setdefault(value.tag, []).append((event.step, event.wall_time, number))
+    except Exception as error:  # protobuf's, struct's and tensorboard's own on damaged files
+        raise UserError(f"{path}: not a readable event file ({short(str(error))}); give another file") from error
+    if not loaded:
+        raise UserError(f"{path}: not an event file; give the file that TensorBoard's writer made")
+    if loaded < whole or not ends:
+        return f"{path.name} is cut off or damaged after {loaded} records; what follows was not read"
+    return None
+
+
+def _scalar(value: Any, as_array: Callable[[Any], Any]) -> float | None:
+    """A summary's number: a scalar, in TensorBoard's old or new form."""
+    if value.metadata.plugin_data.plugin_name not in ("scalars", ""):
+        return None
+    if value.HasField("simple_value"):
+        return float(value.simple_value)
+    if not value.HasField("tensor"):
+        return None
+    array = np.asarray(as_array(value.tensor))
+    return float(array.reshape(-1)[0]) if array.size == 1 and array.dtype.kind in "fiub" else None
+
+
+def _log(name: str, scalars: dict[str, list[tuple[float, float, float]]], warnings: list[str]) -> Log:
+    """A run from its scalars, with the seconds since its first event as one more metric."""
+    events = np.unique(np.array([row[:2] for rows in scalars.values() for row in rows], dtype=float), axis=0)
+
+    def series(tag: str) -> Series:
+        if tag == WALL_TIME:
+            return Series(events[:, 0], events[:, 1] - events[:, 1].min())
+        rows = np.array(scalars[tag], dtype=float)
+        kept = np.isfinite(rows[:, 2])
+        bad = int((~kept).sum())
+        first = f"step {rows[~kept][0, 0]:g}: {rows[~kept][0, 2]}" if bad else ""
+        return Series(rows[kept, 0], rows[kept, 2], max(0, len(steps) - len(rows)), bad, first)
+
+    steps = np.unique(events[:, 0])
+    return Log(name, [*scalars, WALL_TIME], len(steps), series, warnings=tuple(warnings))
+
+
+def _walk(path: Path) -> tuple[int, bool]:
+    """Whole records by their lengths (8 bytes, a checksum, data, a checksum), and whether the last ends the file."""
+    try:
+        size = path.stat().st_size
+        count = at = 0
+        with path.open("rb") as handle:
+            while at + 16 <= size:
+                handle.seek(at)
+                (length,) = struct.unpack("<Q", handle.read(8))
+                if at + 16 + length > size:
+                    break
+                at += 16 + length
+                count += 1
+        return count, at == size
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error

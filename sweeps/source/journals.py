@@ -1,0 +1,191 @@
+"""Journals of our own runs: the evaluations of every run, a curve per recipe and, if asked, evaluation set."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sweeps.curve import FLOPS, default_axis
+from sweeps.errors import UserError
+from sweeps.journal import CONFIG_FILE, JournalError, JournalView, Record, read_journal
+from sweeps.source.cells import finite
+from sweeps.source.points import ALL, Collected, Points
+from sweeps.source.text import listed, short
+
+_PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
+
+
+def is_journal(path: Path) -> bool:
+    """Whether a `metrics.jsonl` is ours: other frameworks use the name for rows without a `kind`."""
+    try:
+        with path.open("rb") as handle:
+            first = json.loads(handle.readline(1 << 20))
+    except (OSError, ValueError, RecursionError):
+        return True  # empty, torn or damaged: the journal's own reader says what is wrong
+    return not isinstance(first, dict) or "kind" in first
+
+
+def read_runs(run_dirs: Sequence[Path], into: Collected) -> None:
+    """Add the evaluations of runs, by recipe label.
+
+    Raises:
+        UserError: an evaluation without the metric or the axis; JournalError: a damaged journal that is the only one.
+    """
+    study, asked = into.study, into.asked
+    for run_dir in dict.fromkeys(path.resolve() for path in run_dirs):
+        try:
+            study.runs.append(read_journal(run_dir))
+        except JournalError as error:
+            # One run that has not started, or a damaged file, must not hide the rest of a sweep.
+            if len(run_dirs) == 1:
+                raise
+            study.warnings.append(str(error))
+    usable = [view for view in study.runs if view.of_kind("eval")]
+    study.warnings += [f"{v.path.parent}: no evaluation yet" for v in study.runs if not v.of_kind("eval")]
+    if not usable:
+        return
+    axis = asked.x or _default_axis(usable)
+    names = _sets(usable) if asked.metric == ALL else {asked.metric or _default_metric(usable): ""}
+    seeds = _seed_labels(usable)
+    identities: dict[str, tuple[Points, set[str]]] = {}
+    count = 0
+    for view, seed in zip(usable, seeds, strict=True):
+        recipe, factors = _labels(view, into)
+        for name, set_name in names.items():
+            records = view.of_kind("eval")
+            if set_name:
+                present = [record for record in records if name in record.metrics]
+                if len(present) < len(records):
+                    absent = len(records) - len(present)
+                    study.warnings.append(f"{view.path.parent}: {absent} of {len(records)} evaluations have no {name}")
+                records = present
+                if not records:
+                    continue
+            parted = {**factors, "set": set_name} if set_name else factors
+            points = into.points(recipe, parted, axis, name, str(view.path))
+            identities.setdefault(points.recipe, (points, set()))[1].add(str(view.header.get("curve", "")))
+            if view.status == "failed":
+                reason = f": {short(str(view.reason))}" if view.reason else ""
+                points.warnings.append(f"run {view.path.parent.name} (seed {seed}) failed{reason}; its points are used")
+            for record in records:
+                compute = _metric(view, record, axis, "--x", ("compute/",))
+                reward = _metric(view, record, name, "--metric", ("eval/",))
+                points.compute.append(compute)
+                points.reward.append(reward)
+                points.sd.append(finite(record.metrics.get(f"{name}_se")))
+                points.seed.append(seed)
+                count += 1
+    for label, (points, curves) in identities.items():
+        if len(curves) > 1:
+            points.warnings.append(
+                f"{len(curves)} different configurations share the label {label!r} and are fitted together"
+            )
+    rule = "given by --x" if asked.x else "default of the device"
+    chosen = {ALL: "every set"}.get(
+        asked.metric or "", "given by --metric" if asked.metric else "first set of the task"
+    )
+    study.note(
+        f"journals; compute <- {axis} ({rule}); reward <- {short(', '.join(names), 400)} ({chosen}); "
+        f"recipe <- the header's label{''.join(f', {factor}' for factor in asked.factors)}; seed <- the header's; "
+        f"sd <- the evaluation's standard error; {len(study.runs)} runs: {count} points",
+        shown=False,
+    )
+
+
+def _labels(view: JournalView, into: Collected) -> tuple[str, dict[str, str]]:
+    """A run's recipe and the factors asked for: fields of its header, or keys of its configuration."""
+    recipe = str(view.header.get("recipe", view.path.parent.name))
+    if not into.asked.factors:
+        return recipe, {}
+    config = _config(view.path.parent)
+    factors = {}
+    for name in into.asked.factors:
+        value = view.header[name] if name in view.header else _dotted(config, name)
+        if value is None or isinstance(value, Mapping | list):
+            raise UserError(
+                f"{view.path}: no field {short(name)} in the header, and no such key in {CONFIG_FILE}; "
+                f"found {listed([*view.header, *_keys(config)])}"
+            )
+        factors[name] = str(value)
+    return recipe, factors
+
+
+def _config(run_dir: Path) -> Any:
+    import yaml  # only where a factor is asked for
+
+    try:
+        return yaml.safe_load((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+
+
+def _dotted(config: Any, name: str) -> Any:
+    for part in name.split("."):
+        config = config.get(part) if isinstance(config, Mapping) else None
+    return config
+
+
+def _keys(config: Any, prefix: str = "") -> list[str]:
+    """The dotted keys of a configuration."""
+    if not isinstance(config, Mapping):
+        return [prefix[:-1]] if prefix else []
+    return [key for name, value in config.items() for key in _keys(value, f"{prefix}{name}.")]
+
+
+def _seed_labels(views: Sequence[JournalView]) -> list[str]:
+    """A label per run: its seed, numbered where two different runs of a recipe share one."""
+    known: dict[tuple[str, str], list[str]] = {}
+    labels = []
+    for view in views:
+        seed = str(view.header.get("seed", "0"))
+        runs = known.setdefault((str(view.header.get("recipe", view.path.parent.name)), seed), [])
+        run = str(view.header.get("run", view.path))
+        if run not in runs:
+            runs.append(run)
+        at = runs.index(run)
+        labels.append(seed if at == 0 else f"{seed}#{at + 1}")
+    return labels
+
+
+def _default_axis(views: Sequence[JournalView]) -> str:
+    """That of the device, or FLOPs where not every run has it."""
+    on_gpu = all(str(view.header.get("device", "")).startswith("cuda") for view in views)
+    for axis in (default_axis(on_gpu), FLOPS):
+        if all(axis in record.metrics for view in views for record in view.of_kind("eval")):
+            return axis
+    found = sorted({k for v in views for r in v.of_kind("eval") for k in r.metrics if k.startswith("compute/")})
+    raise UserError(
+        f"{views[0].path}: the runs share none of the default compute axes; found {listed(found)}; choose one with --x"
+    )
+
+
+def _sets(views: Sequence[JournalView]) -> dict[str, str]:
+    """Every pass rate of the runs, with its set."""
+    names = dict.fromkeys(name for view in views for record in view.of_kind("eval") for name in record.metrics)
+    found = {name: match[1] for name in names if (match := _PASS_RATE.fullmatch(name))}
+    if not found:
+        raise UserError(f"{views[0].path}: no eval/<set>/pass_rate; found {listed(names)}; choose with --metric")
+    return found
+
+
+def _default_metric(views: Sequence[JournalView]) -> str:
+    """The first evaluation set of the first run."""
+    names = views[0].of_kind("eval")[0].metrics
+    for name in names:
+        if _PASS_RATE.fullmatch(name):
+            return name
+    raise UserError(f"{views[0].path}: no eval/<set>/pass_rate; found {listed(names)}; choose with --metric")
+
+
+def _metric(view: JournalView, record: Record, name: str, option: str, prefixes: tuple[str, ...]) -> float:
+    value = finite(record.metrics.get(name))
+    if value is None:
+        found = [key for key in record.metrics if key.startswith(prefixes)]
+        raise UserError(
+            f"{view.path}: {short(name)} is missing or not a number in the evaluation at step {record.step}; "
+            f"found {listed(found)}; choose with {option}"
+        )
+    return value

@@ -1,0 +1,377 @@
+"""A run's log, whichever tracker wrote it: metrics by step, most of them absent at most steps.
+
+Evaluations are rarer than training steps and often logged apart from them, so reward and compute are read as two
+series and joined by step. Of two values at one step the later wins, as in a journal: the run was resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sweeps.curve import Array
+from sweeps.errors import UserError
+from sweeps.source.cells import Rows, is_empty, numbers
+from sweeps.source.points import ALL, Collected
+from sweeps.source.text import listed, short
+from sweeps.source.vocabulary import STEP_NAMES, Vocabulary, first_match, vocabulary_of
+
+# Columns that tell the runs of one file apart, in W&B's exports of several runs.
+RUN_COLUMNS = ("run_name", "run", "name", "run_id")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric of one run: values in order of logging, with their steps (both (n,)), and what gave no value.
+
+    absent: rows without the metric; bad: rows where it is not a finite number, with the first of them.
+    """
+
+    steps: Array
+    values: Array
+    absent: int = 0
+    bad: int = 0
+    first_bad: str = ""
+
+    def latest(self) -> tuple[Array, Array, int]:
+        """Steps in order and the last value logged at each, with the number of values that were superseded."""
+        steps, first = np.unique(self.steps[::-1], return_index=True)
+        return steps, self.values[::-1][first], len(self.steps) - len(steps)
+
+
+@dataclass(frozen=True)
+class Log:
+    """One run: `series` reads a metric, `label` a text that describes the run (a tag, a constant column)."""
+
+    name: str
+    names: Sequence[str]
+    rows: int  # 0 where the source has no rows
+    series: Callable[[str], Series]
+    labels: Sequence[str] = ()
+    label: Callable[[str], str | None] = field(default=lambda name: None)
+    warnings: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Column:
+    """A metric that was chosen, and by which rule."""
+
+    name: str
+    rule: str
+    set: str = ""
+    summed: bool = False
+
+
+def series_of_rows(rows: Rows, steps: Array, at: Sequence[int] | None = None) -> Callable[[str], Series]:
+    """The metrics of the rows that belong to one run (all if not said), `steps` being those of all rows."""
+
+    def series(name: str) -> Series:
+        cells = rows.cells(name)
+        if at is not None:
+            cells = [cells[i] for i in at]
+        own = steps if at is None else steps[np.asarray(at, dtype=int)]
+        values = numbers(cells)
+        absent = bad = 0
+        first = ""
+        for i in np.flatnonzero(np.isnan(values)).tolist():
+            if is_empty(cells[i]):
+                absent += 1
+                continue
+            bad += 1
+            if bad == 1:
+                first = f"row {(i if at is None else at[i]) + 1}: {short(str(cells[i]), 40)!r}"
+        kept = np.isfinite(values) & np.isfinite(own)
+        return Series(own[kept], values[kept], absent, bad, first)
+
+    return series
+
+
+def logs_of_rows(rows: Rows, name: str, step: str, asked_labels: Sequence[str]) -> tuple[list[Log], int, str | None]:
+    """The runs in a table of log rows; also the rows without a step, and the column that told the runs apart.
+
+    asked_labels: columns that the user groups by; with a column that names runs, and `seed`, they part the rows.
+    """
+    steps = numbers(rows.cells(step))
+    stepless = int(np.isnan(steps).sum())
+    run_column = next((c for c in RUN_COLUMNS if c in rows.names), None)
+    labels = dict.fromkeys([run_column, "recipe", *asked_labels, "seed"])
+    parts = [c for c in labels if c is not None and c in rows.names]
+    if not parts:
+        return [Log(name, rows.names, rows.count, series_of_rows(rows, steps))], stepless, None
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, key in enumerate(zip(*(rows.label(part) for part in parts), strict=True)):
+        groups.setdefault(key, []).append(i)
+    logs = []
+    for key, at in groups.items():
+        values = dict(zip(parts, key, strict=True))
+        run = values[run_column] if run_column else name
+        logs.append(Log(run, rows.names, len(at), series_of_rows(rows, steps, at), tuple(rows.names), values.get))
+    return logs, stepless, run_column
+
+
+def series_of_records(records: Sequence[tuple[float, dict[str, Any]]]) -> Callable[[str], Series]:
+    """The metrics of records that each have a step."""
+    steps = np.array([step for step, _ in records], dtype=float)
+
+    def series(name: str) -> Series:
+        rows = Rows([name], len(records), lambda _: [record.get(name) for _, record in records])
+        return series_of_rows(rows, steps)(name)
+
+    return series
+
+
+def add_logs(
+    logs: Sequence[Log],
+    reader: str,
+    where: str,
+    into: Collected,
+    vocabulary: Vocabulary | None = None,
+    named: str = "the file's name",
+    step: str = "step",
+    notes: Iterable[str] = (),
+    reward: Column | None = None,
+    compute: Column | None = None,
+) -> None:
+    """Choose reward and compute for the runs of one source, add their points, and say what was done.
+
+    Args:
+        logs: the runs.
+        reader: the format, for the mapping.
+        where: the source, for messages.
+        into: the curves so far, and what the user asked for.
+        vocabulary: the framework, if the format tells; else it is found by the metrics' names.
+        named: what a run's name is, for the mapping.
+        step: the column that the steps come from.
+        notes: what else the reader did with rows.
+        reward, compute: columns that leave no choice.
+
+    Raises:
+        UserError: a metric that is not there, several that could be meant, or no point at all.
+    """
+    names = list(dict.fromkeys(name for log in logs for name in log.names))
+    spoken = vocabulary or vocabulary_of(names)
+    rewards = [reward] if reward is not None else _rewards(names, spoken, where, into)
+    compute = compute or _compute(names, spoken, step, where, into)
+    warnings = []
+    if compute.name in STEP_NAMES or compute.rule.startswith("no counter"):
+        warnings.append(f"{compute.name} is an order of steps, not compute: recipes differ in what a step costs")
+    if rewards[0].rule.startswith("training"):
+        warnings.append(f"{rewards[0].name} is the reward of training, not of a held-out evaluation")
+    for chosen in rewards:
+        _add_reward(chosen, compute, logs, reader, where, into, named, list(notes), warnings)
+
+
+def _rewards(names: Sequence[str], vocabulary: Vocabulary | None, where: str, into: Collected) -> list[Column]:
+    asked = into.asked.y
+    if asked is not None and asked != ALL:
+        if asked not in names:
+            raise UserError(f"{where}: no metric {short(asked)}; found {listed(names)}; choose with --metric")
+        return [Column(asked, "given by --metric")]
+    if vocabulary is None:
+        raise UserError(
+            f"{where}: no name of a reward that a reader knows; found {listed(names)}; choose with --metric"
+        )
+    found = first_match(vocabulary.evaluations, names)
+    rule = f"{vocabulary.project}'s name"
+    if not found:
+        found = first_match(vocabulary.training, names)
+        rule = f"training reward, {vocabulary.project}'s name, no evaluation found"
+    if not found:
+        raise UserError(
+            f"{where}: none of {vocabulary.project}'s names of a reward; found {listed(names)}; choose with --metric"
+        )
+    if len(found) > 1 and asked != ALL:
+        raise UserError(
+            f"{where}: {len(found)} rewards could be meant ({listed(found)}); choose one with --metric, "
+            f"or --metric {ALL} for a curve each"
+        )
+    return [Column(name, rule, set=found[name] if asked == ALL else "") for name in found]
+
+
+def _compute(names: Sequence[str], vocabulary: Vocabulary | None, step: str, where: str, into: Collected) -> Column:
+    per_step = {} if vocabulary is None else first_match([vocabulary.per_step], names)
+    asked = into.asked.x
+    if asked is not None:
+        if asked not in names and asked not in (step, *STEP_NAMES):
+            raise UserError(f"{where}: no metric {short(asked)}; found {listed(names)}; choose with --x")
+        rule = "given by --x, running sum" if asked in per_step else "given by --x"
+        return Column(asked, rule, summed=asked in per_step)
+    found = {} if vocabulary is None else first_match(vocabulary.compute, names)
+    if len(found) > 1:
+        raise UserError(f"{where}: {len(found)} compute axes could be meant ({listed(found)}); choose one with --x")
+    for name in found:
+        project = f"{vocabulary.project}'s name" if vocabulary else ""
+        rule = f"{project}, running sum over the steps" if name in per_step else project
+        return Column(name, rule, summed=name in per_step)
+    return Column(step, "no counter of tokens or compute was found")
+
+
+def _add_reward(
+    reward: Column,
+    compute: Column,
+    logs: Sequence[Log],
+    reader: str,
+    where: str,
+    into: Collected,
+    named: str,
+    notes: list[str],
+    warnings: Sequence[str],
+) -> None:
+    counts = {"points": 0, "absent": 0, "superseded": 0, "bad": 0, "start": 0, "between": 0, "rows": 0}
+    without = with_sd = used = 0
+    seeds_named = recipes_named = False
+    for log in logs:
+        counts["rows"] += log.rows
+        if reward.name not in log.names:
+            without += 1
+            counts["absent"] += log.rows
+            continue
+        read = log.series(reward.name)
+        steps, values, superseded = read.latest()
+        counts["absent"] += read.absent
+        counts["bad"] += read.bad
+        counts["superseded"] += superseded
+        if not len(steps):
+            without += 1
+            continue
+        try:
+            spent, start, between, said = _compute_at(log, compute, steps, where)
+        except UserError as error:
+            if len(logs) == 1:
+                raise
+            into.study.warnings.append(str(error))  # one run without compute must not hide the others
+            without += 1
+            continue
+        recipe, factors = _recipe(log, where, into)
+        if reward.set:
+            factors = {**factors, "set": reward.set}
+        points = into.points(recipe, factors, compute.name, reward.name, where)
+        run = f"{short(log.name, 60)}: "
+        counts["start"] += start
+        counts["between"] += between
+        said = [*said, *log.warnings]
+        if superseded:
+            said.append(f"{superseded} values of {reward.name} were logged again at their step; the later is used")
+        if read.bad:
+            said.append(f"{read.bad} values of {reward.name} are not finite numbers (first {read.first_bad}); left out")
+        points.warnings += [note for note in warnings if note not in points.warnings] + [run + note for note in said]
+        seed = log.label("seed")
+        seeds_named = seeds_named or seed is not None
+        recipes_named = recipes_named or log.label("recipe") is not None
+        sd = _standard_error(log, reward.name, steps)
+        with_sd += sd is not None
+        label = into.run_label(points, seed)
+        points.extend(spent.tolist(), values.tolist(), [label] * len(steps), None if sd is None else sd.tolist())
+        counts["points"] += len(steps)
+        used += 1
+    if not counts["points"]:
+        bad = f", {counts['bad']} are not finite numbers" if counts["bad"] else ""
+        reasons = f" ({into.study.warnings[-1]})" if without and into.study.warnings else ""
+        raise UserError(
+            f"{where}: no usable value of {short(reward.name)} in {counts['rows']} rows{bad}{reasons}; "
+            "choose another with --metric"
+        )
+    read_of = [f"{used} of {len(logs)} runs"] if len(logs) > 1 else []
+    if counts["rows"]:
+        read_of.append(f"{counts['rows']} rows")
+    parts = [f"{', '.join(read_of)}: {counts['points']} points" if read_of else f"{counts['points']} points"]
+    for number, said_of in (
+        (counts["absent"], f"rows without {reward.name}"),
+        (counts["bad"], "values not finite"),
+        (counts["superseded"], "values superseded at their step"),
+        (counts["start"], "points before the first step, at compute 0"),
+        (counts["between"], "points whose compute is interpolated between logged steps"),
+        (without if len(logs) > 1 else 0, "runs left out"),
+    ):
+        if number:
+            parts.append(f"{said_of}: {number}")
+    by = f"{into.asked.by} (given by --by)" if into.asked.by else "recipe" if recipes_named else named
+    line = (
+        f"{where}: {reader}; compute <- {compute.name} ({compute.rule}); reward <- {reward.name} ({reward.rule}); "
+        f"recipe <- {by}; "
+        f"seed <- {'seed' if seeds_named else 'a number a run'}; "
+        f"sd <- {f'{reward.name}_se' if with_sd == used else 'none'}; {', '.join([*parts, *notes])}"
+    )
+    into.study.note(short(line, 2000), shown=True)
+
+
+def _recipe(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str]]:
+    """The recipe of a run and its factors, as the user groups them."""
+    values = {}
+    for name, option in [(into.asked.by, "--by"), *((factor, "--group") for factor in into.asked.factors)]:
+        if name is None:
+            continue
+        value = log.label(name)
+        if value is None:
+            raise UserError(
+                f"{where}: nothing named {short(name)} describes run {short(log.name, 60)}; "
+                f"found {listed(log.labels)}; choose with {option}"
+            )
+        values[name] = value
+    recipe = values[into.asked.by] if into.asked.by is not None else log.label("recipe") or log.name
+    return recipe, {factor: values[factor] for factor in into.asked.factors}
+
+
+def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Array, int, int, list[str]]:
+    """Compute spent at the steps of the evaluations; how many of them are before and between logged steps; warnings."""
+    if compute.name not in log.names:
+        if compute.name in STEP_NAMES or compute.rule.startswith("no counter"):
+            if (steps < 0).any():
+                raise UserError(f"{where}: {(steps < 0).sum()} steps are negative, first {steps[steps < 0][0]:g}")
+            return steps, 0, 0, []
+        raise UserError(
+            f"{where}: run {short(log.name, 60)} has no {short(compute.name)}; found {listed(log.names)}; "
+            "choose with --x"
+        )
+    read = log.series(compute.name)
+    at, values, _ = read.latest()
+    said = []
+    if read.bad:
+        said.append(f"{read.bad} values of {compute.name} are not finite numbers (first {read.first_bad}); left out")
+    if not len(at):
+        raise UserError(f"{where}: no value of {short(compute.name)}; choose another with --x")
+    if (values < 0).any():
+        raise UserError(
+            f"{where}: {short(compute.name)} is negative at {(values < 0).sum()} steps, first {at[values < 0][0]:g}; "
+            "compute starts at 0"
+        )
+    if compute.summed:
+        said += _gaps(at, compute.name)
+        values = np.cumsum(values)
+    falls = np.flatnonzero(np.diff(values) < 0)
+    if len(falls):
+        said.append(
+            f"{compute.name} falls at {len(falls)} steps, first {at[falls[0] + 1]:g}: it is not cumulative, or "
+            "started again with a resumed run"
+        )
+    logged = np.isin(steps, at)
+    start = 0
+    if at[0] > 0 and not len(falls):  # nothing is spent before the first step
+        at, values = np.concatenate([[0.0], at]), np.concatenate([[0.0], values])
+        start = int((steps <= 0).sum())
+    return np.interp(steps, at, values), start, int((~logged).sum()) - start, said
+
+
+def _gaps(at: Array, name: str) -> list[str]:
+    """What makes a running sum too low."""
+    said = []
+    if at[0] > 1:
+        said.append(f"the log starts at step {at[0]:g}: what {name} was before is not in the running sum")
+    missing = round(at[-1] - at[0]) + 1 - len(at)
+    if missing > 0:
+        said.append(f"{missing} steps are missing in the log: the running sum of {name} is too low")
+    return said
+
+
+def _standard_error(log: Log, reward: str, steps: Array) -> Array | None:
+    """`<reward>_se` at the steps of the reward, if it is there at all of them."""
+    name = f"{reward}_se"
+    if name not in log.names:
+        return None
+    at, values, _ = log.series(name).latest()
+    if not np.isin(steps, at).all() or (values < 0).any():
+        return None
+    return values[np.searchsorted(at, steps)]

@@ -1,0 +1,194 @@
+"""`mlflow:URI#experiment`: runs in an MLflow store, those that our tracker wrote and any others.
+
+Our members carry `kind=member`, recipe and seed as tags. Their evaluations at compute C > 0 are
+`eval/<set>/pass_rate` with `eval/<set>/log10_compute`, the one at C = 0 `eval/<set>/initial_pass_rate`. Of other
+runs every metric can be chosen, and tags and parameters label them. Nothing is written: a store is not created, nor
+is an older one migrated.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sweeps.errors import UserError
+from sweeps.source.log import Log, Series, add_logs
+from sweeps.source.points import Collected
+from sweeps.source.text import listed, short
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+NAME = "MLflow"
+PREFIX = "mlflow:"
+_OURS = ("sweep", "member", "fit", "band")  # the tag `kind` of what our tracker and publisher write
+
+
+def matches_text(source: str) -> bool:
+    """A source that is an MLflow experiment and not a path."""
+    return source.startswith(PREFIX)
+
+
+def read_experiment(source: str, into: Collected) -> None:
+    """Add the runs of an experiment.
+
+    Raises:
+        UserError: a store or experiment that is not there (those that are, are named), or no run with the metric.
+    """
+    from sweeps.tracking.common import one_line, resolve_uri, without_credentials
+
+    address, mark, experiment = source.removeprefix(PREFIX).rpartition("#")
+    if not mark:
+        address, experiment = experiment, ""
+    uri = resolve_uri(address)
+    where = f"{PREFIX}{without_credentials(uri)}#{experiment}"
+    try:
+        runs, client = _runs(uri, experiment, where)
+        logs, unused = _logs(runs, client, into.asked.x)
+        notes = [f"runs of other kinds (sweeps, fits): {unused}"] if unused else []
+        if not logs:
+            raise UserError(f"{where}: no run with metrics; give an experiment with runs")
+        add_logs(logs, NAME, where, into, None, "the run's name", "step", notes)
+    except UserError:
+        raise
+    except Exception as error:  # the client lets SQL, HTTP and OS errors through besides its own
+        raise UserError(f"{where}: cannot be read ({one_line(error)}); check that the store is there") from error
+
+
+def _runs(uri: str, experiment: str, where: str) -> tuple[list[Run], MlflowClient]:
+    from sweeps.tracking.common import quiet_environment
+
+    scheme, _, file = uri.partition(":///")
+    if scheme.split("+")[0] == "sqlite":
+        _check_database(Path(file))
+    quiet_environment()
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    found = client.get_experiment_by_name(experiment) if experiment else None
+    if found is None:
+        names = sorted(each.name for each in client.search_experiments())
+        what = f"no experiment {short(experiment)!r}" if experiment else "no experiment is named"
+        raise UserError(f"{where}: {what}; found {listed(names)}; give mlflow:URI#experiment")
+    runs: list[Run] = []
+    token = None
+    while True:
+        page = client.search_runs([found.experiment_id], page_token=token, order_by=["attributes.start_time ASC"])
+        runs.extend(page)
+        token = page.token
+        if not token:
+            return runs, client
+
+
+def _check_database(path: Path) -> None:
+    """Look before MLflow does: it would create a missing file, and tables in one that is not its own.
+
+    Raises:
+        UserError: no such file, no MLflow database, or one that this MLflow would have to migrate.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such database; give mlflow:sqlite:///path/to/mlflow.db#experiment")
+    try:
+        connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=30)
+        try:
+            tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if not {"experiments", "runs", "metrics", "params", "tags", "alembic_version"} <= tables:
+                raise UserError(f"{path}: not an MLflow database; give the file that MLflow's backend store uses")
+            version = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        raise UserError(f"{path}: not an MLflow database ({short(str(error))}); give MLflow's backend store") from error
+    from mlflow.store.db.utils import _get_latest_schema_revision
+
+    if version is None or version[0] != _get_latest_schema_revision():
+        raise UserError(
+            f"{path}: written by another version of MLflow, which reading would change; run `mlflow db upgrade` on a "
+            "copy and give that"
+        )
+
+
+def _logs(runs: Sequence[Run], client: MlflowClient, x: str | None) -> tuple[list[Log], int]:
+    """The runs that hold measurements, and the number of those that do not."""
+    members = [run for run in runs if run.data.tags.get("kind") == "member"]
+    chosen = members or [run for run in runs if run.data.tags.get("kind") not in _OURS]
+    logs = []
+    for run in chosen:
+        if run.data.metrics:
+            logs.append(_log(run, client, ours=bool(members) and x is None))
+    return logs, len(runs) - len(chosen)
+
+
+def _log(run: Run, client: MlflowClient, ours: bool) -> Log:
+    labels = {**run.data.params, **run.data.tags}
+    fetch = _history(client, run.info.run_id)
+    keys = sorted(run.data.metrics)
+    names = keys
+    series = fetch
+    if ours:
+        axis = run.data.tags.get("compute.axis", "compute/flops")
+        names = [key for key in keys if not key.startswith("compute/")]
+        names = [re.sub(r"/initial_pass_rate$", "/pass_rate", key) for key in names]
+        names = [*dict.fromkeys(names), axis]
+        series = _member(fetch, keys, axis)
+    name = run.info.run_name or run.info.run_id
+    warnings = ["failed; its points are used"] if run.info.status == "FAILED" else []
+    return Log(
+        name,
+        names,
+        0,
+        series,
+        tuple(sorted(labels, key=lambda key: (key.startswith("mlflow."), key))),
+        labels.get,
+        warnings,
+    )
+
+
+def _history(client: MlflowClient, run_id: str) -> Callable[[str], Series]:
+    """A run's metrics, each fetched when it is asked for."""
+
+    def series(key: str) -> Series:
+        points = sorted(client.get_metric_history(run_id, key), key=lambda point: (point.timestamp, point.step))
+        steps = np.array([point.step for point in points], dtype=float)
+        values = np.array([point.value for point in points], dtype=float)
+        kept = np.isfinite(values)
+        bad = int((~kept).sum())
+        first = f"step {steps[~kept][0]:g}: {values[~kept][0]}" if bad else ""
+        return Series(steps[kept], values[kept], 0, bad, first)
+
+    return series
+
+
+def _member(fetch: Callable[[str], Series], keys: Sequence[str], axis: str) -> Callable[[str], Series]:
+    """A member's metrics as its journal has them: the evaluation at C = 0 back in its series, compute not its log."""
+
+    def series(name: str) -> Series:
+        if name == axis:
+            parts = [fetch(key) for key in keys if re.fullmatch(r"eval/.+/log10_compute", key)]
+            parts = [Series(part.steps, 10.0**part.values) for part in parts]
+            starts = [fetch(key) for key in keys if key.endswith("/initial_pass_rate")]
+            parts += [Series(part.steps, np.zeros(len(part.steps))) for part in starts]
+            return _joined(parts)
+        first = re.sub(r"/pass_rate$", "/initial_pass_rate", name)
+        present = [key for key in dict.fromkeys([first, name]) if key in keys]
+        return _joined([fetch(key) for key in present])
+
+    return series
+
+
+def _joined(parts: Sequence[Series]) -> Series:
+    """Several series as one."""
+    empty = np.empty(0)
+    return Series(
+        np.concatenate([empty, *(part.steps for part in parts)]),
+        np.concatenate([empty, *(part.values for part in parts)]),
+        0,
+        sum(part.bad for part in parts),
+        next((part.first_bad for part in parts if part.bad), ""),
+    )

@@ -1,0 +1,146 @@
+"""What was asked of the sources, and what they gave: points by curve, with a line on how each was read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sweeps.curve import Curve, make_curve
+from sweeps.errors import UserError
+from sweeps.journal import JournalView
+from sweeps.source.text import short
+
+# --metric: a curve for every evaluation set there is.
+ALL = "all"
+
+
+@dataclass
+class LoadedStudy:
+    """What the sources hold: a curve per recipe, the journals, and what went unused and why.
+
+    mapping: a line a source: which reader it was, which column became what and by which rule, how many rows gave
+    points and what became of the others. shown: those of the lines that a user must see, because the format is
+    not ours or a column was found by its name.
+    """
+
+    curves: list[Curve] = field(default_factory=list)
+    runs: list[JournalView] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    mapping: list[str] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)
+
+    def note(self, line: str, shown: bool) -> None:
+        """Keep a line of the mapping."""
+        self.mapping.append(line)
+        if shown:
+            self.shown.append(line)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user named: the reward (`y` of a table or log, `metric` of a journal), compute, labels."""
+
+    metric: str | None = None
+    x: str | None = None
+    y: str | None = None
+    by: str | None = None
+    factors: tuple[str, ...] = ()
+
+
+@dataclass
+class Points:
+    """The points of one curve as they are read: one list a column."""
+
+    recipe: str
+    factors: dict[str, str]
+    axis: str
+    metric: str
+    compute: list[float] = field(default_factory=list)
+    reward: list[float] = field(default_factory=list)
+    seed: list[str] = field(default_factory=list)
+    sd: list[float | None] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def extend(
+        self, compute: Sequence[float], reward: Sequence[float], seed: Sequence[str], sd: Sequence[float] | None
+    ) -> None:
+        """Add points, all with a standard error or none."""
+        self.compute.extend(compute)
+        self.reward.extend(reward)
+        self.seed.extend(seed)
+        self.sd.extend([None] * len(compute) if sd is None else sd)
+
+
+class Collected:
+    """The curves of a study while its sources are read.
+
+    Args:
+        asked: what the user named.
+        study: where warnings and the mapping go.
+    """
+
+    def __init__(self, asked: Asked, study: LoadedStudy) -> None:
+        self.asked = asked
+        self.study = study
+        self.run_folders: dict[Path, Path] = {}  # where a state was found, for the states that repeat each other
+        self._points: dict[str, Points] = {}
+        self._runs: dict[str, list[str]] = {}
+
+    def points(self, recipe: str, factors: Mapping[str, str], axis: str, metric: str, where: str) -> Points:
+        """The curve of a recipe, and of the factors asked for, to add points to.
+
+        Raises:
+            UserError: the curve has points along another axis.
+        """
+        label = recipe + "".join(f" {name}={value}" for name, value in factors.items())
+        found = self._points.setdefault(label, Points(label, dict(factors), axis, metric))
+        if found.axis != axis:
+            raise UserError(
+                f"{where}: recipe {label!r} has another compute axis elsewhere ({found.axis}, here {axis}); "
+                "choose one with --x"
+            )
+        if found.metric != metric:
+            note = f"rewards of different names are fitted together: {found.metric}, {metric}"
+            if note not in found.warnings:
+                found.warnings.append(note)
+        return found
+
+    def run_label(self, points: Points, seed: str | None) -> str:
+        """A label of its own for a log's run: its seed if it names one, or else its number in the curve."""
+        known = self._runs.setdefault(points.recipe, [])
+        label = str(len(known)) if seed is None else seed
+        number = 2
+        while label in known:
+            label = f"{seed or len(known)}#{number}"
+            number += 1
+        known.append(label)
+        return label
+
+    def curves(self) -> list[Curve]:
+        """The curves, by label.
+
+        Raises:
+            UserError: two of them do not share an axis.
+        """
+        axes = sorted({points.axis for points in self._points.values()})
+        if len(axes) > 1:
+            raise UserError(f"sources differ in their compute axis ({short(', '.join(axes))}); choose one with --x")
+        curves = []
+        for label in sorted(self._points):
+            points = self._points[label]
+            known = [value for value in points.sd if value is not None]
+            curves.append(
+                make_curve(
+                    label,
+                    points.compute,
+                    points.reward,
+                    points.seed,
+                    known if len(known) == len(points.sd) else None,
+                    points.axis,
+                    points.metric,
+                    points.warnings,
+                    points.factors,
+                )
+            )
+        return curves

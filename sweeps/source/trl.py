@@ -1,0 +1,79 @@
+"""TRL's `trainer_state.json`, which transformers' Trainer writes beside every checkpoint.
+
+`log_history` is a list of rows, those of training and of evaluations apart. In evaluation rows every metric has the
+prefix `eval_`, `num_tokens` too. With several evaluation sets transformers names its own metrics by set
+(`eval_math_loss`, `eval_math_runtime`) but TRL's are `eval_reward` for each: the set is taken from the former.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sweeps.errors import UserError
+from sweeps.source.cells import finite, is_empty
+from sweeps.source.log import Log, add_logs, series_of_records
+from sweeps.source.points import Collected
+from sweeps.source.text import File, short
+from sweeps.source.vocabulary import TRL
+
+NAME = "TRL trainer state"
+_SET = re.compile(r"eval_(.+)_runtime")
+
+
+def matches(file: File, into: Collected) -> bool:
+    """A JSON object with a log history."""
+    return file.start[:1] == b"{" and isinstance(file.document, dict) and "log_history" in file.document
+
+
+def read(file: File, into: Collected) -> None:
+    """Add the evaluations of the run, or its training rewards.
+
+    Raises:
+        UserError: no rows, or none with a reward.
+    """
+    earlier = into.run_folders.setdefault(file.run_folder, file.path)
+    if earlier != file.path:
+        raise UserError(
+            f"{file.path}: the same run as {earlier}; a state holds the whole history, give the last checkpoint's"
+        )
+    state: dict[str, Any] = file.document
+    history = state["log_history"]
+    if not isinstance(history, list) or not history:
+        raise UserError(f"{file.path}: log_history holds no rows; the run has not logged yet")
+    rows = [row for row in history if isinstance(row, dict)]
+    sets = {name for row in rows if (name := _set_of(row)) is not None}
+    records = []
+    for row in rows:
+        step = finite(row.get("step"))
+        if step is not None:
+            records.append((step, _renamed(row, sets)))
+    fields = {key: str(value) for key, value in state.items() if isinstance(value, str | int | float)}
+    names = list(dict.fromkeys(key for _, row in records for key in row if key != "step"))
+    log = Log(file.run_name, names, len(history), series_of_records(records), tuple(fields), fields.get)
+    notes = [f"rows without a step: {len(history) - len(records)}"] if len(records) < len(history) else []
+    if any("eval_num_tokens" in row and "num_tokens" not in row for row in rows):
+        notes.append("num_tokens of evaluation rows is eval_num_tokens")
+    if len(sets) > 1:
+        notes.append(f"evaluation sets by their eval_<set>_runtime: {short(', '.join(sorted(sets)))}")
+    add_logs([log], NAME, str(file.path), into, TRL, "the run's directory", "step", notes)
+
+
+def _set_of(row: dict[str, Any]) -> str | None:
+    """The evaluation set that transformers' own metrics name in a row."""
+    return next((match[1] for key in row if (match := _SET.fullmatch(key))), None)
+
+
+def _renamed(row: dict[str, Any], sets: set[str]) -> dict[str, Any]:
+    """A row with its compute under the name of training, and its set in the names where there are several."""
+    row = dict(row)
+    if is_empty(row.get("num_tokens")) and not is_empty(row.get("eval_num_tokens")):
+        row["num_tokens"] = row["eval_num_tokens"]
+    own = _set_of(row)
+    if own is None or len(sets) < 2:
+        return row
+    prefix = f"eval_{own}_"
+    return {
+        f"{prefix}{key[5:]}" if key.startswith("eval_") and not key.startswith(prefix) else key: value
+        for key, value in row.items()
+    }

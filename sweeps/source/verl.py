@@ -1,0 +1,119 @@
+"""verl's two loggers to files: console lines and the `file` backend's JSONL.
+
+A console line is `step:10 - key:value - key:value ...`, behind Ray's `(TaskRunner pid=123)` and colours, among
+whatever else the job printed. Values are plain numbers or, where numpy printed them, `np.float64(0.62)`. The file
+backend writes `{"step": 10, "data": {...}}`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sweeps.errors import UserError
+from sweeps.source.cells import finite
+from sweeps.source.log import Log, add_logs, series_of_records
+from sweeps.source.points import Collected
+from sweeps.source.text import File, short
+from sweeps.source.vocabulary import VERL
+
+CONSOLE, JSONL = "verl console log", "verl file log"
+
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_LINE = re.compile(r"(?:^|[\s)])step:(\d+) - (?=\S+:)")
+_NUMPY = re.compile(r"(?:np|numpy)\.\w+\((.*)\)")
+
+
+def matches(file: File, into: Collected) -> bool:
+    """A line that starts like the console's, or a first object of the file backend."""
+    if file.start[:1] == b"{":
+        return _first_object(file)
+    if (file.start[:1] == b"[" and file.suffix == ".json") or b"\0" in file.raw:
+        return False
+    return re.search(rb"(?:^|[\s)]|\x1b\[[0-9;]*m)step:\d+ - \S+:", file.raw, re.MULTILINE) is not None
+
+
+def _first_object(file: File) -> bool:
+    import json
+
+    line = file.raw.removeprefix(b"\xef\xbb\xbf").lstrip().split(b"\n", 1)[0]
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and isinstance(record.get("data"), dict) and "step" in record
+
+
+def read(file: File, into: Collected) -> None:
+    """Add the validations of the run, or its training scores.
+
+    Raises:
+        UserError: no rows, or none with a reward.
+    """
+    console = file.start[:1] != b"{"
+    records, rows, notes = _console(file) if console else _jsonl(file)
+    names = list(dict.fromkeys(key for _, record in records for key in record))
+    log = Log(file.run_name, names, rows, series_of_records(records))
+    add_logs([log], CONSOLE if console else JSONL, str(file.path), into, VERL, "the file's name", "step", notes)
+
+
+Records = list[tuple[float, dict[str, Any]]]
+
+
+def _console(file: File) -> tuple[Records, int, list[str]]:
+    # A job's output is not always UTF-8 (progress bars cut in the middle); the lines sought are ASCII.
+    text = _COLOUR.sub("", file.raw.decode("utf-8", errors="replace"))
+    records: Records = []
+    unread, others = 0, 0
+    lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
+    for i, line in enumerate(lines):
+        match = _LINE.search(line)
+        if match is None:
+            others += 1
+            continue
+        fields = line[match.end() :].rstrip().split(" - ")
+        if i == len(lines) - 1 and not text.endswith(("\n", "\r")):
+            fields.pop()  # the job was cut off while it printed: the last number may lack digits
+            unread += 1
+        record = {}
+        for field in fields:
+            key, _, value = field.strip().rpartition(":")
+            wrapped = _NUMPY.fullmatch(value)
+            try:
+                record[key] = float(wrapped[1] if wrapped else value)
+            except ValueError:
+                unread += 1
+        records.append((float(match[1]), record))
+    if not records:
+        raise UserError(f"{file.path}: no line of verl's console logger (step:N - key:value); give another log")
+    notes = [f"other lines: {others}"] if others else []
+    if unread:
+        notes.append(f"fields that are no number: {unread}")
+    return records, len(records), notes
+
+
+def _jsonl(file: File) -> tuple[Records, int, list[str]]:
+    import json
+
+    records: Records = []
+    torn = unread = 0
+    lines = [(number, line) for number, line in enumerate(file.text.split("\n"), start=1) if line.strip()]
+    for number, line in lines:
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number == lines[-1][0]:
+                torn = 1
+                break
+            raise UserError(
+                f"{file.path}: line {number} is not JSON ({short(str(error))}); repair or remove it"
+            ) from error
+        step = finite(entry.get("step")) if isinstance(entry, dict) else None
+        if step is None or not isinstance(entry.get("data"), dict):
+            unread += 1
+            continue
+        records.append((step, entry["data"]))
+    notes = ["a torn last line was left out"] if torn else []
+    if unread:
+        notes.append(f"lines without step and data: {unread}")
+    return records, len(lines), notes

@@ -1,0 +1,126 @@
+"""Exports of W&B: the CSV of a chart, and the history of runs as CSV, JSON, JSONL or Parquet.
+
+A chart's CSV has its x axis first, then `<run> - <metric>` with its `__MIN` and `__MAX` for each run. A history
+has W&B's `_step` (or a framework's own step) and a column a metric, most cells empty. This is how logs of prime-rl
+and open-instruct, and of whatever else reports to W&B, are had as files. A framework's own JSONL of the same rows
+(prime-rl's file monitor) is read alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from sweeps.errors import UserError
+from sweeps.source.cells import Rows, numbers, read_rows
+from sweeps.source.log import Column, Log, Series, add_logs, logs_of_rows, series_of_rows
+from sweeps.source.points import Collected
+from sweeps.source.table import is_table
+from sweeps.source.text import File, listed, short
+from sweeps.source.vocabulary import STEP_NAMES, vocabulary_of
+
+CHART, HISTORY = "W&B chart export", "W&B history export"
+_EXTREME = ("__MIN", "__MAX")
+
+
+def matches(file: File, into: Collected) -> bool:
+    """A chart's header, or rows with a step and W&B's or a framework's names."""
+    rows = read_rows(file)
+    if rows is None or is_table(rows, into):
+        return False
+    if _is_chart(rows):
+        return True
+    return ("_step" in rows.names or vocabulary_of(rows.names) is not None) and _step(rows) is not None
+
+
+def _is_chart(rows: Rows) -> bool:
+    pairs = [name.removesuffix("__MIN") for name in rows.names if name.endswith("__MIN")]
+    return any(" - " in name and name in rows.names for name in pairs)
+
+
+def _step(rows: Rows) -> str | None:
+    """The column that joins the rows of a history: the framework's, or else the tracker's."""
+    spoken = vocabulary_of(rows.names)
+    preferred = (*(spoken.step if spoken else ()), *STEP_NAMES)
+    return next((name for name in preferred if name in rows.names), None)
+
+
+def read(file: File, into: Collected) -> None:
+    """Add the runs of an export.
+
+    Raises:
+        UserError: no rows, or no metric that can be the reward.
+    """
+    rows = read_rows(file)
+    if rows is None or not rows.count:
+        raise UserError(f"{file.path}: a header and no rows; give an export with points")
+    twice = [name for name, count in Counter(rows.names).items() if count > 1]
+    if twice:
+        raise UserError(f"{file.path}: column {listed(twice)} occurs more than once; rename one")
+    if _is_chart(rows):
+        _read_chart(file, rows, into)
+        return
+    step = _step(rows) or ""
+    labels = [name for name in (into.asked.by, *into.asked.factors) if name is not None]
+    for label in labels:
+        if label not in rows.names:
+            raise UserError(f"{file.path}: no column {short(label)}; found {listed(rows.names)}")
+    logs, stepless, run_column = logs_of_rows(rows, file.run_name, step, labels)
+    notes = [f"step <- {step}"]
+    if stepless:
+        notes.append(f"rows without {step}: {stepless}")
+    if rows.torn:
+        notes.append("a torn last line was left out")
+    spoken = vocabulary_of(rows.names)
+    reader = HISTORY if "_step" in rows.names else f"{spoken.project if spoken else 'a'} log"
+    add_logs(logs, reader, str(file.path), into, spoken, run_column or "the file's name", step, notes)
+
+
+def _read_chart(file: File, rows: Rows, into: Collected) -> None:
+    """Runs side by side along one x axis. A cell may be an average of steps: W&B then shows their range."""
+    x = rows.names[0]
+    if into.asked.x not in (None, x):
+        raise UserError(
+            f"{file.path}: the chart was exported along {short(x)}, without {short(str(into.asked.x))}; export it "
+            "again along that axis, or leave out --x"
+        )
+    steps = numbers(rows.cells(x))
+    series = series_of_rows(rows, steps)
+    runs: dict[str, list[str]] = {}
+    for name in rows.names[1:]:
+        run, dash, metric = name.rpartition(" - ")
+        if dash and not metric.endswith(_EXTREME) and not metric.startswith("_"):
+            runs.setdefault(run, []).append(metric)
+    logs = []
+    for run, metrics in runs.items():
+        labels = _described(run)
+        logs.append(Log(run, [x, *metrics], rows.count, _of_run(series, run, x), tuple(labels), labels.get))
+    metrics = list(dict.fromkeys(metric for names in runs.values() for metric in names))
+    notes = [f"rows without {short(x)}: {int(np.isnan(steps).sum())}"] if np.isnan(steps).any() else []
+    averaged = sum(any(_is_average(rows, f"{run} - {metric}") for metric in names) for run, names in runs.items())
+    if averaged:
+        notes.append(f"runs with points averaged over steps (their __MIN and __MAX differ): {averaged}")
+    only = Column(metrics[0], "the chart's metric") if len(metrics) == 1 and into.asked.y is None else None
+    axis = Column(x, "the chart's x axis")
+    add_logs(logs, CHART, str(file.path), into, None, "the run's name", x, notes, only, axis)
+
+
+def _of_run(series: Callable[[str], Series], run: str, x: str) -> Callable[[str], Series]:
+    """One run's metrics of a chart, under the names that they have in the run."""
+    return lambda name: series(name if name == x else f"{run} - {name}")
+
+
+def _is_average(rows: Rows, name: str) -> bool:
+    low, high = f"{name}__MIN", f"{name}__MAX"
+    if low not in rows.names or high not in rows.names:
+        return False
+    return bool(np.nanmax(np.append(numbers(rows.cells(high)) - numbers(rows.cells(low)), 0.0)) > 0)
+
+
+def _described(run: str) -> dict[str, str]:
+    """The labels in a run's name: a chart of grouped runs names them `recipe: a, seed: 0`."""
+    parts = [re.fullmatch(r"\s*([\w./-]+): (.+?)\s*", part) for part in run.split(",")]
+    return {match[1]: match[2] for match in parts if match} if all(parts) else {}
