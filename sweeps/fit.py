@@ -184,7 +184,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     if not isinstance(options.r0, str) and not bounds[0] <= options.r0 <= bounds[1]:
         raise UserError(f"--r0 {options.r0:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
     seeds = int(points.seed.max()) + 1
-    parameters = options.shape.shape + (options.asymptote is None) + _fits_r0(options) + (seeds - 1)
+    parameters = options.shape.shape + (options.asymptote is None) + fits_r0(options) + (seeds - 1)
     low = 0.0 if options.min_compute is None else options.min_compute
     inside = points.compute[points.compute >= low]
     window = (float(inside.min()), float(inside.max())) if len(inside) else None
@@ -207,7 +207,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     return _fit_points(empty, points, parameters)
 
 
-def _fits_r0(options: FitOptions) -> bool:
+def fits_r0(options: FitOptions) -> bool:
     """Whether R0 is among the parameters; a power law's is the reward at its first point."""
     if options.family in ("power_law", "constant"):
         return options.family == "power_law"

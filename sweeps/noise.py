@@ -69,7 +69,7 @@ def extra_variance(residual: Array, variance: Array, dof: int) -> float:
 _P_INDEPENDENT = 0.7
 _WANDERING = (5.0, 3.0)
 # Few points cannot show that they are independent: then intervals are at least this much wider, over n.
-_LEAST_STRETCH = 5.0
+_LEAST_STRETCH = 3.5
 _LEAST_DOF = 1.0
 
 

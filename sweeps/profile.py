@@ -323,16 +323,23 @@ def evaluate(problem: Problem, u: float, v: float) -> tuple[Optimum, Array, Arra
 def _linear_at(problem: Problem, g: Array) -> tuple[float, float]:
     """(R0, A) at one basis g (n,)."""
     centre = problem.centre
-    if problem.seeds > 1:
-        centred = shifted(problem, -centre)
-        q = sums(centred, g[None], metrics=1).mixed(np.zeros(1))
-        r0_, a_, _ = linear_solution(q, centred)
-        return float(r0_.item()) + centre, float(a_.item()) + centre
-    # One seed in plain floats: this is evaluated thousands of times.
+    # In plain floats: this is evaluated thousands of times.
     wg = problem.weight * g
-    gg, g1, gy = float(wg @ g), float(wg.sum()), float(wg @ problem.centred)
     one, ys = problem.totals
-    H00, H01, H11, h0, h1 = one - 2 * g1 + gg, g1 - gg, gg, ys - gy, gy
+    if problem.seeds == 1:
+        gg, g1, gy = float(wg @ g), float(wg.sum()), float(wg @ problem.centred)
+        H00, H01, H11, h0, h1 = one - 2 * g1 + gg, g1 - gg, gg, ys - gy, gy
+    else:
+        # The seeds' offsets eliminated, as in `Sums.mixed`.
+        a_s, b_s, p_s = (np.bincount(problem.seed, x, problem.seeds) for x in (wg * g, wg, wg * problem.centred))
+        e_s = b_s - a_s
+        k = 1.0 / (a_s + problem.ridge)
+        three = np.stack([e_s, a_s, p_s])
+        cross, lean = (three * k) @ three.T, three @ k
+        (ee, ea, ep), (_, aa, ap), _ = (cross - np.outer(lean, lean) / k.sum()).tolist()
+        gg, e, gy = float(a_s.sum()), float(e_s.sum()), float(p_s.sum())
+        H00, H01, H11 = one - gg - 2 * e - ee, e - ea, gg - aa
+        h0, h1 = ys - gy - ep, gy - ap
     r_lo, r_hi, a_lo, a_hi = (x - centre for x in (*problem.r0_bounds, *problem.a_bounds))
     r_hi, a_lo = min(r_hi, a_hi), max(a_lo, r_lo)
 
@@ -353,7 +360,7 @@ def _linear_at(problem: Problem, g: Array) -> tuple[float, float]:
             return r0 + centre, a + centre
     faces = [(r_lo, best_a(r_lo)), (r_hi, best_a(r_hi)), (best_r0(a_lo), a_lo), (best_r0(a_hi), a_hi)]
     if r_hi >= a_lo:
-        level = min(max((h0 + h1) / one, a_lo, r_lo), r_hi, a_hi)
+        level = min(max((h0 + h1) / max(H00 + 2 * H01 + H11, 1e-300), a_lo, r_lo), r_hi, a_hi)
         faces.append((level, level))
     r0, a = min(faces, key=lambda p: p[0] * (p[0] * H00 - 2 * h0 + 2 * H01 * p[1]) + p[1] * (p[1] * H11 - 2 * h1))
     return r0 + centre, a + centre
