@@ -50,7 +50,8 @@ class Family:
 
     def natural(self, u: Array, v: Array) -> tuple[Array, Array]:
         """Shape parameters in their own units."""
-        return np.exp(u), v if self.name == "logistic" else np.exp(v)
+        with np.errstate(over="ignore"):
+            return np.exp(u), v if self.name == "logistic" else np.exp(v)
 
     def natural_at(self, u: float, v: float) -> tuple[float, float]:
         """The same at one point."""

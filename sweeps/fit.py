@@ -189,7 +189,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     inside = points.compute[points.compute >= low]
     window = (float(inside.min()), float(inside.max())) if len(inside) else None
     warnings = list(curve.warnings)
-    if options.r0 == "first" and not (points.compute == 0).any():
+    if options.r0 == "first" and options.shape.from_zero and not (curve.compute == 0).any():
         warnings.append("no evaluation at compute 0: R0 is inferred from the curve; give --r0 if it is known")
     if block > 1:
         warnings.append(f"{total} points were averaged in blocks of {block} neighbours")
@@ -222,6 +222,7 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
     _, _, g = profile.evaluate(problem, best.u, best.v)
     dof = max(len(points.reward) - parameters, 1)
     allowed = interval.explore(problem, best, coarse, _jacobian(problem, best, g), dof, points.variance)
+    labels = [str(label) for label in np.unique(empty.curve.seed)]
     rng = np.random.default_rng(zlib.crc32(empty.recipe.encode()))
     draws = interval.draw(allowed, _DRAWS, rng)
 
@@ -238,7 +239,7 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
         compute=points.compute, reward=points.reward,
         A=(best.a, A.low, A.high),
         B=(B.value or 0.0, B.low, B.high) if B.value is not None else None,
-        half_gain=half,
+        half_gain=half, half_name={"exponential": "tau ln 2", "logistic": "c"}.get(options.family, "C_mid"),
         R0=best.r0, reward_range=bounds[1] - bounds[0],
         at_edge=_edge(problem, best, points, bounds),
         point_sd=allowed.noise.sd,
@@ -254,7 +255,7 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
         B=nothing if unnamed else B,
         C_mid=nothing if unnamed else C_mid,
         shape={} if unnamed else shape,
-        R0=best.r0,
+        R0=None if options.family == "constant" else best.r0,
         R0_effect=None if unnamed else _r0_effect(problem, best),
         rmse=float(np.sqrt(np.mean(about_curve**2))),
         r2=None if variance <= 0 else 1 - float(about_curve @ about_curve) / variance,
@@ -262,7 +263,7 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
         draws=draws,
         noise=allowed.noise,
         dof=float(dof),
-        seed_excess=seed_excess(problem, best, g, noise.RHOS, allowed.share, allowed.scale)
+        seed_excess=seed_excess(problem, best, g, (noise.RHOS, allowed.share, allowed.scale), labels)
         if judged.identifiable
         else SeedExcess(),
         allowed=allowed,

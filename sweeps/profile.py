@@ -378,7 +378,7 @@ def polish(problem: Problem, u: float, v: float, tolerance: float = 1e-12) -> Op
     if not len(free):
         return best
     damping = 1e-3
-    step, reach = 1e-7 * (high - low), 0.25 * (high - low)[free]
+    step, reach = 1e-7 * (high - low), 0.25 * (high - low)
     for _ in range(_ITERATIONS):
         columns = []
         for i in free:
@@ -387,7 +387,13 @@ def polish(problem: Problem, u: float, v: float, tolerance: float = 1e-12) -> Op
             moved[i] += step[i] if x[i] + step[i] <= high[i] else -step[i]
             columns.append((_residuals(problem, moved)[1] - residual) / (moved[i] - x[i]))
         J = np.stack(columns, axis=1)
-        gradient, curvature = J.T @ residual, J.T @ J
+        gradient = J.T @ residual
+        # A coordinate that is pressed against an edge of the search takes no part in the step.
+        loose = ~(((x[free] <= low[free]) & (gradient > 0)) | ((x[free] >= high[free]) & (gradient < 0)))
+        moving, gradient, J = free[loose], gradient[loose], J[:, loose]
+        if not len(moving):
+            return best
+        curvature = J.T @ J
         improved = False
         for _ in range(12):
             scaled = curvature + damping * np.diag(np.diag(curvature) + 1e-300)
@@ -396,7 +402,8 @@ def polish(problem: Problem, u: float, v: float, tolerance: float = 1e-12) -> Op
             except np.linalg.LinAlgError:
                 return best
             trial = x.copy()
-            trial[free] = np.clip(x[free] + np.clip(move, -reach, reach), low[free], high[free])
+            limited = np.clip(move, -reach[moving], reach[moving])
+            trial[moving] = np.clip(x[moving] + limited, low[moving], high[moving])
             found, trial_residual = _residuals(problem, trial)
             if found.sse < best.sse:
                 gain = best.sse - found.sse

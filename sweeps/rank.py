@@ -3,22 +3,26 @@
 Recipes are compared on A by joint draws that include the spread between seeds. Those within the margin of the
 best A are tied; ties are broken by B after refitting with A fixed to their mean, as the paper does (arXiv
 2510.13786, A.7: three runs of one recipe differ by up to 0.015 in A, hence the margin 0.02). A recipe whose
-asymptote is not identifiable is listed last, unranked, with the reason.
+asymptote is not identifiable is listed last, unranked, with the reason; so is one whose later compute no family of
+curves foretells better than the last value does. Recipes that share seeds are compared in pairs: what a seed does to
+all of them alike drops out.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from sweeps.compare import Comparison, compare
 from sweeps.errors import UserError
 from sweeps.fit import Fit, Interval, refit
 from sweeps.predict import predict
 from sweeps.profile import Array
+from sweeps.seeds import Pairing, SeedSpread, paired_seed_spread
 
 MARGIN = 0.02
 # What counts as decided.
@@ -36,6 +40,7 @@ class Ranked:
     A: Interval
     A_total: tuple[float | None, float | None]
     B_at_shared_A: Interval | None
+    C_mid_at_shared_A: Interval | None
     R_at_budget: Interval | None
     verdict: str
     reason: str
@@ -50,6 +55,7 @@ class Ranked:
             "A": self.A.to_json(),
             "A_total": {"low": self.A_total[0], "high": self.A_total[1]},
             "B_at_shared_A": None if self.B_at_shared_A is None else self.B_at_shared_A.to_json(),
+            "C_mid_at_shared_A": None if self.C_mid_at_shared_A is None else self.C_mid_at_shared_A.to_json(),
             "R_at_budget": None if self.R_at_budget is None else self.R_at_budget.to_json(),
             "verdict": self.verdict,
             "reason": self.reason,
@@ -80,7 +86,11 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Ranking:
-    """All recipes in order. sentence says the outcome; shared_a is the A at which tied ones were refitted."""
+    """All recipes in order.
+
+    sentence says the outcome; shared_a is the A at which tied ones were refitted; pairing the seeds by which they were
+    compared, if they share any; comparisons the families' forecasts of each identifiable recipe.
+    """
 
     baseline: str | None
     margin: float
@@ -90,6 +100,8 @@ class Ranking:
     shared_a: float | None
     ranking: tuple[Ranked, ...]
     leave_one_out: tuple[Contrast, ...]
+    pairing: Pairing | None = None
+    comparisons: tuple[Comparison, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The object of `scalerl rank --json`."""
@@ -102,6 +114,10 @@ class Ranking:
             "shared_A": self.shared_a,
             "ranking": [entry.to_json() for entry in self.ranking],
             "leave_one_out": [entry.to_json() for entry in self.leave_one_out],
+            "paired": None
+            if self.pairing is None
+            else {"seeds": list(self.pairing.seeds), "seed_sd": self.pairing.spread.sd},
+            "forecasts": [entry.to_json() for entry in self.comparisons],
         }
 
 
@@ -122,11 +138,16 @@ def rank(fits: Sequence[Fit], margin: float = MARGIN, budget: float | None = Non
         raise UserError(f"--margin {margin:g}: must be 0 or more, in reward units")
     if budget is not None and not (np.isfinite(budget) and budget > 0):
         raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
-    named = [(fit, _value(fit.A)) for fit in fits if fit.identifiable]
+    comparisons = {fit.recipe: compare(fit.curve, fit.options) for fit in fits if fit.identifiable}
+    # Too little held-out compute to judge by is no reason to refuse; a forecast that is worse than none is.
+    blind = {name: found.sentence for name, found in comparisons.items() if found.beats_last is False}
+    named = [(fit, _value(fit.A)) for fit in fits if fit.identifiable and fit.recipe not in blind]
     baseline = _baseline(fits)
-    refused = sorted((fit for fit in fits if not fit.identifiable), key=lambda fit: fit.recipe)
     contenders = [fit for fit, _ in named]
-    p_best = _p_best([_total_draws(fit) for fit in contenders])
+    refused = sorted((fit for fit in fits if fit not in contenders), key=lambda fit: fit.recipe)
+    pairing = paired_seed_spread([fit.seed_excess for fit in contenders])
+    between = {fit.recipe: fit.seed_spread if pairing is None else pairing.spread for fit in contenders}
+    p_best = _p_best([_total_draws(fit, between[fit.recipe]) for fit in contenders])
     best = max((a for _, a in named), default=0.0)
     tied = [fit for fit, a in named if best - a <= margin + 1e-12]
     shared_a, at_shared = _at_shared(tied)
@@ -160,6 +181,7 @@ def rank(fits: Sequence[Fit], margin: float = MARGIN, budget: float | None = Non
                 fit.A,
                 fit.A_total,
                 None if refitted is None else refitted.B,
+                None if refitted is None else refitted.C_mid,
                 _at_budget(fit, budget),
                 fit.verdict,
                 reason,
@@ -174,14 +196,26 @@ def rank(fits: Sequence[Fit], margin: float = MARGIN, budget: float | None = Non
             fit.A,
             fit.A_total,
             None,
+            None,
             _at_budget(fit, budget),
             fit.verdict,
-            fit.reason,
+            blind.get(fit.recipe, fit.reason),
         )
         for fit in refused
     ]
-    contrasts = () if baseline is None else tuple(_leave_one_out(fits, baseline, margin))
-    return Ranking(baseline, margin, budget, undecided, sentence, shared_a, tuple(entries), contrasts)
+    contrasts = () if baseline is None else tuple(_leave_one_out(fits, blind, between, baseline, margin))
+    return Ranking(
+        baseline,
+        margin,
+        budget,
+        undecided,
+        sentence,
+        shared_a,
+        tuple(entries),
+        contrasts,
+        pairing,
+        tuple(comparisons.values()),
+    )
 
 
 def _value(interval: Interval) -> float:
@@ -196,11 +230,10 @@ def _baseline(fits: Sequence[Fit]) -> str | None:
     return max(plain, key=lambda label: sum(fit.recipe.startswith(label + "+") for fit in fits), default=None)
 
 
-def _total_draws(fit: Fit) -> Array:
+def _total_draws(fit: Fit, spread: SeedSpread) -> Array:
     """Draws of the recipe's A over seeds: the runs' A, and how far the mean of so many may be off. (K,)."""
     assert fit.draws is not None
     rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 2)
-    spread = fit.seed_spread
     count = len(fit.draws.A)
     noise = rng.standard_normal(count) if np.isinf(spread.dof) else rng.standard_t(spread.dof, count)
     total: Array = fit.draws.A + spread.sd / np.sqrt(fit.seeds) * noise
@@ -287,22 +320,25 @@ def _at_budget(fit: Fit, budget: float | None) -> Interval | None:
     return Interval(float(band.mean[0]), float(band.low[0]), float(band.high[0]))
 
 
-def _leave_one_out(fits: Sequence[Fit], baseline: str, margin: float) -> list[Contrast]:
-    """Every variant of the baseline (its label and a `+`) against it."""
+def _leave_one_out(
+    fits: Sequence[Fit], blind: Mapping[str, str], between: Mapping[str, SeedSpread], baseline: str, margin: float
+) -> list[Contrast]:
+    """Every variant of the baseline (its label and a `+`) against it. `between`: spread of A between seeds."""
     base = next(fit for fit in fits if fit.recipe == baseline)
     variants = sorted((f for f in fits if f.recipe.startswith(baseline + "+")), key=lambda fit: fit.recipe)
-    if not base.identifiable:
-        why = f"the baseline's A is not identifiable ({base.verdict})"
+    if baseline not in between:
+        why = blind.get(baseline, f"the baseline's A is not identifiable ({base.verdict})")
         return [Contrast(fit.recipe, None, None, why) for fit in variants]
-    named = [fit for fit in variants if fit.identifiable]
+    named = [fit for fit in variants if fit.recipe in between]
     close = [fit for fit in named if abs(_value(fit.A) - _value(base.A)) <= margin + 1e-12]
     _, at_shared = _at_shared([base, *close])
     table = []
     for fit in variants:
-        if not fit.identifiable:
-            table.append(Contrast(fit.recipe, None, None, f"{fit.verdict}: {fit.reason}"))
+        if fit not in named:
+            table.append(Contrast(fit.recipe, None, None, blind.get(fit.recipe, f"{fit.verdict}: {fit.reason}")))
             continue
-        delta_a = _difference(_value(fit.A) - _value(base.A), _total_draws(fit), _total_draws(base))
+        ours_a, theirs_a = (_total_draws(one, between[one.recipe]) for one in (fit, base))
+        delta_a = _difference(_value(fit.A) - _value(base.A), ours_a, theirs_a)
         delta_b = None
         reason = f"A differs by more than {margin:g}, so B is not comparable"
         if fit in close:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from scipy.special import stdtrit
@@ -29,19 +29,26 @@ class SeedSpread:
 
 @dataclass(frozen=True)
 class SeedExcess:
-    """Asymptotes of one recipe's seeds: sum of squares about their mean, sampling variance of one, dof."""
+    """Asymptotes of one recipe's seeds: sum of squares about their mean, sampling variance of one, dof.
+
+    offset: of each seed from their mean, by label.
+    """
 
     squares: float = 0.0
     sampling: float = 0.0
     dof: int = 0
+    offset: Mapping[str, float] = field(default_factory=dict)
 
 
-def seed_excess(problem: Problem, best: Optimum, g: Array, rho: Array, share: Array, scale: Array) -> SeedExcess:
+def seed_excess(
+    problem: Problem, best: Optimum, g: Array, noise: tuple[Array, Array, Array], labels: Sequence[str]
+) -> SeedExcess:
     """Per-seed asymptotes at the common shape, about their mean.
 
-    Shapes: g (n,); rho, share, scale (r,): the autocorrelations considered, their weights, a point's variance
-    relative to the problem's weights.
+    Shapes: g (n,). noise: the autocorrelations considered, their weights, and a point's variance relative to the
+    problem's weights under each, (r,). labels: of the seeds, in their order.
     """
+    rho, share, scale = noise
     count = len(best.seed_offset)
     if count < 2:
         return SeedExcess()
@@ -55,7 +62,36 @@ def seed_excess(problem: Problem, best: Optimum, g: Array, rho: Array, share: Ar
     parts = np.stack([np.bincount(problem.seed, row * g, count) for row in problem.applied(g)])
     mix = np.stack([(1 + rho**2), -(rho**2), -rho], axis=1) / (1 - rho**2)[:, None]
     sampling = float(share @ (scale[:, None] / np.maximum(mix @ parts, 1e-300)).mean(1))
-    return SeedExcess(float(((offset - offset.mean()) ** 2).sum()), sampling, count - 1)
+    offset = offset - offset.mean()
+    by_label = dict(zip(labels, offset.tolist(), strict=True)) if len(labels) == count else {}
+    return SeedExcess(float((offset**2).sum()), sampling, count - 1, by_label)
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Recipes that share seeds are compared seed by seed: what the seeds do to all of them alike drops out.
+
+    seeds: the shared labels. spread: of A between seeds once the shared part is taken off.
+    """
+
+    seeds: tuple[str, ...]
+    spread: SeedSpread
+
+
+def paired_seed_spread(excesses: Sequence[SeedExcess]) -> Pairing | None:
+    """The spread that matters for comparing recipes with common seeds: two-way analysis of variance, recipe x seed.
+
+    None where fewer than two recipes share at least two seeds, or fewer than two degrees of freedom are left.
+    """
+    shared = sorted(set.intersection(*(set(excess.offset) for excess in excesses))) if excesses else []
+    dof = (len(excesses) - 1) * (len(shared) - 1)
+    if len(shared) < 2 or dof < 2:
+        return None
+    table = np.array([[excess.offset[label] for label in shared] for excess in excesses])
+    left = table - table.mean(1, keepdims=True) - table.mean(0) + table.mean()
+    sampling = float(np.mean([excess.sampling for excess in excesses]))
+    variance = max(float((left**2).sum()) / dof - sampling, min(sampling, BORROWED_SEED_SD**2))
+    return Pairing(tuple(shared), SeedSpread(float(np.sqrt(variance)), "paired", float(dof)))
 
 
 def pooled_seed_spread(excesses: Sequence[SeedExcess]) -> SeedSpread | None:

@@ -46,7 +46,7 @@ class Evidence:
     """What the verdict rests on.
 
     compute, reward: the points, (n,). A, B and half_gain (C_mid of a sigmoid): value, low, high, None for open; B
-    and half_gain are None where the family has none. reward_range: width of the bounds of A. at_edge: the edge of
+    and half_gain are None where the family has none; half_name is what the family calls the latter. reward_range: width of the bounds of A. at_edge: the edge of
     the search the fit lies on. point_sd: of one point about the curve. p_flat: chance that a constant with this
     noise would fit as badly as it does.
     """
@@ -61,6 +61,7 @@ class Evidence:
     at_edge: str | None
     point_sd: float
     p_flat: float
+    half_name: str = "C_mid"
 
 
 def plateau_observed(compute: Array, reward: Array, bound: float, reward_range: float) -> bool:
@@ -159,8 +160,9 @@ def after_fit(e: Evidence) -> Verdict:
     if e.half_gain is not None:
         c, _, c_high = e.half_gain
         if c >= end or c_high is None or c_high >= end:
-            return Verdict("pre_inflection", _before_the_bend(end, c, c_high))
-        reach = f" in a window up to {end / c:.2g} x C_mid"
+            return Verdict("pre_inflection", _before_the_bend(end, e.half_name, c, c_high))
+        if c > 0:
+            reach = f" in a window up to {end / c:.2g} x {e.half_name}"
     if e.at_edge is not None:
         return Verdict(
             "at_bound",
@@ -169,7 +171,7 @@ def after_fit(e: Evidence) -> Verdict:
         )
     cure = "add seeds or evaluate on more prompts"
     if e.half_gain is not None and end < 4 * e.half_gain[0]:
-        cure = f"needs about {4 * e.half_gain[0] / end:.2g}x more compute (to 4 x C_mid), or more seeds"
+        cure = f"needs about {4 * e.half_gain[0] / end:.2g}x more compute (to 4 x {e.half_name}), or more seeds"
     if a_low is None or a_high is None:
         side = "above" if a_high is None else "below"
         return Verdict("open", f"the data do not bound A {side} (best {a:.3f}){reach}; {cure}")
@@ -184,12 +186,12 @@ def after_fit(e: Evidence) -> Verdict:
     return Verdict("identifiable", f"the window bounds A within {width:.3f}{reach}")
 
 
-def _before_the_bend(end: float, c: float, c_high: float | None) -> str:
+def _before_the_bend(end: float, name: str, c: float, c_high: float | None) -> str:
     """Why a window may end before the bend, and how much further it should go."""
     upper = "open" if c_high is None else f"up to {c_high:.4g}"
     factor = 2 * max(c, end) / end
     least = "at least " if c_high is None else "about "
     return (
-        f"the window ends at compute {end:.4g} and may not have reached the bend (C_mid {c:.4g}, {upper}); "
+        f"the window ends at compute {end:.4g} and may not have reached the bend ({name} {c:.4g}, {upper}); "
         f"needs {least}{factor:.2g}x more compute"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import coverage
+from sweeps import profile
 from sweeps.curve import Curve, make_curve
 from sweeps.errors import UserError
 from sweeps.fit import FitOptions, fit_curve, fit_curves, refit
+from sweeps.points import select, weighted
 from sweeps.predict import predict, predict_mean
 from sweeps.source import load
 from tests.sweeps.simulate import curve, law
@@ -24,8 +26,13 @@ DATA = Path(__file__).parents[1] / "data" / "curves"
 TABLE_1 = [
     (0.610, 1.92, 2542.0, 150.0, 8000.0),
     (0.645, 1.89, 11272.0, 700.0, 25000.0),
+    (0.585, 2.44, 2542.0, 150.0, 8000.0),
+    (0.590, 2.22, 3054.0, 150.0, 8000.0),
+    (0.595, 2.07, 2936.0, 150.0, 8000.0),
     (0.710, 1.65, 4242.0, 600.0, 22500.0),
+    (0.605, 1.77, 2818.0, 150.0, 8000.0),
     (0.645, 1.70, 10909.0, 1351.0, 50000.0),
+    (0.595, 2.05, 2896.0, 150.0, 8000.0),
     (0.615, 1.09, 1675.0, 150.0, 8000.0),
 ]
 
@@ -50,6 +57,42 @@ def test_table_1_from_the_first_half(a: float, b: float, c_mid: float, step: flo
     assert fit.A.value == pytest.approx(a, abs=0.012)
     assert fit.A.low is not None and fit.A.high is not None
     assert fit.A.low <= a + 0.004 and fit.A.high >= a - 0.004
+
+
+def test_worked_example() -> None:
+    """Eight points of A 0.80, B 1.5, C_mid 5000, R0 0 at 1% noise, as users of the method are shown it."""
+    compute = np.geomspace(500.0, 30000.0, 8)
+    for seed in range(20):
+        reward = law(compute, 0.80, 1.5, 5000.0, 0.0) * (1 + 0.01 * np.random.default_rng(seed).standard_normal(8))
+        fit = fit_curve(make_curve("x", compute, reward), FitOptions(r0=0.0))
+        assert fit.A.value == pytest.approx(0.80, abs=0.05), seed
+        at = fit.R0 + (fit.A.value - fit.R0) / (1 + (fit.C_mid.value / 1e5) ** fit.B.value)  # type: ignore[operator]
+        assert at == pytest.approx(float(law(np.array([1e5]), 0.80, 1.5, 5000.0, 0.0)[0]), abs=0.02), seed
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.floats(0.2, 1.0),
+    st.floats(0.3, 5.0),
+    st.floats(-1.5, 1.5),
+    st.floats(0.0, 0.05),
+    st.integers(1, 3),
+    st.integers(0, 10**6),
+)
+def test_optimum_is_never_above_a_brute_force_grid(
+    a: float, b: float, log_c: float, sd: float, seeds: int, rng: int
+) -> None:
+    """Whatever the curve, bounds active or not: no cell of a fine grid over all of the search fits better."""
+    compute = np.tile(np.linspace(0.0, 10.0, 15), seeds)
+    reward = law(compute, a, b, 3 * 10**log_c, 0.1) + sd * np.random.default_rng(rng).standard_normal(len(compute))
+    data = make_curve("x", compute, np.clip(reward, 0, 1), np.repeat([str(i) for i in range(seeds)], 15))
+    points = select(data, FitOptions())
+    problem = weighted(points, FitOptions(), (0.0, 1.0))
+    best, _ = profile.solve(problem)
+    low_u, high_u, low_v, high_v = problem.box
+    grid = profile.surface(problem, np.linspace(low_u, high_u, 150), np.linspace(low_v, high_v, 190))
+    # At the steepest B the curve is a step, whose SSE between two points is flat up to such differences.
+    assert best.sse <= float(grid.sse.min()) * (1 + 1e-5) + 1e-9
 
 
 def test_solution_is_never_worse_than_a_fine_grid() -> None:
@@ -196,6 +239,48 @@ def test_errors_of_points_weigh() -> None:
     assert naive.A.value is not None and abs(naive.A.value - 0.61) > 0.006
 
 
+def test_robust_fit_shrugs_off_bad_evaluations() -> None:
+    data = curve(seeds=1, white=0.004, points=41, rng=2)
+    reward = data.reward.copy()
+    reward[[15, 24, 33]] += np.array([0.15, -0.2, 0.15])
+    spoiled = make_curve("x", data.compute, reward)
+    plain, robust = fit_curve(spoiled), fit_curve(spoiled, FitOptions(robust=True))
+    assert robust.A.value == pytest.approx(0.61, abs=0.006)
+    assert plain.A.value is not None and abs(plain.A.value - 0.61) > abs((robust.A.value or 0) - 0.61)
+    assert robust.A.low is not None and robust.A.high is not None and robust.A.high - robust.A.low < 0.03
+    clean, same = fit_curve(data), fit_curve(data, FitOptions(robust=True))
+    assert clean.A.value is not None and same.A.value == pytest.approx(clean.A.value, abs=0.003)
+
+
+def test_effect_of_R0_is_as_published() -> None:
+    """arXiv 2510.13786's own curve with R0 off by 0.05 (noise-free): A moves by 0.013 to 0.015, B by 17 to 30%."""
+    compute = np.arange(1500.0, 8000.0, 150.0)
+    fit = fit_curve(make_curve("x", compute, law(compute, 0.610, 1.92, 2542.0, 0.3)), FitOptions(r0=0.3))
+    assert fit.R0_effect is not None and fit.R0_effect.step == 0.05
+    assert fit.R0_effect.A == (pytest.approx(0.623, abs=0.002), pytest.approx(0.595, abs=0.002))
+    assert fit.R0_effect.B == (pytest.approx(1.60, abs=0.03), pytest.approx(2.49, abs=0.03))
+
+
+def test_a_million_points_are_averaged_and_counted() -> None:
+    compute = np.linspace(0.0, 16000.0, 1_000_000)
+    noise = 0.05 * np.random.default_rng(0).standard_normal(len(compute))
+    fit = fit_curve(make_curve("x", compute, np.clip(law(compute, 0.61, 1.9, 2500.0, 0.3) + noise, 0, 1)))
+    assert fit.verdict == "identifiable" and fit.n == 1_000_000
+    assert fit.A.value == pytest.approx(0.61, abs=0.002)
+    assert any("averaged in blocks of 1000" in note for note in fit.warnings)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.7])
+def test_coverage_of_every_parameter(rho: float) -> None:
+    """A cell of `benchmarks/coverage.py` with few repeats: far from the 48% of intervals that trust every point."""
+    cell = coverage.Cell(4.0, 40, rho, "log")
+    rows = coverage.many(cell, 60)
+    for name in coverage.NAMES:
+        held, _, _, ratio = coverage.summarise(rows, name)
+        assert held >= 0.87, name
+        assert ratio < 1.8, name
+
+
 def verdict_of(reward: np.ndarray, compute: np.ndarray | None = None) -> str:
     x = np.linspace(0, 10, len(reward)) if compute is None else compute
     fit = fit_curve(make_curve("x", x, reward))
@@ -296,18 +381,6 @@ def test_empty_window_and_impossible_r0_are_one_line_errors() -> None:
         fit_curve(curve(), FitOptions(r0=0.3, min_compute=1e9))
     with pytest.raises(UserError, match="--r0 7"):
         fit_curve(curve(), FitOptions(r0=7.0))
-
-
-def test_a_fit_takes_a_tenth_of_a_second() -> None:
-    data = curve(white=0.01)
-    fit_curve(data)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        fit_curve(data)
-        times.append(time.perf_counter() - start)
-    # Four times the target: other processes share these cores.
-    assert min(times) < 0.4
 
 
 def test_a_few_points_that_lie_well_by_luck_are_not_identifiable() -> None:
