@@ -11,16 +11,23 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sweeps.compare import compare
 from sweeps.errors import UserError
+from sweeps.family import FAMILIES
 from sweeps.fit import Fit, FitOptions, Interval, fit_curves
+from sweeps.literal import METHOD, fit_literal
 from sweeps.mechanism import idle_variants, mechanism_counters
 from sweeps.points import R0Mode
 from sweeps.rank import MARGIN, Ranking, rank
 from sweeps.source import LoadedStudy, load
+
+if TYPE_CHECKING:
+    from sweeps.live import News
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -83,6 +90,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_source(fit)
     fit.add_argument("--json", action="store_true", help="print a JSON list, an object a recipe")
+    fit.add_argument(
+        "--family",
+        choices=[*FAMILIES, "all"],
+        default="sigmoid",
+        metavar="F",
+        help=f"{', '.join(FAMILIES)}; all: the sigmoid, and how every family compares on forecasts and AICc",
+    )
+    fit.add_argument(
+        "--method",
+        choices=["profile", METHOD],
+        default="profile",
+        help=f"{METHOD}: the published procedure, its grid included, in GPU-hours (seconds a recipe; no intervals); "
+        "default: %(default)s",
+    )
 
     ranking = command(
         "rank",
@@ -94,6 +115,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_ranking(ranking)
     ranking.add_argument("--json", action="store_true", help="print a JSON object")
 
+    planning = command(
+        "plan",
+        _plan,
+        "say what a target or a budget takes: compute, what to run next to settle the choice, model size",
+        "scalerl plan examples/curves.csv --target 0.6",
+    )
+    _add_source(planning)
+    _add_planning(planning)
+    planning.add_argument("--json", action="store_true", help="print a JSON object")
+
     report = command(
         "report",
         _report,
@@ -104,6 +135,23 @@ def _parser() -> argparse.ArgumentParser:
     _add_ranking(report)
     report.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: %(default)s")
     report.add_argument("--title", help="the study's name; default: the first source's")
+
+    watch = command(
+        "watch",
+        _watch,
+        "re-fit as evaluations come: A over time, forecasts against what came, a warning on departure",
+        "scalerl watch examples/curves.csv --once",
+    )
+    _add_source(watch)
+    watch.add_argument("--interval", type=_number, default=30.0, metavar="S", help="seconds; default: %(default)g")
+    watch.add_argument("--once", action="store_true", help="go through what is there and exit")
+    watch.add_argument("--json", action="store_true", help="print a JSON object a line")
+    watch.add_argument(
+        "--out",
+        metavar="FILE",
+        help="append every snapshot to this and adopt what it holds; default: fits.jsonl in a run or sweep directory, "
+        "nothing for tables and several sources",
+    )
 
     publish = command(
         "publish",
@@ -119,7 +167,11 @@ def _parser() -> argparse.ArgumentParser:
 def _add_source(parser: argparse.ArgumentParser) -> None:
     """What to read, and how to fit it."""
     parser.add_argument(
-        "sources", nargs="+", metavar="SOURCE", help="a run or sweep directory, or a CSV, JSONL or Parquet file"
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="a run or sweep directory, mlflow:URI#experiment, a CSV, JSONL or Parquet table, TensorBoard event files, "
+        "or a log of TRL, verl or W&B (docs/sources.md)",
     )
     parser.add_argument(
         "--r0",
@@ -128,12 +180,22 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         metavar="X|first|free",
         help="reward before training: a number, the first evaluation (default), or fitted",
     )
+    parser.add_argument("--robust", action="store_true", help="give evaluations far from the curve less weight")
     parser.add_argument("--min-compute", type=_number, metavar="C", help="leave out what lies below")
     parser.add_argument("--max-compute", type=_number, metavar="C", help="leave out what lies above")
-    parser.add_argument("--metric", metavar="M", help="of journals: eval/<set>/pass_rate; default: the first set")
-    parser.add_argument("--x", metavar="COL", help="compute column (default: compute), or axis of journals")
+    parser.add_argument(
+        "--metric",
+        metavar="M",
+        help="the reward: eval/<set>/pass_rate of journals (default: the first set), a metric of a log; "
+        "all: a curve a set",
+    )
+    parser.add_argument("--x", metavar="COL", help="compute column (default: compute), or axis of journals and logs")
     parser.add_argument("--y", metavar="COL", help="reward column (default: reward)")
-    parser.add_argument("--by", metavar="COL", help="recipe column (default: recipe)")
+    parser.add_argument("--by", metavar="COL", help="recipe column (default: recipe), or tag or parameter in MLflow")
+    parser.add_argument("--size", metavar="COL", help="model size: a column or configuration key; a curve a size")
+    parser.add_argument(
+        "--group", action="append", default=[], metavar="COL", help="a curve for every value of this too; repeatable"
+    )
 
 
 def _add_ranking(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +209,29 @@ def _add_ranking(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_planning(parser: argparse.ArgumentParser) -> None:
+    goal = parser.add_mutually_exclusive_group(required=True)
+    goal.add_argument("--target", type=_finite, metavar="R", help="reward to reach")
+    goal.add_argument(
+        "--budget",
+        type=_number,
+        metavar="C",
+        help="compute still to spend over all recipes; with --size, --rollouts or --group, compute of one run",
+    )
+    parser.add_argument(
+        "--margin",
+        type=_number,
+        default=MARGIN,
+        metavar="A",
+        help="a recipe whose A is within this of the best is no wrong choice; default: %(default)s",
+    )
+    parser.add_argument(
+        "--sizes", default="", metavar="LIST", help="model sizes not seen to answer for, with --size: 1e9,14B"
+    )
+    parser.add_argument("--rollouts", metavar="COL", help="rollouts a prompt, where varied: a column or key")
+    parser.add_argument("--difficulty", metavar="COL", help="difficulty of the evaluated prompts, with --rollouts")
+
+
 def _number(text: str) -> float:
     """A finite number that is not negative."""
     try:
@@ -155,6 +240,16 @@ def _number(text: str) -> float:
         value = math.nan
     if not math.isfinite(value) or value < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return value
+
+
+def _finite(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
     return value
 
 
@@ -186,28 +281,51 @@ def _train(overrides: Sequence[str]) -> int:
     os.execv(sys.executable, [sys.executable, "-m", "lightning_scalerl.train", *overrides])
 
 
-def _fitted(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
+def _fit_options(options: argparse.Namespace) -> FitOptions:
     low, high = options.min_compute, options.max_compute
     if low is not None and high is not None and low >= high:
         raise UserError(f"--min-compute {low:g} is not below --max-compute {high:g}; nothing lies between them")
-    study = load(options.sources, metric=options.metric, x=options.x, y=options.y, by=options.by)
-    return study, fit_curves(study.curves, FitOptions(r0=options.r0, min_compute=low, max_compute=high))
+    return FitOptions(
+        r0=options.r0,
+        min_compute=low,
+        max_compute=high,
+        family=getattr(options, "family", "sigmoid").replace("all", "sigmoid"),
+        robust=options.robust,
+    )
+
+
+def _load(options: argparse.Namespace) -> LoadedStudy:
+    factors = [name for name in (options.size, *options.group) if name is not None]
+    return load(options.sources, metric=options.metric, x=options.x, y=options.y, by=options.by, factors=factors)
+
+
+def _fitted(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
+    how = _fit_options(options)
+    study = _load(options)
+    for line in study.shown:
+        print(f"source: {_one_line(line)}", file=sys.stderr)
+    if getattr(options, "method", "profile") == METHOD:
+        return study, [fit_literal(curve, how) for curve in study.curves]
+    return study, fit_curves(study.curves, how)
 
 
 def _fit(options: argparse.Namespace) -> int:
     study, fits = _fitted(options)
     _warn(study.warnings)
+    comparisons = [compare(fit.curve, fit.options) for fit in fits] if options.family == "all" else []
     if options.json:
-        _print_json([fit.to_json() for fit in fits])
+        objects = [fit.to_json() for fit in fits]
+        for entry, found in zip(objects, comparisons, strict=False):
+            entry["families"] = found.to_json()
+        _print_json(objects)
         return 0
-    head = ["recipe", "verdict", "A", "B", "C_mid", "R0", "rmse", "n", "seeds"]
+    head = ["recipe", "verdict", "A", *_shape_names(fits), "R0", "rmse", "n", "seeds"]
     rows = [
         [
             fit.recipe,
             fit.verdict,
             _interval(fit.A, ".3f"),
-            _interval(fit.B, ".3g"),
-            _interval(fit.C_mid, ".4g"),
+            *(_interval(fit.shape.get(name), ".4g") for name in _shape_names(fits)),
             "-" if fit.R0 is None else f"{fit.R0:.3f}",
             "-" if fit.rmse is None else f"{fit.rmse:.4f}",
             str(fit.n),
@@ -216,11 +334,30 @@ def _fit(options: argparse.Namespace) -> int:
         for fit in fits
     ]
     print(_table(head, rows))
-    print(f"\ncompute: {fits[0].curve.unit}; reward: {fits[0].curve.metric}; 95% intervals, within these runs")
+    bounds = "the published procedure, no intervals" if options.method == METHOD else "95% intervals, within these runs"
+    print(f"\ncompute: {fits[0].curve.unit}; reward: {fits[0].curve.metric}; {bounds}")
     for fit in fits:
         print(f"{_one_line(fit.recipe)}: {fit.reason}")
         _warn([f"{fit.recipe}: {note}" for note in fit.warnings])
+    for found in comparisons:
+        print(f"\n{_one_line(found.recipe)}: {found.sentence}")
+        lines = [
+            [
+                row.family,
+                "-" if row.A is None else f"{row.A:.3f}",
+                f"{row.delta_aicc:.1f}",
+                "-" if row.held_out is None else f"{row.held_out:.4f}",
+                "-" if row.r2 is None else f"{row.r2:.4f}",
+            ]
+            for row in found.rows
+        ]
+        print(_table(["family", "A", "AICc above least", "error on later compute", "R^2"], lines))
     return 0
+
+
+def _shape_names(fits: Sequence[Fit]) -> list[str]:
+    """Shape parameters of the fitted family, whatever could be named."""
+    return list(FAMILIES[fits[0].family].names)
 
 
 def _rank(options: argparse.Namespace) -> int:
@@ -265,6 +402,27 @@ def _ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
+def _plan(options: argparse.Namespace) -> int:
+    from sweeps.planning import Factors, make_plan, sections
+
+    more = tuple(text for text in options.sizes.split(",") if text.strip())
+    factors = Factors(options.size, options.rollouts, options.difficulty, more)
+    options.group = [name for name in (options.rollouts, options.difficulty, *options.group) if name is not None]
+    study, fits = _fitted(options)
+    plan = make_plan(fits, options.target, options.budget, options.margin, factors)
+    _warn(study.warnings)
+    if options.json:
+        _print_json(plan.to_json())
+        return 0
+    blocks = []
+    for heading, head, rows in sections(plan):
+        blocks.append(_one_line(heading) + ("\n" + _table(head, rows) if rows else ""))
+    print("\n\n".join(blocks))
+    for sizes in plan.sizes:
+        _warn([f"{sizes.recipe}: {note}" for note in sizes.warnings])
+    return 0
+
+
 def _report(options: argparse.Namespace) -> int:
     # Matplotlib takes a second to import: only where something is drawn.
     from sweeps.report import write_ranking_csv, write_report
@@ -280,6 +438,68 @@ def _report(options: argparse.Namespace) -> int:
     for path in written:
         print(path)
     return 0
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from sweeps.live import Watch, default_path, waiting
+
+    if not options.interval > 0:
+        raise UserError(f"--interval {options.interval:g}: must be positive; give seconds")
+    path = default_path(options.sources) if options.out is None else Path(options.out)
+    told: set[str] = set()
+
+    def read() -> LoadedStudy:
+        """What is to be said about the sources is said once, not at every poll."""
+        study = _load(options)
+        for note in (*(f"source: {line}" for line in study.shown), *(f"warning: {note}" for note in study.warnings)):
+            if note not in told:
+                told.add(note)
+                print(_one_line(note), file=sys.stderr)
+        return study
+
+    watch = Watch(read, options.sources, _fit_options(options), path)
+    said: str | None = None
+    started = False
+    try:
+        while True:
+            try:
+                if options.once or started or not waiting(options.sources):
+                    for news in watch.poll():
+                        _print_news(news, options.json)
+                    started, said = True, None
+                elif said is None:
+                    said = "no evaluation yet; waiting for the first"
+                    _warn([said])
+            except UserError as error:
+                # What could be read once may be unreadable while it is rewritten; at the start it is a mistake.
+                if options.once or not started:
+                    raise
+                if str(error) != said:
+                    said = str(error)
+                    _warn([said])
+            if options.once:
+                return 0
+            time.sleep(options.interval)
+    except KeyboardInterrupt:
+        # How one stops watching.
+        return 0
+
+
+def _print_news(news: News, as_json: bool) -> None:
+    """One line, at once: what watches this may be a pipe."""
+    snapshot, check = news.snapshot, news.snapshot.check
+    if as_json:
+        print(json.dumps({**snapshot.to_json(), "warning": news.warning}, allow_nan=False), flush=True)
+    else:
+        parts = [f"{snapshot.n} evaluations", snapshot.verdict, f"A {_interval(snapshot.A, '.3f')}"]
+        if check is not None:
+            parts.append(
+                f"came {check.actual:.3f}, predicted {check.predicted:.3f} [{check.low:.3f}, {check.high:.3f}] "
+                f"at {check.made_at:.4g}{'' if check.inside else ', outside'}"
+            )
+        print(_one_line(f"{snapshot.recipe}: compute {snapshot.compute_end:.4g}, {', '.join(parts)}"), flush=True)
+    if news.warning:
+        _warn([f"{snapshot.recipe}: {news.warning}"])
 
 
 def _publish(options: argparse.Namespace) -> int:

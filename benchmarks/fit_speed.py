@@ -1,0 +1,215 @@
+"""How long does `scalerl fit` take on 300 recipes, and how long the published procedure on the same curves?
+
+Simulates 300 recipes of 40 evaluations each (parameters around arXiv 2510.13786, Table 1; sampling error 0.006),
+then times, on one core and one thread: the command from start to exit, its parts in one process, and for a few of
+the curves our fit and the published grid in turn. Fails if a recipe comes back without an interval for A.
+
+    python benchmarks/fit_speed.py --out docs/fit_speed.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SCALERL = str(Path(sys.executable).with_name("scalerl"))
+ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB_MAXIMUM", "BLIS")}
+# A, B and C_mid in GPU-hours (arXiv 2510.13786, Table 1).
+TABLE_1 = [
+    (0.610, 1.92, 2542.0),
+    (0.645, 1.89, 11272.0),
+    (0.585, 2.44, 2542.0),
+    (0.590, 2.22, 3054.0),
+    (0.595, 2.07, 2936.0),
+    (0.710, 1.65, 4242.0),
+    (0.605, 1.77, 2818.0),
+    (0.645, 1.70, 10909.0),
+    (0.595, 2.05, 2896.0),
+    (0.615, 1.09, 1675.0),
+]
+R0, NOISE = 0.3, 0.006
+# Compute of the last evaluation in units of C_mid: that of the published 16,000 GPU-hours.
+END = 6.3
+
+
+def simulate(path: Path, recipes: int, points: int, seed: int) -> None:
+    """Write the table: every row of Table 1 in turn, A, B and C_mid moved a little, evaluations from compute 0."""
+    rng = np.random.default_rng(seed)
+    with path.open("w", newline="") as handle:
+        out = csv.writer(handle)
+        out.writerow(["recipe", "seed", "compute", "reward"])
+        for k in range(recipes):
+            a, b, c_mid = TABLE_1[k % len(TABLE_1)]
+            a += 0.01 * rng.standard_normal()
+            b *= np.exp(0.05 * rng.standard_normal())
+            c_mid *= np.exp(0.1 * rng.standard_normal())
+            compute = np.linspace(0.0, END * c_mid, points)
+            share = np.zeros(points)
+            share[1:] = 1 / (1 + (c_mid / compute[1:]) ** b)
+            reward = np.clip(R0 + (a - R0) * share + NOISE * rng.standard_normal(points), 0, 1)
+            out.writerows([f"recipe_{k:03d}", 0, f"{c:.6g}", f"{r:.4f}"] for c, r in zip(compute, reward, strict=True))
+
+
+def cpu() -> float:
+    """CPU seconds of all children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def on_one_core(command: Sequence[str]) -> tuple[str, float, float]:
+    """Run a command pinned to one core, with one thread; its output, seconds from start to exit, CPU seconds."""
+
+    def pin() -> None:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+    start, used = time.perf_counter(), cpu()
+    done = subprocess.run(
+        command, env={**os.environ, **ONE_THREAD}, stdout=subprocess.PIPE, text=True, check=True, preexec_fn=pin
+    )
+    return done.stdout, time.perf_counter() - start, cpu() - used
+
+
+def parts(path: Path, compared: int) -> dict[str, Any]:
+    """CPU seconds of the command's parts in this process, and per curve of both procedures, side by side."""
+    start = time.process_time()
+    import sweeps.cli  # noqa: F401  (what the command imports)
+
+    imported = time.process_time()
+    from sweeps.fit import fit_curve, fit_curves
+    from sweeps.literal import fit_literal
+    from sweeps.source import load
+
+    before = time.process_time()
+    curves = load([path]).curves
+    loaded = time.process_time()
+    fits = fit_curves(curves)
+    fitted = time.process_time()
+    for fit in fits:
+        json.dumps(fit.to_json())
+    written = time.process_time()
+    ours, theirs = [], []
+    fit_literal(curves[0], c_mid_grid=[1000.0])  # its imports are not its speed
+    for curve in curves[:: max(1, len(curves) // compared)][:compared]:
+        moments = [time.process_time()]
+        for procedure in (fit_curve, fit_literal):
+            procedure(curve)
+            moments.append(time.process_time())
+        ours.append(moments[1] - moments[0])
+        theirs.append(moments[2] - moments[1])
+    return {
+        "import": imported - start,
+        "read": loaded - before,
+        "fit": fitted - loaded,
+        "json": written - fitted,
+        "ours": ours,
+        "theirs": theirs,
+    }
+
+
+def check(printed: str, recipes: int) -> dict[str, int]:
+    """Verdicts of what the command printed; every recipe must be there with an interval."""
+    fits = json.loads(printed)
+    assert len(fits) == recipes, f"{len(fits)} fits of {recipes}"
+    bare = [fit["recipe"] for fit in fits if fit["A"]["low"] is None or fit["A"]["high"] is None]
+    assert not bare, f"no interval for A: {', '.join(bare)}"
+    verdicts = [fit["verdict"] for fit in fits]
+    return {name: verdicts.count(name) for name in sorted(set(verdicts))}
+
+
+def row(what: str, values: Sequence[float], unit: str = "s", scale: float = 1.0) -> str:
+    """Median and range of a table's line."""
+    median, low, high = (
+        f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+        for value in (scale * float(f(values)) for f in (np.median, min, max))
+    )
+    return f"| {what} | {median} {unit} | {low} to {high} |"
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def main() -> int:
+    """Measure, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", type=int, default=300)
+    parser.add_argument("--points", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=5, help="of everything; medians are printed")
+    parser.add_argument("--compared", type=int, default=5, help="curves given to the published procedure")
+    parser.add_argument("--seed", type=int, default=2510)
+    parser.add_argument("--out", help="also write the table to this Markdown file")
+    parser.add_argument("--parts", metavar="FILE", help=argparse.SUPPRESS)  # this script's own child
+    options = parser.parse_args()
+    if options.parts:
+        print(json.dumps(parts(Path(options.parts), options.compared)))
+        return 0
+    whole, busy, inside = [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "curves.csv"
+        simulate(path, options.recipes, options.points, options.seed)
+        child = [sys.executable, __file__, "--parts", str(path), "--compared", str(options.compared)]
+        for _ in range(options.repeats):
+            printed, seconds, used = on_one_core([SCALERL, "fit", str(path), "--json"])
+            verdicts = check(printed, options.recipes)
+            whole.append(seconds)
+            busy.append(used)
+            inside.append(json.loads(on_one_core(child)[0]))
+    ours = [value for part in inside for value in part["ours"]]
+    theirs = [value for part in inside for value in part["theirs"]]
+    batch = [part["fit"] / options.recipes for part in inside]
+    ratio = [float(np.median(part["theirs"]) / np.median(part["ours"])) for part in inside]
+    batched = [float(np.median(part["theirs"])) / each for part, each in zip(inside, batch, strict=True)]
+    text = "\n".join(
+        [
+            "# Speed of a fit",
+            "",
+            f"Written by `python benchmarks/fit_speed.py`: {options.recipes} simulated recipes of {options.points} "
+            f"evaluations, one core, one thread, medians of {options.repeats} runs in turn. All {options.recipes} "
+            f"have an interval for A; verdicts: {', '.join(f'{n} {name}' for name, n in verdicts.items())}.",
+            "All but the first line is CPU time, so that other work on the machine does not count.",
+            "",
+            f"{processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, NumPy {np.__version__}.",
+            "",
+            "| what | median | range |",
+            "|---|---|---|",
+            row("`scalerl fit FILE --json`, start to exit", whole),
+            row("its CPU time", busy),
+            row("of that: import", [part["import"] for part in inside]),
+            row("read the table", [part["read"] for part in inside]),
+            row("fit all, intervals and verdicts", [part["fit"] for part in inside]),
+            row("a curve, in that batch", batch, "ms", 1000),
+            row("a curve alone", ours, "ms", 1000),
+            row("the published procedure (`--method scalerl-a5`), a curve", theirs, "ms", 1000),
+            row("it takes, against a curve alone", ratio, "times"),
+            row("it takes, against a curve in the batch", batched, "times"),
+        ]
+    )
+    print(text)
+    if options.out:
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.out).write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

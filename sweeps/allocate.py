@@ -1,0 +1,418 @@
+"""What to run next so that the right recipe is chosen, and how to split a budget.
+
+The choice is by asymptote: choosing is wrong if the best recipe's A exceeds the chosen one's by more than the
+margin of a tie. Before anything is run, the chance of that is read off the fits' joint draws. For each thing
+that could be run the future is played through (a preposterior analysis): a truth is drawn, the evaluations it
+would yield are drawn, every draw is weighted by how well it explains them, the recipe is chosen anew.
+
+What this approximates: new evaluations come at the spacing of the old ones and with independent noise whose
+variance is the old one's times its inflation by autocorrelation; an extension tells of A through the curve
+alone; a seed is one observation of the recipe's A with the variance between seeds plus that of one run's fit;
+the choice after the results is the one with least chance of being wrong; ties in A are not broken by B; one
+step is looked ahead. Where few draws explain new data, the noise is raised until enough do, which understates
+the gain. Where A is not identifiable its draws spread up to the reward's bound, which overstates the chance of
+being wrong.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sweeps.errors import UserError
+from sweeps.fit import Fit, Interval
+from sweeps.plan import support, total_draws
+from sweeps.predict import predict
+from sweeps.profile import Array
+from sweeps.rank import CONFIDENCE, MARGIN
+
+# Recipes with a rising curve. Where A is not identifiable its draws spread up to the reward's bound: enough to
+# say that the recipe may still be best and what an extension would tell, not to choose it.
+_CONTENDS = ("identifiable", "open", "at_bound", "pre_inflection")
+_FACTORS = (1.5, 2.0, 3.0, 4.0)
+_OUTCOMES = 400
+_SAMPLES = 256
+# Effective number of draws an outcome must leave, on average.
+_ENOUGH = 20.0
+# What is less than this does not exceed the error of the simulation.
+_WORTH = 0.005
+# An extension may fall short of the recipe's best by this much of the gain if it is cheaper a point of gain.
+_CHEAPER = 0.5
+# How far an evaluated point may stand for its neighbours.
+_MAX_POINTS = 64
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something that could be run next.
+
+    action: `extend` (each of the recipe's runs, to `compute`) or `seed` (one more run of `compute`). cost: of
+    all that, in the curves' unit. expected_gain: by how much it is expected to lower the chance of choosing a
+    recipe whose A is lower than the best by more than the margin; None where that cannot be computed.
+    """
+
+    recipe: str
+    action: str
+    compute: float
+    cost: float
+    expected_gain: float | None
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `next` of `scalerl plan --json`."""
+        return {
+            "recipe": self.recipe,
+            "action": self.action,
+            "compute": self.compute,
+            "expected_gain": self.expected_gain,
+            "cost": self.cost,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """Where the choice stands and what would settle it.
+
+    leader: the identifiable recipe with least chance of being a wrong choice; None where there is none.
+    p_wrong: that chance; over all recipes with a rising curve if there is no leader, None if there is no other.
+    steps: the best thing to run for each recipe, the best first; those without an expected gain last.
+    """
+
+    leader: str | None
+    p_wrong: float | None
+    margin: float
+    steps: tuple[Step, ...]
+    sentence: str
+
+    @property
+    def settled(self) -> bool:
+        """Whether the choice is sure enough as it is."""
+        return self.p_wrong is not None and self.p_wrong <= 1 - CONFIDENCE
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a recipe gets of a budget: added compute, up to which compute its runs then go, the reward there."""
+
+    recipe: str
+    compute: float
+    to: float | None
+    R: Interval | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """A budget over recipes. commit: the winner's run continues from, to; None where there is no winner."""
+
+    budget: float
+    shares: tuple[Share, ...]
+    steps: tuple[Step, ...]
+    winner: str | None
+    commit: tuple[float, float] | None
+    sentence: str
+
+
+class _Future:
+    """The contenders' draws of A over seeds, and the same after what could be run; shared random numbers."""
+
+    def __init__(self, fits: Sequence[Fit], margin: float) -> None:
+        self.fits, self.margin = fits, margin
+        self.theta = [total_draws(fit) for fit in fits]
+        self._prior = [self._sample(fit, theta) for fit, theta in zip(fits, self.theta, strict=True)]
+        self._after: dict[tuple[int, str, float], Array] = {}
+        self.wrong = self._wrong(self._prior).mean(axis=(1, 2))
+        self.p_wrong = float(self.wrong.min())
+        named = [i for i, fit in enumerate(fits) if fit.identifiable]
+        self.leader = min(named, key=lambda i: self.wrong[i], default=None)
+
+    def _wrong(self, samples: Sequence[Array]) -> Array:
+        """Whether the best A exceeds each recipe's by more than the margin. Shapes: (J, L) each -> (R, J, L)."""
+        stacked = np.stack(samples)
+        wrong: Array = (stacked.max(axis=0) - stacked > self.margin).astype(np.float64)
+        return wrong
+
+    def _sample(self, fit: Fit, theta: Array) -> Array:
+        rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 4)
+        drawn: Array = theta[rng.integers(len(theta), size=(_OUTCOMES, _SAMPLES))]
+        return drawn
+
+    def p_after(self, steps: Mapping[int, Step]) -> float:
+        """Expected chance of a wrong choice once these were run, by index of the recipe.
+
+        The choice is made on half of an outcome's draws and judged on the other, so that it cannot profit from
+        the simulation's own noise.
+        """
+        samples = [self._posterior(i, steps[i]) if i in steps else prior for i, prior in enumerate(self._prior)]
+        wrong = self._wrong(samples)
+        half = _SAMPLES // 2
+        first, second = wrong[:, :, :half].mean(2), wrong[:, :, half:].mean(2)
+        j = np.arange(_OUTCOMES)
+        return float((second[first.argmin(0), j].mean() + first[second.argmin(0), j].mean()) / 2)
+
+    def _posterior(self, i: int, step: Step) -> Array:
+        """Samples of a recipe's A for each outcome of a step. (J, L)."""
+        key = (i, step.action, step.compute)
+        if key not in self._after:
+            fit, theta = self.fits[i], self.theta[i]
+            rng = np.random.default_rng(zlib.crc32(repr((fit.recipe, *key[1:])).encode()))
+            # Truths at even quantiles of A: less noise than drawing them.
+            order = np.argsort(theta, kind="stable")
+            truth = order[((np.arange(_OUTCOMES) + 0.5) / _OUTCOMES * len(theta)).astype(np.intp)]
+            seen = _seed_signal(fit, theta) if step.action == "seed" else _extension_signal(fit, step.compute)
+            weight = _weights(seen, truth, rng)
+            cumulative = np.cumsum(weight, axis=1)
+            position = rng.random((_OUTCOMES, _SAMPLES)) * cumulative[:, -1:]
+            rows = [np.searchsorted(c, p).clip(max=len(theta) - 1) for c, p in zip(cumulative, position, strict=True)]
+            self._after[key] = theta[np.stack(rows)]
+        samples: Array = self._after[key]
+        return samples
+
+
+def _seed_signal(fit: Fit, theta: Array) -> Array:
+    """What another seed would show of each draw, in units of its error. Shapes: (K,) -> (K, 1)."""
+    # A new run's A scatters about the recipe's by the spread between seeds and by the error of a single run's
+    # fit; both are `seeds` times the variance of the mean that `theta` draws.
+    signal: Array = (theta / np.sqrt(fit.seeds * max(float(theta.var()), 1e-12)))[:, None]
+    return signal
+
+
+def _extension_signal(fit: Fit, to: float) -> Array:
+    """What an extension would show of each draw: its curve there, in units of the noise. (K, q).
+
+    Reduced to the few directions in which the curves of the draws differ.
+    """
+    draws, window, noise = fit.draws, fit.window, fit.noise
+    assert draws is not None and window is not None and noise is not None
+    added = _added_compute(fit, to)
+    kept = added[np.unique(np.linspace(0, len(added) - 1, min(len(added), _MAX_POINTS)).astype(np.intp))]
+    variance = noise.sd**2 * noise.inflation / fit.seeds * len(kept) / len(added)
+    paths = draws.curve(kept)
+    paths = (paths - paths.mean(0)) / np.sqrt(max(variance, 1e-14))
+    u, s, _ = np.linalg.svd(paths, full_matrices=False)
+    signal: Array = u[:, :6] * s[:6]
+    return signal
+
+
+def _added_compute(fit: Fit, to: float) -> Array:
+    """Where an extension would be evaluated: on at the median spacing of the window. (m,)."""
+    assert fit.window is not None
+    end = fit.window[1]
+    curve = fit.curve
+    inside = (curve.compute >= fit.window[0]) & (curve.compute <= end)
+    steps = [np.diff(np.unique(curve.compute[inside & (curve.seed == label)])) for label in np.unique(curve.seed)]
+    spacing = float(np.median(np.concatenate(steps)))
+    count = max(1, round((to - end) / max(spacing, 1e-12 * end)))
+    return np.linspace(end, to, min(count, 10_000) + 1)[1:]
+
+
+def _weights(signal: Array, truth: NDArray[np.intp], rng: np.random.Generator) -> Array:
+    """How well each draw explains the outcome of each truth. Shapes: (K, q), (J,) -> (J, K), rows sum to 1."""
+    noise = rng.standard_normal((len(truth), signal.shape[1]))
+    scale = 1.0
+    while True:
+        observed = signal[truth] / scale + noise
+        distance = (observed**2).sum(1)[:, None] - 2 * observed @ signal.T / scale + (signal**2).sum(1) / scale**2
+        # A truth must not vouch for itself: with few draws left it would make the outcome look too telling.
+        distance[np.arange(len(truth)), truth] = np.inf
+        weight = np.exp(-0.5 * (distance - distance.min(1, keepdims=True)))
+        weight /= weight.sum(1, keepdims=True)
+        if float(np.mean(1 / (weight**2).sum(1))) >= _ENOUGH or scale > 1e9:
+            return np.asarray(weight)
+        scale *= 1.5
+
+
+def settle(fits: Sequence[Fit], margin: float = MARGIN, limit: float | None = None) -> Settlement:
+    """What to run next to settle which recipe has the highest asymptote.
+
+    Args:
+        fits: one a recipe, as `fit_curves` returns them.
+        margin: recipes whose A lies within this of the best are no wrong choice, in reward units.
+        limit: nothing that costs more than this, in the curves' unit.
+
+    A recipe whose curve has no bend yet, or no fit, is listed with its cure and no expected gain.
+
+    Raises:
+        UserError: margin is negative or no number.
+    """
+    if not (np.isfinite(margin) and margin >= 0):
+        raise UserError(f"--margin {margin:g}: must be 0 or more, in reward units")
+    contenders = [fit for fit in fits if fit.verdict in _CONTENDS and fit.draws is not None]
+    cures = [_cure(fit) for fit in fits if fit not in contenders]
+    cures = [step for step in cures if limit is None or step.cost <= limit]
+    if len(contenders) < 2:
+        leader = next((fit.recipe for fit in contenders if fit.identifiable), None)
+        sentence = "nothing to compare: only one recipe" if len(fits) == 1 else "fewer than two recipes have a curve"
+        return Settlement(leader, None, margin, tuple(cures), sentence)
+    future = _Future(contenders, margin)
+    leader, p_wrong, sentence = _standing(future)
+    if p_wrong <= 1 - CONFIDENCE and leader is not None:
+        # What is settled needs no more of the recipes compared; those without a curve may still change it.
+        return Settlement(leader, p_wrong, margin, tuple(cures), f"settled: {sentence}")
+    steps = [_best_step(future, i, limit) for i in range(len(contenders))]
+    chosen = sorted((s for s in steps if s is not None), key=lambda s: (-(s.expected_gain or 0) / s.cost, s.recipe))
+    if max((step.expected_gain or 0.0 for step in chosen), default=0.0) < 0.01:
+        # One step is looked ahead; several together may pay where none alone can turn the choice.
+        sentence += "; no single step is expected to change that, several seeds might"
+    return Settlement(leader, p_wrong, margin, (*chosen, *cures), f"not settled: {sentence}")
+
+
+def _standing(future: _Future) -> tuple[str | None, float, str]:
+    """The leader, the chance that it is a wrong choice, and both in words."""
+    if future.leader is None:
+        return None, future.p_wrong, "the asymptote of no recipe is identifiable"
+    leader, p = future.fits[future.leader].recipe, float(future.wrong[future.leader])
+    text = f"the chance that another A exceeds that of {leader} by more than {future.margin:g} is {p:.2f}"
+    unknown = [fit.recipe for fit in future.fits if not fit.identifiable]
+    if unknown:
+        text += f", with A of {', '.join(unknown)} taken to lie anywhere that the data allow, up to the reward's bound"
+    return leader, p, text
+
+
+def _options(fit: Fit, limit: float | None) -> list[Step]:
+    """What could be run of a contender, without its gain."""
+    assert fit.window is not None
+    end = fit.window[1]
+    targets = {factor * end for factor in _FACTORS}
+    if fit.C_mid.value is not None and 1.1 * end < 4 * fit.C_mid.value < _FACTORS[-1] * end:
+        targets.add(4 * fit.C_mid.value)
+    found = [Step(fit.recipe, "extend", to, (to - end) * fit.seeds, None, "") for to in sorted(targets)]
+    found.append(Step(fit.recipe, "seed", end, end, None, ""))
+    return [step for step in found if limit is None or step.cost <= limit]
+
+
+def _judged(future: _Future, step: Step, before: float, after: float) -> Step:
+    """A step with its expected gain, and that in words."""
+    fit = future.fits[[f.recipe for f in future.fits].index(step.recipe)]
+    assert fit.window is not None
+    what = (
+        f"{step.compute / fit.window[1]:.2g} x its window, each of {fit.seeds} runs"
+        if step.action == "extend"
+        else f"a run like the {fit.seeds} it has"
+    )
+    note = "" if fit.identifiable else f"; A is not identifiable yet ({fit.verdict})"
+    if fit.verdict == "pre_inflection" and step.action == "extend":
+        what = _cure(fit).reason
+        note = f"; to {step.compute / fit.window[1]:.2g} x at first"
+    gain = max(before - after, 0.0)
+    return Step(step.recipe, step.action, step.compute, step.cost, gain, what + note)
+
+
+def _best_step(future: _Future, i: int, limit: float | None) -> Step | None:
+    """The cheapest a point of gain among those that come near the recipe's largest gain."""
+    judged = [
+        _judged(future, step, future.p_wrong, future.p_after({i: step})) for step in _options(future.fits[i], limit)
+    ]
+    if not judged:
+        return None
+    most = max(step.expected_gain or 0.0 for step in judged)
+    enough = [step for step in judged if (step.expected_gain or 0.0) >= _CHEAPER * most]
+    return max(enough, key=lambda step: ((step.expected_gain or 0.0) / step.cost, -step.cost))
+
+
+def _cure(fit: Fit) -> Step:
+    """What would make a refused recipe's asymptote identifiable; its gain is not known."""
+    end = fit.window[1] if fit.window is not None else float(fit.curve.compute.max())
+    if fit.verdict == "decreasing":
+        return Step(fit.recipe, "seed", end, end, None, f"{fit.verdict}: {fit.reason}")
+    factor = 2.0
+    if fit.verdict == "pre_inflection" and fit.C_mid.value is not None:
+        factor = float(np.clip(2 * fit.C_mid.value / end, 1.5, _FACTORS[-1]))
+        more = f"at least {factor:g}" if factor == _FACTORS[-1] else f"about {factor:.2g}"
+        reason = f"needs {more} x the compute so far: the bend is not in the window"
+    else:
+        reason = f"{fit.verdict}: {fit.reason}"
+    return Step(fit.recipe, "extend", factor * end, (factor - 1) * end * fit.seeds, None, reason)
+
+
+def split_budget(fits: Sequence[Fit], budget: float, margin: float = MARGIN) -> Split:
+    """A budget of further compute over recipes: what settles the choice, then the rest for the winner.
+
+    Steps are taken one after the other by expected gain per compute, each judged together with those before
+    it and at most one a recipe, until the choice is sure, nothing is worth its compute, or the budget is spent.
+    The rest continues one run of the winner. It is a plan before the results: plan again with them.
+
+    Args:
+        fits: one a recipe, as `fit_curves` returns them.
+        budget: compute still to spend, over all recipes, in the curves' unit.
+        margin: as for `settle`.
+
+    Raises:
+        UserError: budget is not positive.
+    """
+    if not (np.isfinite(budget) and budget > 0):
+        raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
+    contenders = [fit for fit in fits if fit.verdict in _CONTENDS and fit.draws is not None]
+    if not contenders:
+        return _split_cures(fits, budget)
+    future = _Future(contenders, margin)
+    taken: dict[int, Step] = {}
+    now, left = future.p_wrong, budget
+    while len(contenders) > 1 and now > 1 - CONFIDENCE:
+        offers = [
+            (i, _judged(future, step, now, future.p_after({**taken, i: step})))
+            for i in range(len(contenders))
+            if i not in taken
+            for step in _options(contenders[i], left)
+        ]
+        offers = [(i, step) for i, step in offers if (step.expected_gain or 0.0) >= _WORTH]
+        if not offers:
+            break
+        i, step = max(offers, key=lambda offer: (offer[1].expected_gain or 0.0) / offer[1].cost)
+        taken[i] = step
+        now, left = now - (step.expected_gain or 0.0), left - step.cost
+    winner = None if future.leader is None else contenders[future.leader]
+    return _split(fits, winner, {contenders[i].recipe: s for i, s in taken.items()}, budget, left)
+
+
+def _split_cures(fits: Sequence[Fit], budget: float) -> Split:
+    """With nothing to choose from, the budget goes to showing the bends, the cheapest first."""
+    left, taken = budget, {}
+    for step in sorted(map(_cure, fits), key=lambda s: (s.cost, s.recipe)):
+        if step.cost <= left:
+            taken[step.recipe] = step
+            left -= step.cost
+    return _split(fits, None, taken, budget, left)
+
+
+def _split(fits: Sequence[Fit], winner: Fit | None, taken: Mapping[str, Step], budget: float, left: float) -> Split:
+    shares, commit = [], None
+    sentence = "no asymptote is identifiable, so there is no winner"
+    sentence += f": keep the rest ({left:.4g}) until the results are in" if left > 0 else ""
+    for fit in fits:
+        step = taken.get(fit.recipe)
+        end = fit.window[1] if fit.window is not None else float(fit.curve.compute.max())
+        to, cost, reason = end, 0.0, "nothing: it would not change the choice"
+        if fit.verdict not in _CONTENDS:
+            reason = f"nothing: what it would bring cannot be computed; {_cure(fit).reason}"
+        if step is not None:
+            to, cost, reason = step.compute, step.cost, f"{step.action}: {step.reason}"
+        if winner is fit and left > 0:
+            start = to if step is not None and step.action == "extend" else end
+            to, cost = start + left, cost + left
+            commit = (start, to)
+            sentence = (
+                f"commit the rest to the winner: as it stands {fit.recipe}; continue a run of it from compute "
+                f"{start:.4g} to {to:.4g} (the same run with a larger budget)"
+            )
+            reason = "the rest" if step is None else f"{reason}; then the rest"
+        shares.append(Share(fit.recipe, cost, to if cost else None, reward_at(fit, to), reason))
+    if winner is not None and left <= 0:
+        sentence = f"nothing is left to commit to a winner; as it stands that is {winner.recipe}"
+    steps = tuple(taken.values())
+    return Split(budget, tuple(shares), steps, winner.recipe if winner else None, commit, sentence)
+
+
+def reward_at(fit: Fit, compute: float) -> Interval | None:
+    """The runs' reward at a compute with its 95% interval; None where the fit may not be read."""
+    limit = support(fit)
+    if limit is None or compute > limit * (1 + 1e-9):
+        return None
+    band = predict(fit, [compute])
+    return Interval(float(band.mean[0]), float(band.low[0]), float(band.high[0]))

@@ -1,0 +1,301 @@
+"""`scalerl plan` as one object: what a target or a budget takes, what to run next, sizes and rollouts compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sweeps.allocate import Settlement, Split, Step, reward_at, settle, split_budget
+from sweeps.errors import UserError
+from sweeps.fit import Fit, Interval
+from sweeps.plan import Asymptote, Reach, check_target, compute_to_reach, near_asymptote
+from sweeps.rank import MARGIN
+from sweeps.rollouts import RolloutPlan, best_rollouts
+from sweeps.scaling import parse_size, sized
+from sweeps.sizes import Sizes, compare_sizes
+
+# A heading, the head of a table and its rows; a table without rows is a line of text.
+Section = tuple[str, list[str], list[list[str]]]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What the study varied besides the recipe: names of factors, and sizes not seen to be answered for."""
+
+    size: str | None = None
+    rollouts: str | None = None
+    difficulty: str | None = None
+    more_sizes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe of a plan. compute: to the target, or what it gets of the budget; R: the reward there."""
+
+    recipe: str
+    compute: Interval | None
+    R: Interval | None
+    reason: str
+    asymptote: Asymptote
+    reach: Reach | None = None
+    to: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `recipes`."""
+        entry: dict[str, Any] = {
+            "recipe": self.recipe,
+            "compute": None if self.compute is None else self.compute.to_json(),
+            "reason": self.reason,
+            "asymptote": self.asymptote.to_json(),
+        }
+        if self.reach is not None:
+            return {**self.reach.to_json(), "asymptote": self.asymptote.to_json()}
+        return {**entry, "to": self.to, "R": None if self.R is None else self.R.to_json()}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer of `scalerl plan`. Exactly one of target and budget is given."""
+
+    target: float | None
+    budget: float | None
+    unit: str
+    rows: tuple[Row, ...]
+    next: tuple[Step, ...]
+    settlements: tuple[Settlement, ...]
+    split: Split | None
+    sizes: tuple[Sizes, ...]
+    rollouts: tuple[RolloutPlan, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `scalerl plan --json`."""
+        entry: dict[str, Any] = {"budget": self.budget} if self.target is None else {"target": self.target}
+        entry["unit"] = self.unit
+        entry["recipes"] = [row.to_json() for row in self.rows]
+        entry["next"] = [step.to_json() for step in self.next]
+        entry["choice"] = [
+            {"leader": s.leader, "p_wrong": s.p_wrong, "margin": s.margin, "sentence": s.sentence}
+            for s in self.settlements
+        ]
+        if self.split is not None:
+            commit = self.split.commit
+            entry["commit"] = {
+                "recipe": None if commit is None else self.split.winner,
+                "from": None if commit is None else commit[0],
+                "to": None if commit is None else commit[1],
+                "sentence": self.split.sentence,
+            }
+        if self.sizes:
+            entry["sizes"] = [sizes.to_json() for sizes in self.sizes]
+        if self.rollouts:
+            entry["rollouts"] = [plan.to_json() for plan in self.rollouts]
+        return entry
+
+
+def make_plan(
+    fits: Sequence[Fit],
+    target: float | None = None,
+    budget: float | None = None,
+    margin: float = MARGIN,
+    factors: Factors | None = None,
+) -> Plan:
+    """Plan for a target or a budget.
+
+    Args:
+        fits: as `fit_curves` returns them, of curves grouped by the factors.
+        target: reward to reach.
+        budget: in the curves' unit; without factors compute still to spend over all recipes, with them compute
+            of one run.
+        margin: recipes whose A lies within this of the best are no wrong choice.
+        factors: what the study varied besides the recipe.
+
+    Raises:
+        UserError: both or neither of target and budget, either out of range, or factors that do not fit.
+    """
+    factors = factors or Factors()
+    if not fits:
+        raise UserError("nothing to plan: give at least one recipe")
+    if (target is None) == (budget is None):
+        raise UserError("give one of --target and --budget")
+    if factors.more_sizes and factors.size is None:
+        raise UserError("--sizes: name the column of sizes with --size")
+    if factors.difficulty is not None and factors.rollouts is None:
+        raise UserError("--difficulty: name the column of rollouts a prompt with --rollouts")
+    if factors.rollouts is not None and budget is None:
+        raise UserError("--rollouts: the best number depends on the budget; give --budget")
+    if target is not None:
+        check_target(fits, target)
+    if budget is not None and not (np.isfinite(budget) and budget > 0):
+        raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
+    sizes: tuple[Sizes, ...] = ()
+    if factors.size is not None:
+        more = [parse_size(text) for text in factors.more_sizes]
+        by_recipe = sized(fits, factors.size)
+        sizes = tuple(compare_sizes(group, recipe, budget, target, more) for recipe, group in by_recipe.items())
+    rollouts: tuple[RolloutPlan, ...] = ()
+    if factors.rollouts is not None and budget is not None:
+        rollouts = tuple(best_rollouts(fits, budget, factors.rollouts, factors.difficulty))
+    unit = fits[0].curve.unit
+    if budget is not None and not any(fit.curve.factors for fit in fits):
+        split = split_budget(fits, budget, margin)
+        rows = tuple(_share_row(fit, split) for fit in fits)
+        standing = settle(fits, margin, budget)
+        return Plan(None, budget, unit, rows, split.steps, (standing,), split, sizes, rollouts)
+    settlements = tuple(settle(group, margin) for group in _comparable(fits, factors))
+    steps = tuple(step for settlement in settlements for step in settlement.steps)
+    rows = tuple(_reach_row(fit, target) if target is not None else _budget_row(fit, budget) for fit in fits)
+    return Plan(target, budget, unit, rows, steps, settlements, None, sizes, rollouts)
+
+
+def _comparable(fits: Sequence[Fit], factors: Factors) -> list[list[Fit]]:
+    """Recipes that one choice is about: those alike in every factor but the number of rollouts."""
+    groups: dict[tuple[str, ...], list[Fit]] = {}
+    for fit in fits:
+        alike = tuple(value for name, value in fit.curve.factors.items() if name != factors.rollouts)
+        groups.setdefault(alike, []).append(fit)
+    return list(groups.values())
+
+
+def _reach_row(fit: Fit, target: float) -> Row:
+    reach = compute_to_reach(fit, target)
+    return Row(fit.recipe, reach.compute, None, reach.reason, near_asymptote(fit), reach)
+
+
+def _share_row(fit: Fit, split: Split) -> Row:
+    share = next(share for share in split.shares if share.recipe == fit.recipe)
+    given = Interval(share.compute, share.compute, share.compute)
+    return Row(fit.recipe, given, share.R, share.reason, near_asymptote(fit), None, share.to)
+
+
+def _budget_row(fit: Fit, budget: float | None) -> Row:
+    assert budget is not None
+    reward = reward_at(fit, budget)
+    reason = "one run of the budget"
+    if reward is None:
+        reason += f"; its reward cannot be named there ({fit.verdict}): {fit.reason}"
+    return Row(fit.recipe, Interval(budget, budget, budget), reward, reason, near_asymptote(fit), None, budget)
+
+
+# --- text ---------------------------------------------------------------------------------------------------
+
+
+def sections(plan: Plan) -> Iterator[Section]:
+    """What `scalerl plan` prints, in order."""
+    if plan.target is not None:
+        yield _target_section(plan)
+    else:
+        yield _budget_section(plan)
+    for sizes in plan.sizes:
+        yield from _size_sections(sizes)
+    for rollouts in plan.rollouts:
+        yield _rollout_section(rollouts)
+    if not plan.sizes and not plan.rollouts:
+        for settlement in plan.settlements:
+            yield settlement.sentence, [], []
+    if plan.next:
+        head = ["recipe", "action", "compute", "cost", "expected gain", "why"]
+        rows = [
+            [s.recipe, s.action, f"{s.compute:.4g}", f"{s.cost:.4g}", _gain(s.expected_gain), s.reason]
+            for s in plan.next
+        ]
+        yield "what to run next (gain: by how much the chance of a wrong choice is expected to fall):", head, rows
+    if plan.split is not None:
+        yield plan.split.sentence, [], []
+
+
+def _gain(gain: float | None) -> str:
+    return "not known" if gain is None else "< 0.01" if gain < 0.01 else f"{gain:.2f}"
+
+
+def _target_section(plan: Plan) -> Section:
+    head = ["recipe", f"compute to {plan.target:g}", "a new run", "near its asymptote", "why"]
+    rows = []
+    for row in plan.rows:
+        assert row.reach is not None
+        compute, fresh = number(row.compute, ".4g"), number(row.reach.new_run, ".4g")
+        rows.append([row.recipe, compute, fresh, row.asymptote.verdict, row.reason])
+    return f"compute to reach {plan.target:g}, in {plan.unit}, 95% intervals:", head, rows
+
+
+def _budget_section(plan: Plan) -> Section:
+    head = ["recipe", "gets", "to compute", "R there", "near its asymptote", "why"]
+    rows = []
+    for row in plan.rows:
+        assert row.compute is not None and row.compute.value is not None
+        gets, to = f"{row.compute.value:.4g}", "-" if row.to is None else f"{row.to:.4g}"
+        rows.append([row.recipe, gets, to, number(row.R, ".3f"), row.asymptote.verdict, row.reason])
+    what = "compute still to spend" if plan.split is not None else "compute of one run"
+    return f"a budget of {plan.budget:.4g} ({plan.unit}; {what}), 95% intervals:", head, rows
+
+
+def _size_sections(sizes: Sizes) -> Iterator[Section]:
+    law = sizes.law
+    yield (
+        f"{sizes.recipe}: log loss = E(N) - k(N) log compute, k(N) = k_max / (1 + N_0 / N): "
+        f"k_max {number(law.k_max, '.3f')}, N_0 {number(law.N_0, '.3g')}; {law.points} points",
+        [],
+        [],
+    )
+    if sizes.choices:
+        head = ["size", "seen", "R, power law", "P(best)", "R, sigmoid", "P(best)"]
+        rows = [
+            [
+                f"{choice.size:.4g}",
+                "no: extrapolation" if choice.extrapolation else "yes",
+                number(choice.R, ".3f"),
+                f"{choice.p_best:.2f}",
+                number(choice.R_sigmoid, ".3f"),
+                "-" if choice.p_best_sigmoid is None else f"{choice.p_best_sigmoid:.2f}",
+            ]
+            for choice in sizes.choices
+        ]
+        yield sizes.sentence, head, rows
+    if sizes.reach:
+        head = ["size", "seen", "compute, power law", "compute, sigmoid"]
+        rows = [
+            [
+                f"{reach.size:.4g}",
+                "no: extrapolation" if reach.extrapolation else "yes",
+                number(reach.power_law, ".4g"),
+                number(reach.sigmoid, ".4g"),
+            ]
+            for reach in sizes.reach
+        ]
+        yield "compute to the target by size:", head, rows
+    rows = [
+        [f"{c.smaller:.4g}", f"{c.larger:.4g}", number(c.power_law, ".4g"), number(c.sigmoid, ".4g"), c.reason]
+        for c in sizes.crossovers
+    ]
+    head = ["smaller", "larger", "power law", "sigmoid", "why"]
+    yield "compute from which the larger size wins:", head, rows
+    held = sizes.held_out
+    if held.power_law is None or held.sigmoid is None:
+        yield "the last quarter held out: not enough to compare the two laws", [], []
+    else:
+        yield (
+            f"the last quarter held out: error {held.power_law:.4f} (power law), {held.sigmoid:.4f} (sigmoid) over "
+            f"{held.runs} runs; predicts better: {held.better.replace('_', ' ')}",
+            [],
+            [],
+        )
+
+
+def _rollout_section(plan: RolloutPlan) -> Section:
+    where = plan.recipe if plan.difficulty is None else f"{plan.recipe}, {plan.difficulty}"
+    head = ["rollouts a prompt", "R at the budget", "P(best)", "why"]
+    rows = [
+        [str(v.rollouts), number(v.R, ".3f"), "-" if v.p_best is None else f"{v.p_best:.2f}", v.reason or "-"]
+        for v in plan.values
+    ]
+    return f"{where}: {plan.sentence}", head, rows
+
+
+def number(interval: Interval | None, form: str) -> str:
+    """An estimate with its bounds as text; `-` for none, `open` for an open bound."""
+    if interval is None or interval.value is None:
+        return "-"
+    low, high = ("open" if bound is None else format(bound, form) for bound in (interval.low, interval.high))
+    return f"{interval.value:{form}} [{low}, {high}]"

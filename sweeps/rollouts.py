@@ -1,0 +1,150 @@
+"""The best number of rollouts a prompt for a budget, by difficulty, where the study varied it.
+
+The reward each value reaches at the budget is read off its own fitted curve; nothing is interpolated between
+values, and none that was not run is proposed. (arXiv 2603.12151 finds the best number to grow with the budget
+and to saturate; that is for the study to show.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sweeps.errors import UserError
+from sweeps.fit import Fit, Interval
+from sweeps.plan import chance, quantiles, support, total_draws
+from sweeps.profile import Array
+from sweeps.rank import CONFIDENCE
+
+
+@dataclass(frozen=True)
+class RolloutChoice:
+    """One number of rollouts a prompt at the budget. R and p_best are None where its fit may not be read there."""
+
+    rollouts: int
+    R: Interval | None
+    p_best: float | None
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `values`."""
+        return {
+            "rollouts": self.rollouts,
+            "R": None if self.R is None else self.R.to_json(),
+            "p_best": self.p_best,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """The numbers compared for one recipe and difficulty (None: not divided). best is None if undecided."""
+
+    recipe: str
+    difficulty: str | None
+    best: int | None
+    values: tuple[RolloutChoice, ...]
+    sentence: str
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `rollouts` of `scalerl plan --rollouts --json`."""
+        return {
+            "recipe": self.recipe,
+            "difficulty": self.difficulty,
+            "best": self.best,
+            "values": [value.to_json() for value in self.values],
+            "sentence": self.sentence,
+        }
+
+
+def parse_rollouts(text: str) -> int:
+    """A number of rollouts a prompt.
+
+    Raises:
+        UserError: it is no whole number above 0.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = np.nan
+    if not np.isfinite(value) or value < 1 or value != round(value):
+        raise UserError(f"rollouts {text!r}: not a whole number above 0; name the column of rollouts a prompt")
+    return int(value)
+
+
+def best_rollouts(
+    fits: Sequence[Fit], budget: float, column: str = "rollouts", difficulty: str | None = None
+) -> list[RolloutPlan]:
+    """The best number of rollouts a prompt at a budget, for each recipe and difficulty.
+
+    Args:
+        fits: of curves whose `factors` hold the column, and the difficulty if one is named.
+        budget: compute of one run, in the curves' unit.
+        column: factor with the number of rollouts a prompt.
+        difficulty: factor with the prompts' difficulty, any text.
+
+    R is the recipe's at the budget and includes the spread between seeds. Undecided where the best has less
+    than 95%, or a value may not be read at the budget.
+
+    Raises:
+        UserError: a factor is missing, rollouts are no whole numbers, or only one value was run.
+    """
+    if not (np.isfinite(budget) and budget > 0):
+        raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
+    groups: dict[tuple[str, str | None], dict[int, Fit]] = {}
+    for fit in fits:
+        names = [column] if difficulty is None else [column, difficulty]
+        recipe = fit.recipe
+        for name, option in zip(names, ("--rollouts", "--difficulty"), strict=False):
+            if name not in fit.curve.factors:
+                raise UserError(f"{option} {name}: recipe {fit.recipe!r} has no {name}; name the column that holds it")
+            recipe = recipe.replace(f" {name}={fit.curve.factors[name]}", "")
+        key = (recipe, None if difficulty is None else fit.curve.factors[difficulty])
+        value = parse_rollouts(fit.curve.factors[column])
+        if value in groups.setdefault(key, {}):
+            raise UserError(f"--rollouts {column}: recipe {recipe!r} has {value} twice; write it one way")
+        groups[key][value] = fit
+    if all(len(by_value) == 1 for by_value in groups.values()):
+        raise UserError(f"--rollouts {column}: one value only; a study that varied it is needed")
+    ordered = sorted(groups.items(), key=lambda item: (item[0][0], item[0][1] or ""))
+    return [_plan(recipe, level, dict(sorted(group.items())), budget) for (recipe, level), group in ordered]
+
+
+def _plan(recipe: str, difficulty: str | None, by_value: dict[int, Fit], budget: float) -> RolloutPlan:
+    readable = {value: _at(fit, budget) for value, fit in by_value.items() if (support(fit) or 0.0) >= budget}
+    stacked = np.stack(list(readable.values())) if readable else np.zeros((0, 1))
+    top = stacked == stacked.max(axis=0) if readable else stacked
+    p_best = dict(zip(readable, (float(p) for p in (top / np.maximum(top.sum(0), 1)).mean(1)), strict=True))
+    values = tuple(
+        RolloutChoice(
+            value,
+            quantiles(readable[value]) if value in readable else None,
+            p_best.get(value),
+            "" if value in readable else f"cannot be read at {budget:.4g}: {fit.verdict}, {fit.reason}",
+        )
+        for value, fit in by_value.items()
+    )
+    if not readable:
+        return RolloutPlan(recipe, difficulty, None, values, f"undecided: no fit can be read at {budget:.4g}")
+    best = max(readable, key=lambda value: p_best[value])
+    if len(by_value) == 1:
+        return RolloutPlan(recipe, difficulty, None, values, f"undecided: only {best} was run")
+    if len(readable) < len(by_value):
+        missing = ", ".join(str(value) for value in by_value if value not in readable)
+        sentence = f"undecided: {missing} cannot be read at {budget:.4g}; of the rest {best} ({chance(p_best[best])})"
+        return RolloutPlan(recipe, difficulty, None, values, sentence)
+    if p_best[best] < CONFIDENCE:
+        sentence = f"undecided: {best} is most likely best ({chance(p_best[best])}), the intervals do not separate"
+        return RolloutPlan(recipe, difficulty, None, values, sentence)
+    sentence = f"{best} rollouts a prompt ({chance(p_best[best])} among those run)"
+    return RolloutPlan(recipe, difficulty, best, values, sentence)
+
+
+def _at(fit: Fit, budget: float) -> Array:
+    """Draws of the recipe's reward at the budget, over seeds. (K,)."""
+    assert fit.draws is not None
+    over_seeds = replace(fit.draws, A=np.maximum(total_draws(fit), fit.draws.R0))
+    return over_seeds.curve(np.array([budget]))[:, 0]

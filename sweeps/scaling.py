@@ -1,0 +1,366 @@
+"""Across model sizes: test loss against compute (or data), its exponent saturating with size.
+
+    log L(N, X) = E(N) - k(N) log X,   k(N) = k_max / (1 + N_0 / N),   L = 1 - pass rate     arXiv 2509.25300
+
+N is the model's size in parameters and X the compute axis. k is the exponent and E the intercept of the
+log-log line. The project's third source writes L(N, X) = K(N) X^(-E(N)) and calls K(N) the saturating term:
+its prefactor K(N) is exp(E) here, and its exponent E(N) is k here (the one that saturates, by the formula).
+
+E is free for each size seen; for others it is a straight line in log N, taken at a reference compute in the
+middle of the data (a line at X = 1 would depend on the unit), and marked as extrapolation. Given N_0 the rest
+is linear, so only N_0 is searched. A power law in 1 - R has no ceiling below R = 1, at odds with the sigmoid:
+`sweeps.sizes` fits both and says which to trust.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from sweeps.errors import UserError
+from sweeps.fit import Fit, Interval
+from sweeps.plan import quantiles
+from sweeps.profile import Array
+
+_DRAWS = 2000
+# N_0 from a hundredth of the smallest size (all saturated) to a hundred times the largest (k proportional to N).
+_N0_REACH, _N0_GRID = 100.0, 400
+_SUFFIX = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def parse_size(text: str) -> float:
+    """A model size in parameters: a number, or one with K, M, B or T (`0.5B`).
+
+    Raises:
+        UserError: it is no positive number.
+    """
+    body = text.strip().lower()
+    unit = _SUFFIX.get(body[-1:], 1.0)
+    try:
+        value = float(body[:-1] if unit > 1 else body) * unit
+    except ValueError:
+        value = np.nan
+    if not np.isfinite(value) or value <= 0:
+        raise UserError(f"size {text!r}: not a positive number of parameters; write 7e9 or 7B")
+    return value
+
+
+@dataclass(frozen=True)
+class _Points:
+    """The points of a power law; each (n,). size counts the sizes, run the runs. left_out: no logarithm."""
+
+    log_x: Array
+    log_l: Array
+    sd: Array | None
+    size: NDArray[np.intp]
+    run: NDArray[np.intp]
+    left_out: int
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """A weighted straight line per size, as sums; each (S,)."""
+
+    weight: Array
+    x: Array
+    y: Array
+    xx: Array
+    xy: Array
+    yy: Array
+
+
+@dataclass(frozen=True, eq=False)
+class PowerLaw:
+    """The fitted law with joint draws.
+
+    sizes: (S,), ascending, in parameters. reference: the compute at which `level` is log L. k_max, N_0: with
+    95% bounds, None where the data leave one open. Draws, for a recipe's mean over seeds: k_max and N_0 (K,),
+    level (K, S); best: the same at the least squares. points, left_out: used, and without a logarithm (compute
+    0, or every answer right).
+    """
+
+    sizes: Array
+    reference: float
+    k_max: Interval
+    N_0: Interval
+    draw_k_max: Array
+    draw_n_0: Array
+    draw_level: Array
+    best: tuple[float, float, Array]
+    points: int
+    left_out: int
+    rmse: float
+
+    def exponent(self, size: float) -> Array:
+        """k(N) per draw, (K,)."""
+        return np.asarray(self.draw_k_max / (1 + self.draw_n_0 / size))
+
+    def seen(self, size: float) -> bool:
+        """Whether the size is among those fitted."""
+        return bool(np.isclose(self.sizes, size, rtol=1e-9).any())
+
+    def level(self, size: float) -> Array:
+        """log L at the reference compute per draw, (K,); for a size not seen, from a line in log N."""
+        if self.seen(size):
+            column: Array = self.draw_level[:, int(np.isclose(self.sizes, size, rtol=1e-9).argmax())]
+            return column
+        u = np.log(self.sizes) - np.log(self.sizes).mean()
+        at = np.log(size) - np.log(self.sizes).mean()
+        slope = self.draw_level @ u / (u @ u)
+        line: Array = self.draw_level.mean(1) + slope * at
+        freedom = len(u) - 2
+        if freedom < 1:
+            return line
+        # How far the sizes seen lie off the line tells how far another one may.
+        off = self.draw_level - self.draw_level.mean(1)[:, None] - slope[:, None] * u
+        scatter = np.sqrt((off**2).sum(1) / freedom * (1 + 1 / len(u) + at**2 / (u @ u)))
+        rng = np.random.default_rng(zlib.crc32(f"{size:.9g}".encode()))
+        return np.asarray(line + scatter * rng.standard_t(freedom, len(line)))
+
+    def log_loss(self, size: float, compute: Array) -> Array:
+        """log L per draw. Shapes: (m,) -> (K, m)."""
+        x = np.log(compute) - np.log(self.reference)
+        return np.asarray(self.level(size)[:, None] - self.exponent(size)[:, None] * x[None])
+
+    def reward(self, size: float, compute: float) -> Interval:
+        """Pass rate at a compute with its 95% interval."""
+        loss = np.exp(np.minimum(self.log_loss(size, np.array([compute]))[:, 0], 0.0))
+        return quantiles(1 - loss)
+
+    def compute_to_reach(self, size: float, target: float) -> Array:
+        """Compute per draw at which the pass rate is `target`; infinite where the loss does not fall. (K,)."""
+        gap = self.level(size) - np.log1p(-target)
+        k = self.exponent(size)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            x = np.where(k > 0, np.log(self.reference) + gap / k, np.inf)
+            return np.asarray(np.where(x > 700, np.inf, np.exp(np.minimum(x, 700))))
+
+
+def sized(fits: Sequence[Fit], column: str) -> dict[str, dict[float, Fit]]:
+    """Fits by recipe (without the size in its label) and size, ascending.
+
+    Raises:
+        UserError: a curve has no such factor, a size is no number, or one occurs twice.
+    """
+    found: dict[str, dict[float, Fit]] = {}
+    for fit in fits:
+        if column not in fit.curve.factors:
+            raise UserError(f"--size {column}: recipe {fit.recipe!r} has no {column}; name the column that holds it")
+        text = fit.curve.factors[column]
+        size = parse_size(text)
+        recipe = fit.recipe.replace(f" {column}={text}", "")
+        if size in found.setdefault(recipe, {}):
+            raise UserError(f"--size {column}: recipe {recipe!r} has size {text} twice; write it one way")
+        found[recipe][size] = fit
+    return {recipe: dict(sorted(by_size.items())) for recipe, by_size in sorted(found.items())}
+
+
+def _points(fits: Sequence[Fit]) -> _Points:
+    """The points of all sizes within the fits' windows, in logarithms."""
+    columns: list[list[Array]] = [[], [], [], []]
+    runs: list[NDArray[np.intp]] = []
+    known, left_out, run_count = True, 0, 0
+    for s, fit in enumerate(fits):
+        curve, options = fit.curve, fit.options
+        low = -np.inf if options.min_compute is None else options.min_compute
+        high = np.inf if options.max_compute is None else options.max_compute
+        inside = (curve.compute >= low) & (curve.compute <= high)
+        usable = inside & (curve.compute > 0) & (curve.reward < 1)
+        left_out += int((inside & ~usable).sum())
+        known &= curve.sd is not None
+        sd = np.zeros(len(curve.reward)) if curve.sd is None else curve.sd
+        for column, values in zip(
+            columns, (np.log(curve.compute[usable]), np.log1p(-curve.reward[usable]), sd[usable]), strict=False
+        ):
+            column.append(values)
+        columns[3].append(np.full(int(usable.sum()), float(s)))
+        labels, index = np.unique(curve.seed[usable], return_inverse=True)
+        runs.append(index.astype(np.intp) + run_count)
+        run_count += len(labels)
+    log_x, log_l, sd, size = (np.concatenate(column) for column in columns)
+    known = known and bool(sd.size) and float(np.median(sd)) > 0
+    # An evaluation whose samples all agree reports no error; it is not infinitely precise.
+    error = np.maximum(sd, 0.5 * float(np.median(sd))) if known else None
+    return _Points(log_x, log_l, error, size.astype(np.intp), np.concatenate(runs), left_out)
+
+
+def _lines(points: _Points, weight: Array, count: int, reference: float) -> _Lines:
+    def total(values: Array) -> Array:
+        return np.bincount(points.size, values, count).astype(np.float64)
+
+    x, y = points.log_x - reference, points.log_l
+    w = total(weight)
+    xm, ym = total(weight * x) / w, total(weight * y) / w
+    dx, dy = x - xm[points.size], y - ym[points.size]
+    return _Lines(w, xm, ym, total(weight * dx * dx), total(weight * dx * dy), total(weight * dy * dy))
+
+
+def _given_n0(lines: _Lines, h: Array) -> tuple[Array, Array, Array]:
+    """Everything linear given N_0. Shapes: h = k / k_max is (G, S); k_max, its information, SSE are (G,)."""
+    information = h**2 @ lines.xx
+    k_max = np.maximum(-(h @ lines.xy) / information, 0.0)
+    sse = lines.yy.sum() + 2 * k_max * (h @ lines.xy) + k_max**2 * information
+    return k_max, information, np.maximum(sse, 0.0)
+
+
+def _best(lines: _Lines, sizes: Array, grid: Array) -> tuple[float, float, Array]:
+    """k_max, N_0 and the level per size, (S,), at the least SSE: the grid's best, polished."""
+
+    def residuals(log_n0: Array) -> Array:
+        h = 1 / (1 + np.exp(log_n0[0]) / sizes)
+        k_max = float(_given_n0(lines, h[None])[0][0])
+        # The misfit of each size's slope is all of the SSE that depends on N_0; scaled, for the tolerances.
+        return np.asarray(np.sqrt(lines.xx / lines.xx.max()) * (lines.xy / lines.xx + k_max * h))
+
+    sse = _given_n0(lines, 1 / (1 + np.exp(grid)[:, None] / sizes))[2]
+    start = float(grid[int(sse.argmin())])
+    step = float(grid[1] - grid[0])
+    low, high = max(start - 2 * step, float(grid[0])), min(start + 2 * step, float(grid[-1]))
+    found = least_squares(
+        residuals, np.clip([start], low + 1e-9, high - 1e-9), bounds=([low], [high]), xtol=1e-12, ftol=1e-12, gtol=1e-12
+    )
+    h = 1 / (1 + np.exp(float(found.x[0])) / sizes)
+    k_max = float(_given_n0(lines, h[None])[0][0])
+    return k_max, float(np.exp(found.x[0])), np.asarray(lines.y + k_max * h * lines.x)
+
+
+def _inflation(residual: Array, run: NDArray[np.intp]) -> float:
+    """How many points amount to an independent one, from the lag-1 correlation within runs."""
+    same = run[1:] == run[:-1]
+    squares = float(residual @ residual)
+    if squares <= 0 or not same.any():
+        return 1.0
+    seen = float((residual[1:] * residual[:-1])[same].sum()) / squares * len(residual) / same.sum()
+    # Residuals of a fit show less correlation than the noise has (Kendall's first-order correction).
+    r = float(np.clip(seen + (1 + 4 * seen) / len(residual), 0.0, 0.95))
+    return (1 + r) / (1 - r)
+
+
+def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
+    """Fit the law to all sizes of a recipe.
+
+    Args:
+        by_size: fits by size in parameters; their points within their window are used, not their curves.
+        recipe: its name, for messages.
+
+    Weights are for noise that is even in R (or the points' own errors), so 1 / L^2 in log L, with L from the fit
+    and not from the noisy points. Draws follow the profile likelihood of N_0 with Student tails at the effective
+    number of points; slopes and levels scatter by the spread between seeds besides.
+
+    Raises:
+        UserError: fewer than two sizes, a size with fewer than three usable points, or no pass rate.
+    """
+    sizes = np.array(list(by_size), dtype=float)
+    fits = list(by_size.values())
+    if len(sizes) < 2:
+        raise UserError(f"--size: recipe {recipe!r} has one size only ({sizes[0]:g}); a law across sizes takes two")
+    for fit in fits:
+        if fit.curve.reward.min() < 0 or fit.curve.reward.max() > 1:
+            raise UserError(f"--size: {fit.recipe!r} is no pass rate in [0, 1]; test loss is 1 - pass rate")
+    points = _points(fits)
+    for s, fit in enumerate(fits):
+        if len(np.unique(points.log_x[points.size == s])) < 3:
+            raise UserError(f"--size: {fit.recipe!r} has fewer than 3 points with compute > 0 and R < 1; evaluate more")
+    reference = float(points.log_x.mean())
+    grid = np.linspace(np.log(sizes[0] / _N0_REACH), np.log(sizes[-1] * _N0_REACH), _N0_GRID)
+    weight = np.ones(len(points.log_x))
+    for _ in range(4):
+        lines = _lines(points, weight, len(sizes), reference)
+        best = _best(lines, sizes, grid)
+        fitted = _log_loss_at(best, sizes, points, reference)
+        weight = np.exp(2 * fitted) / (1.0 if points.sd is None else points.sd**2)
+    residual = points.log_l - fitted
+    n, parameters = len(residual), 2 + len(sizes)
+    inflation = _inflation(np.sqrt(weight) * residual, points.run)
+    dof = max(n / inflation - parameters, 3.0)
+    squares = float(weight @ residual**2) / max(n - parameters, 1)
+    scale = max(squares, 1e-12 if points.sd is None else 1.0) * inflation
+    lines = _between_seeds(_lines(points, weight, len(sizes), reference), points, weight, fitted, fits, scale)
+    best = _best(lines, sizes, grid)
+    rng = np.random.default_rng(zlib.crc32(recipe.encode()))
+    k_max, n_0, level = _draw(lines, sizes, grid, scale, dof, rng)
+    level += _seed_sd(fits) * _at_end(fits) * rng.standard_normal(level.shape)
+    # Where N_0 runs into an edge of the search the data bound it, and k_max with it, on one side only.
+    small, large = _open(np.log(n_0) < grid[0] + 0.1), _open(np.log(n_0) > grid[-1] - 0.1)
+    return PowerLaw(
+        sizes=sizes,
+        reference=float(np.exp(reference)),
+        k_max=_bounded(best[0], k_max, False, large),
+        N_0=_bounded(best[1], n_0, small, large),
+        draw_k_max=k_max,
+        draw_n_0=n_0,
+        draw_level=level,
+        best=best,
+        points=n,
+        left_out=points.left_out,
+        rmse=float(np.sqrt(np.mean(residual**2))),
+    )
+
+
+def _log_loss_at(best: tuple[float, float, Array], sizes: Array, points: _Points, reference: float) -> Array:
+    """The fitted law at the points, (n,)."""
+    k_max, n_0, level = best
+    k = k_max / (1 + n_0 / sizes)
+    return np.asarray(level[points.size] - k[points.size] * (points.log_x - reference))
+
+
+def _draw(
+    lines: _Lines, sizes: Array, grid: Array, scale: float, dof: float, rng: np.random.Generator
+) -> tuple[Array, Array, Array]:
+    """Draws of k_max (K,), N_0 (K,) and the levels (K, S): N_0 by its profile likelihood, the rest given N_0."""
+    fine = np.linspace(grid[0], grid[-1], 4 * len(grid))
+    k_hat, information, sse = _given_n0(lines, 1 / (1 + np.exp(fine)[:, None] / sizes))
+    excess = sse - sse.min()
+    weight = np.exp(-0.5 * (dof + 1) * np.log1p(excess / (scale * dof)))
+    cell = np.searchsorted(np.cumsum(weight) / weight.sum(), (np.arange(_DRAWS) + rng.random()) / _DRAWS)
+    cell = cell.clip(max=len(fine) - 1)
+    rng.shuffle(cell)
+    n_0 = np.exp(fine[cell])
+    spread = np.sqrt((scale * dof + excess[cell]) / rng.chisquare(dof + 1, _DRAWS))
+    k_max = np.maximum(k_hat[cell] + spread / np.sqrt(information[cell]) * rng.standard_normal(_DRAWS), 0.0)
+    k = k_max[:, None] / (1 + n_0[:, None] / sizes)
+    level = lines.y + k * lines.x + spread[:, None] / np.sqrt(lines.weight) * rng.standard_normal(k.shape)
+    return k_max, n_0, level
+
+
+def _seed_sd(fits: Sequence[Fit]) -> Array:
+    """How far the mean over a size's seeds may be off, in R. (S,)."""
+    # Student's quantile over the normal's: a spread measured on few seeds is itself unsure.
+    spreads = [(fit.seed_spread.sd, fit.seed_spread.quantile() / 1.959964, fit.seeds) for fit in fits]
+    return np.array([sd * wider / np.sqrt(seeds) for sd, wider, seeds in spreads])
+
+
+def _at_end(fits: Sequence[Fit]) -> Array:
+    """What an offset in R makes in log L at the end of each size's window, 1 / L. (S,)."""
+    ends = [float(fit.curve.reward[fit.curve.compute >= 0.75 * fit.curve.compute.max()].mean()) for fit in fits]
+    return np.asarray(1 / np.maximum(1 - np.array(ends), 0.02))
+
+
+def _between_seeds(
+    lines: _Lines, points: _Points, weight: Array, fitted: Array, fits: Sequence[Fit], scale: float
+) -> _Lines:
+    """The lines with each slope's information reduced by the spread between seeds.
+
+    A seed that is off by a constant in R is off by that over L in log L, which grows along the curve and tilts
+    the line: information 1 / (scale / xx + sd^2 tilt^2) instead of xx / scale.
+    """
+    count = len(fits)
+    x = points.log_x - (np.bincount(points.size, weight * points.log_x, count) / lines.weight)[points.size]
+    tilt = np.bincount(points.size, weight * x * np.exp(-fitted), count) / lines.xx
+    xx = lines.xx / (1 + lines.xx / scale * (_seed_sd(fits) * tilt) ** 2)
+    slope = lines.xy / lines.xx
+    return replace(lines, xx=xx, xy=slope * xx, yy=lines.yy - slope * lines.xy + slope**2 * xx)
+
+
+def _open(at_edge: NDArray[np.bool_]) -> bool:
+    return bool(at_edge.mean() > 0.025)
+
+
+def _bounded(value: float, draws: Array, open_low: bool, open_high: bool) -> Interval:
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return Interval(value, None if open_low else float(low), None if open_high else float(high))

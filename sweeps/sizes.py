@@ -1,0 +1,401 @@
+"""Model sizes compared: when the larger one overtakes, which is best for a budget, and which law to trust.
+
+Two laws answer, the power law of `sweeps.scaling` and a sigmoid per size (arXiv 2510.13786, eq. 1). They
+disagree far out: the first has no ceiling below R = 1. Which predicts the last quarter of every size's compute
+better, from the rest, is said beside every answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sweeps.errors import UserError
+from sweeps.fit import Fit, Interval, fit_curve
+from sweeps.plan import FAR, chance, check_target, compute_to_reach, quantiles, support, total_draws
+from sweeps.predict import predict
+from sweeps.profile import Array
+from sweeps.rank import CONFIDENCE
+from sweeps.scaling import PowerLaw, fit_power_law
+
+_HELD_OUT = 0.25
+_GRID = 400
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """The compute from which the larger of two sizes has the lower loss, by both laws.
+
+    None where it does not within `FAR` times the data (more than half of the draws), or for the sigmoid where
+    one of the two asymptotes is not identifiable.
+    """
+
+    smaller: float
+    larger: float
+    power_law: Interval | None
+    sigmoid: Interval | None
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `crossovers` of `scalerl plan --size --json`."""
+        return {
+            "smaller": self.smaller,
+            "larger": self.larger,
+            "power_law": None if self.power_law is None else self.power_law.to_json(),
+            "sigmoid": None if self.sigmoid is None else self.sigmoid.to_json(),
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Error of both laws on the last quarter of every size's compute, unseen: RMS over runs of a run's mean.
+
+    better: `power_law`, `sigmoid`, or `neither` where they differ by less than the evaluations' noise. None:
+    not enough to compare.
+    """
+
+    power_law: float | None
+    sigmoid: float | None
+    better: str
+    runs: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The field `held_out` of `scalerl plan --size --json`."""
+        return {"power_law": self.power_law, "sigmoid": self.sigmoid, "better": self.better, "runs": self.runs}
+
+
+@dataclass(frozen=True)
+class SizeChoice:
+    """One size at a budget. R and p_best by each law; sigmoid's are None where it may not be read there."""
+
+    size: float
+    extrapolation: bool
+    R: Interval
+    p_best: float
+    R_sigmoid: Interval | None
+    p_best_sigmoid: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `best_size` of `scalerl plan --size --budget --json`."""
+        return {
+            "size": self.size,
+            "extrapolation": self.extrapolation,
+            "power_law": {"R": self.R.to_json(), "p_best": self.p_best},
+            "sigmoid": None
+            if self.R_sigmoid is None
+            else {"R": self.R_sigmoid.to_json(), "p_best": self.p_best_sigmoid},
+        }
+
+
+@dataclass(frozen=True)
+class SizeReach:
+    """Compute at which one size reaches a target, by each law; None for never within `FAR` times the data."""
+
+    size: float
+    extrapolation: bool
+    power_law: Interval | None
+    sigmoid: Interval | None
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `reach` of `scalerl plan --size --target --json`."""
+        return {
+            "size": self.size,
+            "extrapolation": self.extrapolation,
+            "power_law": None if self.power_law is None else self.power_law.to_json(),
+            "sigmoid": None if self.sigmoid is None else self.sigmoid.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One recipe across sizes. choices is empty without a budget, reach without a target."""
+
+    recipe: str
+    law: PowerLaw
+    crossovers: tuple[Crossover, ...]
+    held_out: HeldOut
+    choices: tuple[SizeChoice, ...]
+    reach: tuple[SizeReach, ...]
+    sentence: str
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `sizes` of `scalerl plan --size --json`."""
+        law = self.law
+        every = [*map(float, law.sizes), *(choice.size for choice in self.choices if choice.extrapolation)]
+        every += [reach.size for reach in self.reach if reach.extrapolation]
+        return {
+            "recipe": self.recipe,
+            "k_max": law.k_max.to_json(),
+            "N_0": law.N_0.to_json(),
+            "points": law.points,
+            "left_out": law.left_out,
+            "rmse_log_loss": law.rmse,
+            "lines": [line(law, size) for size in every],
+            "crossovers": [crossover.to_json() for crossover in self.crossovers],
+            "held_out": self.held_out.to_json(),
+            "best_size": [choice.to_json() for choice in self.choices],
+            "reach": [reach.to_json() for reach in self.reach],
+            "sentence": self.sentence,
+            "warnings": list(self.warnings),
+        }
+
+
+def line(law: PowerLaw, size: float) -> dict[str, Any]:
+    """k and E of one size, and its loss at the reference compute."""
+    with np.errstate(over="ignore"):  # of a size far from those seen; infinite draws are open bounds
+        at_reference = np.exp(law.level(size))
+    return {
+        "size": size,
+        "extrapolation": not law.seen(size),
+        "k": quantiles(law.exponent(size)).to_json(),
+        "E": quantiles(law.level(size) + law.exponent(size) * np.log(law.reference)).to_json(),
+        "loss_at_reference": quantiles(at_reference).to_json(),
+        "reference": law.reference,
+    }
+
+
+def compare_sizes(
+    by_size: Mapping[float, Fit],
+    recipe: str,
+    budget: float | None = None,
+    target: float | None = None,
+    more: Sequence[float] = (),
+) -> Sizes:
+    """One recipe across model sizes: the law, crossovers, and the best size for a budget or the way to a target.
+
+    Args:
+        by_size: fits by size in parameters, ascending, as `sweeps.scaling.sized` gives them.
+        recipe: its name.
+        budget: compute of one run, in the curves' unit.
+        target: reward.
+        more: sizes not seen, in parameters; answered by the power law alone and marked as extrapolation.
+
+    Raises:
+        UserError: fewer than two sizes, no pass rate, or a budget or target that is none.
+    """
+    if budget is not None and not (np.isfinite(budget) and budget > 0):
+        raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
+    if target is not None:
+        check_target(list(by_size.values()), target)
+        if target >= 1:
+            raise UserError(f"--target {target:g}: a power law in 1 - R never reaches it; give less than 1")
+    law = fit_power_law(dict(by_size), recipe)
+    compared = held_out(by_size)
+    unseen = sorted({size for size in more if not law.seen(size)})
+    choices = () if budget is None else best_size(law, by_size, budget, unseen)
+    reach = () if target is None else _reach(law, by_size, target, unseen)
+    sentence = _sentence(choices, budget, compared) if choices else ""
+    notes = _warnings(law, by_size, compared, budget, unseen)
+    return Sizes(recipe, law, crossovers(law, by_size), compared, choices, reach, sentence, notes)
+
+
+def _end(by_size: Mapping[float, Fit]) -> float:
+    return max(float(fit.curve.compute.max()) for fit in by_size.values())
+
+
+def crossovers(law: PowerLaw, by_size: Mapping[float, Fit]) -> tuple[Crossover, ...]:
+    """For every pair of sizes, the compute from which the larger has the lower loss for good.
+
+    "For good" is up to `FAR` times the largest compute of the data.
+    """
+    sizes, found = list(by_size), []
+    start = min(float(fit.curve.compute[fit.curve.compute > 0].min()) for fit in by_size.values())
+    grid = np.geomspace(start, FAR * _end(by_size), _GRID)
+    for i, smaller in enumerate(sizes):
+        for larger in sizes[i + 1 :]:
+            law_at = overtakes(law.log_loss(smaller, grid) - law.log_loss(larger, grid), grid)
+            power_law, by_sigmoid = _opened(quantiles(law_at), start), None
+            pair = (by_size[smaller], by_size[larger])
+            if all(fit.identifiable for fit in pair):
+                small, large = (_sigmoid(fit, grid) for fit in pair)
+                by_sigmoid = _opened(quantiles(overtakes(large - small, grid)), start)
+            reason = _crossing_reason(power_law, by_sigmoid, pair, grid)
+            found.append(
+                Crossover(
+                    smaller,
+                    larger,
+                    None if power_law.value is None else power_law,
+                    None if by_sigmoid is None or by_sigmoid.value is None else by_sigmoid,
+                    reason,
+                )
+            )
+    return tuple(found)
+
+
+def _opened(crossing: Interval, start: float) -> Interval:
+    """With an open lower bound where the larger size may have been ahead from the start."""
+    return replace(crossing, low=None) if crossing.low is not None and crossing.low <= start * 1.001 else crossing
+
+
+def _sigmoid(fit: Fit, compute: Array) -> Array:
+    """Curves of a recipe's mean over seeds, per draw. Shapes: (m,) -> (K, m)."""
+    assert fit.draws is not None
+    return replace(fit.draws, A=np.maximum(total_draws(fit), fit.draws.R0)).curve(compute)
+
+
+def overtakes(lead: Array, grid: Array) -> Array:
+    """From which compute on `lead` stays positive to the grid's end; infinite if it does not. (K, m) -> (K,)."""
+    behind = lead <= 0
+    last = np.where(behind.any(1), lead.shape[1] - 1 - behind[:, ::-1].argmax(1), -1)
+    at = np.clip(last, 0, lead.shape[1] - 2)
+    rows = np.arange(len(lead))
+    before, after = lead[rows, at], lead[rows, at + 1]
+    share = np.where(after > before, -before / np.where(after > before, after - before, 1.0), 0.0)
+    log_grid = np.log(grid)
+    crossing = np.exp(log_grid[at] + np.clip(share, 0, 1) * (log_grid[at + 1] - log_grid[at]))
+    result = np.where(last < 0, grid[0], crossing)
+    return np.asarray(np.where(last == lead.shape[1] - 1, np.inf, result))
+
+
+def _crossing_reason(law: Interval, sigmoid: Interval | None, pair: tuple[Fit, Fit], grid: Array) -> str:
+    words = []
+    for name, found in (("power law", law), ("sigmoid", sigmoid)):
+        if found is None:
+            refused = [fit for fit in pair if not fit.identifiable]
+            words.append(f"{name}: A of {refused[0].recipe} is not identifiable ({refused[0].verdict})")
+        elif found.value is None:
+            words.append(f"{name}: never within {FAR:g} x the data")
+        elif found.high is not None and found.high <= grid[0] * 1.001:
+            words.append(f"{name}: ahead from the start")
+        elif found.value > grid[-1] / FAR:
+            words.append(f"{name}: beyond the data ({found.value / (grid[-1] / FAR):.2g} x)")
+        else:
+            words.append(f"{name}: within the data")
+    return "; ".join(words)
+
+
+def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
+    """Both laws fitted to the first three quarters of every size's compute, judged on the last quarter.
+
+    Each run counts with the mean of its held-out rewards. Sizes whose sigmoid cannot be fitted to the first
+    part are judged by neither.
+    """
+    first: dict[float, Fit] = {}
+    for size, fit in by_size.items():
+        cut = (1 - _HELD_OUT) * (fit.window[1] if fit.window else float(fit.curve.compute.max()))
+        try:
+            first[size] = fit_curve(fit.curve, replace(fit.options, max_compute=cut), fit.seed_spread)
+        except UserError:
+            return HeldOut(None, None, "unknown", 0)
+    try:
+        law = fit_power_law(first)
+    except UserError:
+        return HeldOut(None, None, "unknown", 0)
+    k_max, n_0, level = law.best
+    errors: list[tuple[float, float]] = []
+    noise: list[float] = []
+    for s, (size, fit) in enumerate(by_size.items()):
+        early = first[size]
+        cut = early.options.max_compute or 0.0
+        end = np.inf if fit.options.max_compute is None else fit.options.max_compute
+        if early.draws is None or fit.noise is None:
+            continue
+        curve = fit.curve
+        for label in np.unique(curve.seed):
+            late = (curve.seed == label) & (curve.compute > cut) & (curve.compute <= end)
+            if not late.any():
+                continue
+            c, seen = curve.compute[late], float(curve.reward[late].mean())
+            by_law = 1 - np.exp(level[s] - k_max / (1 + n_0 / size) * np.log(c / law.reference))
+            errors.append((float(by_law.mean()) - seen, float(predict(early, c).mean.mean()) - seen))
+            noise.append(fit.noise.sd**2 * min(1.0, fit.noise.inflation / late.sum()))
+    if not errors:
+        return HeldOut(None, None, "unknown", 0)
+    law_error, sigmoid_error = (float(v) for v in np.sqrt(np.mean(np.square(errors), axis=0)))
+    resolution = float(np.sqrt(np.mean(noise) / len(noise)))
+    better = "power_law" if law_error < sigmoid_error else "sigmoid"
+    if abs(law_error - sigmoid_error) <= resolution:
+        better = "neither"
+    return HeldOut(law_error, sigmoid_error, better, len(errors))
+
+
+def best_size(
+    law: PowerLaw, by_size: Mapping[float, Fit], budget: float, unseen: Sequence[float] = ()
+) -> tuple[SizeChoice, ...]:
+    """Every size's reward at a budget and its probability of being best, by each law; the sizes in order.
+
+    p_best of the sigmoid is over the sizes whose fit may be read at the budget; that of the power law over the
+    sizes seen, and for an unseen one over those and itself.
+    """
+    seen = list(by_size)
+    loss = np.stack([law.log_loss(size, np.array([budget]))[:, 0] for size in seen])
+    readable = [size for size in seen if (support(by_size[size]) or 0.0) >= budget]
+    curves = [_sigmoid(by_size[size], np.array([budget]))[:, 0] for size in readable]
+    by_law = (loss == loss.min(0)).mean(1)
+    by_sigmoid = (np.stack(curves) == np.max(curves, axis=0)).mean(1) if curves else []
+    sigmoid_p = dict(zip(readable, map(float, by_sigmoid), strict=True))
+    sigmoid_r = dict(zip(readable, map(quantiles, curves), strict=True))
+    choices = [
+        SizeChoice(size, False, law.reward(size, budget), float(p), sigmoid_r.get(size), sigmoid_p.get(size))
+        for size, p in zip(seen, by_law, strict=True)
+    ]
+    for size in unseen:
+        p = float((law.log_loss(size, np.array([budget]))[:, 0] < loss.min(0)).mean())
+        choices.append(SizeChoice(size, True, law.reward(size, budget), p, None, None))
+    return tuple(sorted(choices, key=lambda choice: choice.size))
+
+
+def _reach(
+    law: PowerLaw, by_size: Mapping[float, Fit], target: float, unseen: Sequence[float]
+) -> tuple[SizeReach, ...]:
+    far = FAR * _end(by_size)
+    found = []
+    for size in sorted([*by_size, *unseen]):
+        times = law.compute_to_reach(size, target)
+        by_law = quantiles(np.where(times > far, np.inf, times))
+        by_sigmoid = compute_to_reach(by_size[size], target).compute if size in by_size else None
+        found.append(SizeReach(size, size not in by_size, None if by_law.value is None else by_law, by_sigmoid))
+    return tuple(found)
+
+
+def _sentence(choices: Sequence[SizeChoice], budget: float | None, compared: HeldOut) -> str:
+    """The best size, by the law that predicts better; by both where neither does."""
+    seen = [choice for choice in choices if not choice.extrapolation]
+    by_law = max(seen, key=lambda choice: choice.p_best)
+    answers = {"power law": (by_law.size, by_law.p_best)}
+    readable = [choice for choice in seen if choice.p_best_sigmoid is not None]
+    if readable:
+        top = max(readable, key=lambda choice: choice.p_best_sigmoid or 0.0)
+        answers["sigmoid"] = (top.size, top.p_best_sigmoid or 0.0)
+    if compared.better == "power_law" or "sigmoid" not in answers:
+        answers.pop("sigmoid", None)
+    elif compared.better == "sigmoid":
+        answers.pop("power law")
+    sizes = {size for size, _ in answers.values()}
+    sure_by = ", ".join(f"{name} {chance(p)}" for name, (_, p) in answers.items())
+    if len(sizes) > 1:
+        each = ", ".join(f"{name} {size:.4g} ({chance(p)})" for name, (size, p) in answers.items())
+        return f"undecided: at {budget:.4g} the laws disagree on the best size seen: {each}"
+    sure = min(p for _, p in answers.values()) >= CONFIDENCE
+    word = "best size seen" if sure else "undecided; most likely best of the sizes seen"
+    return f"{word} at {budget:.4g}: {sizes.pop():.4g} ({sure_by})"
+
+
+def _warnings(
+    law: PowerLaw, by_size: Mapping[float, Fit], compared: HeldOut, budget: float | None, unseen: Sequence[float]
+) -> tuple[str, ...]:
+    notes = []
+    if law.left_out:
+        notes.append(f"{law.left_out} points left out of the power law: compute 0, or loss 0, has no logarithm")
+    if len(law.sizes) == 2:
+        notes.append("two sizes fix k_max and N_0 exactly: that k saturates is assumed, not tested")
+    if unseen and len(law.sizes) < 4:
+        notes.append(
+            f"the intercept of a size not seen is a line through {len(law.sizes)} sizes: "
+            + ("its interval leaves out how far sizes lie off it" if len(law.sizes) == 2 else "little tests it")
+        )
+    ceilings = [fit.A.high for fit in by_size.values() if fit.identifiable and fit.A.high is not None]
+    text = "a power law in 1 - R has no ceiling below 1"
+    if ceilings:
+        text += f"; the sigmoids put it at {max(ceilings):.3f} or less for the sizes seen"
+    if compared.better == "sigmoid":
+        text += ", and predict the held-out quarter better: trust them"
+    notes.append(text)
+    if budget is not None and budget > _end(by_size):
+        notes.append(f"the budget is {budget / _end(by_size):.2g} x the largest compute seen: extrapolation")
+    return tuple(notes)
