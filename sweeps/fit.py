@@ -226,7 +226,9 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
     rng = np.random.default_rng(zlib.crc32(empty.recipe.encode()))
     draws = interval.draw(allowed, _DRAWS, rng)
 
-    a_low, a_high = _a_ends(points, best, interval.asymptote_interval(allowed), bounds)
+    near = np.quantile(draws.A, [0.025, 0.975])
+    ends = interval.asymptote_interval(allowed, (float(near[0]), float(near[1])))
+    a_low, a_high = _a_ends(points, best, ends, bounds)
     A = Interval(best.a, a_low, a_high)
     shape = _shape(allowed, best)
     nothing = Interval(None, None, None)
@@ -313,7 +315,7 @@ def _r0_effect(problem: Problem, best: Optimum) -> R0Effect | None:
         if not problem.a_bounds[0] <= r0 < best.a:
             found.append((None, None))
             continue
-        moved = profile.polish(replace(problem, r0_bounds=(r0, r0)), best.u, best.v, tolerance=1e-7)
+        moved = profile.polish(replace(problem, r0_bounds=(r0, r0)), best.u, best.v, tolerance=1e-5)
         found.append((moved.a, float(np.exp(moved.u))))
     return R0Effect(step, (found[0][0], found[1][0]), (found[0][1], found[1][1]))
 

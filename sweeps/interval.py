@@ -272,14 +272,21 @@ def _cross(line: Array, chance: Array, level: float) -> float | None:
     return float(line[at - 1] + share * (line[at] - line[at - 1]))
 
 
-def asymptote_interval(allowed: Allowed) -> list[float]:
-    """95% interval of A, clipped to its bounds; whether an end there is a plateau is for the verdict."""
+def asymptote_interval(allowed: Allowed, guess: tuple[float, float] | None = None) -> list[float]:
+    """95% interval of A, clipped to its bounds; whether an end there is a plateau is for the verdict.
+
+    guess: where the ends may be, to save looks; it does not change the answer.
+    """
     low, high = allowed.problem.a_bounds
     best = allowed.best.a
     if low == high:
         return [low, low]
     profile = _AsymptoteProfile(allowed)
-    return [_solve_level(profile, best, end, tail) for end, tail in ((low, _TAIL), (high, 1 - _TAIL))]
+    near = guess or (best - 0.05 * (high - low), best + 0.05 * (high - low))
+    return [
+        _solve_level(profile, best, at, end, tail)
+        for at, end, tail in ((near[0], low, _TAIL), (near[1], high, 1 - _TAIL))
+    ]
 
 
 class _AsymptoteProfile:
@@ -314,29 +321,40 @@ class _AsymptoteProfile:
         return float(_averaged(t, self.share, self.dofs, self.allowed))
 
 
-def _solve_level(profile: _AsymptoteProfile, start: float, bound: float, level: float) -> float:
+def _solve_level(profile: _AsymptoteProfile, start: float, guess: float, bound: float, level: float) -> float:
     """Where the distribution passes the level between `start` and `bound`; the bound if it does not."""
     wanted = float(stdtrit(10.0, level))
 
     def gap(value: float) -> float:
-        return float(stdtrit(10.0, min(max(profile(value), 1e-12), 1 - 1e-12))) - wanted
+        """How far beyond the level, on the scale of t, where the distribution is nearly straight."""
+        return sign * (float(stdtrit(10.0, min(max(profile(value), 1e-12), 1 - 1e-12))) - wanted)
 
     sign = 1.0 if bound > start else -1.0
-    near, gap_near = start, gap(start)
-    if gap_near * sign >= 0:
-        return start
-    far, gap_far = bound, gap(bound)
-    if gap_far * sign <= 0:
-        return bound
+    near, gap_near = start, -abs(wanted)
+    far = guess if sign * (guess - start) > 1e-9 * abs(bound - start) else start + 0.1 * (bound - start)
+    while True:
+        far = min(far, bound) if sign > 0 else max(far, bound)
+        gap_far = gap(far)
+        if gap_far > 0:
+            break
+        if far == bound:
+            return bound
+        near, gap_near, far = far, gap_far, start + 2 * (far - start)
+    if near == start:
+        # Under autocorrelation the distribution's middle need not lie at the solution.
+        gap_near = gap(start)
+        if gap_near >= 0:
+            return start
     tolerance = 1e-5 * abs(bound - start)
     # False position (Illinois): the distribution is smooth and monotone, and each look costs a pass over the grid.
+    middle = far
     for _ in range(40):
         share = gap_near / (gap_near - gap_far)
         middle = near + min(max(share, 0.02), 0.98) * (far - near)
         value = gap(middle)
-        if abs(value) < 2e-3 or abs(far - near) < tolerance:
-            return middle
-        if value * sign > 0:
+        if abs(value) < 5e-3 or abs(far - near) < tolerance:
+            break
+        if value > 0:
             far, gap_far = middle, value
             gap_near *= 0.5
         else:
@@ -429,3 +447,23 @@ def draw(allowed: Allowed, count: int, rng: np.random.Generator) -> Draws:
 
 
 NDArrayInt = np.ndarray[tuple[int, ...], np.dtype[np.intp]]
+
+
+def asymptote_confidence(allowed: Allowed, values: Array) -> Array:
+    """The two-sided p value at each trial value of A; it falls to 0.05 at the ends of the 95% interval.
+
+    Shapes: (k,), increasing -> (k,).
+
+    Raises:
+        ValueError: A is fixed, or the values do not increase or lie outside its bounds.
+    """
+    low, high = allowed.problem.a_bounds
+    if low == high:
+        raise ValueError(f"A is fixed at {low:g}: it has no confidence curve")
+    if len(values) and not ((np.diff(values) > 0).all() and low <= values[0] and values[-1] <= high):
+        raise ValueError(f"values of A must increase and lie within its bounds, {low:g} to {high:g}")
+    profile = _AsymptoteProfile(allowed)
+    chance = np.array([profile(float(value)) for value in values])
+    # It rises with A but for the grid's coarseness around the estimate: the middle of the nearest rising curves.
+    chance = 0.5 * (np.maximum.accumulate(chance) + np.minimum.accumulate(chance[::-1])[::-1])
+    return np.asarray(2 * np.minimum(chance, 1 - chance))
