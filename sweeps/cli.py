@@ -24,6 +24,8 @@ from sweeps.literal import METHOD, fit_literal
 from sweeps.mechanism import idle_variants, mechanism_counters
 from sweeps.points import R0Mode
 from sweeps.rank import MARGIN, Ranking, rank
+from sweeps.sensitivity import Row as SensitivityRow
+from sweeps.sensitivity import sensitivity, signed, summary
 from sweeps.source import LoadedStudy, load
 
 if TYPE_CHECKING:
@@ -104,6 +106,11 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{METHOD}: the published procedure, its grid included, in GPU-hours (seconds a recipe; no intervals); "
         "default: %(default)s",
     )
+    fit.add_argument(
+        "--sensitivity",
+        action="store_true",
+        help="also refit with early cuts, other rules for R0, robust weights and less of the window: does A hold?",
+    )
 
     ranking = command(
         "rank",
@@ -135,6 +142,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_ranking(report)
     report.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: %(default)s")
     report.add_argument("--title", help="the study's name; default: the first source's")
+    report.add_argument(
+        "--history",
+        action="store_true",
+        help="also A as fitted at growing compute, and its forecasts against what came (about a second a recipe)",
+    )
 
     watch = command(
         "watch",
@@ -310,11 +322,16 @@ def _fitted(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
 
 
 def _fit(options: argparse.Namespace) -> int:
+    if options.sensitivity and options.method == METHOD:
+        raise UserError(f"--sensitivity: refits with intervals; leave out --method {METHOD}")
     study, fits = _fitted(options)
     _warn(study.warnings)
     comparisons = [compare(fit.curve, fit.options) for fit in fits] if options.family == "all" else []
+    refitted = [sensitivity(fit.curve, fit.options) for fit in fits] if options.sensitivity else []
     if options.json:
         objects = [fit.to_json() for fit in fits]
+        for entry, refits in zip(objects, refitted, strict=False):
+            entry["sensitivity"] = [row.to_json() for row in refits]
         for entry, found in zip(objects, comparisons, strict=False):
             entry["families"] = found.to_json()
         _print_json(objects)
@@ -352,7 +369,22 @@ def _fit(options: argparse.Namespace) -> int:
             for row in found.rows
         ]
         print(_table(["family", "A", "AICc above least", "error on later compute", "R^2"], lines))
+    for fit, refits in zip(fits, refitted, strict=False):
+        print(f"\n{_one_line(fit.recipe)}: {summary(refits)}")
+        print(_table(["setting", "A", "shift", "B", "C_mid", "n", "verdict"], [_refit_row(row) for row in refits]))
     return 0
+
+
+def _refit_row(row: SensitivityRow) -> list[str]:
+    return [
+        row.setting,
+        _interval(row.A, ".3f"),
+        "-" if row.shift is None else signed(row.shift),
+        _interval(row.B, ".3g"),
+        _interval(row.C_mid, ".4g"),
+        str(row.n),
+        row.verdict,
+    ]
 
 
 def _shape_names(fits: Sequence[Fit]) -> list[str]:
@@ -425,13 +457,27 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     # Matplotlib takes a second to import: only where something is drawn.
-    from sweeps.report import write_ranking_csv, write_report
+    from sweeps.report import histories, write_ranking_csv, write_report
 
     study, fits = _fitted(options)
     ranking = rank(fits, margin=options.margin, budget=options.budget)
     title = options.title or Path(options.sources[0]).resolve().stem
     page = Path(options.output)
-    written = write_report(page, study.curves, fits, ranking, study.runs, title, study.warnings)
+    known = {found.recipe: found for found in ranking.comparisons}
+    written = write_report(
+        page,
+        study.curves,
+        fits,
+        ranking,
+        study.runs,
+        title,
+        study.warnings,
+        comparisons=[
+            known.get(fit.recipe) or compare(fit.curve, fit.options) for fit in fits if fit.A.value is not None
+        ],
+        mapping=study.mapping,
+        histories=histories(fits) if options.history else None,
+    )
     written.append(write_ranking_csv(page.with_name("ranking.csv"), fits, ranking))
     _warn(study.warnings)
     print(_one_line(ranking.sentence))

@@ -1,4 +1,6 @@
-"""The figures of a report: compute curves as small multiples, asymptotes with their intervals.
+"""The figures of a report: compute curves as small multiples, asymptotes with their intervals; how figures look.
+
+Those about the fits themselves are in `sweeps.figures_fit`.
 
 Drawn without pyplot, so no global state and no display. Text stays text in the SVG, and ink and rules carry
 marker colours that `inline_svg` turns into the page's own, so that one drawing serves light and dark.
@@ -9,31 +11,34 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from numpy.typing import NDArray
 
-from sweeps.curve import Curve
+from sweeps.curve import Array, Curve
 from sweeps.fit import Fit
 from sweeps.predict import predict
 from sweeps.rank import Ranking
 
 # Okabe and Ito's colours: told apart by most colour-blind readers, legible on white and on near-black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C28F00", "#56A0D9")
-_REFUSED = "#8a8f98"
-_INK, _RULE = "#1b1f24", "#d7dadf"
-_STYLE = {
+REFUSED = "#8a8f98"
+INK, RULE = "#1b1f24", "#d7dadf"
+STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "scalerl",
     "font.family": "sans-serif",
     "font.size": 9.0,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _RULE,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": RULE,
+    "xtick.color": INK,
+    "ytick.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
@@ -43,7 +48,7 @@ def colours(ranking: Ranking) -> dict[str, str]:
     """A colour for each recipe: ranked ones in order, refused ones grey."""
     ranked = [entry.recipe for entry in ranking.ranking if entry.rank is not None]
     chosen = {recipe: COLOURS[i % len(COLOURS)] for i, recipe in enumerate(ranked)}
-    return {entry.recipe: chosen.get(entry.recipe, _REFUSED) for entry in ranking.ranking}
+    return {entry.recipe: chosen.get(entry.recipe, REFUSED) for entry in ranking.ranking}
 
 
 def label(text: str, limit: int = 34) -> str:
@@ -57,35 +62,42 @@ def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking
     by_recipe = {fit.recipe: fit for fit in fits}
     points = {curve.recipe: curve for curve in curves}
     order = [entry.recipe for entry in ranking.ranking]
-    columns = 2 if len(order) in (2, 4) else min(3, len(order))
-    rows = -(-len(order) // columns)
-    left, right = _limits(curves)
+    left, right = limits(curves)
     colour = colours(ranking)
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(3.15 * columns + 0.5, 2.45 * rows + 0.4), layout="constrained")
-        panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-        for panel in panels.ravel()[len(order) :]:
-            panel.set_visible(False)
-        # Shared axes label the bottom row only; above a gap that row is missing.
-        for panel in panels.ravel()[max(len(order) - columns, 0) : len(order)]:
-            panel.tick_params(labelbottom=True)
-        for recipe, panel in zip(order, panels.ravel(), strict=False):
-            panel.set_xscale("log")
-            panel.set_xlim(left, right)
+    with rc_context(STYLE):
+        figure, panels = multiples(order, curves[0].unit, label(curves[0].metric, 50))
+        for recipe, panel in zip(order, panels, strict=True):
+            log_axis(panel, left, right)
             base = by_recipe.get(ranking.baseline or "")
             if base is not None and base.recipe != recipe:
-                _draw_fit(panel, base, left, right, _REFUSED, ghost=True)
+                _draw_fit(panel, base, left, right, REFUSED, ghost=True)
             _draw_fit(panel, by_recipe[recipe], left, right, colour[recipe], ghost=False)
-            _draw_points(panel, points[recipe], left, colour[recipe])
-            panel.set_title(label(recipe), loc="left", fontsize=9.5, fontweight="bold", parse_math=False)
-            panel.grid(axis="y", color=_RULE, linewidth=0.6)
-            panel.tick_params(length=2.5)
-        figure.supxlabel(curves[0].unit, fontsize=9, parse_math=False)
-        figure.supylabel(label(curves[0].metric, 50), fontsize=9, parse_math=False)
+            curve = points[recipe]
+            draw_points(panel, curve.compute, curve.reward, curve.seed, left, colour[recipe])
     return figure
 
 
-def _limits(curves: Sequence[Curve]) -> tuple[float, float]:
+def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]:
+    """A figure with a titled panel for each name, on shared axes with one label each. Call it within `STYLE`."""
+    columns = 2 if len(names) in (2, 4) else min(3, len(names))
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(3.15 * columns + 0.5, 2.45 * rows + 0.4), layout="constrained")
+    panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel())
+    for panel in panels[len(names) :]:
+        panel.set_visible(False)
+    # Shared axes label the bottom row only; above a gap that row is missing.
+    for panel in panels[max(len(names) - columns, 0) : len(names)]:
+        panel.tick_params(labelbottom=True)
+    for name, panel in zip(names, panels, strict=False):
+        panel.set_title(label(name), loc="left", fontsize=9.5, fontweight="bold", parse_math=False)
+        panel.grid(axis="y", color=RULE, linewidth=0.6)
+        panel.tick_params(length=2.5)
+    figure.supxlabel(x, fontsize=9, parse_math=False)
+    figure.supylabel(y, fontsize=9, parse_math=False)
+    return figure, panels[: len(names)]
+
+
+def limits(curves: Sequence[Curve]) -> tuple[float, float]:
     """The compute axis: from below the first positive point, where compute 0 goes, to beyond the last."""
     positive = np.concatenate([curve.compute[curve.compute > 0] for curve in curves])
     if not len(positive):
@@ -93,14 +105,23 @@ def _limits(curves: Sequence[Curve]) -> tuple[float, float]:
     return float(positive.min()) / 1.8, float(positive.max()) * 1.5
 
 
-def _draw_points(panel: Axes, curve: Curve, left: float, colour: str) -> None:
-    """Points by seed, one marker each; evaluations at compute 0 are hollow, at the left edge."""
-    for index, seed in enumerate(np.unique(curve.seed)):
-        own = curve.seed == seed
-        x, y = curve.compute[own], curve.reward[own]
+def log_axis(panel: Axes, left: float, right: float) -> None:
+    """Compute on a log axis; below two decades also 2 and 5 are labelled, in figures rather than powers."""
+    panel.set_xscale("log")
+    panel.set_xlim(left, right)
+    if right < 100 * left:
+        panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        panel.xaxis.set_minor_formatter(NullFormatter())
+
+
+def draw_points(panel: Axes, compute: Array, y: Array, seed: NDArray[Any], left: float, colour: str) -> None:
+    """Points by seed, one marker each; those at compute 0 are hollow, at the left edge. Shapes: (n,)."""
+    for index, one in enumerate(np.unique(seed)):
         marker = "osD^v"[index % 5]
-        panel.plot(x[x > 0], y[x > 0], marker, color=colour, markersize=2.8, alpha=0.75, markeredgewidth=0)
-        start = y[x == 0]
+        later = (seed == one) & (compute > 0)
+        start = y[(seed == one) & (compute == 0)]
+        panel.plot(compute[later], y[later], marker, color=colour, markersize=2.8, alpha=0.75, markeredgewidth=0)
         panel.plot(
             np.full(len(start), left * 1.15),
             start,
@@ -149,10 +170,10 @@ def asymptotes_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
         return None
     colour = colours(ranking)
     best = max(_named(fit) for fit in ranked)
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(6.6, 0.36 * len(ranked) + 0.95), layout="constrained")
         panel = figure.subplots()
-        panel.axvspan(best - ranking.margin, best, color=_REFUSED, alpha=0.15, linewidth=0)
+        panel.axvspan(best - ranking.margin, best, color=REFUSED, alpha=0.15, linewidth=0)
         for row, fit in enumerate(ranked):
             for ends, width in ((fit.A_total, 1.1), ((fit.A.low, fit.A.high), 4.0)):
                 at = np.array(ends, dtype=float)
@@ -161,7 +182,7 @@ def asymptotes_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
         panel.set_yticks(range(len(ranked)))
         panel.set_yticklabels([label(fit.recipe).replace("$", r"\$") for fit in ranked])
         panel.set_ylim(len(ranked) - 0.5, -0.5)
-        panel.grid(axis="x", color=_RULE, linewidth=0.6)
+        panel.grid(axis="x", color=RULE, linewidth=0.6)
         panel.tick_params(axis="y", length=0)
         panel.spines["left"].set_visible(False)
         panel.set_xlabel(f"asymptote A (shaded: within {ranking.margin:g} of the best)")
@@ -171,7 +192,7 @@ def asymptotes_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
 def svg(figure: Figure) -> str:
     """The figure as a standalone SVG document: same input, same bytes."""
     buffer = io.StringIO()
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     return buffer.getvalue()
 
@@ -179,7 +200,7 @@ def svg(figure: Figure) -> str:
 def png(figure: Figure) -> bytes:
     """The figure as a PNG on white, 160 dots an inch."""
     buffer = io.BytesIO()
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure.savefig(buffer, format="png", dpi=160, facecolor="white", metadata={"Software": None})
     return buffer.getvalue()
 
@@ -199,7 +220,7 @@ def inline_svg(document: str, prefix: str, description: str) -> str:
     body = body.replace("url(#", f"url(#{prefix}-")
     # Inside a page the drawing's own stylesheet would apply to everything.
     body = re.sub(r"<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", body, count=1, flags=re.DOTALL)
-    body = body.replace(_INK, "currentColor").replace(_RULE, "var(--rule)")
+    body = body.replace(INK, "currentColor").replace(RULE, "var(--rule)")
     width = re.search(r'width="([\d.]+)pt"', body)
     style = f' style="max-width:{float(width.group(1)) * 4 / 3:.0f}px"' if width else ""
     body = re.sub(r'\s(?:width|height)="[\d.]+pt"', "", body, count=2)

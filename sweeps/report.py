@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from sweeps.allocate import Settlement, settle
+from sweeps.compare import Comparison
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.figures import asymptotes_figure, curves_figure, png, svg
+from sweeps.figures_fit import history_figure, profile_figure, residuals_figure
 from sweeps.fit import Fit, Interval
 from sweeps.journal import JournalView
-from sweeps.page import render
+from sweeps.live import GROWTH, Snapshot, history
+from sweeps.page import Findings, render
+from sweeps.page_tables import NAMED
 from sweeps.rank import Ranking
+from sweeps.sensitivity import sensitivity
+from sweeps.verdict import MIN_COMPUTES
+
+# Fits a recipe in `histories`, about: they are most of a report's time.
+_PREFIXES = 12
 
 
 def write_report(
@@ -25,8 +37,14 @@ def write_report(
     runs: Sequence[JournalView] = (),
     title: str | None = None,
     warnings: Sequence[str] = (),
+    comparisons: Sequence[Comparison] = (),
+    mapping: Sequence[str] = (),
+    histories: Mapping[str, Sequence[Snapshot]] | None = None,
 ) -> list[Path]:
     """Write the page, and beside it each figure as `<stem>_<figure>.svg` and `.png`.
+
+    The sensitivity of every recipe whose A is identifiable or open, and what to run next, are computed here: about
+    half a second a recipe.
 
     Args:
         path: of the HTML file; its directory is created.
@@ -35,6 +53,9 @@ def write_report(
         runs: the journals behind them, for mechanism counters and provenance; none for tables.
         title: the study's name; the file's if not given.
         warnings: on the sources as a whole.
+        comparisons: of the families, a recipe each; those of the ranking if none are given.
+        mapping: how each source was read, a line each.
+        histories: snapshots by recipe, from `histories`; none are shown if not given.
 
     Returns:
         What was written, the page first.
@@ -43,12 +64,23 @@ def write_report(
         UserError: a file cannot be written.
     """
     page = Path(path)
-    drawn = {"curves": curves_figure(curves, fits, ranking)}
-    asymptotes = asymptotes_figure(fits, ranking)
-    if asymptotes is not None:
-        drawn["asymptotes"] = asymptotes
+    findings = Findings(
+        {fit.recipe: sensitivity(fit.curve, fit.options) for fit in fits if fit.verdict in NAMED},
+        _settlements(fits, ranking),
+        comparisons or ranking.comparisons,
+        histories or {},
+        mapping,
+    )
+    figures = {
+        "curves": curves_figure(curves, fits, ranking),
+        "asymptotes": asymptotes_figure(fits, ranking),
+        "profile": profile_figure(fits, ranking),
+        "residuals": residuals_figure(fits, ranking),
+        "history": history_figure(findings.histories, ranking, curves[0].unit),
+    }
+    drawn = {name: figure for name, figure in figures.items() if figure is not None}
     documents = {name: svg(figure) for name, figure in drawn.items()}
-    html = render(title or page.stem, curves, fits, ranking, runs, documents, warnings)
+    html = render(title or page.stem, curves, fits, ranking, runs, documents, warnings, findings)
     files: dict[Path, bytes] = {page: html.encode("utf-8", errors="replace")}
     for name, figure in drawn.items():
         files[page.with_name(f"{page.stem}_{name}.svg")] = documents[name].encode("utf-8", errors="replace")
@@ -56,6 +88,26 @@ def write_report(
     for target, content in files.items():
         _write(target, content)
     return list(files)
+
+
+def _settlements(fits: Sequence[Fit], ranking: Ranking) -> list[Settlement]:
+    """What to run next, for each group of recipes that differ in nothing but the recipe."""
+    groups: dict[tuple[str, ...], list[Fit]] = {}
+    for fit in fits:
+        groups.setdefault(tuple(fit.curve.factors.values()), []).append(fit)
+    return [settle(group, ranking.margin) for group in groups.values() if len(group) > 1]
+
+
+def histories(fits: Sequence[Fit]) -> dict[str, list[Snapshot]]:
+    """The fits of every recipe as compute grew, about a dozen each, for `write_report`; about a second a recipe."""
+    found = {}
+    for fit in fits:
+        computes = np.unique(fit.curve.compute[fit.curve.compute > 0])
+        every = GROWTH
+        if len(computes) > MIN_COMPUTES:
+            every = max(every, float(computes[-1] / computes[MIN_COMPUTES - 1]) ** (1 / (_PREFIXES - 1)))
+        found[fit.recipe] = history(fit.curve, fit.options, every)
+    return found
 
 
 def write_ranking_csv(path: str | Path, fits: Sequence[Fit], ranking: Ranking) -> Path:
@@ -76,7 +128,7 @@ def write_ranking_csv(path: str | Path, fits: Sequence[Fit], ranking: Ranking) -
 
 def _csv_row(fit: Fit, ranking: Ranking, at: int) -> dict[str, Any]:
     entry = ranking.ranking[at]
-    shared, budget = entry.B_at_shared_A, entry.R_at_budget
+    shared, budget, nothing = entry.B_at_shared_A, entry.R_at_budget, Interval(None, None, None)
     return {
         "recipe": fit.recipe,
         "rank": entry.rank,
@@ -87,11 +139,13 @@ def _csv_row(fit: Fit, ranking: Ranking, at: int) -> dict[str, Any]:
         "A_total_low": fit.A_total[0],
         "A_total_high": fit.A_total[1],
         **_cells("B", fit.B),
-        **_cells("B_at_shared_A", shared or Interval(None, None, None)),
+        **_cells("B_at_shared_A", shared or nothing),
+        **_cells("C_mid_at_shared_A", entry.C_mid_at_shared_A or nothing),
         **_cells("C_mid", fit.C_mid),
         "R0": fit.R0,
         "R0_source": fit.R0_source,
-        **_cells("R_at_budget", budget or Interval(None, None, None)),
+        **_cells("R_at_budget", budget or nothing),
+        "family": fit.family,
         "rmse": fit.rmse,
         "r2": fit.r2,
         "n": fit.n,

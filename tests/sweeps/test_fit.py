@@ -305,6 +305,18 @@ def test_refusals() -> None:
     assert verdict_of(law(np.linspace(0, 10, 40), 0.7, 1.0, 6, 0.1) + noise) in ("open", "pre_inflection")
 
 
+@pytest.mark.parametrize("share", [0.4, 0.75, 1.0])
+@pytest.mark.parametrize("rho", [0.0, 0.7])
+def test_windows_before_the_bend_are_never_identifiable(share: float, rho: float) -> None:
+    for rng in range(25):
+        random = np.random.default_rng([rng, int(10 * share)])
+        n, a, b = int(random.integers(15, 60)), random.uniform(0.4, 0.95), random.uniform(0.8, 3.0)
+        compute = np.linspace(0.0, share * 2000.0, n)
+        noise = 0.5 * coverage.ar1(random, n, rho)
+        fit = fit_curve(make_curve("x", compute, np.clip(law(compute, a, b, 2000.0, 0.2) + noise, 0, 1)))
+        assert fit.verdict in ("pre_inflection", "flat", "open", "at_bound"), (rng, fit.reason)
+
+
 @pytest.mark.parametrize("path", sorted(DATA.glob("negctl_*.csv")), ids=lambda p: p.stem)
 @pytest.mark.parametrize("r0", ["first", "free", 0.2])
 def test_negative_controls_are_refused(path: Path, r0: float | str) -> None:
