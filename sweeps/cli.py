@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         lambda options: _train(options.overrides),
         "train one run, or a grid with --multirun (Hydra's overrides and options)",
-        "scalerl train recipe=scalerl variant=loss_dapo seed=1",
+        "scalerl train variant=loss_dapo seed=1 --cfg job   (shows the configuration; without --cfg job it trains)",
     )
     train.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m lightning_scalerl.train")
 
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "fit",
         _fit,
         "fit a compute curve per recipe: A, B, C_mid with intervals, and a verdict",
-        "scalerl fit outputs/my_sweep --r0 first --max-compute 8000",
+        "scalerl fit examples/curves.csv --max-compute 8000",
     )
     _add_source(fit)
     fit.add_argument("--json", action="store_true", help="print a JSON list, an object a recipe")
@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         "report",
         _report,
         "write one self-contained HTML page, with figures and ranking.csv beside it",
-        "scalerl report outputs/my_sweep -o report.html",
+        "scalerl report examples/study -o report.html",
     )
     _add_source(report)
     _add_ranking(report)
@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
         "publish",
         _publish,
         "put fits, bands and figures into MLflow and print the link to the chart",
-        "scalerl publish outputs/my_sweep --mlflow sqlite:///mlflow.db",
+        "scalerl publish examples/study --mlflow sqlite:///mlflow.db",
     )
     publish.add_argument("sources", nargs="+", metavar="SOURCE", help="a run or sweep directory")
     publish.add_argument("--mlflow", required=True, metavar="URI", help="tracking URI")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -131,10 +133,30 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list
     assert code == 2 and "usage" in err
 
 
-@pytest.mark.parametrize("command", ["train", "fit", "rank", "report", "publish"])
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
+COMMANDS = ("train", "fit", "rank", "plan", "report", "watch", "publish")
+
+
+def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--help")
+    assert [line.split()[0] for line in out.splitlines() if re.match(r"    [a-z]+ ", line)] == list(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_that_works(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """The example, word for word, in a directory that holds nothing but the repository's examples."""
     code, out, _ = run(capsys, command, "--help")
-    assert code == 0 and f"example: scalerl {command}" in out
+    assert code == 0
+    found = re.search(r"example: scalerl (.+?)(?:   \(|$)", out, re.MULTILINE)
+    assert found is not None and found[1].split()[0] == command
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    done = subprocess.run(
+        [sys.executable, "-m", "sweeps.cli", *found[1].split()],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) > 1
+    assert "Traceback" not in done.stderr
 
 
 def test_a_refusal_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
