@@ -65,7 +65,7 @@ def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking
     left, right = limits(curves)
     colour = colours(ranking)
     with rc_context(STYLE):
-        figure, panels = multiples(order, curves[0].unit, label(curves[0].metric, 50))
+        figure, panels = multiples(order, curves[0].unit, curves[0].metric)
         for recipe, panel in zip(order, panels, strict=True):
             log_axis(panel, left, right)
             base = by_recipe.get(ranking.baseline or "")
@@ -92,8 +92,8 @@ def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]
         panel.set_title(label(name), loc="left", fontsize=9.5, fontweight="bold", parse_math=False)
         panel.grid(axis="y", color=RULE, linewidth=0.6)
         panel.tick_params(length=2.5)
-    figure.supxlabel(x, fontsize=9, parse_math=False)
-    figure.supylabel(y, fontsize=9, parse_math=False)
+    figure.supxlabel(label(x, 50), fontsize=9, parse_math=False)
+    figure.supylabel(label(y, 50), fontsize=9, parse_math=False)
     return figure, panels[: len(names)]
 
 

@@ -27,7 +27,8 @@ _CSS = """
 color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 h1{font-size:1.9rem;line-height:1.2;margin:0 0 .5rem;letter-spacing:-.01em;overflow-wrap:anywhere}
 h2{font-size:1.2rem;margin:2.6rem 0 .6rem}h3{font-size:1rem;margin:1.4rem 0 .4rem}
-.outcome{font-size:1.2rem;margin:0 0 .4rem;max-width:60rem;overflow-wrap:anywhere}.soft,figcaption{color:var(--soft);font-size:.9rem}
+.outcome{font-size:1.2rem;margin:0 0 .4rem;max-width:60rem;overflow-wrap:anywhere}
+.soft,figcaption{color:var(--soft);font-size:.9rem}
 .undecided{border-left:4px solid var(--mark);padding-left:.8rem}
 nav{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;margin:1.2rem 0 0;padding:.6rem 0;border:solid var(--rule);
 border-width:1px 0;font-size:.92rem}nav a{color:inherit;text-decoration:none}nav a:hover{text-decoration:underline}
@@ -47,8 +48,9 @@ ul.plain{background:var(--card);border-radius:6px;padding:.8rem 1rem .8rem 2rem;
 @media print{:root{color-scheme:light;--ink:#000;--soft:#444;--rule:#bbb;--page:#fff;--card:#fff;--mark:#777}
 body{max-width:none;padding:0;font-size:10.5px}nav{display:none}h2,h3{break-after:avoid}figure:not(.table),tr{
 break-inside:avoid}figure,.wide{overflow:visible}.tall{max-height:none}.tall th{position:static}
-table{font-size:8.5px}th,td,td.n,th.n{white-space:normal;overflow-wrap:anywhere;padding-right:.5rem}
-td .soft{min-width:0}.soft,figcaption{font-size:9px}}
+table{font-size:8.5px}th,td,td.n,th.n{white-space:normal;padding-right:.5rem}
+td:not(.n){overflow-wrap:break-word}td:first-child{overflow-wrap:anywhere}td .soft{min-width:0}
+.soft,figcaption{font-size:9px}}
 """
 
 

@@ -49,9 +49,9 @@ class Evidence:
     """What the verdict rests on.
 
     compute, reward: the points, (n,). A, B and half_gain (C_mid of a sigmoid): value, low, high, None for open; B
-    and half_gain are None where the family has none; half_name is what the family calls the latter. reward_range: width of the bounds of A. at_edge: the edge of
+    and half_gain are None where the family has none. reward_range: width of the bounds of A. at_edge: the edge of
     the search the fit lies on. point_sd: of one point about the curve. p_flat: chance that a constant with this
-    noise would fit as badly as it does.
+    noise would fit as badly as it does. half_name: what the family calls half_gain.
     """
 
     compute: Array

@@ -1,0 +1,208 @@
+"""Figures about the fits themselves: residuals, the confidence curve of A, and A as compute grew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sweeps.curve import Array
+from sweeps.figures import REFUSED, RULE, STYLE, colours, draw_points, label, limits, log_axis, multiples
+from sweeps.fit import Fit
+from sweeps.interval import asymptote_confidence
+from sweeps.live import Snapshot
+from sweeps.points import select
+from sweeps.rank import Ranking
+
+# How far beyond its interval a confidence curve is drawn, in units of the interval's half.
+_BEYOND = 1.7
+_LOOKS = 61
+_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
+
+
+def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
+    """A panel a recipe: reward less the fitted curve, by seed, with +-2 standard deviations of a point.
+
+    None if no recipe has a curve to depart from. Only what was fitted is drawn.
+    """
+    by_recipe = {fit.recipe: fit for fit in fits if fit.allowed is not None and fit.A.value is not None}
+    order = [entry.recipe for entry in ranking.ranking if entry.recipe in by_recipe]
+    if not order:
+        return None
+    colour = colours(ranking)
+    left, right = limits([by_recipe[recipe].curve for recipe in order])
+    with rc_context(STYLE):
+        figure, panels = multiples(order, fits[0].curve.unit, "reward less the curve")
+        reach = max(
+            _draw_residuals(panel, by_recipe[recipe], left, right, colour[recipe])
+            for recipe, panel in zip(order, panels, strict=True)
+        )
+        # Room for the note below the points.
+        panels[0].set_ylim(-1.35 * reach, 1.1 * reach)
+    return figure
+
+
+def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: str) -> float:
+    """One panel; the largest residual is returned."""
+    points = select(fit.curve, fit.options)
+    log_axis(panel, left, right)
+    panel.axhline(0, color=colour, linewidth=1.2)
+    if fit.noise is not None:
+        spread = 2 * fit.noise.sd
+        panel.axhspan(-spread, spread, color=colour, alpha=0.13, linewidth=0)
+        note = f"sd {fit.noise.sd:.4f}, lag 1: {fit.noise.correlation:.2f}"
+        panel.text(0.97, 0.03, note, transform=panel.transAxes, ha="right", fontsize=8.5)
+    residual = points.reward - fitted(fit, points.compute)
+    draw_points(panel, points.compute, residual, points.seed, left, colour)
+    return max(float(np.abs(residual).max()), 1e-6)
+
+
+def fitted(fit: Fit, compute: Array) -> Array:
+    """The least-squares curve itself, not the mean of its draws. Shapes: (n,) -> (n,).
+
+    Raises:
+        ValueError: there is no fit.
+    """
+    if fit.allowed is None:
+        raise ValueError(f"recipe {fit.recipe!r} has no fit: {fit.verdict}, {fit.reason}")
+    best, family = fit.allowed.best, fit.allowed.problem.family
+    with np.errstate(divide="ignore"):
+        g = family.at(np.log(compute), best.u, best.v)
+    result: Array = best.r0 * (1 - g) + best.a * g
+    return result
+
+
+# --- the confidence curve of A ------------------------------------------------------------------------------
+
+
+def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
+    """The p value of every A, a curve a recipe: ranked ones left, those whose A is open right. None if there is none.
+
+    The curve cuts 0.05 at the ends of the 95% interval. One that does not fall to it before the bound of A ends in
+    a dashed mark.
+    """
+    by_recipe = {fit.recipe: fit for fit in fits if fit.A.value is not None and fit.allowed is not None}
+    ordered = [by_recipe[entry.recipe] for entry in ranking.ranking if entry.recipe in by_recipe]
+    groups = [
+        ("A identifiable", [fit for fit in ordered if fit.identifiable]),
+        ("A open", [fit for fit in ordered if fit.verdict == "open"]),
+    ]
+    groups = [(title, group) for title, group in groups if group]
+    if not groups:
+        return None
+    colour = colours(ranking)
+    with rc_context(STYLE):
+        longest = max(len(group) for _, group in groups)
+        size = (6.6 if len(groups) == 1 else 9.4, 2.9 + 0.19 * -(-longest // 2))
+        figure = Figure(figsize=size, layout="constrained")
+        panels = figure.subplots(1, len(groups), sharey=True, squeeze=False).ravel()
+        for (title, group), panel in zip(groups, panels, strict=True):
+            for index, fit in enumerate(group):
+                # Colours repeat after six ranked recipes, and refused ones are all grey: dashes tell them apart.
+                turn = index if not fit.identifiable else index // 6
+                _draw_profile(panel, fit, colour[fit.recipe], _DASHES[turn % len(_DASHES)])
+            panel.axhline(0.05, color=REFUSED, linewidth=0.8, linestyle=":")
+            panel.set_ylim(0, 1.04)
+            panel.set_title(title, loc="left", fontsize=9.5, fontweight="bold")
+            panel.set_xlabel("asymptote A")
+            panel.tick_params(length=2.5)
+            legend = panel.legend(
+                loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False, fontsize=8, handlelength=2.4
+            )
+            for text in legend.get_texts():
+                text.set_parse_math(False)
+        panels[0].set_ylabel("p value")
+    return figure
+
+
+def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object) -> None:
+    x, p = confidence_curve(fit)
+    panel.plot(x, p, color=colour, linewidth=1.4, linestyle=dash, label=_legend(fit.recipe))
+    for end, bound in ((0, fit.bounds[0]), (-1, fit.bounds[1])):
+        if p[end] > 0.05 and abs(x[end] - bound) <= 1e-9 * (fit.bounds[1] - fit.bounds[0]):
+            panel.plot([x[end], x[end]], [0, p[end]], color=colour, linewidth=1.4, linestyle=(0, (2, 2)))
+            panel.annotate(
+                "open",
+                (x[end], p[end]),
+                color=colour,
+                fontsize=8,
+                xytext=(0, 3),
+                textcoords="offset points",
+                ha="right" if end else "left",
+            )
+
+
+def _legend(recipe: str) -> str:
+    """A name in a legend; one that begins with `_` would be left out."""
+    text = label(recipe, 40)
+    return "\u200b" + text if text.startswith("_") else text
+
+
+def confidence_curve(fit: Fit) -> tuple[Array, Array]:
+    """Values of A from well below its interval to well above, or to the bound where it is open, and their p value.
+
+    Raises:
+        ValueError: the fit names no A.
+    """
+    if fit.allowed is None or fit.A.value is None:
+        raise ValueError(f"recipe {fit.recipe!r} names no asymptote: {fit.verdict}, {fit.reason}")
+    low, high, best = fit.A.low, fit.A.high, fit.A.value
+    first = fit.bounds[0] if low is None else max(best - _BEYOND * (best - low), fit.bounds[0])
+    last = fit.bounds[1] if high is None else min(best + _BEYOND * (high - best), fit.bounds[1])
+    # Both sides reach the estimate itself: an open interval is long, and its peak is narrow.
+    t = np.linspace(0, 1, _LOOKS) ** 2
+    x = np.unique(np.clip(np.concatenate([best - (best - first) * t, best + (last - best) * t]), first, last))
+    return x, asymptote_confidence(fit.allowed, x)
+
+
+# --- A as compute grew --------------------------------------------------------------------------------------
+
+
+def history_figure(histories: Mapping[str, Sequence[Snapshot]], ranking: Ranking, unit: str) -> Figure | None:
+    """A panel a recipe: the A that a fit up to each compute gave, with its 95% interval.
+
+    Full where A was identifiable then, hollow and grey where not; an open end is dotted to the panel's edge. A
+    recipe that never got beyond the bend is left out; None if that is all of them.
+    """
+    shown = {
+        recipe: [snapshot for snapshot in snapshots if snapshot.A.value is not None]
+        for recipe, snapshots in histories.items()
+        if any(snapshot.verdict in ("identifiable", "open") for snapshot in snapshots)
+    }
+    order = [entry.recipe for entry in ranking.ranking if shown.get(entry.recipe)]
+    if not order:
+        return None
+    colour = colours(ranking)
+    every = [snapshot for recipe in order for snapshot in shown[recipe]]
+    sure = [snapshot for snapshot in every if snapshot.verdict == "identifiable"] or every
+    heights = [value for s in sure for value in (s.A.value, s.A.low, s.A.high) if value is not None]
+    pad = 0.12 * (max(heights) - min(heights)) + 1e-3
+    with rc_context(STYLE):
+        figure, panels = multiples(order, unit, "asymptote A, as fitted up to there")
+        panels[0].set_ylim(min(heights) - pad, max(heights) + pad)
+        ends = [snapshot.compute_end for snapshot in every]
+        for recipe, panel in zip(order, panels, strict=True):
+            log_axis(panel, min(ends) / 1.15, max(ends) * 1.15)
+            _draw_history(panel, shown[recipe], colour[recipe])
+    return figure
+
+
+def _draw_history(panel: Axes, snapshots: Sequence[Snapshot], colour: str) -> None:
+    bottom, top = panel.get_ylim()
+    for snapshot in snapshots:
+        value, x = snapshot.A.value, snapshot.compute_end
+        assert value is not None
+        own = colour if snapshot.verdict == "identifiable" else REFUSED
+        for bound, edge in ((snapshot.A.low, bottom), (snapshot.A.high, top)):
+            style = (0, (1, 2)) if bound is None else "-"
+            end = edge if bound is None else bound
+            panel.plot([x, x], [value, end], color=own, linewidth=1.6, linestyle=style, alpha=0.7)
+        face = own if snapshot.verdict == "identifiable" else "none"
+        panel.plot([x], [value], "o", color=own, markerfacecolor=face, markersize=4)
+    if snapshots[-1].verdict == "identifiable":
+        panel.axhline(snapshots[-1].A.value or 0.0, color=colour, linewidth=0.7, linestyle=":")
+    panel.set_axisbelow(True)
+    panel.grid(axis="x", color=RULE, linewidth=0.4)

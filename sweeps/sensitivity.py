@@ -1,0 +1,159 @@
+"""Does A depend on how the curve was fitted? The same points refitted under changed settings.
+
+    early cut       the points below 5, 10, 20 and 30% of the window's end left out, and none left out. A share of the
+                    end, not of its logarithm: evaluations come at even steps, so it is the share of them that goes
+    R0              as the first evaluation, free, and fixed a step below and above the fitted one
+    robust          points far from the curve count less
+    window's end    at 75 and 50% of it: would A have been named the same with less compute?
+
+A setting that changes neither the points nor the way R0 enters, or leaves too few points, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sweeps.curve import Curve
+from sweeps.fit import R0_STEP, Fit, FitOptions, Interval, fit_curve
+from sweeps.points import R0Mode, select
+
+_CUTS = (0.05, 0.10, 0.20, 0.30)
+_ENDS = (0.75, 0.50)
+# What an R0 given by the options means something to; a power law's and a constant's are other things.
+_WITH_R0 = ("sigmoid", "logistic", "exponential")
+_UNFITTED = ("too_few_points", "degenerate")
+MAIN, CUT, R0, ROBUST, END = "main", "early cut", "R0", "robust", "window's end"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fit under one setting.
+
+    kind: what was changed, `main` for the fit itself, which comes first. setting: in words; short: the head of a
+    column. shift: A less the main fit's, None where either is not there. n: points that were fitted.
+    """
+
+    kind: str
+    setting: str
+    short: str
+    A: Interval
+    B: Interval
+    C_mid: Interval
+    verdict: str
+    shift: float | None
+    n: int
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `sensitivity` of `scalerl fit --json --sensitivity`."""
+        return {
+            "kind": self.kind,
+            "setting": self.setting,
+            "A": self.A.to_json(),
+            "B": self.B.to_json(),
+            "C_mid": self.C_mid.to_json(),
+            "verdict": self.verdict,
+            "shift": self.shift,
+            "n": self.n,
+        }
+
+
+def sensitivity(curve: Curve, options: FitOptions | None = None) -> tuple[Row, ...]:
+    """The fit, and the refits under every changed setting that leaves enough points.
+
+    Args:
+        curve: a recipe's evaluations.
+        options: of the main fit.
+
+    Raises:
+        UserError: as of `fit_curve`, for the main fit.
+    """
+    options = options or FitOptions()
+    main = fit_curve(curve, options)
+    rows = [_row(main, MAIN, "as fitted", "as fitted", main)]
+    seen = [_points(curve, options)]
+    for kind, setting, short, changed in _settings(main):
+        # A cut below the first point changes nothing, and a row must not look like evidence that it does not matter.
+        points = _points(curve, changed)
+        if points in seen or not points[0]:
+            continue
+        seen.append(points)
+        fit = fit_curve(curve, changed)
+        if fit.verdict not in _UNFITTED:
+            rows.append(_row(fit, kind, setting, short, main))
+    return tuple(rows)
+
+
+def _points(curve: Curve, options: FitOptions) -> tuple[int, FitOptions]:
+    """What decides a fit: cuts only remove points, so their number tells them apart; `first` differs from `free`
+    by a point, if at all.
+    """
+    r0: R0Mode = "free" if isinstance(options.r0, str) else options.r0
+    return len(select(curve, options).reward), replace(options, r0=r0, min_compute=None, max_compute=None)
+
+
+def _settings(main: Fit) -> Iterator[tuple[str, str, str, FitOptions]]:
+    options = main.options
+    end = float(main.curve.compute.max()) if main.window is None else main.window[1]
+    if options.min_compute is not None:
+        yield CUT, "no early cut", "no cut", replace(options, min_compute=None)
+    for share in _CUTS:
+        cut = replace(options, min_compute=share * end)
+        yield CUT, f"from compute {share * end:.5g} ({share:.0%} of the end)", f"cut {share:.0%}", cut
+    if options.family in _WITH_R0:
+        yield R0, "R0 as the first evaluation", "R0 first", replace(options, r0="first")
+        yield R0, "R0 free", "R0 free", replace(options, r0="free")
+        step = R0_STEP * (main.bounds[1] - main.bounds[0])
+        for by in (-step, step):
+            if main.R0 is not None and main.bounds[0] <= main.R0 + by <= main.bounds[1]:
+                fixed = main.R0 + by
+                yield R0, f"R0 fixed at {fixed:.3f} ({by:+.3g})", f"R0 {by:+.3g}", replace(options, r0=fixed)
+    if not options.robust:
+        yield ROBUST, "robust: points far off count less", "robust", replace(options, robust=True)
+    for share in _ENDS:
+        early = replace(options, max_compute=share * end)
+        yield END, f"up to compute {share * end:.5g} ({share:.0%} of the end)", f"end {share:.0%}", early
+
+
+def _row(fit: Fit, kind: str, setting: str, short: str, main: Fit) -> Row:
+    shift = None if fit.A.value is None or main.A.value is None else fit.A.value - main.A.value
+    return Row(kind, setting, short, fit.A, fit.B, fit.C_mid, fit.verdict, shift, fit.n)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """One sentence: the largest shift of A among the early cuts, and whether A stays within the main interval.
+
+    Args:
+        rows: from `sensitivity`.
+    """
+    main = rows[0].A
+    cuts = [row for row in rows if row.kind == CUT]
+    moved = [(abs(row.shift), row) for row in cuts if row.shift is not None]
+    if main.value is None:
+        return f"A is not named ({rows[0].verdict}), so nothing can move it"
+    if not moved:
+        return "no early cut leaves enough points to refit A"
+    _, most = max(moved, key=lambda item: item[0])
+    assert most.A.value is not None
+    inside = _holds(main, most.A.value)
+    text = (
+        f"early cuts move A by at most {abs(most.shift or 0.0):.3f} ({most.short}), "
+        f"{'within' if inside else 'outside'} its 95% interval"
+    )
+    if not inside and _holds(most.A, main.value):
+        # With less data A is known less well: that alone moves it.
+        text += ", but the refit's own holds the A as fitted"
+    lost = [row.short for row in cuts if row.verdict != rows[0].verdict]
+    if rows[0].verdict == "identifiable" and lost:
+        text += f"; A is not identifiable with {', '.join(lost)}"
+    return text
+
+
+def _holds(interval: Interval, value: float) -> bool:
+    return (interval.low is None or interval.low <= value) and (interval.high is None or value <= interval.high)
+
+
+def signed(value: float) -> str:
+    """A shift of a reward as text; nothing is no `-0.000`."""
+    return "0.000" if abs(value) < 0.0005 else f"{value:+.3f}"
