@@ -74,7 +74,7 @@ class _Told(interval.Allowed):
 def told(fit: Fit, rho: float) -> dict[str, float | None]:
     """Widths of the profile intervals that know the noise; None where an end is open."""
     assert fit.allowed is not None
-    at = int(np.flatnonzero(noise.RHOS == rho)[0])
+    at = int(np.flatnonzero(rho == noise.RHOS)[0])
     allowed = fit.allowed
     known = SD**2 * float(allowed.problem.weight.mean())
     share = np.eye(len(noise.RHOS))[at]

@@ -257,8 +257,8 @@ def test_effect_of_R0_is_as_published() -> None:
     compute = np.arange(1500.0, 8000.0, 150.0)
     fit = fit_curve(make_curve("x", compute, law(compute, 0.610, 1.92, 2542.0, 0.3)), FitOptions(r0=0.3))
     assert fit.R0_effect is not None and fit.R0_effect.step == 0.05
-    assert fit.R0_effect.A == (pytest.approx(0.623, abs=0.002), pytest.approx(0.595, abs=0.002))
-    assert fit.R0_effect.B == (pytest.approx(1.60, abs=0.03), pytest.approx(2.49, abs=0.03))
+    assert (pytest.approx(0.623, abs=0.002), pytest.approx(0.595, abs=0.002)) == fit.R0_effect.A
+    assert (pytest.approx(1.60, abs=0.03), pytest.approx(2.49, abs=0.03)) == fit.R0_effect.B
 
 
 def test_a_million_points_are_averaged_and_counted() -> None:
