@@ -246,16 +246,14 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
 
 def _number(text: str) -> float:
     """A finite number that is not negative."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value < 0:
+    value = _finite(text)
+    if value < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
     return value
 
 
 def _finite(text: str) -> float:
+    """A number, and no infinity."""
     try:
         value = float(text)
     except ValueError:
@@ -266,17 +264,15 @@ def _finite(text: str) -> float:
 
 
 def _r0(text: str) -> R0Mode:
+    """`first`, `free` or a reward."""
     if text == "first":
         return "first"
     if text == "free":
         return "free"
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor first or free")
-    return value
+        return _finite(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor first or free") from error
 
 
 def _one_line(text: str) -> str:
@@ -354,7 +350,7 @@ def _fit(options: argparse.Namespace) -> int:
     bounds = "the published procedure, no intervals" if options.method == METHOD else "95% intervals, within these runs"
     print(f"\ncompute: {fits[0].curve.unit}; reward: {fits[0].curve.metric}; {bounds}")
     for fit in fits:
-        print(f"{_one_line(fit.recipe)}: {fit.reason}")
+        print(f"{_one_line(fit.recipe)}: {fit.reason}{_r0_effect(fit)}")
         _warn([f"{fit.recipe}: {note}" for note in fit.warnings])
     for found in comparisons:
         print(f"\n{_one_line(found.recipe)}: {found.sentence}")
@@ -385,6 +381,16 @@ def _refit_row(row: SensitivityRow) -> list[str]:
         str(row.n),
         row.verdict,
     ]
+
+
+def _r0_effect(fit: Fit) -> str:
+    """What a shifted R0 does to a named A; nothing where there is none."""
+    effect = fit.R0_effect
+    if effect is None or not fit.identifiable:
+        return ""
+    sides = zip(("lower", "higher"), effect.A, effect.B, strict=True)
+    moved = [f"{side} A {a:.3f}, B {b:.3g}" for side, a, b in sides if a is not None and b is not None]
+    return f"; with R0 {effect.step:g} {'; '.join(moved)}" if moved else ""
 
 
 def _shape_names(fits: Sequence[Fit]) -> list[str]:

@@ -186,7 +186,7 @@ def after_fit(e: Evidence) -> Verdict:
         )
     if e.B is not None and e.B[1] is None and e.B[2] is None:
         return Verdict("open", f"any B fits (best {e.B[0]:.3g}); evaluate more often around the bend")
-    return Verdict("identifiable", f"the window bounds A within {width:.3f}{reach}")
+    return Verdict("identifiable", f"A is known within {width:.3f}{reach}")
 
 
 def _before_the_bend(end: float, name: str, c: float, c_high: float | None) -> str:
