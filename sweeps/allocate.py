@@ -29,7 +29,8 @@ from sweeps.fit import Fit, Interval
 from sweeps.plan import support, total_draws
 from sweeps.predict import predict
 from sweeps.profile import Array
-from sweeps.rank import CONFIDENCE, MARGIN
+from sweeps.rank import CONFIDENCE, margin_of
+from sweeps.seeds import paired_seed_spread
 
 # Recipes with a rising curve. Where A is not identifiable its draws spread up to the reward's bound: enough to
 # say that the recipe may still be best and what an extension would tell, not to choose it.
@@ -124,7 +125,10 @@ class _Future:
 
     def __init__(self, fits: Sequence[Fit], margin: float) -> None:
         self.fits, self.margin = fits, margin
-        self.theta = [total_draws(fit) for fit in fits]
+        # Compared in pairs where the recipes share their seeds, as in `sweeps.rank`.
+        pairing = paired_seed_spread([fit.seed_excess for fit in fits if fit.identifiable])
+        paired = None if pairing is None else pairing.spread
+        self.theta = [total_draws(fit, spread=paired if fit.identifiable else None) for fit in fits]
         self._prior = [self._sample(fit, theta) for fit, theta in zip(fits, self.theta, strict=True)]
         self._after: dict[tuple[int, str, float], Array] = {}
         self.wrong = self._wrong(self._prior).mean(axis=(1, 2))
@@ -228,7 +232,7 @@ def _weights(signal: Array, truth: NDArray[np.intp], rng: np.random.Generator) -
         scale *= 1.5
 
 
-def settle(fits: Sequence[Fit], margin: float = MARGIN, limit: float | None = None) -> Settlement:
+def settle(fits: Sequence[Fit], margin: float | None = None, limit: float | None = None) -> Settlement:
     """What to run next to settle which recipe has the highest asymptote.
 
     Args:
@@ -241,8 +245,7 @@ def settle(fits: Sequence[Fit], margin: float = MARGIN, limit: float | None = No
     Raises:
         UserError: margin is negative or no number.
     """
-    if not (np.isfinite(margin) and margin >= 0):
-        raise UserError(f"--margin {margin:g}: must be 0 or more, in reward units")
+    margin = margin_of(fits, margin)
     contenders = [fit for fit in fits if fit.verdict in _CONTENDS and fit.draws is not None]
     cures = [_cure(fit) for fit in fits if fit not in contenders]
     cures = [step for step in cures if limit is None or step.cost <= limit]
@@ -331,7 +334,7 @@ def _cure(fit: Fit) -> Step:
     return Step(fit.recipe, "extend", factor * end, (factor - 1) * end * fit.seeds, None, reason)
 
 
-def split_budget(fits: Sequence[Fit], budget: float, margin: float = MARGIN) -> Split:
+def split_budget(fits: Sequence[Fit], budget: float, margin: float | None = None) -> Split:
     """A budget of further compute over recipes: what settles the choice, then the rest for the winner.
 
     Steps are taken one after the other by expected gain per compute, each judged together with those before
@@ -346,6 +349,7 @@ def split_budget(fits: Sequence[Fit], budget: float, margin: float = MARGIN) -> 
     Raises:
         UserError: budget is not positive.
     """
+    margin = margin_of(fits, margin)
     if not (np.isfinite(budget) and budget > 0):
         raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
     contenders = [fit for fit in fits if fit.verdict in _CONTENDS and fit.draws is not None]

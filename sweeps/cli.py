@@ -215,9 +215,8 @@ def _add_ranking(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--margin",
         type=_number,
-        default=MARGIN,
         metavar="A",
-        help="A within this are tied; default: %(default)s",
+        help=f"A within this are tied; default: {MARGIN:g} of the reward's scale",
     )
 
 
@@ -233,9 +232,8 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--margin",
         type=_number,
-        default=MARGIN,
         metavar="A",
-        help="a recipe whose A is within this of the best is no wrong choice; default: %(default)s",
+        help=f"A within this of the best is no wrong choice; default: {MARGIN:g} of the reward's scale",
     )
     parser.add_argument(
         "--sizes", default="", metavar="LIST", help="model sizes not seen to answer for, with --size: 1e9,14B"

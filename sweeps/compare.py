@@ -2,8 +2,8 @@
 
 Families are compared by AICc on the points they all can use (positive compute), and by their error on later compute
 that the fit has not seen: from origins at 50% to 90% of the window, each is fitted to what came before and predicts
-what follows, up to twice the origin's compute (rolling origin). The yardstick is the last value: the mean of the
-seeds' last evaluations before the origin. Where no family beats it, the curve carries no forecast, and a ranking on
+what follows, up to twice the origin's compute (rolling origin). The yardstick is the last value: each seed's last
+evaluation before the origin. Where no family beats it, the curve carries no forecast, and a ranking on
 its asymptote is refused.
 """
 
@@ -18,7 +18,7 @@ from sweeps import profile, verdict
 from sweeps.curve import Curve
 from sweeps.family import FAMILIES
 from sweeps.fit import fits_r0, point_prediction
-from sweeps.points import FitOptions, Points, bounds_of, pooled, select, weighted
+from sweeps.points import FitOptions, Points, bounds_of, pooled, problem_of, select, weighted
 from sweeps.profile import Array
 
 ORIGINS = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -77,13 +77,18 @@ def compare(curve: Curve, options: FitOptions | None = None) -> Comparison:
         UserError: as for `sweeps.fit.fit_curve`.
     """
     options = options or FitOptions()
+    curve = _started(curve)
     every = {name: replace(options, family=name, asymptote=None) for name in FAMILIES}
+    nothing = Comparison(curve.recipe, (), None, None, "too few points, or no change, to compare families on")
+    if not len(curve.reward) or not len(select(curve, every["power_law"]).reward):
+        return nothing
     points = {name: pooled(select(curve, how))[0] for name, how in every.items()}
     shared = points["sigmoid"].take(points["sigmoid"].compute > 0)
-    if not len(shared.reward) or verdict.before_fit(shared.compute, shared.reward, shared.seed, 4) is not None:
-        return Comparison(curve.recipe, (), None, None, "too few points, or no change, to compare families on")
+    if verdict.before_fit(shared.compute, shared.reward, shared.seed, 4) is not None:
+        return nothing
     held, last = _held_out(points, every)
-    rows = [_row(name, shared, every[name], held.get(name)) for name in FAMILIES]
+    variance = 1 / weighted(shared, every["sigmoid"], bounds_of(shared.reward)).weight
+    rows = [_row(name, shared, every[name], variance, held.get(name)) for name in FAMILIES]
     least = min(row.aicc for row in rows)
     rows = [replace(row, delta_aicc=row.aicc - least) for row in rows]
     scored = [row for row in rows if row.held_out is not None and row.family != "constant"]
@@ -105,50 +110,60 @@ def compare(curve: Curve, options: FitOptions | None = None) -> Comparison:
     return Comparison(curve.recipe, tuple(rows), last, beats, sentence)
 
 
-def _row(name: str, points: Points, options: FitOptions, held_out: float | None) -> FamilyRow:
-    """A family fitted to all points."""
-    bounds = bounds_of(points.reward)
-    problem = weighted(points, options, bounds)
+def _started(curve: Curve) -> Curve:
+    """Without the seeds that have no evaluation above compute 0: not every family could use them."""
+    keep = np.isin(curve.seed, curve.seed[curve.compute > 0])
+    sd = None if curve.sd is None else curve.sd[keep]
+    return replace(curve, compute=curve.compute[keep], reward=curve.reward[keep], seed=curve.seed[keep], sd=sd)
+
+
+def _row(name: str, points: Points, options: FitOptions, variance: Array, held_out: float | None) -> FamilyRow:
+    """A family fitted to all points, which weigh the same for every family: `variance` of each, (n,)."""
+    problem = problem_of(points, options, bounds_of(points.reward), variance)
     best, _ = profile.solve(problem, polished=2, tolerance=1e-9)
     n = len(points.reward)
     parameters = FAMILIES[name].shape + 1 + fits_r0(options)
     # Beside the curve: the seeds' offsets and the noise's variance.
     k = parameters + problem.seeds
-    # On one scale for all families, whose weights differ only through their residuals.
     _, residual, _ = profile.evaluate(problem, best.u, best.v)
-    sse = float(residual @ residual)
+    share = problem.weight / problem.weight.mean()
+    sse = float(share @ residual**2)
     floor = n * (1e-7 * max(1.0, float(np.abs(points.reward).max()))) ** 2
     correction = 2 * k * (k + 1) / (n - k - 1) if n > k + 1 else 1e6
     aicc = n * float(np.log((sse + floor) / n)) + 2 * k + correction
-    spread = float(((points.reward - points.reward.mean()) ** 2).sum())
+    spread = float(share @ (points.reward - share @ points.reward / n) ** 2)
     return FamilyRow(name, parameters, best.a, sse, aicc, 0.0, held_out, 1 - sse / spread if spread > 0 else None)
 
 
 def _held_out(points: dict[str, Points], options: dict[str, FitOptions]) -> tuple[dict[str, float], float | None]:
-    """Mean absolute error of every family, and of the last value, over all origins' held-out points."""
+    """Mean absolute error of every family, and of the last value, over all origins' held-out points.
+
+    A seed's later evaluations are held against its own curve and its own last value: seeds that ended earlier
+    neither help nor harm.
+    """
     whole = points["sigmoid"]
     end = float(whole.compute.max())
     errors: dict[str, list[Array]] = {name: [] for name in points}
     naive: list[Array] = []
     for share in ORIGINS:
         origin = share * end
-        later = (whole.compute > origin) & (whole.compute <= 2 * origin)
-        seen = whole.take(whole.compute <= origin)
+        before = whole.compute <= origin
+        later = (whole.compute > origin) & (whole.compute <= 2 * origin) & np.isin(whole.seed, whole.seed[before])
+        seen = whole.take(before)
         if not later.any() or verdict.before_fit(seen.compute, seen.reward, seen.seed, 4) is not None:
             continue
-        compute, reward = whole.compute[later], whole.reward[later]
-        naive.append(np.abs(reward - _last_value(seen)))
+        compute, reward, seed = whole.compute[later], whole.reward[later], whole.seed[later]
+        last = {s: float(whole.reward[before & (whole.seed == s)][-1]) for s in np.unique(seed)}
+        naive.append(np.abs(reward - np.array([last[s] for s in seed])))
         for name, own in points.items():
+            # Numbers of seeds are those of the points taken.
+            known = np.unique(own.seed[own.compute <= origin])
+            number = np.where(np.isin(seed, known), np.searchsorted(known, seed), -1)
             part = own.take(own.compute <= origin)
-            predicted = point_prediction(part, options[name], bounds_of(part.reward), compute)
+            predicted = point_prediction(part, options[name], bounds_of(part.reward), compute, number)
             errors[name].append(np.abs(reward - predicted))
     if not naive or sum(len(part) for part in naive) < _LEAST_HELD_OUT:
         return {}, None
     return {name: float(np.concatenate(parts).mean()) for name, parts in errors.items()}, float(
         np.concatenate(naive).mean()
     )
-
-
-def _last_value(points: Points) -> float:
-    """Mean of the seeds' last evaluations."""
-    return float(np.mean([points.reward[points.seed == s][-1] for s in np.unique(points.seed)]))

@@ -16,6 +16,9 @@ from sweeps.errors import UserError
 
 Array = NDArray[np.float64]
 
+# Beyond this, squares and ratios leave what a float can hold.
+_LARGEST = 1e100
+
 DEVICE_HOURS, VIRTUAL_HOURS, FLOPS = "compute/device_hours", "compute/virtual_device_hours", "compute/flops"
 
 
@@ -45,6 +48,18 @@ class Curve:
     metric: str = "reward"
     warnings: tuple[str, ...] = ()
     factors: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def scale(self) -> float:
+        """The width of the reward's scale, by which what is known of pass rates is carried over.
+
+        1 for rewards in [0, 1], 2 in [-1, 1], 100 in [0, 100] (percent), else the range of the rewards seen.
+        """
+        low, high = float(self.reward.min()), float(self.reward.max())
+        for bottom, top in ((0.0, 1.0), (-1.0, 1.0), (0.0, 100.0)):
+            if low >= bottom and high <= top:
+                return top - bottom
+        return high - low
 
     @property
     def unit(self) -> str:
@@ -93,6 +108,8 @@ def make_curve(
         notes.append(f"{repeated.sum()} repeated rows (same recipe, seed, compute and reward) were dropped")
     if y.min() < 0 or y.max() > 1:
         notes.append(f"rewards run from {y.min():.4g} to {y.max():.4g}, outside [0, 1]: A is not bounded by 1")
+    if np.abs(y).max() > _LARGEST or c.max() > _LARGEST or (e is not None and e.max() > _LARGEST):
+        raise UserError(f"recipe {recipe!r}: {axis} or {metric} exceeds {_LARGEST:g}; give it in a larger unit")
     kept = order[~repeated]
     sd = None if e is None else e[kept]
     return Curve(recipe, c[kept], y[kept], s[kept], sd, axis, metric, tuple(notes), dict(factors or {}))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sweeps import interval, noise, profile, verdict
 from sweeps.curve import Curve
@@ -22,7 +23,7 @@ from sweeps.interval import Draws
 from sweeps.points import FitOptions as FitOptions
 from sweeps.points import Points, bounds_of, pooled, select, weighted
 from sweeps.profile import Array, Optimum, Problem
-from sweeps.seeds import SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
+from sweeps.seeds import BORROWED_SEED_SD, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
 
 _DRAWS = 2000
 # How far R0 is moved, in units of the reward's range, to show what it does to A and B.
@@ -61,8 +62,8 @@ class Fit:
 
     A, B, C_mid hold None where the verdict lets nothing be named; draws and noise are None if no fit was
     possible. shape: the family's shape parameters by name (B and C_mid of a sigmoid, which also stand in their own
-    fields; a power law has B only). R0_effect: see `R0Effect`. dof: points less parameters. bounds: of R0 and A.
-    allowed: what the intervals were read from.
+    fields; a power law has B only). R0_effect: see `R0Effect`. informing: seeds that say something of A. dof: points
+    less parameters. bounds: of R0 and A. allowed: what the intervals were read from.
     """
 
     curve: Curve
@@ -90,6 +91,7 @@ class Fit:
     seed_excess: SeedExcess = field(default_factory=SeedExcess)
     shape: dict[str, Interval] = field(default_factory=dict)
     R0_effect: R0Effect | None = None
+    informing: int = 1
     allowed: interval.Allowed | None = None
 
     @property
@@ -155,7 +157,8 @@ def _jacobian(problem: Problem, best: Optimum, g: Array) -> Array:
         columns.append(g)
     if problem.r0_bounds[0] < problem.r0_bounds[1]:
         columns.append(1 - g)
-    columns += [np.where(problem.seed == s, g, 0.0) - g / problem.seeds for s in range(1, problem.seeds)]
+    own = np.flatnonzero(problem.loose)
+    columns += [np.where(problem.seed == s, g, 0.0) - np.where(problem.seed == own[0], g, 0.0) for s in own[1:]]
     return np.stack(columns, axis=1)
 
 
@@ -171,8 +174,15 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         UserError: r0 is outside the rewards' bounds, or the window is empty.
     """
     options = options or FitOptions()
-    spread = seed_spread or SeedSpread()
+    spread = seed_spread or SeedSpread(BORROWED_SEED_SD * curve.scale)
     points = select(curve, options)
+    if not len(points.reward) and options.min_compute is None and options.max_compute is None:
+        reason = f"no evaluation above compute 0, which --r0 or the family leaves out of {len(curve.reward)}; run on"
+        nothing = Interval(None, None, None)
+        return Fit(
+            curve, options, "too_few_points", reason, nothing, (None, None), nothing, nothing, None, "given",
+            spread, None, None, 0, 0, None, None, tuple(curve.warnings), bounds_of(curve.reward),
+        )  # fmt: skip
     if not len(points.reward):
         raise UserError(
             f"recipe {curve.recipe!r}: no points in the window; compute ({curve.axis}) runs from "
@@ -201,7 +211,9 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         options.r0 if isinstance(options.r0, str) and not zero else "given",
         spread, None, None, total, seeds, window, None, tuple(warnings), bounds,
     )  # fmt: skip
-    refused = verdict.before_fit(points.compute, points.reward, points.seed, parameters)
+    # A first evaluation from before the window observes R0; it shows nothing of the curve's shape.
+    shown = points.compute >= low
+    refused = verdict.before_fit(points.compute[shown], points.reward[shown], points.seed[shown], parameters)
     if refused is not None:
         return replace(empty, verdict=refused.name, reason=refused.reason)
     return _fit_points(empty, points, parameters)
@@ -220,9 +232,15 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
     problem = weighted(points, options, bounds)
     best, coarse = profile.solve(problem)
     _, _, g = profile.evaluate(problem, best.u, best.v)
+    informing = int(problem.loose.sum())
+    parameters -= problem.seeds - informing
     dof = max(len(points.reward) - parameters, 1)
     allowed = interval.explore(problem, best, coarse, _jacobian(problem, best, g), dof, points.variance)
     labels = [str(label) for label in np.unique(empty.curve.seed)]
+    silent = [label for label, own in zip(labels, problem.loose, strict=False) if not own]
+    if silent and len(labels) == problem.seeds:
+        note = f"seed {', '.join(silent)} ended too early to say anything of its asymptote; its points are used"
+        empty = replace(empty, warnings=(*empty.warnings, note))
     rng = np.random.default_rng(zlib.crc32(empty.recipe.encode()))
     draws = interval.draw(allowed, _DRAWS, rng)
 
@@ -265,6 +283,7 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
         draws=draws,
         noise=allowed.noise,
         dof=float(dof),
+        informing=informing,
         seed_excess=seed_excess(problem, best, g, (noise.RHOS, allowed.share, allowed.scale), labels)
         if judged.identifiable
         else SeedExcess(),
@@ -363,13 +382,24 @@ def _extrapolation_error(
     return abs(float(predicted.mean() - points.reward[last].mean()))
 
 
-def point_prediction(points: Points, options: FitOptions, bounds: tuple[float, float], compute: Array) -> Array:
-    """The least-squares curve of some points, at other compute values; no interval. Shapes: (m,) -> (m,)."""
+def point_prediction(
+    points: Points,
+    options: FitOptions,
+    bounds: tuple[float, float],
+    compute: Array,
+    seed: NDArray[np.intp] | None = None,
+) -> Array:
+    """The least-squares curve of some points, at other compute values; no interval.
+
+    Shapes: compute (m,) -> (m,). seed (m,): whose asymptotes, by the numbers of `points.seed`, -1 for none of them;
+    the recipe's own if not given.
+    """
     problem = weighted(points, options, bounds)
     best, _ = profile.solve(problem, polished=1, tolerance=1e-6)
     with np.errstate(divide="ignore"):
         g = problem.family.at(np.log(compute), best.u, best.v)
-    result: Array = best.r0 * (1 - g) + best.a * g
+    offset = np.zeros(1) if seed is None else np.append(best.seed_offset, 0.0)[seed]
+    result: Array = best.r0 * (1 - g) + (best.a + offset) * g
     return result
 
 
@@ -378,7 +408,7 @@ def with_seed_spread(fit: Fit, spread: SeedSpread) -> Fit:
     value, low, high = fit.A.value, fit.A.low, fit.A.high
     if value is None:
         return replace(fit, seed_spread=spread, A_total=(None, None))
-    reach = spread.quantile() * spread.sd / np.sqrt(fit.seeds)
+    reach = spread.quantile() * spread.sd / np.sqrt(fit.informing)
     bottom = None if low is None else float(max(value - np.hypot(value - low, reach), fit.bounds[0]))
     top = None if high is None else float(min(value + np.hypot(high - value, reach), fit.bounds[1]))
     return replace(fit, seed_spread=spread, A_total=(bottom, top))
@@ -389,11 +419,12 @@ def fit_curves(curves: Sequence[Curve], options: FitOptions | None = None) -> li
     over recipes, else borrowed from the paper.
     """
     fits = [fit_curve(curve, options) for curve in curves]
-    pooled = pooled_seed_spread([fit.seed_excess for fit in fits])
+    scale = max((curve.scale for curve in curves), default=1.0)
+    pooled = pooled_seed_spread([fit.seed_excess for fit in fits], scale)
     result = []
     for fit in fits:
-        own = pooled_seed_spread([fit.seed_excess])
-        result.append(with_seed_spread(fit, own or pooled or SeedSpread()))
+        own = pooled_seed_spread([fit.seed_excess], scale)
+        result.append(with_seed_spread(fit, own or pooled or SeedSpread(BORROWED_SEED_SD * fit.curve.scale)))
     return result
 
 

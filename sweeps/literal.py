@@ -60,6 +60,8 @@ def fit_literal(
             or the window is empty.
     """
     options = options or FitOptions()
+    if options.family != "sigmoid" or options.robust:
+        raise UserError(f"--method {METHOD} fits the sigmoid, all points alike; leave --family and --robust out")
     a = np.asarray(a_grid if options.asymptote is None else [options.asymptote], dtype=float)
     c_mid = np.asarray(c_mid_grid, dtype=float)
     _check_grid("a_grid", a)
@@ -192,6 +194,7 @@ def _search(fit: Fit, compute: Array, reward: Array, r0: float, a_grid: Array, c
         A=Interval(best_a, None, None),
         B=Interval(best_b, None, None),
         C_mid=Interval(best_c, None, None),
+        shape={"B": Interval(best_b, None, None), "C_mid": Interval(best_c, None, None)},
         rmse=float(np.sqrt(sse[i, j] / len(reward))),
         r2=None if variance <= 0 else 1 - float(sse[i, j]) / variance,
         warnings=tuple(notes),

@@ -219,6 +219,12 @@ class _Fits:
             return None
         came = (self._curve.compute > end / RECENT) & (self._curve.compute <= end)
         value, low, high = predict_mean(fit, self._curve.compute[came])
+        # Where some seeds have ended, the mean of those left is off from the mean of all by the seeds' spread.
+        seen = len(np.unique(self._curve.seed[self._curve.compute <= made_at]))
+        left = len(np.unique(self._curve.seed[came]))
+        if left < seen:
+            reach = fit.seed_spread.quantile() * fit.seed_spread.sd * np.sqrt(1 / left - 1 / seen)
+            low, high = value - float(np.hypot(value - low, reach)), value + float(np.hypot(high - value, reach))
         return Check(made_at, int(came.sum()), float(self._curve.reward[came].mean()), value, low, high)
 
 

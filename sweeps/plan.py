@@ -20,6 +20,7 @@ import numpy as np
 from sweeps.errors import UserError
 from sweeps.fit import Fit, Interval
 from sweeps.profile import Array
+from sweeps.seeds import SeedSpread
 
 # Beyond this many times the window's end a forecast is no plan; the source extrapolates 2 to 3 times.
 FAR = 100.0
@@ -93,11 +94,11 @@ def support(fit: Fit) -> float | None:
     return _REACH[fit.verdict] * fit.window[1]
 
 
-def total_draws(fit: Fit, new_run: bool = False) -> Array:
+def total_draws(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
     """Draws of a recipe's A over seeds, or of a new run's. (K,), in reward units.
 
     The mean over the seeds given is off by sd / sqrt(seeds); a new seed is off from the recipe's mean by sd
-    again.
+    again. spread: between seeds, the fit's own if not given (where recipes are compared in pairs it is less).
 
     Raises:
         ValueError: the fit has no draws.
@@ -105,9 +106,9 @@ def total_draws(fit: Fit, new_run: bool = False) -> Array:
     if fit.draws is None:
         raise ValueError(f"recipe {fit.recipe!r} has no draws: {fit.verdict}")
     rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 3)
-    spread, count = fit.seed_spread, len(fit.draws.A)
+    spread, count = spread or fit.seed_spread, len(fit.draws.A)
     noise = rng.standard_normal(count) if np.isinf(spread.dof) else rng.standard_t(spread.dof, count)
-    total: Array = fit.draws.A + spread.sd * np.sqrt(1 / fit.seeds + new_run) * noise
+    total: Array = fit.draws.A + spread.sd * np.sqrt(1 / fit.informing + new_run) * noise
     return total
 
 

@@ -12,7 +12,6 @@ from sweeps.allocate import Settlement, Split, Step, reward_at, settle, split_bu
 from sweeps.errors import UserError
 from sweeps.fit import Fit, Interval
 from sweeps.plan import Asymptote, Reach, check_target, compute_to_reach, near_asymptote
-from sweeps.rank import MARGIN
 from sweeps.rollouts import RolloutPlan, best_rollouts
 from sweeps.scaling import parse_size, sized
 from sweeps.sizes import Sizes, compare_sizes
@@ -99,7 +98,7 @@ def make_plan(
     fits: Sequence[Fit],
     target: float | None = None,
     budget: float | None = None,
-    margin: float = MARGIN,
+    margin: float | None = None,
     factors: Factors | None = None,
 ) -> Plan:
     """Plan for a target or a budget.

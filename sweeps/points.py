@@ -11,7 +11,7 @@ How R0 enters (the paper does not say; an error of 0.05 in it moves A by about 0
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -31,6 +31,8 @@ MOST_POINTS = 1000
 # Residuals beyond this many robust standard deviations count with less weight (Huber 1964).
 _HUBER = 1.5
 _ROBUST_ROUNDS = 8
+# A seed with less than this share of the best seed's information on A says nothing of its own asymptote.
+_INFORMING = 0.2
 
 R0Mode = float | Literal["first", "free"]
 
@@ -153,7 +155,7 @@ def weighted(points: Points, options: FitOptions, bounds: tuple[float, float]) -
     n = len(points.reward)
     # Rounding of the grid's sums of squares must stay below what counts as noise, also in noise-free data.
     floor = (1e-7 * max(1.0, float(np.abs(points.reward).max()))) ** 2
-    known = points.variance
+    known = None if points.variance is None else np.maximum(points.variance, floor)
     even = np.full(n, float(np.var(points.reward)) / 10)
     problem = problem_of(points, options, bounds, even if known is None else known)
     if known is None or float(np.ptp(known)) <= 1e-12 * float(known.max()):
@@ -162,11 +164,14 @@ def weighted(points: Points, options: FitOptions, bounds: tuple[float, float]) -
         if problem.seeds == 1 and not options.robust:
             return problem_of(points, options, bounds, np.maximum(even, floor))
     best, _ = profile.solve(problem, polished=1, tolerance=1e-6)
-    _, residual, _ = profile.evaluate(problem, best.u, best.v)
+    _, residual, g = profile.evaluate(problem, best.u, best.v)
     if options.robust:
-        return _robust(problem, residual, points, options, bounds, known, floor)
-    extra = noise.extra_variance(residual, known + floor, max(n - 4, 1))
-    return problem_of(points, options, bounds, known + extra + floor)
+        problem = _robust(problem, residual, points, options, bounds, known, floor)
+    else:
+        extra = noise.extra_variance(residual, known + floor, max(n - 4, 1))
+        problem = problem_of(points, options, bounds, known + extra + floor)
+    information = np.bincount(points.seed, problem.weight * g * g)
+    return replace(problem, informing=information >= _INFORMING * information.max())
 
 
 def _robust(

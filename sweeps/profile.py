@@ -37,7 +37,8 @@ class Problem:
 
     Shapes: log_compute, reward, weight, seed are (n,), by seed and within a seed by compute; log_compute is -inf
     at compute 0; seed counts from 0. ridge is 1 / (variance of the seeds' asymptotes). Bounds are inclusive;
-    equal bounds fix a parameter.
+    equal bounds fix a parameter. informing: which seeds have an asymptote of their own, (S,), all if None; a run
+    that ended early says nothing of its asymptote and only lends its points to the common curve.
     """
 
     log_compute: Array
@@ -48,6 +49,12 @@ class Problem:
     r0_bounds: tuple[float, float]
     a_bounds: tuple[float, float]
     family: Family = SIGMOID
+    informing: NDArray[np.bool_] | None = None
+
+    @cached_property
+    def loose(self) -> Array:
+        """1 where a seed has an asymptote of its own, else 0; (S,)."""
+        return np.ones(self.seeds) if self.informing is None else self.informing.astype(float)
 
     @cached_property
     def box(self) -> Box:
@@ -179,6 +186,7 @@ class Sums:
     ys: Array
     yy: Array
     ridge: float
+    loose: Array
 
     def mixed(self, rho: Array) -> Quadratic:
         """The normal equations of (R0, A) at each rho, the seeds' offsets eliminated; (r,) -> (r, cells)."""
@@ -193,7 +201,7 @@ class Sums:
         H01, h1 = E1, d
         if gg.shape[1] > 1:
             # min over d_s with sum(d_s) = 0 of sum gg_s d_s^2 + ridge d_s^2 - 2 q_s d_s, q = gy - R0 e - A gg.
-            k = 1.0 / (gg + self.ridge)
+            k = self.loose[:, None] / (gg + self.ridge)
             ksum = k.sum(1)
             k_e, k_a, k_p = ((k * x).sum(1) for x in (e, gg, p))
             H00 = H00 - (k * e * e).sum(1) + k_e * k_e / ksum
@@ -224,6 +232,7 @@ def sums(problem: Problem, g: Array, metrics: int = 3) -> Sums:
         y @ member,
         (y * problem.reward) @ member,
         problem.ridge,
+        problem.loose,
     )
 
 
@@ -313,7 +322,7 @@ def evaluate(problem: Problem, u: float, v: float) -> tuple[Optimum, Array, Arra
     if problem.seeds > 1:
         w = problem.weight
         q_s = np.bincount(problem.seed, w * g * residual, problem.seeds)
-        k = 1.0 / (np.bincount(problem.seed, w * g * g, problem.seeds) + problem.ridge)
+        k = problem.loose / (np.bincount(problem.seed, w * g * g, problem.seeds) + problem.ridge)
         offset = k * (q_s - (k @ q_s) / k.sum())
         residual = residual - offset[problem.seed] * g
     sse = float(problem.weight @ residual**2 + problem.ridge * (offset @ offset))
@@ -333,7 +342,7 @@ def _linear_at(problem: Problem, g: Array) -> tuple[float, float]:
         # The seeds' offsets eliminated, as in `Sums.mixed`.
         a_s, b_s, p_s = (np.bincount(problem.seed, x, problem.seeds) for x in (wg * g, wg, wg * problem.centred))
         e_s = b_s - a_s
-        k = 1.0 / (a_s + problem.ridge)
+        k = problem.loose / (a_s + problem.ridge)
         three = np.stack([e_s, a_s, p_s])
         cross, lean = (three * k) @ three.T, three @ k
         (ee, ea, ep), (_, aa, ap), _ = (cross - np.outer(lean, lean) / k.sum()).tolist()

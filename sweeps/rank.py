@@ -10,7 +10,6 @@ all of them alike drops out.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 from sweeps.compare import Comparison, compare
 from sweeps.errors import UserError
 from sweeps.fit import Fit, Interval, refit
+from sweeps.plan import chance, total_draws
 from sweeps.predict import predict
 from sweeps.profile import Array
 from sweeps.seeds import Pairing, SeedSpread, paired_seed_spread
@@ -121,23 +121,26 @@ class Ranking:
         }
 
 
-def rank(fits: Sequence[Fit], margin: float = MARGIN, budget: float | None = None) -> Ranking:
+def rank(fits: Sequence[Fit], margin: float | None = None, budget: float | None = None) -> Ranking:
     """Order recipes.
 
     Args:
         fits: one a recipe, as `fit_curves` returns them (so that the spread between seeds is pooled).
-        margin: recipes whose A lies within this of the best are tied, in reward units.
+        margin: recipes whose A lies within this of the best are tied, in reward units; 0.02 of the reward's scale if
+            not given.
         budget: compute at which to give the reward as well, in the curves' unit.
 
     Raises:
-        UserError: margin or budget is not positive, or nothing to rank.
+        UserError: margin or budget is not positive, nothing to rank, or several evaluation sets at once.
     """
     if not fits:
         raise UserError("nothing to rank: give at least one recipe")
-    if not (np.isfinite(margin) and margin >= 0):
-        raise UserError(f"--margin {margin:g}: must be 0 or more, in reward units")
+    margin = margin_of(fits, margin)
     if budget is not None and not (np.isfinite(budget) and budget > 0):
         raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
+    sets = sorted({fit.curve.factors["set"] for fit in fits if "set" in fit.curve.factors})
+    if len(sets) > 1:
+        raise UserError(f"evaluation sets {', '.join(sets)} have asymptotes of their own; choose one with --metric")
     comparisons = {fit.recipe: compare(fit.curve, fit.options) for fit in fits if fit.identifiable}
     # Too little held-out compute to judge by is no reason to refuse; a forecast that is worse than none is.
     blind = {name: found.sentence for name, found in comparisons.items() if found.beats_last is False}
@@ -145,9 +148,9 @@ def rank(fits: Sequence[Fit], margin: float = MARGIN, budget: float | None = Non
     baseline = _baseline(fits)
     contenders = [fit for fit, _ in named]
     refused = sorted((fit for fit in fits if fit not in contenders), key=lambda fit: fit.recipe)
-    pairing = paired_seed_spread([fit.seed_excess for fit in contenders])
+    pairing = paired_seed_spread([fit.seed_excess for fit in contenders], max(fit.curve.scale for fit in fits))
     between = {fit.recipe: fit.seed_spread if pairing is None else pairing.spread for fit in contenders}
-    p_best = _p_best([_total_draws(fit, between[fit.recipe]) for fit in contenders])
+    p_best = _p_best([total_draws(fit, spread=between[fit.recipe]) for fit in contenders])
     best = max((a for _, a in named), default=0.0)
     tied = [fit for fit, a in named if best - a <= margin + 1e-12]
     shared_a, at_shared = _at_shared(tied)
@@ -164,7 +167,7 @@ def rank(fits: Sequence[Fit], margin: float = MARGIN, budget: float | None = Non
     )
     entries = []
     for place, fit in enumerate(ordered, start=1):
-        chance = p_best[contenders.index(fit)]
+        p = p_best[contenders.index(fit)]
         refitted = at_shared.get(fit.recipe)
         gap = best - _value(fit.A)
         if refitted is not None and shared_a is not None:
@@ -176,7 +179,7 @@ def rank(fits: Sequence[Fit], margin: float = MARGIN, budget: float | None = Non
             Ranked(
                 fit.recipe,
                 place,
-                chance,
+                p,
                 refitted is not None,
                 fit.A,
                 fit.A_total,
@@ -218,6 +221,19 @@ def rank(fits: Sequence[Fit], margin: float = MARGIN, budget: float | None = Non
     )
 
 
+def margin_of(fits: Sequence[Fit], margin: float | None) -> float:
+    """The margin of a tie, in reward units: the paper's 0.02, carried over to the reward's scale, if not given.
+
+    Raises:
+        UserError: it is negative or no number.
+    """
+    if margin is None:
+        return MARGIN * max((fit.curve.scale for fit in fits), default=1.0)
+    if not (np.isfinite(margin) and margin >= 0):
+        raise UserError(f"--margin {margin:g}: must be 0 or more, in reward units")
+    return margin
+
+
 def _value(interval: Interval) -> float:
     """An estimate that the verdict lets be named."""
     assert interval.value is not None
@@ -228,16 +244,6 @@ def _baseline(fits: Sequence[Fit]) -> str | None:
     """The recipe the others vary: a label without `+`, the one with most variants."""
     plain = sorted(fit.recipe for fit in fits if "+" not in fit.recipe)
     return max(plain, key=lambda label: sum(fit.recipe.startswith(label + "+") for fit in fits), default=None)
-
-
-def _total_draws(fit: Fit, spread: SeedSpread) -> Array:
-    """Draws of the recipe's A over seeds: the runs' A, and how far the mean of so many may be off. (K,)."""
-    assert fit.draws is not None
-    rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 2)
-    count = len(fit.draws.A)
-    noise = rng.standard_normal(count) if np.isinf(spread.dof) else rng.standard_t(spread.dof, count)
-    total: Array = fit.draws.A + spread.sd / np.sqrt(fit.seeds) * noise
-    return total
 
 
 def _p_best(draws: Sequence[Array]) -> list[float]:
@@ -283,10 +289,10 @@ def _outcome(
             return False, f"{leader.recipe} is the only recipe: nothing to compare"
         return True, f"undecided: only the asymptote of {leader.recipe} is identifiable{unranked}"
     if len(tied) == 1:
-        chance = p_best[leader]
-        if chance >= CONFIDENCE:
-            return False, f"{leader.recipe} has the highest asymptote with {_chance(chance)}{unranked}"
-        return True, (f"undecided: {leader.recipe} has the highest asymptote with {_chance(chance)} only{unranked}")
+        p = p_best[leader]
+        if p >= CONFIDENCE:
+            return False, f"{leader.recipe} has the highest asymptote with {chance(p)}{unranked}"
+        return True, f"undecided: {leader.recipe} has the highest asymptote with {chance(p)} only{unranked}"
     # The margin already stands for the spread between seeds, so whether the leader is within it is a question
     # to the runs given.
     runs = np.stack([fit.draws.A for fit in ordered if fit.draws is not None])
@@ -297,19 +303,14 @@ def _outcome(
     if within >= CONFIDENCE and efficient >= CONFIDENCE:
         return False, (
             f"{leader.recipe} is best: {names} are tied in A within {margin:g}, and it has the highest B "
-            f"at the shared A with {_chance(efficient)}{unranked}"
+            f"at the shared A with {chance(efficient)}{unranked}"
         )
     why = (
-        f"B does not separate them ({_chance(efficient)} for {leader.recipe})"
+        f"B does not separate them ({chance(efficient)} for {leader.recipe})"
         if within >= CONFIDENCE
-        else f"that {leader.recipe} is within {margin:g} of the best A is uncertain ({_chance(within)})"
+        else f"that {leader.recipe} is within {margin:g} of the best A is uncertain ({chance(within)})"
     )
     return True, f"undecided: {names} are tied in A within {margin:g}, and {why}{unranked}"
-
-
-def _chance(p: float) -> str:
-    """A probability as text: two thousand draws do not tell 1 from 0.999."""
-    return "P > 0.99" if p > 0.99 else "P < 0.01" if p < 0.01 else f"P = {p:.2f}"
 
 
 def _at_budget(fit: Fit, budget: float | None) -> Interval | None:
@@ -337,7 +338,7 @@ def _leave_one_out(
         if fit not in named:
             table.append(Contrast(fit.recipe, None, None, blind.get(fit.recipe, f"{fit.verdict}: {fit.reason}")))
             continue
-        ours_a, theirs_a = (_total_draws(one, between[one.recipe]) for one in (fit, base))
+        ours_a, theirs_a = (total_draws(one, spread=between[one.recipe]) for one in (fit, base))
         delta_a = _difference(_value(fit.A) - _value(base.A), ours_a, theirs_a)
         delta_b = None
         reason = f"A differs by more than {margin:g}, so B is not comparable"

@@ -12,6 +12,8 @@ from sweeps.profile import Array, Optimum, Problem
 
 # Three ScaleRL runs lay within +-0.015 (arXiv 2510.13786, A.7).
 BORROWED_SEED_SD = 0.015
+# Begins the label of a run whose seed is not known.
+UNNAMED = "run "
 
 
 @dataclass(frozen=True)
@@ -49,21 +51,25 @@ def seed_excess(
     problem's weights under each, (r,). labels: of the seeds, in their order.
     """
     rho, share, scale = noise
-    count = len(best.seed_offset)
+    informing = np.flatnonzero(problem.loose)
+    count = len(informing)
     if count < 2:
         return SeedExcess()
     w = problem.weight
     residual = problem.reward - best.r0 * (1 - g) - best.a * g
-    information = np.bincount(problem.seed, w * g * g, count)
+    information = np.bincount(problem.seed, w * g * g, problem.seeds)[informing]
     if (information <= 0).any():
         return SeedExcess()
-    offset = np.bincount(problem.seed, w * g * residual, count) / information
+    offset = np.bincount(problem.seed, w * g * residual, problem.seeds)[informing] / information
     # The information on an offset under each rho; see `sweeps.profile` for the three metrics.
-    parts = np.stack([np.bincount(problem.seed, row * g, count) for row in problem.applied(g)])
+    parts = np.stack([np.bincount(problem.seed, row * g, problem.seeds)[informing] for row in problem.applied(g)])
     mix = np.stack([(1 + rho**2), -(rho**2), -rho], axis=1) / (1 - rho**2)[:, None]
     sampling = float(share @ (scale[:, None] / np.maximum(mix @ parts, 1e-300)).mean(1))
     offset = offset - offset.mean()
-    by_label = dict(zip(labels, offset.tolist(), strict=True)) if len(labels) == count else {}
+    own = [labels[int(i)] for i in informing] if len(labels) == problem.seeds else []
+    # A number that a reader gave a run is no seed: runs of two recipes have nothing in common by it.
+    named = bool(own) and not any(label.startswith(UNNAMED) for label in own)
+    by_label = dict(zip(own, offset.tolist(), strict=True)) if named else {}
     return SeedExcess(float((offset**2).sum()), sampling, count - 1, by_label)
 
 
@@ -78,32 +84,35 @@ class Pairing:
     spread: SeedSpread
 
 
-def paired_seed_spread(excesses: Sequence[SeedExcess]) -> Pairing | None:
+def paired_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> Pairing | None:
     """The spread that matters for comparing recipes with common seeds: two-way analysis of variance, recipe x seed.
 
-    None where fewer than two recipes share at least two seeds, or fewer than two degrees of freedom are left.
+    None where the recipes do not have the very same seeds, at least two (what a seed does that only one of them has
+    does not drop out), or fewer than two degrees of freedom are left.
     """
-    shared = sorted(set.intersection(*(set(excess.offset) for excess in excesses))) if excesses else []
+    shared = sorted(excesses[0].offset) if excesses else []
+    if any(sorted(excess.offset) != shared for excess in excesses):
+        return None
     dof = (len(excesses) - 1) * (len(shared) - 1)
     if len(shared) < 2 or dof < 2:
         return None
     table = np.array([[excess.offset[label] for label in shared] for excess in excesses])
     left = table - table.mean(1, keepdims=True) - table.mean(0) + table.mean()
     sampling = float(np.mean([excess.sampling for excess in excesses]))
-    variance = max(float((left**2).sum()) / dof - sampling, min(sampling, BORROWED_SEED_SD**2))
+    variance = max(float((left**2).sum()) / dof - sampling, min(sampling, (BORROWED_SEED_SD * scale) ** 2))
     return Pairing(tuple(shared), SeedSpread(float(np.sqrt(variance)), "paired", float(dof)))
 
 
-def pooled_seed_spread(excesses: Sequence[SeedExcess]) -> SeedSpread | None:
+def pooled_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> SeedSpread | None:
     """Spread between seeds over the recipes given, or None with fewer than two degrees of freedom.
 
     What the points' noise explains is taken off; but never below what that noise could hide of the published
-    spread.
+    spread, carried over to the reward's scale.
     """
     squares = sum(excess.squares for excess in excesses)
     dof = sum(excess.dof for excess in excesses)
     if dof < 2:
         return None
     sampling = sum(excess.sampling * excess.dof for excess in excesses) / dof
-    variance = max(squares / dof - sampling, min(sampling, BORROWED_SEED_SD**2))
+    variance = max(squares / dof - sampling, min(sampling, (BORROWED_SEED_SD * scale) ** 2))
     return SeedSpread(float(np.sqrt(variance)), "pooled" if len(excesses) > 1 else "measured", float(dof))

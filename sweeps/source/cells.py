@@ -188,9 +188,10 @@ def _parquet(file: File) -> Rows:
 
     def cells(name: str) -> list[Any]:
         column = frame.iloc[:, names.index(name)].tolist()
-        # Parquet has nulls, and pandas hands them over as one of these.
-        return [
-            "" if cell is None or cell is pandas.NA or cell is pandas.NaT or cell != cell else cell for cell in column
-        ]
+        return ["" if _is_null(cell) else cell for cell in column]
+
+    def _is_null(cell: object) -> bool:
+        """Parquet has nulls, and pandas hands them over as one of these."""
+        return cell is None or cell is pandas.NA or cell is pandas.NaT or (isinstance(cell, float) and cell != cell)
 
     return Rows(names, len(frame), cells)

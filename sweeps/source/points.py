@@ -9,6 +9,7 @@ from pathlib import Path
 from sweeps.curve import Curve, make_curve
 from sweeps.errors import UserError
 from sweeps.journal import JournalView
+from sweeps.seeds import UNNAMED
 from sweeps.source.text import short
 
 # --metric: a curve for every evaluation set there is.
@@ -107,12 +108,12 @@ class Collected:
         return found
 
     def run_label(self, points: Points, seed: str | None) -> str:
-        """A label of its own for a log's run: its seed if it names one, or else its number in the curve."""
+        """A label of its own for a log's run: its seed if it names one, or else its number in the curve, marked."""
         known = self._runs.setdefault(points.recipe, [])
-        label = str(len(known)) if seed is None else seed
-        number = 2
+        first = f"{UNNAMED}{len(known)}" if seed is None else seed
+        label, number = first, 2
         while label in known:
-            label = f"{seed or len(known)}#{number}"
+            label = f"{first}#{number}"
             number += 1
         known.append(label)
         return label

@@ -89,3 +89,34 @@ def test_too_few_points_are_not_compared() -> None:
 def test_unknown_family_is_named() -> None:
     with pytest.raises(UserError, match=r"cubic.*sigmoid"):
         fit_curve(curve(), FitOptions(family="cubic"))
+
+
+def test_seeds_that_ended_early_do_not_decide_on_skill() -> None:
+    """Two seeds apart by 0.06, one stopped early: the other's later evaluations belong to its own curve."""
+    compute = np.linspace(0.0, 16000.0, 41)
+    parts = [(compute[:15], 0.64, "0"), (compute, 0.58, "1")]
+    rewards = [noisy(law(c, a, 1.9, 2500.0, 0.3), 0.004, i) for i, (c, a, _) in enumerate(parts)]
+    data = make_curve(
+        "x",
+        np.concatenate([c for c, _, _ in parts]),
+        np.concatenate(rewards),
+        np.concatenate([np.full(len(c), s) for c, _, s in parts]),
+    )
+    found = compare(data)
+    assert found.beats_last is True
+    assert min(row.held_out or 1.0 for row in found.rows) < 0.01
+
+
+def test_points_with_errors_weigh_the_same_for_every_family() -> None:
+    compute = np.linspace(0.0, 12000.0, 41)
+    sd = np.where(compute < 6000, 0.002, 0.03)
+    sigmoid_wins = 0
+    for rng in range(10):
+        reward = law(compute, 0.61, 1.9, 2500.0, 0.3) + sd * np.random.default_rng(rng).standard_normal(41)
+        rows = compare(make_curve("x", compute, np.clip(reward, 0, 1), sd=sd)).rows
+        sigmoid_wins += min(rows, key=lambda row: row.aicc).family == "sigmoid"
+    assert sigmoid_wins >= 7
+
+
+def test_a_run_with_its_first_evaluation_only_is_not_compared() -> None:
+    assert compare(make_curve("x", [0.0], [0.3])).rows == ()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from sweeps.curve import Curve
+from sweeps.curve import Curve, make_curve
 from sweeps.errors import UserError
 from sweeps.fit import fit_curves
 from sweeps.rank import Ranking, rank
-from tests.sweeps.simulate import curve
+from tests.sweeps.simulate import curve, law
 
 
 def ranked(*curves: Curve, **options: float) -> Ranking:
@@ -110,3 +111,50 @@ def test_impossible_options_are_one_line_errors() -> None:
             rank(fits, **options)
     with pytest.raises(UserError, match="nothing to rank"):
         rank([])
+
+
+def seeded(recipe: str, offsets: dict[str, float], rng: int) -> Curve:
+    """One run a seed, each with its own asymptote."""
+    compute = np.linspace(0.0, 16000.0, 33)
+    random = np.random.default_rng(rng)
+    rewards = [law(compute, 0.61 + d, 1.9, 2500.0, 0.3) + 0.003 * random.standard_normal(33) for d in offsets.values()]
+    return make_curve(recipe, np.tile(compute, len(offsets)), np.concatenate(rewards), np.repeat(list(offsets), 33))
+
+
+def test_what_a_seed_does_to_all_recipes_alike_drops_out() -> None:
+    shared = {"0": 0.02, "1": -0.02, "2": 0.0}
+    better = {label: offset + 0.008 for label, offset in shared.items()}
+    paired = rank(fit_curves([seeded("a", better, 1), seeded("b", shared, 2)]), margin=0.0)
+    assert paired.pairing is not None and paired.pairing.seeds == ("0", "1", "2")
+    assert paired.pairing.spread.sd < 0.5 * fit_curves([seeded("b", shared, 2)])[0].seed_spread.sd
+    other = {"7": 0.02, "8": -0.02, "9": 0.0}
+    apart = rank(fit_curves([seeded("a", better, 1), seeded("b", other, 2)]), margin=0.0)
+    assert apart.pairing is None
+    assert (paired.ranking[0].p_best or 0) > 0.9 > (apart.ranking[0].p_best or 0)
+
+
+def test_seeds_that_only_some_recipes_have_are_not_paired() -> None:
+    x = seeded("x", {"0": 0.0, "1": 0.002, "2": 0.03, "3": 0.03}, 1)
+    y = seeded("y", {"0": 0.0, "1": 0.002, "7": -0.03, "8": -0.03}, 2)
+    ranking = rank(fit_curves([x, y]), margin=0.005)
+    assert ranking.pairing is None and ranking.undecided
+
+
+def test_numbers_that_a_reader_gave_runs_are_no_seeds() -> None:
+    numbered = {"run 0": 0.02, "run 1": -0.02, "run 2": 0.0}
+    assert rank(fit_curves([seeded("a", numbered, 1), seeded("b", numbered, 2)])).pairing is None
+
+
+def test_margin_is_carried_over_to_the_rewards_scale() -> None:
+    data = [seeded("a", {"0": 0.0}, 1), seeded("b", {"0": -0.01}, 2)]
+    percent = [make_curve(c.recipe, c.compute, 100 * c.reward, c.seed) for c in data]
+    ours, theirs = rank(fit_curves(data)), rank(fit_curves(percent))
+    assert theirs.margin == 100 * ours.margin
+    assert [e.tied_with_best for e in theirs.ranking] == [e.tied_with_best for e in ours.ranking] == [True, True]
+
+
+def test_evaluation_sets_are_not_ranked_against_each_other() -> None:
+    data = [seeded("a set=math", {"0": 0.0}, 1), seeded("a set=code", {"0": 0.0}, 2)]
+    fits = fit_curves([replace(c, factors={"set": c.recipe[-4:]}) for c in data])
+    with pytest.raises(UserError, match=r"code, math.*--metric"):
+        rank(fits)
