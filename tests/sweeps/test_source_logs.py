@@ -285,7 +285,7 @@ def test_runs_of_one_recipe_get_a_seed_each(tmp_path: Path) -> None:
     rows = [{"step": s, "reward": 0.1 * s, "num_tokens": 100.0 * s} for s in range(3)]
     paths = [state(tmp_path / folder / "grpo" / "trainer_state.json", rows) for folder in "ab"]
     (curve,) = load(paths).curves
-    assert sorted(set(curve.seed.tolist())) == ["0", "1"] and len(curve.reward) == 6
+    assert sorted(set(curve.seed.tolist())) == ["run 0", "run 1"] and len(curve.reward) == 6
 
 
 def test_one_run_given_twice_is_no_second_seed(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_one_run_given_twice_is_no_second_seed(tmp_path: Path) -> None:
     early = state(tmp_path / "grpo" / "checkpoint-2" / "trainer_state.json", rows[:3])
     late = state(tmp_path / "grpo" / "checkpoint-3" / "trainer_state.json", rows)
     study = load([late, late])
-    assert study.curves[0].seed.tolist() == ["0"] * 4 and "given twice, read once" in study.warnings[0]
+    assert study.curves[0].seed.tolist() == ["run 0"] * 4 and "given twice, read once" in study.warnings[0]
     with pytest.raises(UserError, match=r"the same run as .*checkpoint-2"):
         load([early, late])
 
