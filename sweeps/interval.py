@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import fdtrc, stdtr, stdtrit
 
 from sweeps import noise
@@ -97,9 +98,9 @@ def explore(
     lines = [coarse.u, coarse.v]
     step = np.array([line[1] - line[0] if len(line) > 1 else 0.0 for line in lines])
     centre = np.array([best.u, best.v])
-    first = noise.Noise(0, 0, 1, max(best.sse / dof, noise.least_variance(problem, known)))
+    independent = max(best.sse / dof, noise.least_variance(problem, known))
     reach = np.maximum(_REACH, 1.15 * stdtrit(noise.degrees_of_freedom(dof), 1 - _TAIL) ** 2)
-    low, high = _around(lines, coarse.sse <= best.sse + 4 * reach[0] * first.scale, centre, step)
+    low, high = _around(lines, coarse.sse <= best.sse + 4 * reach[0] * independent, centre, step)
     found: Allowed | None = None
     for _ in range(_ZOOMS):
         low, high = np.maximum(low, box[0::2]), np.minimum(high, box[1::2])
@@ -121,7 +122,7 @@ def explore(
     return found
 
 
-def _around(lines: list[Array], inside: NDArrayBool, centre: Array, step: Array) -> tuple[Array, Array]:
+def _around(lines: list[Array], inside: NDArray[np.bool_], centre: Array, step: Array) -> tuple[Array, Array]:
     """A box around the cells inside, wider where they reach the grid's edge: the region goes on beyond it."""
     low, high = centre - step, centre + step
     for axis, line in enumerate(lines):
@@ -134,9 +135,6 @@ def _around(lines: list[Array], inside: NDArrayBool, centre: Array, step: Array)
         low[axis] -= 0.5 * span * (hit[0] == 0)
         high[axis] += 0.5 * span * (hit[-1] == len(line) - 1)
     return low, high
-
-
-NDArrayBool = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 
 def _allowed(
@@ -193,7 +191,7 @@ def _parabola(left: Array, middle: Array, right: Array, floor: Array) -> Array:
     return np.where(inner, middle - divide((left - right) ** 2, 8 * (left - 2 * middle + right)), floor)
 
 
-def _confidence(allowed: Allowed, excess: Array, below: NDArrayBool) -> Array:
+def _confidence(allowed: Allowed, excess: Array, below: NDArray[np.bool_]) -> Array:
     """The averaged confidence distribution at a trial value.
 
     Args:
@@ -412,7 +410,7 @@ def draw(allowed: Allowed, count: int, rng: np.random.Generator) -> Draws:
     under, cell = np.divmod(chosen, weight.shape[1])
     row, column = np.divmod(cell, len(allowed.v))
 
-    def within(line: Array, index: NDArrayInt) -> Array:
+    def within(line: Array, index: NDArray[np.intp]) -> Array:
         jitter = rng.random(count) - 0.5
         if len(line) == 1:
             return np.full(count, line[0])
@@ -444,9 +442,6 @@ def draw(allowed: Allowed, count: int, rng: np.random.Generator) -> Draws:
         R0=r0,
         family=problem.family,
     )
-
-
-NDArrayInt = np.ndarray[tuple[int, ...], np.dtype[np.intp]]
 
 
 def asymptote_confidence(allowed: Allowed, values: Array) -> Array:

@@ -5,8 +5,8 @@ noise of a seed is taken as a first-order autoregression, by evaluation: correla
 thirty points leave rho uncertain, and residuals of a fit show less correlation than the noise has, because the fit
 has followed part of it. So no rho is chosen: each on a grid gets as weight a prior times its restricted likelihood
 (REML, which accounts for what the fit followed), and intervals are averaged over them. With twenty points the data
-say little on rho, and the prior's four numbers decide how the risk is shared between independent and wandering
-evaluations; they are set so that coverage holds for both (`benchmarks/coverage.py`). (To split the variance into
+say little on rho, and the prior decides how the risk is shared between independent and wandering
+evaluations; its numbers are set so that coverage holds for both (`benchmarks/coverage.py`). (To split the variance into
 sampling error, independent by construction, and a wandering policy would be sharper still; with some thirty points
 the split is so uncertain that intervals come out too narrow.)
 """
@@ -17,9 +17,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sweeps.profile import Array, Problem
+from sweeps.profile import Array, Problem, ar1_inverse
 
 RHOS = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.87, 0.93])
+# Before the data: independent evaluations, with this weight, or a wandering policy with a correlation about 0.65.
+_P_INDEPENDENT = 0.7
+_WANDERING = (5.0, 3.0)
+# Few points cannot show that they are independent: then intervals are at least this much wider, over n.
+_LEAST_STRETCH = 3.5
+_LEAST_DOF = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,14 +71,6 @@ def extra_variance(residual: Array, variance: Array, dof: int) -> float:
     return 0.5 * (low + high)
 
 
-# Before the data: independent evaluations, with this weight, or a wandering policy with a correlation about 0.65.
-_P_INDEPENDENT = 0.7
-_WANDERING = (5.0, 3.0)
-# Few points cannot show that they are independent: then intervals are at least this much wider, over n.
-_LEAST_STRETCH = 3.5
-_LEAST_DOF = 1.0
-
-
 def _prior() -> Array:
     """Weight of each rho before the data; the wandering ones follow a beta distribution on the uneven grid."""
     edges = np.concatenate([[0.0], 0.5 * (RHOS[1:] + RHOS[:-1]), [1.0]])
@@ -114,8 +112,7 @@ def shares(problem: Problem, jacobian: Array, sse: Array, dof: int) -> Array:
     log_det = (n - S) * np.log1p(-(rho**2))
     columns = np.stack([problem.applied(column) for column in jacobian.T], axis=-1)
     parts = np.einsum("np,mnq->mpq", jacobian, columns)
-    share = np.stack([(1 + rho**2), -(rho**2), -rho], axis=1) / (1 - rho**2)[:, None]
-    matrix = np.tensordot(share, parts, 1)
+    matrix = np.tensordot(ar1_inverse(rho), parts, 1)
     # Columns of no effect carry nothing; scaling makes the rest comparable.
     size = np.sqrt(np.maximum(np.diagonal(parts[0]), 0.0))
     used = size > 1e-12 * size.max()

@@ -172,6 +172,12 @@ def divide(top: Array, bottom: Array) -> Array:
     return np.where(known, top / np.where(known, bottom, 1.0), 0.0)
 
 
+def ar1_inverse(rho: Array) -> Array:
+    """Coefficients of I, E and L in the inverse correlation matrix of an AR(1) process; (r,) -> (r, 3)."""
+    coefficients: Array = np.stack([1 + rho**2, -(rho**2), -rho], axis=1) / (1 - rho**2)[:, None]
+    return coefficients
+
+
 @dataclass(frozen=True)
 class Sums:
     """What the normal equations of any rho are made of: sums over points in the metrics I, E and L.
@@ -190,8 +196,7 @@ class Sums:
 
     def mixed(self, rho: Array) -> Quadratic:
         """The normal equations of (R0, A) at each rho, the seeds' offsets eliminated; (r,) -> (r, cells)."""
-        share = np.stack([(1 + rho**2), -(rho**2), -rho], axis=1) / (1 - rho**2)[:, None]
-        share = share[:, : len(self.gg)]
+        share = ar1_inverse(rho)[:, : len(self.gg)]
         gg, g1, gy = (np.tensordot(share, x, 1) for x in (self.gg, self.g1, self.gy))
         ones, ys, yy = (share @ x for x in (self.ones, self.ys, self.yy))
         e, p = g1 - gg, gy

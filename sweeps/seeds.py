@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.special import stdtrit
 
-from sweeps.profile import Array, Optimum, Problem
+from sweeps.profile import Array, Optimum, Problem, ar1_inverse
 
 # Three ScaleRL runs lay within +-0.015 (arXiv 2510.13786, A.7).
 BORROWED_SEED_SD = 0.015
@@ -63,8 +63,7 @@ def seed_excess(
     offset = np.bincount(problem.seed, w * g * residual, problem.seeds)[informing] / information
     # The information on an offset under each rho; see `sweeps.profile` for the three metrics.
     parts = np.stack([np.bincount(problem.seed, row * g, problem.seeds)[informing] for row in problem.applied(g)])
-    mix = np.stack([(1 + rho**2), -(rho**2), -rho], axis=1) / (1 - rho**2)[:, None]
-    sampling = float(share @ (scale[:, None] / np.maximum(mix @ parts, 1e-300)).mean(1))
+    sampling = float(share @ (scale[:, None] / np.maximum(ar1_inverse(rho) @ parts, 1e-300)).mean(1))
     offset = offset - offset.mean()
     own = [labels[int(i)] for i in informing] if len(labels) == problem.seeds else []
     # A number that a reader gave a run is no seed: runs of two recipes have nothing in common by it.
