@@ -465,7 +465,8 @@ def _report(options: argparse.Namespace) -> int:
 
     study, fits = _fitted(options)
     ranking = rank(fits, margin=options.margin, budget=options.budget)
-    title = options.title or Path(options.sources[0]).resolve().stem
+    first = options.sources[0]
+    title = options.title or (first.rpartition("#")[2] if first.startswith("mlflow:") else Path(first).resolve().stem)
     page = Path(options.output)
     known = {found.recipe: found for found in ranking.comparisons}
     written = write_report(

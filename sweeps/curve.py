@@ -81,7 +81,7 @@ def make_curve(
     """A curve from arrays: checked, sorted, repeated rows dropped with a warning.
 
     Raises:
-        UserError: no points, unequal lengths, or a compute, reward or error that is negative or not finite.
+        UserError: no points, unequal lengths, or a compute, reward or error that is negative, not finite or too large.
     """
     c, y = np.asarray(compute, dtype=float), np.asarray(reward, dtype=float)
     s = np.full(len(c), "0") if seed is None else np.asarray([str(label) for label in seed])
