@@ -232,6 +232,14 @@ def _weights(signal: Array, truth: NDArray[np.intp], rng: np.random.Generator) -
         scale *= 1.5
 
 
+def chosen_recipe(fits: Sequence[Fit], margin: float | None = None) -> str | None:
+    """The recipe with the least chance of being a wrong choice as things stand; None if no recipe has a curve."""
+    contenders = [fit for fit in fits if fit.verdict in _CONTENDS and fit.draws is not None]
+    if not contenders:
+        return None
+    return contenders[int(_Future(contenders, margin_of(fits, margin)).wrong.argmin())].recipe
+
+
 def settle(fits: Sequence[Fit], margin: float | None = None, limit: float | None = None) -> Settlement:
     """What to run next to settle which recipe has the highest asymptote.
 

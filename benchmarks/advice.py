@@ -1,0 +1,98 @@
+"""Does following the advice of `scalerl plan` lead to fewer wrong choices than spending the same elsewhere?
+
+Simulated studies of four recipes (A 0.60, 0.565, 0.50, 0.46; windows of 1.3 to 4 C_mid, one seed each, seeds
+differing by 0.015). A choice is wrong if another recipe's true A is higher by more than 0.02. In each study one step
+is taken as advised, and the same step, at the same cost, on each recipe in turn (the mean is that of a random one).
+
+    python benchmarks/advice.py --studies 250
+"""
+
+from __future__ import annotations
+
+import argparse
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sweeps.allocate import Step, chosen_recipe, settle
+from sweeps.curve import Curve, make_curve
+from sweeps.fit import Fit, fit_curve
+
+Array = NDArray[np.float64]
+R0, WHITE, WANDER, RHO, SEED_SD, STEP = 0.3, 0.006, 0.004, 0.6, 0.015, 250.0
+ASYMPTOTES = np.array([0.60, 0.565, 0.50, 0.46])
+MARGIN = 0.02
+
+
+def complete_run(a: float, b: float, c_mid: float, points: int, rng: np.random.Generator) -> tuple[Array, Array]:
+    """Compute and reward of one seed, evaluated every `STEP`: its own A, a wandering policy, sampling error."""
+    compute = STEP * np.arange(points)
+    own = a + SEED_SD * rng.standard_normal()
+    wander = np.zeros(points)
+    for i in range(1, points):
+        wander[i] = RHO * wander[i - 1] + np.sqrt(1 - RHO**2) * WANDER * rng.standard_normal()
+    with np.errstate(divide="ignore"):
+        reward = R0 + (own - R0) / (1 + (c_mid / compute) ** b)
+    return compute, np.clip(reward + wander + WHITE * rng.standard_normal(points), 0, 1)
+
+
+def revealed(full: Curve, ends: dict[str, float]) -> Curve:
+    """The part of a recipe's runs that has been paid for: each seed up to its end."""
+    keep = np.zeros(len(full.compute), dtype=bool)
+    for seed, end in ends.items():
+        keep |= (full.seed == seed) & (full.compute <= end * (1 + 1e-9))
+    return Curve(full.recipe, full.compute[keep], full.reward[keep], full.seed[keep])
+
+
+def one_study(study: int) -> tuple[float, float, float, float]:
+    """Wrong choices before, after the advised step, after it on a random recipe; and the fall that was promised."""
+    rng = np.random.default_rng(study)
+    truth = ASYMPTOTES[rng.permutation(4)]
+    full, ends = [], []
+    for r, a in enumerate(truth):
+        ends.append({"0": float(rng.uniform(4000, 8000))})
+        points = int(5 * ends[r]["0"] // STEP) + 1
+        b, c_mid = float(rng.uniform(1.6, 2.2)), float(rng.uniform(2000, 3000))
+        runs = [complete_run(float(a), b, c_mid, points, rng) for _ in range(2)]
+        compute, reward = (np.concatenate([run[i] for run in runs]) for i in range(2))
+        full.append(make_curve(f"r{r}", compute, reward, np.repeat(["0", "1"], points)))
+    fits = [fit_curve(revealed(c, e)) for c, e in zip(full, ends, strict=True)]
+
+    def wrong(known: list[Fit]) -> float:
+        chosen = chosen_recipe(known, MARGIN)
+        return 1.0 if chosen is None else float(truth.max() - truth[int(chosen[1:])] > MARGIN)
+
+    steps = [step for step in settle(fits).steps if step.expected_gain is not None]
+    if not steps:
+        return (wrong(fits),) * 3 + (0.0,)
+    step = steps[0]
+    each = [wrong([*fits[:r], fit_curve(revealed(full[r], _more(ends[r], step))), *fits[r + 1 :]]) for r in range(4)]
+    return wrong(fits), each[int(step.recipe[1:])], float(np.mean(each)), step.expected_gain or 0.0
+
+
+def _more(ends: dict[str, float], step: Step) -> dict[str, float]:
+    return {**ends, "1": step.cost} if step.action == "seed" else {**ends, "0": ends["0"] + step.cost}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--studies", type=int, default=250)
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    with ProcessPoolExecutor(options.processes) as pool:
+        rows = np.array(list(pool.map(one_study, range(options.studies), chunksize=5)))
+    before, advised, random, promised = rows.mean(0)
+    difference = rows[:, 2] - rows[:, 1]
+    print("| | wrong choices |\n|---|---|")
+    print(f"| before | {before:.2f} |")
+    print(f"| after the step advised | {advised:.2f} |")
+    print(f"| after the same step on a recipe drawn at random | {random:.2f} |")
+    error = difference.std(ddof=1) / np.sqrt(len(rows))
+    print(f"\nThe fall promised was {promised:.2f}, {before - advised:.2f} came; random less advised ", end="")
+    print(f"{difference.mean():.2f} (standard error {error:.3f}); {len(rows)} studies.")
+
+
+if __name__ == "__main__":
+    main()
