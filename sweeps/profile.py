@@ -28,6 +28,9 @@ from sweeps.family import SIGMOID, Box, Family
 
 Array = NDArray[np.float64]
 _COARSE = (30, 48)
+# Lines of the grid for steep curves, and how far down in u it goes: to a fifth of the steepest.
+_STEEP, _STEEP_SPAN = (8, 90), 1.6
+_RESTARTS = 8
 _ITERATIONS = 60
 
 
@@ -463,4 +466,36 @@ def solve(problem: Problem, polished: int = 3, tolerance: float = 1e-12) -> tupl
     order = np.argsort(grid.sse[minima[:, 0], minima[:, 1]], kind="stable")[:polished]
     found = [polish(problem, float(grid.u[i]), float(grid.v[j]), max(tolerance, 1e-3)) for i, j in minima[order]]
     best = min(found, key=lambda o: o.sse)
-    return polish(problem, best.u, best.v, tolerance), grid
+    steep = _steepest(problem)
+    if steep is not None and steep.sse < best.sse:
+        best = steep
+    best = polish(problem, best.u, best.v, tolerance)
+    # Where R0 or A meets a bound the SSE has a crease, on which the descent may stick until it starts afresh.
+    for _ in range(_RESTARTS if _at_crease(problem, best) else 0):
+        again = polish(problem, best.u, best.v, tolerance)
+        if again.sse >= best.sse * (1 - 1e-9):
+            break
+        best = again
+    return best, grid
+
+
+def _steepest(problem: Problem) -> Optimum | None:
+    """The best of nearly stepwise curves, whose basins between two points are narrower than the coarse grid."""
+    if problem.family.shape < 2:
+        return None
+    _, u_high, v_low, v_high = problem.box
+    seen = problem.log_compute[np.isfinite(problem.log_compute)]
+    if problem.family.name == "logistic":
+        seen = np.exp(seen)
+    lines = np.linspace(max(v_low, float(seen.min())), min(v_high, float(seen.max())), _STEEP[1])
+    grid = surface(problem, np.linspace(u_high - _STEEP_SPAN, u_high, _STEEP[0]), lines)
+    i, j = np.unravel_index(int(grid.sse.argmin()), grid.sse.shape)
+    return evaluate(problem, float(grid.u[i]), float(grid.v[j]))[0]
+
+
+def _at_crease(problem: Problem, best: Optimum) -> bool:
+    """Whether R0 or A is about to meet one of its bounds, where it has room to move at all."""
+    return any(
+        low < high and min(value - low, high - value) < 1e-3 * (high - low)
+        for value, (low, high) in ((best.r0, problem.r0_bounds), (best.a, problem.a_bounds))
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import coverage
@@ -71,6 +71,8 @@ def test_worked_example() -> None:
 
 
 @settings(max_examples=25, deadline=None)
+@example(0.84375, 1.375, 1.25, 0.046875, 2, 10**6)  # the best curve is a step between two points
+@example(0.4890, 2.903, 1.278, 0.0, 1, 101)  # A meets its bound
 @given(
     st.floats(0.2, 1.0),
     st.floats(0.3, 5.0),
