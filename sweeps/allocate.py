@@ -29,8 +29,7 @@ from sweeps.fit import Fit, Interval
 from sweeps.plan import support, total_draws
 from sweeps.predict import predict
 from sweeps.profile import Array
-from sweeps.rank import CONFIDENCE, margin_of
-from sweeps.seeds import paired_seed_spread
+from sweeps.rank import CONFIDENCE, margin_of, pairing_of
 
 # Recipes with a rising curve. Where A is not identifiable its draws spread up to the reward's bound: enough to
 # say that the recipe may still be best and what an extension would tell, not to choose it.
@@ -126,7 +125,7 @@ class _Future:
     def __init__(self, fits: Sequence[Fit], margin: float) -> None:
         self.fits, self.margin = fits, margin
         # Compared in pairs where the recipes share their seeds, as in `sweeps.rank`.
-        pairing = paired_seed_spread([fit.seed_excess for fit in fits if fit.identifiable])
+        pairing = pairing_of([fit for fit in fits if fit.identifiable])
         paired = None if pairing is None else pairing.spread
         self.theta = [total_draws(fit, spread=paired if fit.identifiable else None) for fit in fits]
         self._prior = [self._sample(fit, theta) for fit, theta in zip(fits, self.theta, strict=True)]
@@ -232,9 +231,23 @@ def _weights(signal: Array, truth: NDArray[np.intp], rng: np.random.Generator) -
         scale *= 1.5
 
 
+def comparable(fits: Sequence[Fit], apart_from: str | None = None) -> list[list[Fit]]:
+    """Recipes that one choice is about: those alike in every factor, but for the one named."""
+    groups: dict[tuple[str, ...], list[Fit]] = {}
+    for fit in fits:
+        alike = tuple(value for name, value in fit.curve.factors.items() if name != apart_from)
+        groups.setdefault(alike, []).append(fit)
+    return list(groups.values())
+
+
+def _contenders(fits: Sequence[Fit]) -> list[Fit]:
+    """Those whose curve says something of their asymptote."""
+    return [fit for fit in fits if fit.verdict in _CONTENDS and fit.draws is not None]
+
+
 def chosen_recipe(fits: Sequence[Fit], margin: float | None = None) -> str | None:
     """The recipe with the least chance of being a wrong choice as things stand; None if no recipe has a curve."""
-    contenders = [fit for fit in fits if fit.verdict in _CONTENDS and fit.draws is not None]
+    contenders = _contenders(fits)
     if not contenders:
         return None
     return contenders[int(_Future(contenders, margin_of(fits, margin)).wrong.argmin())].recipe
@@ -254,7 +267,7 @@ def settle(fits: Sequence[Fit], margin: float | None = None, limit: float | None
         UserError: margin is negative or no number.
     """
     margin = margin_of(fits, margin)
-    contenders = [fit for fit in fits if fit.verdict in _CONTENDS and fit.draws is not None]
+    contenders = _contenders(fits)
     cures = [_cure(fit) for fit in fits if fit not in contenders]
     cures = [step for step in cures if limit is None or step.cost <= limit]
     if len(contenders) < 2:
@@ -360,7 +373,7 @@ def split_budget(fits: Sequence[Fit], budget: float, margin: float | None = None
     margin = margin_of(fits, margin)
     if not (np.isfinite(budget) and budget > 0):
         raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
-    contenders = [fit for fit in fits if fit.verdict in _CONTENDS and fit.draws is not None]
+    contenders = _contenders(fits)
     if not contenders:
         return _split_cures(fits, budget)
     future = _Future(contenders, margin)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sweeps.compare import compare
 from sweeps.errors import UserError
 from sweeps.family import FAMILIES
-from sweeps.fit import Fit, FitOptions, Interval, fit_curves
+from sweeps.fit import Fit, FitOptions, fit_curves, shown
 from sweeps.literal import METHOD, fit_literal
 from sweeps.mechanism import idle_variants, mechanism_counters
 from sweeps.points import R0Mode
@@ -335,8 +335,8 @@ def _fit(options: argparse.Namespace) -> int:
         [
             fit.recipe,
             fit.verdict,
-            _interval(fit.A, ".3f"),
-            *(_interval(fit.shape.get(name), ".4g") for name in _shape_names(fits)),
+            shown(fit.A, ".3f"),
+            *(shown(fit.shape.get(name), ".4g") for name in _shape_names(fits)),
             "-" if fit.R0 is None else f"{fit.R0:.3f}",
             "-" if fit.rmse is None else f"{fit.rmse:.4f}",
             str(fit.n),
@@ -372,10 +372,10 @@ def _fit(options: argparse.Namespace) -> int:
 def _refit_row(row: SensitivityRow) -> list[str]:
     return [
         row.setting,
-        _interval(row.A, ".3f"),
+        shown(row.A, ".3f"),
         "-" if row.shift is None else signed(row.shift),
-        _interval(row.B, ".3g"),
-        _interval(row.C_mid, ".4g"),
+        shown(row.B, ".3g"),
+        shown(row.C_mid, ".4g"),
         str(row.n),
         row.verdict,
     ]
@@ -408,7 +408,7 @@ def _rank(options: argparse.Namespace) -> int:
     if ranking.leave_one_out:
         print(f"\nagainst {_one_line(ranking.baseline or '')}:")
         rows = [
-            [entry.recipe, _interval(entry.delta_a, "+.3f"), _interval(entry.delta_b, "+.3g"), entry.reason]
+            [entry.recipe, shown(entry.delta_a, "+.3f"), shown(entry.delta_b, "+.3g"), entry.reason]
             for entry in ranking.leave_one_out
         ]
         print(_table(["variant", "delta A", "delta B at shared A", "note"], rows))
@@ -429,11 +429,11 @@ def _ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
             str(entry.rank) if named else "-",
             entry.recipe,
             "-" if entry.p_best is None else f"{entry.p_best:.2f}",
-            _interval(entry.A if named else None, ".3f"),
-            _interval(entry.B_at_shared_A, ".3g"),
+            shown(entry.A if named else None, ".3f"),
+            shown(entry.B_at_shared_A, ".3g"),
         ]
         if ranking.budget is not None:
-            row.append(_interval(entry.R_at_budget, ".3f"))
+            row.append(shown(entry.R_at_budget, ".3f"))
         rows.append([*row, entry.reason if named else f"{entry.verdict}: {entry.reason}"])
     return head, rows
 
@@ -542,7 +542,7 @@ def _print_news(news: News, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**snapshot.to_json(), "warning": news.warning}, allow_nan=False), flush=True)
     else:
-        parts = [f"{snapshot.n} evaluations", snapshot.verdict, f"A {_interval(snapshot.A, '.3f')}"]
+        parts = [f"{snapshot.n} evaluations", snapshot.verdict, f"A {shown(snapshot.A, '.3f')}"]
         if check is not None:
             parts.append(
                 f"came {check.actual:.3f}, predicted {check.predicted:.3f} [{check.low:.3f}, {check.high:.3f}] "
@@ -572,14 +572,6 @@ def _warn(notes: Sequence[str]) -> None:
     """Warnings go to stderr, so that what is piped stays data."""
     for note in notes:
         print(f"warning: {_one_line(note)}", file=sys.stderr)
-
-
-def _interval(interval: Interval | None, form: str) -> str:
-    if interval is None or interval.value is None:
-        return "-"
-    low = "open" if interval.low is None else format(interval.low, form)
-    high = "open" if interval.high is None else format(interval.high, form)
-    return f"{interval.value:{form}} [{low}, {high}]"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -43,6 +43,14 @@ class Interval:
         return {"value": self.value, "low": self.low, "high": self.high}
 
 
+def shown(interval: Interval | None, form: str) -> str:
+    """An estimate with its bounds as text; `-` for none, `open` for an open bound."""
+    if interval is None or interval.value is None:
+        return "-"
+    low, high = ("open" if bound is None else format(bound, form) for bound in (interval.low, interval.high))
+    return f"{interval.value:{form}} [{low}, {high}]"
+
+
 @dataclass(frozen=True)
 class R0Effect:
     """A and B refitted with R0 fixed `step` lower and higher than it is; None where that is no possible reward."""

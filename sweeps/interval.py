@@ -140,7 +140,7 @@ def _around(lines: list[Array], inside: NDArray[np.bool_], centre: Array, step: 
 def _allowed(
     problem: Problem, best: Optimum, u: Array, v: Array, jacobian: Array, dof: int, known: Array | None
 ) -> Allowed:
-    """The surfaces of every rho over one grid. The solution is a cell of its own, so none is far from a minimum."""
+    """The surfaces of every rho over one grid."""
     centre = problem.centre
     centred = shifted(problem, -centre)
     cells = cells_of(u, v)
@@ -150,7 +150,7 @@ def _allowed(
     least = _lowest(sse, len(u), len(v))
     share = noise.shares(problem, jacobian, least, dof)
     scale = np.maximum(least / dof, noise.least_variance(problem, known))
-    measured = noise.summary(problem, share, least, dof, known)
+    measured = noise.summary(problem, share, scale)
     return Allowed(problem, best, u, v, sse, r0, a, q, least, scale, share, measured, dof, centre)
 
 

@@ -125,20 +125,11 @@ def shares(problem: Problem, jacobian: Array, sse: Array, dof: int) -> Array:
     return result
 
 
-def summary(problem: Problem, share: Array, sse: Array, dof: int, known: Array | None) -> Noise:
-    """The noise under the weights `share` (r,), and never less than the points' own errors.
+def summary(problem: Problem, share: Array, variance: Array) -> Noise:
+    """The noise under the weights `share` of each rho.
 
-    A few points can lie on a curve by luck, or because seeds share the random numbers of their evaluations;
-    that makes none of them more precise than its sampling error.
-
-    Args:
-        problem: the fit's.
-        share: weight of each rho, (r,).
-        sse: least sum of squares under each rho, (r,).
-        dof: points less parameters.
-        known: sampling variance of each point, (n,), if there is one.
+    Shapes: share, variance (r,); variance is that of a point relative to the problem's weights.
     """
-    variance = np.maximum(sse / dof, least_variance(problem, known))
     mean_weight = float(problem.weight.mean())
     growth = (1 + RHOS) / (1 - RHOS)
     average = float(share @ variance)
@@ -155,5 +146,9 @@ def summary(problem: Problem, share: Array, sse: Array, dof: int, known: Array |
 
 
 def least_variance(problem: Problem, known: Array | None) -> float:
-    """Floor of a point's variance relative to the weights: its own sampling error, and rounding."""
+    """Floor of a point's variance relative to the weights: its own sampling error, and rounding.
+
+    A few points can lie on a curve by luck, or because seeds share the random numbers of their evaluations;
+    that makes none of them more precise than its sampling error. Shapes: known (n,).
+    """
     return 1e-6 if known is None else max(float((problem.weight * known).mean()), 1e-6)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from sweeps.allocate import Settlement, Split, Step, reward_at, settle, split_budget
+from sweeps.allocate import Settlement, Split, Step, comparable, reward_at, settle, split_budget
 from sweeps.errors import UserError
-from sweeps.fit import Fit, Interval
+from sweeps.fit import Fit, Interval, shown
 from sweeps.plan import Asymptote, Reach, check_target, compute_to_reach, near_asymptote
 from sweeps.rollouts import RolloutPlan, best_rollouts
 from sweeps.scaling import parse_size, sized
@@ -143,19 +143,10 @@ def make_plan(
         rows = tuple(_share_row(fit, split) for fit in fits)
         standing = settle(fits, margin, budget)
         return Plan(None, budget, unit, rows, split.steps, (standing,), split, sizes, rollouts)
-    settlements = tuple(settle(group, margin) for group in _comparable(fits, factors))
+    settlements = tuple(settle(group, margin) for group in comparable(fits, apart_from=factors.rollouts))
     steps = tuple(step for settlement in settlements for step in settlement.steps)
     rows = tuple(_reach_row(fit, target) if target is not None else _budget_row(fit, budget) for fit in fits)
     return Plan(target, budget, unit, rows, steps, settlements, None, sizes, rollouts)
-
-
-def _comparable(fits: Sequence[Fit], factors: Factors) -> list[list[Fit]]:
-    """Recipes that one choice is about: those alike in every factor but the number of rollouts."""
-    groups: dict[tuple[str, ...], list[Fit]] = {}
-    for fit in fits:
-        alike = tuple(value for name, value in fit.curve.factors.items() if name != factors.rollouts)
-        groups.setdefault(alike, []).append(fit)
-    return list(groups.values())
 
 
 def _reach_row(fit: Fit, target: float) -> Row:
@@ -214,7 +205,7 @@ def _target_section(plan: Plan) -> Section:
     rows = []
     for row in plan.rows:
         assert row.reach is not None
-        compute, fresh = number(row.compute, ".4g"), number(row.reach.new_run, ".4g")
+        compute, fresh = shown(row.compute, ".4g"), shown(row.reach.new_run, ".4g")
         rows.append([row.recipe, compute, fresh, row.asymptote.verdict, row.reason])
     return f"compute to reach {plan.target:g}, in {plan.unit}, 95% intervals:", head, rows
 
@@ -225,7 +216,7 @@ def _budget_section(plan: Plan) -> Section:
     for row in plan.rows:
         assert row.compute is not None and row.compute.value is not None
         gets, to = f"{row.compute.value:.4g}", "-" if row.to is None else f"{row.to:.4g}"
-        rows.append([row.recipe, gets, to, number(row.R, ".3f"), row.asymptote.verdict, row.reason])
+        rows.append([row.recipe, gets, to, shown(row.R, ".3f"), row.asymptote.verdict, row.reason])
     what = "compute still to spend" if plan.split is not None else "compute of one run"
     return f"a budget of {plan.budget:.4g} ({plan.unit}; {what}), 95% intervals:", head, rows
 
@@ -234,7 +225,7 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
     law = sizes.law
     yield (
         f"{sizes.recipe}: log loss = E(N) - k(N) log compute, k(N) = k_max / (1 + N_0 / N): "
-        f"k_max {number(law.k_max, '.3f')}, N_0 {number(law.N_0, '.3g')}; {law.points} points",
+        f"k_max {shown(law.k_max, '.3f')}, N_0 {shown(law.N_0, '.3g')}; {law.points} points",
         [],
         [],
     )
@@ -244,9 +235,9 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
             [
                 f"{choice.size:.4g}",
                 "no: extrapolation" if choice.extrapolation else "yes",
-                number(choice.R, ".3f"),
+                shown(choice.R, ".3f"),
                 f"{choice.p_best:.2f}",
-                number(choice.R_sigmoid, ".3f"),
+                shown(choice.R_sigmoid, ".3f"),
                 "-" if choice.p_best_sigmoid is None else f"{choice.p_best_sigmoid:.2f}",
             ]
             for choice in sizes.choices
@@ -258,14 +249,14 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
             [
                 f"{reach.size:.4g}",
                 "no: extrapolation" if reach.extrapolation else "yes",
-                number(reach.power_law, ".4g"),
-                number(reach.sigmoid, ".4g"),
+                shown(reach.power_law, ".4g"),
+                shown(reach.sigmoid, ".4g"),
             ]
             for reach in sizes.reach
         ]
         yield "compute to the target by size:", head, rows
     rows = [
-        [f"{c.smaller:.4g}", f"{c.larger:.4g}", number(c.power_law, ".4g"), number(c.sigmoid, ".4g"), c.reason]
+        [f"{c.smaller:.4g}", f"{c.larger:.4g}", shown(c.power_law, ".4g"), shown(c.sigmoid, ".4g"), c.reason]
         for c in sizes.crossovers
     ]
     head = ["smaller", "larger", "power law", "sigmoid", "why"]
@@ -286,15 +277,7 @@ def _rollout_section(plan: RolloutPlan) -> Section:
     where = plan.recipe if plan.difficulty is None else f"{plan.recipe}, {plan.difficulty}"
     head = ["rollouts a prompt", "R at the budget", "P(best)", "why"]
     rows = [
-        [str(v.rollouts), number(v.R, ".3f"), "-" if v.p_best is None else f"{v.p_best:.2f}", v.reason or "-"]
+        [str(v.rollouts), shown(v.R, ".3f"), "-" if v.p_best is None else f"{v.p_best:.2f}", v.reason or "-"]
         for v in plan.values
     ]
     return f"{where}: {plan.sentence}", head, rows
-
-
-def number(interval: Interval | None, form: str) -> str:
-    """An estimate with its bounds as text; `-` for none, `open` for an open bound."""
-    if interval is None or interval.value is None:
-        return "-"
-    low, high = ("open" if bound is None else format(bound, form) for bound in (interval.low, interval.high))
-    return f"{interval.value:{form}} [{low}, {high}]"

@@ -148,7 +148,7 @@ def rank(fits: Sequence[Fit], margin: float | None = None, budget: float | None 
     baseline = _baseline(fits)
     contenders = [fit for fit, _ in named]
     refused = sorted((fit for fit in fits if fit not in contenders), key=lambda fit: fit.recipe)
-    pairing = paired_seed_spread([fit.seed_excess for fit in contenders], max(fit.curve.scale for fit in fits))
+    pairing = pairing_of(contenders)
     between = {fit.recipe: fit.seed_spread if pairing is None else pairing.spread for fit in contenders}
     p_best = _p_best([total_draws(fit, spread=between[fit.recipe]) for fit in contenders])
     best = max((a for _, a in named), default=0.0)
@@ -219,6 +219,11 @@ def rank(fits: Sequence[Fit], margin: float | None = None, budget: float | None 
         pairing,
         tuple(comparisons.values()),
     )
+
+
+def pairing_of(fits: Sequence[Fit]) -> Pairing | None:
+    """The seeds by which identifiable recipes are compared, if they are the same for all."""
+    return paired_seed_spread([fit.seed_excess for fit in fits], max((fit.curve.scale for fit in fits), default=1.0))
 
 
 def margin_of(fits: Sequence[Fit], margin: float | None) -> float:

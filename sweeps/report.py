@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sweeps.allocate import Settlement, settle
+from sweeps.allocate import comparable, settle
 from sweeps.compare import Comparison
 from sweeps.curve import Curve
 from sweeps.errors import UserError
@@ -66,7 +66,7 @@ def write_report(
     page = Path(path)
     findings = Findings(
         {fit.recipe: sensitivity(fit.curve, fit.options) for fit in fits if fit.verdict in NAMED},
-        _settlements(fits, ranking),
+        [settle(group, ranking.margin) for group in comparable(fits) if len(group) > 1],
         comparisons or ranking.comparisons,
         histories or {},
         mapping,
@@ -88,14 +88,6 @@ def write_report(
     for target, content in files.items():
         _write(target, content)
     return list(files)
-
-
-def _settlements(fits: Sequence[Fit], ranking: Ranking) -> list[Settlement]:
-    """What to run next, for each group of recipes that differ in nothing but the recipe."""
-    groups: dict[tuple[str, ...], list[Fit]] = {}
-    for fit in fits:
-        groups.setdefault(tuple(fit.curve.factors.values()), []).append(fit)
-    return [settle(group, ranking.margin) for group in groups.values() if len(group) > 1]
 
 
 def histories(fits: Sequence[Fit]) -> dict[str, list[Snapshot]]:

@@ -25,14 +25,6 @@ from sweeps.tracking.views import VIEW_TAG, decode_view, encode_view
 Y, X = "eval/heldout/pass_rate", "eval/heldout/log10_compute"
 
 
-@pytest.fixture(scope="module")
-def schema(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with its tables, made once: migrations take seconds."""
-    path = tmp_path_factory.mktemp("schema") / "mlflow.db"
-    Tracker(f"sqlite:///{path}", "unused").prepare()
-    return path
-
-
 @pytest.fixture
 def tracker(schema: Path, tmp_path: Path) -> Tracker:
     shutil.copy(schema, tmp_path / "mlflow.db")

@@ -22,14 +22,6 @@ ROOT = Path(__file__).parents[2]
 FLOPS = "compute/flops"
 
 
-@pytest.fixture(scope="module")
-def schema(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with its tables, made once: migrations take seconds."""
-    path = tmp_path_factory.mktemp("schema") / "mlflow.db"
-    Tracker(f"sqlite:///{path}", "unused").prepare()
-    return path
-
-
 @pytest.fixture
 def database(schema: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(schema, tmp_path / "mlflow.db"))
