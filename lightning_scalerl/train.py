@@ -50,7 +50,8 @@ def _hydra_main(config: DictConfig) -> None:
 
 
 def _train(overrides: list[str]) -> None:
-    from lightning_scalerl.member import plan, run_member
+    from lightning_scalerl.member import run_member
+    from lightning_scalerl.plan import plan
 
     (spec,) = plan([overrides])
     run_dir = Path(spec.config["output_dir"]) / "runs" / spec.run

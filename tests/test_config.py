@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_scalerl.choice import AXES, ConfigurationError
-from lightning_scalerl.member import plan
+from lightning_scalerl.plan import plan
 from lightning_scalerl.recipe import compose, conf_dir, load_recipe
 from sweeps.spec import science
 

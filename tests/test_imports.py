@@ -24,7 +24,7 @@ LAYERS = [
     {"compute_meter", "mechanism", "semantics", "data"},
     {"callbacks"},
     {"module"},
-    {"member"},
+    {"plan", "member"},
     {"train"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_scalerl.member import plan, run_member
+from lightning_scalerl.member import run_member
+from lightning_scalerl.plan import plan
 from sweeps.executor import LOG_FILE
 from sweeps.journal import JOURNAL_FILE, JournalView, find_runs, read_journal
 from sweeps.ledger import Ledger
