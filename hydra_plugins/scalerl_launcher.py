@@ -1,7 +1,15 @@
-"""Where Hydra looks for plugins: only this namespace may hold them. The launcher itself is `sweeps.launch`."""
+"""Where Hydra looks for plugins: only this namespace may hold them. The launchers themselves are in `sweeps.launch`."""
 
-from sweeps.launch import StudyLauncher
+from sweeps.launch import DebugStudyLauncher, SlurmStudyLauncher, StudyLauncher
 
 
 class ScaleRLLauncher(StudyLauncher):
     """`hydra/launcher=scalerl`."""
+
+
+class ScaleRLSlurmLauncher(SlurmStudyLauncher):
+    """`hydra/launcher=scalerl_slurm`."""
+
+
+class ScaleRLDebugLauncher(DebugStudyLauncher):
+    """`hydra/launcher=scalerl_debug`."""

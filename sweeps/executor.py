@@ -1,8 +1,8 @@
-"""Running members on this machine: one process each, a cap on how many at a time.
+"""Starting members and noticing how they end: what every executor answers, and the one for this machine.
 
-An executor answers `submit` and `poll`; a cluster's will answer the same. Members are forked from a server
-process that has imported the training code once, so starting one costs no import. A member dies with the
-process that launched it: nobody is left to write into a study that looks abandoned.
+`LocalExecutor` forks members from a server process that has imported the training code once, so starting one costs
+no import. A member dies with the process that launched it: nobody is left to write into a study that looks
+abandoned. `sweeps.cluster` has the executor whose members outlive the process that launched them.
 """
 
 from __future__ import annotations
@@ -15,27 +15,58 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from sweeps.errors import UserError
+from sweeps.redact import redact
 
 LOG_FILE = "log.txt"
 
 
 @dataclass(frozen=True)
+class Launch:
+    """A member to be started, or to be found again.
+
+    Attributes:
+        run, run_dir: who and where.
+        spent: attempts after the first so far, by kind of failure.
+        excluded: nodes to keep off.
+        submission, job: of an attempt that was started before.
+    """
+
+    run: str
+    run_dir: Path
+    spent: Mapping[str, int] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()
+    submission: str | None = None
+    job: str | None = None
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """How a member's process ended: exit code 0, another one, or minus the signal that killed it."""
+    """How a member's process or job ended.
+
+    Attributes:
+        run: who.
+        exit_code: 0, another one, or minus the signal that killed it.
+        kind: of failure (`sweeps.failure.KINDS`), if the executor knows better than the exit code.
+        reason: the same in words.
+        node: where it ran, if it is to blame.
+    """
 
     run: str
     exit_code: int
+    kind: str | None = None
+    reason: str | None = None
+    node: str | None = None
 
     @property
-    def reason(self) -> str:
-        """In words."""
+    def how(self) -> str:
+        """In words, from the exit code alone."""
         if self.exit_code < 0:
             names = {number.value: number.name for number in signal.Signals}
             return f"killed by {names.get(-self.exit_code, f'signal {-self.exit_code}')}"
@@ -43,14 +74,24 @@ class Outcome:
 
 
 class Executor(Protocol):
-    """Starts members and says which have ended."""
+    """Starts members and says which have ended.
 
-    def has_room(self) -> bool:
-        """Whether another member may be submitted now."""
+    `outlives` says whether members go on when the process that started them ends: then they are submitted under a
+    name, and can be found again by it.
+    """
+
+    outlives: bool
+
+    def next_batch(self, waiting: Sequence[Launch]) -> int:
+        """How many from the front of `waiting` may be submitted now, in one go; 0 is none."""
         ...
 
-    def submit(self, run: str, run_dir: Path) -> None:
-        """Start the member frozen in `run_dir`."""
+    def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
+        """Start members under a name that is used once; job by run, empty if they cannot be taken now."""
+        ...
+
+    def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
+        """Follow members that an earlier process started; job by run, for those that were really submitted."""
         ...
 
     def poll(self, timeout_s: float) -> list[Outcome]:
@@ -61,8 +102,12 @@ class Executor(Protocol):
         """Members submitted and not ended."""
         ...
 
+    def queued(self) -> frozenset[str]:
+        """Those of `running` that wait for their turn."""
+        ...
+
     def close(self) -> None:
-        """End what still runs."""
+        """End what does not outlive this process."""
         ...
 
 
@@ -79,10 +124,12 @@ class LocalExecutor:
         UserError: a number that is not 1 or more.
     """
 
+    outlives = False
+
     def __init__(self, entry: str, max_parallel: int, threads: int, preload: Sequence[str] = ()) -> None:
-        for field, value in (("max_parallel", max_parallel), ("threads", threads)):
+        for name, value in (("max_parallel", max_parallel), ("threads", threads)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"launch.{field}: {value!r} must be a whole number, 1 or more")
+                raise UserError(f"launch.{name}: {value!r} must be a whole number, 1 or more")
         self._entry = entry
         self._max_parallel = max_parallel
         self._threads = threads
@@ -90,18 +137,24 @@ class LocalExecutor:
         self._context.set_forkserver_preload(list(preload))
         self._processes: dict[str, Any] = {}
 
-    def has_room(self) -> bool:
-        """Whether fewer than `max_parallel` run."""
-        return len(self._processes) < self._max_parallel
+    def next_batch(self, waiting: Sequence[Launch]) -> int:
+        """As many as are missing to `max_parallel`."""
+        return min(len(waiting), self._max_parallel - len(self._processes))
 
-    def submit(self, run: str, run_dir: Path) -> None:
-        """Fork a member."""
+    def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
+        """Fork members."""
         # The server reads the thread count from the environment it starts in, when the first member is forked.
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ[name] = str(self._threads)
-        process = self._context.Process(target=_member, args=(self._entry, str(run_dir)), name=run)
-        process.start()
-        self._processes[run] = process
+        for member in members:
+            process = self._context.Process(target=_member, args=(self._entry, str(member.run_dir)), name=member.run)
+            process.start()
+            self._processes[member.run] = process
+        return {member.run: None for member in members}
+
+    def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
+        """None: they died with the process that started them."""
+        return {}
 
     def poll(self, timeout_s: float) -> list[Outcome]:
         """Members that have ended."""
@@ -117,6 +170,10 @@ class LocalExecutor:
         """Members that have not ended."""
         return list(self._processes)
 
+    def queued(self) -> frozenset[str]:
+        """None waits: what is submitted runs."""
+        return frozenset()
+
     def close(self) -> None:
         """Terminate what still runs."""
         for process in self._processes.values():
@@ -126,6 +183,52 @@ class LocalExecutor:
             if process.exitcode is None:
                 process.kill()
         self._processes.clear()
+
+
+class InProcessExecutor:
+    """Members in this very process, one after the other, so that a debugger sees them; their output is not kept.
+
+    Args:
+        entry: `module:function`, called with a member's directory; an exception ends everything.
+    """
+
+    outlives = False
+
+    def __init__(self, entry: str) -> None:
+        self._entry = entry
+        self._waiting: list[Launch] = []
+
+    def next_batch(self, waiting: Sequence[Launch]) -> int:
+        """One at a time."""
+        return min(len(waiting), 1 - len(self._waiting))
+
+    def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
+        """Note it; `poll` runs it."""
+        self._waiting.extend(members)
+        return {member.run: None for member in members}
+
+    def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
+        """None."""
+        return {}
+
+    def poll(self, timeout_s: float) -> list[Outcome]:
+        """Run what was submitted."""
+        outcomes = []
+        while self._waiting:
+            load_entry(self._entry)(self._waiting[0].run_dir)
+            outcomes.append(Outcome(self._waiting.pop(0).run, 0))
+        return outcomes
+
+    def running(self) -> list[str]:
+        """What was submitted and has not run."""
+        return [member.run for member in self._waiting]
+
+    def queued(self) -> frozenset[str]:
+        """None waits."""
+        return frozenset()
+
+    def close(self) -> None:
+        """Nothing runs beside this process."""
 
 
 def load_entry(name: str) -> Any:
@@ -147,7 +250,7 @@ def _member(entry: str, run_dir: str) -> None:
             load_entry(entry)(Path(run_dir))
         except BaseException:
             sys.stdout.flush()
-            traceback.print_exc()
+            print(redact(traceback.format_exc()), end="", file=sys.stderr)
             sys.stderr.flush()
             os._exit(1)
         sys.stdout.flush()

@@ -1,7 +1,13 @@
 """The ledger of a study: an append-only file of what was launched and how it ended.
 
-One JSON object a line: `{"time": ..., "run": ..., "event": "planned" | "started" | "finished" | "failed", ...}`.
-The state of a study is this file folded, not the memory of the process that launched it.
+One JSON object a line: `{"time": ..., "run": ..., "event": ..., ...}`. The state of a study is this file folded, not
+the memory of the process that launched it. Events of a run, in order:
+
+    planned                     it belongs to the study
+    submitting                  a job for it is about to be submitted under this `submission`: looked for after a crash
+    started                     it was submitted; `job` is the scheduler's id
+    retried                     its job ended before it was done, for a reason (`kind`, `reason`) that allows another
+    finished | failed           it is done, or was given up (`kind`, `reason`)
 """
 
 from __future__ import annotations
@@ -9,18 +15,28 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sweeps.redact import redact
+
 LEDGER_FILE = "ledger.jsonl"
-EVENTS = ("planned", "started", "finished", "failed")
+EVENTS = ("planned", "submitting", "started", "retried", "finished", "failed")
 
 
 @dataclass(frozen=True)
 class MemberState:
-    """Where a run stands, folded from its ledger entries."""
+    """Where a run stands, folded from its ledger entries.
+
+    Attributes:
+        attempts: jobs started for it, all launches together.
+        submission, job: of the newest attempt, if an executor with a memory of its own runs it.
+        kind, reason: why it failed, or was tried again.
+        spent: attempts after the first, by kind of failure, since it was last given up.
+        excluded: nodes that its next attempt keeps off.
+    """
 
     run: str
     recipe: str
@@ -28,24 +44,36 @@ class MemberState:
     state: str = "planned"
     attempts: int = 0
     reason: str | None = None
+    kind: str | None = None
+    submission: str | None = None
+    job: str | None = None
+    spent: Mapping[str, int] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()
 
 
 class Ledger:
-    """Appends entries, one flushed line each, and folds them."""
+    """Appends entries, on disk when the call returns, and folds them."""
 
     def __init__(self, study_dir: Path, clock: Callable[[], float] = time.time) -> None:
         self.path = study_dir / LEDGER_FILE
         self._clock = clock
 
     def append(self, event: str, run: str, **fields: Any) -> None:
-        """One entry, on disk when this returns."""
+        """One entry."""
+        self.append_all(event, [{"run": run, **fields}])
+
+    def append_all(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Entries of one event, each with its `run`, in one write."""
+        if not entries:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"time": self._clock(), "event": event, "run": run, **fields}, separators=(",", ":"))
+        now = self._clock()
+        lines = [_line({"time": now, "event": event, **entry}) for entry in entries]
         with self.path.open("ab") as handle:
             # A torn line of an earlier process must not swallow this one.
             if handle.tell() and not self._ends_with_newline():
                 handle.write(b"\n")
-            handle.write(line.encode() + b"\n")
+            handle.write(b"".join(lines))
             handle.flush()
             os.fsync(handle.fileno())
 
@@ -76,7 +104,30 @@ class Ledger:
             if event == "planned":
                 states.setdefault(run, MemberState(run, entry.get("recipe", ""), int(entry.get("seed", 0))))
             elif run in states:
-                state = states[run]
-                attempts = state.attempts + (event == "started")
-                states[run] = replace(state, state=event, attempts=attempts, reason=entry.get("reason"))
+                states[run] = after(states[run], event, entry)
         return states
+
+
+def after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberState:
+    """The state of a run once an entry was written."""
+    if event == "planned":
+        return state
+    kind, reason = entry.get("kind"), entry.get("reason")
+    state = replace(state, state=event, kind=kind, reason=reason)
+    if event == "submitting":
+        return replace(state, submission=entry.get("submission"), job=None)
+    if event == "started":
+        submission = entry.get("submission", state.submission)
+        return replace(state, attempts=state.attempts + 1, submission=submission, job=entry.get("job"))
+    if event == "retried" and kind:
+        spent = {**state.spent, kind: state.spent.get(kind, 0) + 1}
+        node = entry.get("node")
+        excluded = state.excluded + ((node,) if node and node not in state.excluded else ())
+        return replace(state, spent=spent, excluded=excluded)
+    # Given up or done: whoever launches it again gives it all its attempts anew.
+    return replace(state, spent={}, excluded=())
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    safe = {key: redact(value) if key == "reason" and value else value for key, value in entry.items()}
+    return json.dumps(safe, separators=(",", ":")).encode() + b"\n"

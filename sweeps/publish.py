@@ -20,7 +20,7 @@ from sweeps.tracking import FitSummary, Member, Shipper, TrackedSweep, Tracker, 
 from sweeps.tracking import publish as publish_fits
 
 CURVE_POINTS = 75
-STATUS = {"finished": "FINISHED", "failed": "FAILED"}
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 ARTIFACTS = ("report.html", "ranking.csv", "report_curves.png", "report_curves.svg", "report_asymptotes.png")
 
 
@@ -129,18 +129,27 @@ class TrackingObserver:
         self._shipper = Shipper(self._tracker, self._sweep)
         self._shipper.start()
 
+    def queued(self, spec: RunSpec, run_dir: Path) -> None:
+        """SCHEDULED."""
+        self._shipper.set_status(spec.run, "SCHEDULED")
+
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         """RUNNING."""
         self._shipper.set_status(spec.run, "RUNNING")
 
+    def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
+        """SCHEDULED again."""
+        self._shipper.set_status(spec.run, "SCHEDULED")
+
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
-        """FINISHED or FAILED."""
+        """FINISHED, FAILED or KILLED."""
         self._shipper.set_status(spec.run, STATUS[state])
 
-    def tick(self, running: Sequence[RunSpec], done: int, failed: int) -> None:
+    def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
         """Nothing: the shipper has a pace of its own."""
 
-    def close(self, failed: int) -> None:
-        """Ship what is left, then say how the sweep ended."""
-        self._shipper.set_status(self._sweep.key, "FAILED" if failed else "FINISHED")
+    def close(self, failed: int, left: int) -> None:
+        """Ship what is there, then say how the sweep ended, if it has."""
+        if not left:
+            self._shipper.set_status(self._sweep.key, "FAILED" if failed else "FINISHED")
         self._shipper.stop(final=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError
+from sweeps.redact import redact_config
 
 SPEC_FILE = "spec.json"
 
@@ -85,10 +86,17 @@ class RunSpec:
             raise UserError(f"{run_dir / SPEC_FILE}: not a run's frozen specification ({error})") from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader sees the old or the new text, never half of one."""
+def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
+    """Replace a file in one step: a reader sees the old or the new text, never half of one.
+
+    Args:
+        path: of the file.
+        text: its new content.
+        mode: who may read it, less what the process's umask takes away.
+    """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with unfinished.open("w", encoding="utf-8") as handle:
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
         handle.write(text)
         handle.flush()
         os.fsync(handle.fileno())
@@ -132,6 +140,13 @@ def make_spec(config: Mapping[str, Any], reference: Mapping[str, Any], label: st
     """
     what = science(config)
     seed = int(config["seed"])
+    secret = _secret(what, redact_config(what))
+    if secret:
+        raise UserError(
+            f"{secret}: holds what looks like a secret, and the configuration is written down in many places; pass it "
+            "in an environment variable"
+        )
+    config, reference = _without_secrets(config), _without_secrets(reference)
     return RunSpec(
         run=digest({"science": what, "seed": seed}),
         curve=digest({"science": what}),
@@ -139,10 +154,25 @@ def make_spec(config: Mapping[str, Any], reference: Mapping[str, Any], label: st
         baseline=baseline,
         seed=seed,
         steps=int(config["budget"]["steps"]),
-        config=dict(config),
-        reference=dict(reference),
+        config=config,
+        reference=reference,
         axes=changed_keys(config, reference),
     )
+
+
+def _without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What is operational, redacted: the address of an MLflow server may carry a login."""
+    return {key: redact_config(value, key) if key in OPERATIONAL_KEYS else value for key, value in config.items()}
+
+
+def _secret(value: Any, masked: Any, path: str = "") -> str | None:
+    """Where a configuration changes when it is redacted."""
+    if isinstance(value, Mapping):
+        found = (_secret(item, masked[key], f"{path}.{key}" if path else str(key)) for key, item in value.items())
+        return next(filter(None, found), None)
+    if isinstance(value, list | tuple):
+        return next(filter(None, (_secret(v, m, path) for v, m in zip(value, masked, strict=True))), None)
+    return None if value == masked else path
 
 
 def check_distinct(specs: Sequence[RunSpec]) -> list[RunSpec]:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
-
-from filelock import FileLock, Timeout
+from typing import Any, Protocol
 
 from sweeps.errors import UserError
-from sweeps.executor import LOG_FILE, Executor
+from sweeps.executor import LOG_FILE, Executor, Launch, Outcome
+from sweeps.failure import BLAMES_NODE, NEVER, may_retry
 from sweeps.journal import JOURNAL_FILE, JournalError, JournalView, read_journal
-from sweeps.ledger import Ledger, MemberState
+from sweeps.lease import Lease, LeaseHeldError
+from sweeps.ledger import Ledger, MemberState, after
 from sweeps.spec import RunSpec, check_distinct
 
-LOCK_FILE = ".controller.lock"
+LEASE_NAME = "controller"
+RUNS_DIR = "runs"
+SHOWN = 6  # members a line of progress
 
 
 class Observer(Protocol):
@@ -28,20 +31,33 @@ class Observer(Protocol):
         """The study is ours to run now; nothing before this may leave a trace."""
         ...
 
+    def queued(self, spec: RunSpec, run_dir: Path) -> None:
+        """A member waits for its turn on the cluster, at first or again."""
+        ...
+
     def started(self, spec: RunSpec, run_dir: Path) -> None:
-        """A member was submitted."""
+        """A member runs."""
+        ...
+
+    def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
+        """An attempt ended before the member was done; another follows."""
         ...
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
-        """A member is `finished` (also when it was done before) or `failed`."""
+        """A member is `finished` (also when it was done before), `failed` or `cancelled`."""
         ...
 
-    def tick(self, running: Sequence[RunSpec], done: int, failed: int) -> None:
+    def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
         """About once a second."""
         ...
 
-    def close(self, failed: int) -> None:
-        """The study is over, or was interrupted (then none counts as done); `failed` members are not done."""
+    def close(self, failed: int, left: int) -> None:
+        """This process has done its part.
+
+        Args:
+            failed: members that are not done and that nobody works on (all, if the study was interrupted).
+            left: members that go on without this process.
+        """
         ...
 
 
@@ -58,12 +74,38 @@ class Study:
         self.specs = check_distinct(specs)
         self.ledger = Ledger(directory)
 
+    @classmethod
+    def read(cls, directory: Path) -> Study:
+        """The study in a directory, as its ledger and its frozen specifications say.
+
+        Raises:
+            UserError: there is none.
+        """
+        states = Ledger(directory).fold()
+        if not states:
+            raise UserError(f"{directory}: no ledger of a study here; give the folder that a --multirun wrote to")
+        return cls(directory, [RunSpec.read(directory / RUNS_DIR / run) for run in states])
+
     def run_dir(self, spec: RunSpec) -> Path:
         """Where a member writes."""
-        return self.directory / "runs" / spec.run
+        return self.directory / RUNS_DIR / spec.run
 
-    def run(self, executor: Executor, observers: Sequence[Observer] = ()) -> dict[str, MemberState]:
+    def run(
+        self,
+        executor: Executor,
+        observers: Sequence[Observer] = (),
+        retries: Mapping[str, int | None] = NEVER,
+        detach: bool = False,
+        again: bool = True,
+    ) -> dict[str, MemberState]:
         """Run every member that is not done; a member that fails touches no other.
+
+        Args:
+            executor: starts members; with one whose members outlive their controller, what is under way is adopted.
+            observers: told.
+            retries: attempts after the first, by kind of failure (`sweeps.failure`); None is no limit.
+            detach: leave as soon as everything is submitted.
+            again: whether members that were given up get another chance.
 
         Returns:
             The state of each member, by identity.
@@ -71,65 +113,188 @@ class Study:
         Raises:
             UserError: another process is running this study.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.directory / LOCK_FILE)
+        make_private(self.directory)
+        lease = Lease(self.directory, LEASE_NAME)
         try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
+            lease.acquire()
+        except LeaseHeldError as error:
             raise UserError(
-                f"study: {self.directory} is being run by another process; wait for it, or end it first"
+                f"study: {self.directory} is being run by another process ({lease.holder()}); wait for it, or end it "
+                "first"
             ) from error
         # Interrupted, the study counts as failed; every part is released, whatever becomes of the others.
-        failed = len(self.specs)
+        failed, left = len(self.specs), 0
         with ExitStack() as stack:
-            stack.callback(lock.release)
+            stack.callback(lease.release)
             for observer in observers:
                 observer.open()
-                stack.callback(lambda each: each.close(failed), observer)
+                stack.callback(lambda each: each.close(failed, left), observer)
             stack.callback(executor.close)
-            states = self._run(executor, observers)
-            failed = sum(state.state != "finished" for state in states.values())
+            try:
+                states = _Controller(self, executor, observers, retries, lease.check).run(detach, again)
+            except BaseException:
+                left = len(executor.running()) if executor.outlives else 0
+                failed -= left
+                raise
+            left = sum(state.state not in ("finished", "failed") for state in states.values())
+            failed = sum(state.state == "failed" for state in states.values())
             return states
 
-    def _run(self, executor: Executor, observers: Sequence[Observer]) -> dict[str, MemberState]:
-        known = self.ledger.fold()
-        specs = {spec.run: spec for spec in self.specs}
-        waiting = []
-        earlier: dict[str, tuple[int, int]] = {}
-        done = failed = 0
-        for spec in self.specs:
-            if spec.run not in known:
-                self.ledger.append("planned", spec.run, recipe=spec.recipe, seed=spec.seed)
-            if is_done(self.run_dir(spec), spec.steps):
-                done += 1
-                if known.get(spec.run) is None or known[spec.run].state != "finished":
-                    self.ledger.append("finished", spec.run)
-                for observer in observers:
-                    observer.ended(spec, self.run_dir(spec), "finished", None)
-            else:
-                waiting.append(spec)
-        while waiting or executor.running():
-            while waiting and executor.has_room():
-                spec = waiting.pop(0)
-                spec.write(self.run_dir(spec))
-                earlier[spec.run] = written(self.run_dir(spec))
-                self.ledger.append("started", spec.run)
-                for observer in observers:
-                    observer.started(spec, self.run_dir(spec))
-                executor.submit(spec.run, self.run_dir(spec))
-            for outcome in executor.poll(timeout_s=1.0):
-                spec = specs[outcome.run]
-                finished = outcome.exit_code == 0 and is_done(self.run_dir(spec), spec.steps)
-                reason = None if finished else why_failed(self.run_dir(spec), outcome.reason, earlier[spec.run])
-                state = "finished" if finished else "failed"
-                self.ledger.append(state, spec.run, reason=reason)
-                done, failed = done + finished, failed + (not finished)
-                for observer in observers:
-                    observer.ended(spec, self.run_dir(spec), state, reason)
-            for observer in observers:
-                observer.tick([specs[run] for run in executor.running()], done, failed)
-        folded = self.ledger.fold()
-        return {run: folded[run] for run in specs}
+
+class _Controller:
+    """One process's work on a study: submit, notice, decide, write it down."""
+
+    def __init__(
+        self,
+        study: Study,
+        executor: Executor,
+        observers: Sequence[Observer],
+        retries: Mapping[str, int | None],
+        still_ours: Callable[[], None],
+    ) -> None:
+        self._study = study
+        self._ledger = study.ledger
+        self._specs = {spec.run: spec for spec in study.specs}
+        self._executor = executor
+        self._observers = observers
+        self._retries = retries
+        self._still_ours = still_ours
+        self._earlier: dict[str, tuple[int, int]] = {}
+        self._seen: dict[str, str] = {}
+        self._done = self._failed = 0
+        self._states = self._ledger.fold()
+
+    def _note(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Into the ledger, then into what we know."""
+        self._ledger.append_all(event, entries)
+        for entry in entries:
+            run = entry["run"]
+            if event == "planned":
+                spec = self._specs[run]
+                self._states.setdefault(run, MemberState(run, spec.recipe, spec.seed))
+            self._states[run] = after(self._states[run], event, entry)
+
+    def run(self, detach: bool, again: bool) -> dict[str, MemberState]:
+        """Until nothing is left to do, or to be submitted."""
+        waiting = self._take_stock(again)
+        while waiting or self._executor.running():
+            waiting = self._submit(waiting)
+            if detach:
+                break
+            for outcome in self._executor.poll(timeout_s=1.0):
+                waiting += self._settle(outcome)
+            self._look()
+        return {run: self._states[run] for run in self._specs}
+
+    def _take_stock(self, again: bool) -> list[Launch]:
+        """Plan what is new, adopt what is done or under way; returns what is to be submitted."""
+        new = [spec for spec in self._specs.values() if spec.run not in self._states]
+        for spec in new:
+            # Frozen before the ledger knows of it: a later process finds whatever was planned.
+            if not is_done(self._study.run_dir(spec), spec.steps):
+                spec.write(self._study.run_dir(spec))
+        self._note("planned", [{"run": spec.run, "recipe": spec.recipe, "seed": spec.seed} for spec in new])
+        waiting: list[Launch] = []
+        underway: list[Launch] = []
+        for spec in self._specs.values():
+            run_dir = self._study.run_dir(spec)
+            state = self._states[spec.run]
+            if is_done(run_dir, spec.steps):
+                self._finish(spec, note=state.state != "finished")
+                continue
+            if state.state == "failed" and not again:
+                self._failed += 1
+                continue
+            if spec not in new:
+                spec.write(run_dir)  # the budget may have grown
+            launch = Launch(spec.run, run_dir, state.spent, state.excluded, state.submission, state.job)
+            (underway if state.state in ("submitting", "started") else waiting).append(launch)
+        found = self._executor.adopt(underway) if underway else {}
+        for launch in underway:
+            if launch.run in found and launch.job is None:
+                # The process that submitted it was gone before it could write down the job.
+                self._note("started", [{"run": launch.run, "submission": launch.submission, "job": found[launch.run]}])
+        # In the order of the study, not of the ledger's states.
+        todo = {launch.run: launch for launch in [*waiting, *underway] if launch.run not in found}
+        for run in found:
+            self._earlier[run] = (0, 0)
+        return [todo[run] for run in self._specs if run in todo]
+
+    def _submit(self, waiting: list[Launch]) -> list[Launch]:
+        """Submit what the executor has room for; returns the rest."""
+        while waiting and (size := self._executor.next_batch(waiting)) > 0:
+            batch, waiting = waiting[:size], waiting[size:]
+            self._still_ours()
+            submission = uuid.uuid4().hex[:12]
+            if self._executor.outlives:
+                self._note("submitting", [{"run": launch.run, "submission": submission} for launch in batch])
+            for launch in batch:
+                self._earlier[launch.run] = written(launch.run_dir)
+            jobs = self._executor.submit(submission, batch)
+            taken = [launch for launch in batch if launch.run in jobs]
+            named = {"submission": submission} if self._executor.outlives else {}
+            self._note(
+                "started",
+                [
+                    {"run": launch.run, **named, **({"job": job} if (job := jobs[launch.run]) else {})}
+                    for launch in taken
+                ],
+            )
+            if len(taken) < len(batch):
+                return [launch for launch in batch if launch.run not in jobs] + waiting
+            self._look()
+        return waiting
+
+    def _settle(self, outcome: Outcome) -> list[Launch]:
+        """Write down how an attempt ended; returns the member if it is to be tried again."""
+        spec = self._specs[outcome.run]
+        run_dir = self._study.run_dir(spec)
+        self._seen.pop(spec.run, None)
+        if is_done(run_dir, spec.steps) and (outcome.exit_code == 0 or self._executor.outlives):
+            self._finish(spec, note=True)
+            return []
+        reason = outcome.reason or why_failed(run_dir, outcome.how, self._earlier[outcome.run])
+        kind = outcome.kind or ("killed" if outcome.exit_code < 0 else "error")
+        if may_retry(self._retries, kind, self._states[spec.run].spent):
+            blamed = {"node": outcome.node} if outcome.node and kind in BLAMES_NODE else {}
+            self._note("retried", [{"run": spec.run, "kind": kind, "reason": reason, **blamed}])
+            for observer in self._observers:
+                observer.retried(spec, run_dir, reason)
+            now = self._states[spec.run]
+            return [Launch(spec.run, run_dir, now.spent, now.excluded)]
+        self._failed += 1
+        self._note("failed", [{"run": spec.run, "kind": kind, "reason": reason}])
+        for observer in self._observers:
+            observer.ended(spec, run_dir, "cancelled" if kind == "cancelled" else "failed", reason)
+        return []
+
+    def _finish(self, spec: RunSpec, note: bool) -> None:
+        self._done += 1
+        if note:
+            self._note("finished", [{"run": spec.run}])
+        for observer in self._observers:
+            observer.ended(spec, self._study.run_dir(spec), "finished", None)
+
+    def _look(self) -> None:
+        """Tell the observers who waits, who runs, how many are done."""
+        queued = self._executor.queued()
+        running = self._executor.running()
+        for run in running:
+            now = "queued" if run in queued else "started"
+            if self._seen.get(run) != now:
+                self._seen[run] = now
+                for observer in self._observers:
+                    getattr(observer, now)(self._specs[run], self._study.run_dir(self._specs[run]))
+        active = [self._specs[run] for run in running if run not in queued]
+        for observer in self._observers:
+            observer.tick(active, len(queued), self._done, self._failed)
+
+
+def make_private(directory: Path) -> None:
+    """Create a directory that only its owner may enter, unless it exists: then whoever made it decided."""
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def is_done(run_dir: Path, steps: int) -> bool:
@@ -205,9 +370,16 @@ class Progress:
     def open(self) -> None:
         """Nothing to prepare."""
 
+    def queued(self, spec: RunSpec, run_dir: Path) -> None:
+        """Nothing to show yet."""
+
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         """Remember where to look."""
         self._directories[spec.run] = run_dir
+
+    def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
+        """Say so."""
+        self._line(f"{'again':9} {spec.title}: {reason}")
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
         """Say so."""
@@ -215,16 +387,20 @@ class Progress:
         tail = f": {reason}" if reason else self._describe(latest)
         self._line(f"{state:9} {spec.title}{tail}")
 
-    def tick(self, running: Sequence[RunSpec], done: int, failed: int) -> None:
+    def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
         """A line if it is time."""
         if time.monotonic() - self._last < self._every_s:
             return
         self._last = time.monotonic()
-        members = [f"{spec.title}{self._describe(last_metrics(self._directories[spec.run]))}" for spec in running]
-        ended = f"{done}/{self._total} done" + (f", {failed} failed" if failed else "")
-        self._line(" | ".join([ended, *members]))
+        members = [
+            f"{spec.title}{self._describe(last_metrics(self._directories[spec.run]))}" for spec in running[:SHOWN]
+        ]
+        more = [f"{len(running) - SHOWN} more running"] if len(running) > SHOWN else []
+        counts = ((done, f"/{self._total} done"), (failed, " failed"), (queued, " queued"))
+        ended = ", ".join(f"{count}{what}" for count, what in counts if count or what.startswith("/"))
+        self._line(" | ".join([ended, *members, *more]))
 
-    def close(self, failed: int) -> None:
+    def close(self, failed: int, left: int) -> None:
         """Nothing to end."""
 
     def _describe(self, metrics: Mapping[str, float]) -> str:

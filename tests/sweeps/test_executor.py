@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sweeps.errors import UserError
-from sweeps.executor import LOG_FILE, LocalExecutor, Outcome, load_entry
+from sweeps.executor import LOG_FILE, Launch, LocalExecutor, Outcome, load_entry
 
 HERE = Path(__file__).parent
 PATIENCE_S = 60.0
@@ -129,8 +129,8 @@ def drive(executor: LocalExecutor, run_dirs: dict[str, Path]) -> dict[str, Outco
     deadline = time.monotonic() + 2 * PATIENCE_S
     while waiting or executor.running():
         assert time.monotonic() < deadline
-        while waiting and executor.has_room():
-            executor.submit(*waiting.pop(0))
+        while waiting and executor.next_batch([Launch(*each) for each in waiting]):
+            executor.submit("x", [Launch(*waiting.pop(0))])
         for outcome in executor.poll(timeout_s=1.0):
             assert outcome.run not in outcomes
             outcomes[outcome.run] = outcome
@@ -171,13 +171,13 @@ def test_a_members_end_is_told_as_it_was(tmp_path: Path) -> None:
     codes = [0, 1, 7, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV]
     outcomes = drive(local(leave_with_code, max_parallel=3), directories(tmp_path, [str(int(c)) for c in codes]))
     assert {name: outcome.exit_code for name, outcome in outcomes.items()} == {str(int(c)): c for c in codes}
-    assert outcomes["-9"].reason == "killed by SIGKILL"
-    assert outcomes["-15"].reason == "killed by SIGTERM"
-    assert outcomes["7"].reason == "exit code 7"
+    assert outcomes["-9"].how == "killed by SIGKILL"
+    assert outcomes["-15"].how == "killed by SIGTERM"
+    assert outcomes["7"].how == "exit code 7"
 
 
 def test_a_signal_without_a_name_has_a_number() -> None:
-    assert Outcome("a", -(signal.SIGRTMIN + 3)).reason == f"killed by signal {signal.SIGRTMIN + 3}"
+    assert Outcome("a", -(signal.SIGRTMIN + 3)).how == f"killed by signal {signal.SIGRTMIN + 3}"
 
 
 def test_one_that_fails_touches_no_other(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_an_entry_that_cannot_be_imported_is_a_failure_that_says_so(tmp_path: Pa
 
 def test_polling_with_nobody_ended_waits_and_says_nothing(tmp_path: Path) -> None:
     executor = local(sleep)
-    executor.submit("a", directories(tmp_path, "a")["a"])
+    executor.submit("x", [Launch("a", directories(tmp_path, "a")["a"])])
     begin = time.monotonic()
     assert executor.poll(timeout_s=0.2) == []
     assert time.monotonic() - begin >= 0.2
@@ -210,7 +210,7 @@ def test_closing_ends_what_runs(tmp_path: Path) -> None:
     executor = local(sleep)
     run_dirs = directories(tmp_path, "ab")
     for name, run_dir in run_dirs.items():
-        executor.submit(name, run_dir)
+        executor.submit("x", [Launch(name, run_dir)])
     assert wait_until(lambda: all((run_dir / "member").exists() for run_dir in run_dirs.values()))
     pids = [json.loads((run_dir / "member").read_text())["pid"] for run_dir in run_dirs.values()]
     assert all(map(alive, pids))
@@ -258,11 +258,11 @@ def test_a_second_attempt_writes_behind_the_first(tmp_path: Path) -> None:
 CONTROLLER = """
 import sys, time
 from pathlib import Path
-from sweeps.executor import LocalExecutor
+from sweeps.executor import Launch, LocalExecutor
 entry, *run_dirs = sys.argv[1:]
 executor = LocalExecutor(entry, max_parallel=9, threads=3)
 for run_dir in run_dirs:
-    executor.submit(run_dir, Path(run_dir))
+    executor.submit("x", [Launch(run_dir, Path(run_dir))])
 while True:
     executor.poll(1.0)
 """

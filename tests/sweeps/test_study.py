@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from sweeps.errors import UserError
-from sweeps.executor import LOG_FILE, Outcome
+from sweeps.executor import LOG_FILE, Launch, Outcome
 from sweeps.journal import JOURNAL_FILE, Journal, read_journal
 from sweeps.ledger import MemberState
 from sweeps.spec import RunSpec, make_spec
@@ -109,14 +109,24 @@ class ScriptedExecutor:
         self.during_poll: Callable[[], None] = lambda: None
         self._running: dict[str, Path] = {}
 
-    def has_room(self) -> bool:
-        return len(self._running) < self.max_parallel
+    outlives = False
 
-    def submit(self, run: str, run_dir: Path) -> None:
-        assert run not in self._running
-        self.submitted.append(run)
-        self._running[run] = run_dir
+    def next_batch(self, waiting: Sequence[Launch]) -> int:
+        return min(len(waiting), self.max_parallel - len(self._running))
+
+    def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
+        for member in members:
+            assert member.run not in self._running
+            self.submitted.append(member.run)
+            self._running[member.run] = member.run_dir
         self.most_at_once = max(self.most_at_once, len(self._running))
+        return {member.run: None for member in members}
+
+    def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
+        return {}
+
+    def queued(self) -> frozenset[str]:
+        return frozenset()
 
     def poll(self, timeout_s: float) -> list[Outcome]:
         self.during_poll()
@@ -146,12 +156,18 @@ class Recorder:
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
         self.heard.append((state, spec.title, *([reason] if reason else [])))
 
-    def tick(self, running: Sequence[RunSpec], done: int, failed: int) -> None:
+    def queued(self, spec: RunSpec, run_dir: Path) -> None:
+        self.heard.append(("queued", spec.title))
+
+    def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
+        self.heard.append(("retried", spec.title, reason))
+
+    def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
         self.ticks.append((len(running), done, failed))
 
     def open(self) -> None: ...
 
-    def close(self, failed: int) -> None:
+    def close(self, failed: int, left: int) -> None:
         self.closed.append(failed)
 
 
@@ -188,9 +204,10 @@ def test_all_members_run_once_and_are_done(tmp_path: Path, specs: list[RunSpec])
 
 def test_the_frozen_spec_is_there_before_the_member_starts(tmp_path: Path, specs: list[RunSpec]) -> None:
     class Checking(ScriptedExecutor):
-        def submit(self, run: str, run_dir: Path) -> None:
-            assert RunSpec.read(run_dir).run == run
-            super().submit(run, run_dir)
+        def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
+            for launch in members:
+                assert RunSpec.read(launch.run_dir).run == launch.run
+            return super().submit(submission, members)
 
     Study(tmp_path, specs).run(Checking())
 
@@ -409,15 +426,15 @@ def test_two_studies_run_side_by_side(tmp_path: Path, specs: list[RunSpec]) -> N
 class Interrupted(Recorder):
     """Ctrl-C while members run."""
 
-    def tick(self, running: Sequence[RunSpec], done: int, failed: int) -> None:
+    def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
         raise KeyboardInterrupt
 
 
 class Unclosable(Recorder):
     """A tracking server that is away."""
 
-    def close(self, failed: int) -> None:
-        super().close(failed)
+    def close(self, failed: int, left: int) -> None:
+        super().close(failed, left)
         raise OSError("away")
 
 
@@ -528,18 +545,18 @@ def test_progress_says_where_every_running_member_is(tmp_path: Path, said: list[
     progress = Progress(total=3, steps=40, every_s=0, write=said.append)
     progress.started(one, tmp_path / "one")
     progress.started(two, tmp_path / "two")
-    progress.tick([one, two], 0, 0)
+    progress.tick([one, two], 0, 0, 0)
     assert said.pop().endswith("0/3 done | scalerl seed 0: starting | scalerl+loss=dapo seed 1: starting\n")
     record(tmp_path / "one", 7)
     record(tmp_path / "two", 8, rate=0.25)
-    progress.tick([one, two], 1, 0)
+    progress.tick([one, two], 0, 1, 0)
     assert said.pop().endswith(
         "1/3 done | scalerl seed 0: step 7/40 | scalerl+loss=dapo seed 1: step 8/40, pass rate 0.250\n"
     )
     record(tmp_path / "two", 9)
-    progress.tick([two], 1, 1)
+    progress.tick([two], 0, 1, 1)
     assert said.pop().endswith("1/3 done, 1 failed | scalerl+loss=dapo seed 1: step 9/40, pass rate 0.250\n")
-    progress.tick([], 2, 1)
+    progress.tick([], 0, 2, 1)
     assert said.pop().endswith("] 2/3 done, 1 failed\n")
     assert said == []
 
@@ -561,7 +578,7 @@ def test_progress_is_silent_until_it_is_time(tmp_path: Path, said: list[str], mo
     progress.started(member("cispo"), tmp_path)
     for seconds, lines in ((5, 0), (9.9, 0), (10, 1), (15, 1), (20, 2), (75, 3)):
         now[0] = 100 + seconds
-        progress.tick([member("cispo")], 0, 0)
+        progress.tick([member("cispo")], 0, 0, 0)
         assert len(said) == lines
     assert said[-1].startswith("[01:15] ")
 

@@ -1,0 +1,96 @@
+"""What became of each job that worked on a run, written by the job itself: one small file an attempt.
+
+`runs/<identity>/attempts/<job>-<restart>.jsonl` has a line when the attempt begins and one when it ends. One writer a
+file: two copies of a job on two nodes never append to the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sweeps.redact import redact
+
+ATTEMPTS_DIR = "attempts"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One job's work on a run.
+
+    Attributes:
+        submission, job, restart: which; a requeued job keeps its id and counts its restarts.
+        node: where.
+        began, ended: wall-clock seconds; `ended` is None for one that runs or was killed.
+        step: the checkpoint it went on from; -1 for the start.
+        outcome: `finished`, `interrupted` (saved, and asked to be requeued), `failed`, or None.
+        kind, reason: why it failed or was interrupted.
+    """
+
+    submission: str
+    job: str
+    restart: int
+    node: str
+    began: float
+    step: int
+    ended: float | None = None
+    outcome: str | None = None
+    kind: str | None = None
+    reason: str | None = None
+
+
+class AttemptLog:
+    """Writes one attempt's file."""
+
+    def __init__(self, run_dir: Path, submission: str, job: str, restart: int, node: str) -> None:
+        self._path = run_dir / ATTEMPTS_DIR / f"{job}-{restart}.jsonl"
+        self._who = {"submission": submission, "job": job, "restart": restart, "node": node}
+
+    def begin(self, step: int) -> None:
+        """The member is about to run, from the checkpoint at `step`."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._write({**self._who, "began": time.time(), "step": step})
+
+    def end(self, outcome: str, kind: str | None = None, reason: str | None = None) -> None:
+        """The last word."""
+        self._write({"ended": time.time(), "outcome": outcome, "kind": kind, "reason": reason and redact(reason)})
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(entry, separators=(",", ":")) + "\n")
+            handle.flush()
+            os.fsync(handle.fileno())
+
+
+def attempts(run_dir: Path) -> list[Attempt]:
+    """All attempts at a run, in the order in which they began; what cannot be read is passed over."""
+    try:
+        paths = list((run_dir / ATTEMPTS_DIR).iterdir())
+    except OSError:
+        return []
+    found = []
+    for path in paths:
+        if path.suffix != ".jsonl":
+            continue
+        entry: dict[str, Any] = {}
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            continue
+        for line in lines:
+            try:
+                said = json.loads(line)
+            except ValueError:
+                continue
+            # A job id that a cluster gave out twice: the later attempt counts.
+            entry = dict(said) if "began" in said else {**entry, **said}
+        if "began" in entry:
+            try:
+                found.append(Attempt(**entry))
+            except TypeError:
+                continue
+    return sorted(found, key=lambda attempt: attempt.began)

@@ -1,0 +1,403 @@
+"""The executor of a cluster: members become jobs that outlive the process which submitted them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sweeps.cluster.attempts import Attempt, attempts
+from sweeps.cluster.scheduler import ENDED, QUEUED, JobInfo, RefusedError, Scheduler
+from sweeps.cluster.submission import JOBS_DIR, MANIFEST_FILE, JobSettings, freeze, new_folder
+from sweeps.errors import UserError
+from sweeps.executor import Launch, Outcome
+from sweeps.failure import KINDS, MEMORY_GROWTH
+
+_log = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S = 300.0
+# Accounting lags behind the queue: what it says about a job that left the queue is waited for this long.
+_ACCOUNTING_S = 15.0
+
+_KIND_OF_STATE = {
+    "TIMEOUT": "time_limit",
+    "DEADLINE": "time_limit",
+    "PREEMPTED": "preempted",
+    "NODE_FAIL": "node",
+    "BOOT_FAIL": "node",
+    "OUT_OF_MEMORY": "out_of_memory",
+    "CANCELLED": "cancelled",
+    "REVOKED": "cancelled",
+}
+
+
+# SLURM itself requeues a job after these; a moment later it may be pending again.
+_MAY_COME_BACK = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED"})
+
+
+@dataclass
+class _Followed:
+    """A job that we wait for."""
+
+    launch: Launch
+    submission: str
+    job: str
+    info: JobInfo | None = None
+    missing_since: float | None = None
+    suspect: bool = False
+
+
+@dataclass
+class _Pause:
+    """When the scheduler may be bothered with a submission again."""
+
+    until: float = 0.0
+    length_s: float = 0.0
+
+    def longer(self, now: float) -> None:
+        """After a refusal."""
+        self.length_s = min(_LONGEST_PAUSE_S, max(5.0, 2 * self.length_s))
+        self.until = now + self.length_s
+
+    def over(self) -> None:
+        """After a success."""
+        self.length_s = self.until = 0.0
+
+
+@dataclass
+class ClusterExecutor:
+    """Submits members as job arrays and follows them by the scheduler's queue.
+
+    Args:
+        study: the study's directory, on a file system that all nodes see.
+        scheduler: of the cluster.
+        settings: of its jobs.
+        entry: `module:function` that runs a member from its directory.
+        threads: CPU threads of a member.
+        title: shown as the jobs' name.
+        clock, sleep: time, replaceable in tests.
+    """
+
+    study: Path
+    scheduler: Scheduler
+    settings: JobSettings
+    entry: str
+    threads: int
+    title: str
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    outlives: bool = field(default=True, init=False)
+    _followed: dict[str, _Followed] = field(default_factory=dict, init=False)
+    _abandoned: set[str] = field(default_factory=set, init=False)
+    _pause: _Pause = field(default_factory=_Pause, init=False)
+    _chunk: int | None = field(default=None, init=False)
+    _last_look: float = field(default=float("-inf"), init=False)
+    _silent: bool = field(default=False, init=False)
+
+    # --- submitting --------------------------------------------------------------------------------------
+
+    def next_batch(self, waiting: Sequence[Launch]) -> int:
+        """As many as one array takes that ask for the same resources; 0 while the scheduler wants no more."""
+        if not waiting or self.clock() < self._pause.until:
+            return 0
+        if self._chunk is None:
+            self._chunk = min(self.scheduler.array_limit(), self.settings.array_size or 10**6)
+        first = self._resources(waiting[0])
+        size = 0
+        while size < min(len(waiting), self._chunk) and self._resources(waiting[size]) == first:
+            size += 1
+        return size
+
+    def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
+        """Submit members as one job, or one array; empty if the scheduler cannot take them now.
+
+        Raises:
+            UserError: it will never take them; nothing of this batch was submitted.
+        """
+        settings = replace(self.settings, resources=self._resources(members[0]))
+        folder = new_folder(self.study, submission)
+        script = freeze(folder, submission, members, settings, self.entry, self.threads, self.title)
+        try:
+            job = self.scheduler.submit(script)
+        except RefusedError as refusal:
+            found = self._refused(refusal, submission, len(members))
+            if found is None:
+                return {}
+            job = found
+        else:
+            self._pause.over()
+        return self._follow(submission, job, members)
+
+    def _refused(self, refusal: RefusedError, submission: str, size: int) -> str | None:
+        """What becomes of a refusal: the job after all, None to try later, or an error."""
+        if refusal.too_large and size > 1:
+            self._chunk = max(1, size // 2)
+            return None
+        if not refusal.later:
+            raise UserError(f"cluster: {said(str(refusal))}")
+        if refusal.uncertain:
+            # It may have been taken although nothing came back: then it is in the queue under its name.
+            queue = self.scheduler.queue()
+            if queue is not None and (job := _find(queue, submission)):
+                return job
+            self._abandoned.add(submission)
+        elif size > 1:
+            self._chunk = max(1, size // 2)
+        self._pause.longer(self.clock())
+        _log.warning(
+            "cluster: %d members wait to be submitted (%s); trying again in %.0f s",
+            size,
+            refusal,
+            self._pause.length_s,
+        )
+        return None
+
+    def _resources(self, launch: Launch) -> dict[str, Any]:
+        """What a member asks for: more memory after it ran out of it, other nodes after one failed it."""
+        resources = dict(self.settings.resources)
+        grown = launch.spent.get("out_of_memory", 0)
+        if grown and resources.get("mem_gb"):
+            resources["mem_gb"] = resources["mem_gb"] * MEMORY_GROWTH**grown
+        if launch.excluded:
+            given = [resources["exclude"]] if resources.get("exclude") else []
+            resources["exclude"] = ",".join([*given, *launch.excluded])
+        return resources
+
+    def _follow(self, submission: str, job: str, members: Sequence[Launch]) -> dict[str, str | None]:
+        jobs: dict[str, str | None] = {}
+        for number, member in enumerate(members):
+            jobs[member.run] = name = f"{job}_{number}" if len(members) > 1 else job
+            self._followed[member.run] = _Followed(member, submission, name)
+        return jobs
+
+    def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
+        """Follow jobs that an earlier controller submitted.
+
+        A job whose id was written down is followed, whatever the scheduler knows of it now. One that was about to
+        be submitted is looked for by the name of its submission.
+
+        Raises:
+            UserError: the scheduler does not answer, so nobody knows whether it took what was being submitted.
+        """
+        found: dict[str, str | None] = {}
+        unclear = [member for member in members if member.job is None and member.submission]
+        queue = self.scheduler.queue() if unclear else {}
+        if queue is None:
+            raise UserError(
+                "cluster: the scheduler does not answer, and an earlier launch was interrupted while it submitted; "
+                "try again when it does"
+            )
+        for member in members:
+            if member.job is not None and member.submission:
+                self._followed[member.run] = _Followed(member, member.submission, member.job)
+                found[member.run] = member.job
+        for member in unclear:
+            assert member.submission is not None
+            place = _place(self.study, member.submission, member.run)
+            job = _find(queue, member.submission)
+            if job is None or place is None:
+                self._abandoned.add(member.submission)
+                continue
+            number, size = place
+            found[member.run] = name = f"{job}_{number}" if size > 1 else job
+            self._followed[member.run] = _Followed(member, member.submission, name)
+        return found
+
+    # --- following ---------------------------------------------------------------------------------------
+
+    def running(self) -> list[str]:
+        """Members whose jobs have not ended."""
+        return list(self._followed)
+
+    def queued(self) -> frozenset[str]:
+        """Members whose jobs wait, for the first time or after a requeue."""
+        return frozenset(run for run, each in self._followed.items() if each.info is None or each.info.state in QUEUED)
+
+    def describe(self, run: str) -> JobInfo | None:
+        """A member's job as the scheduler last described it."""
+        return self._followed[run].info if run in self._followed else None
+
+    def poll(self, timeout_s: float) -> list[Outcome]:
+        """Members whose jobs have ended for good; the queue is looked at every `poll_s`."""
+        pause = self._last_look + self.settings.poll_s - self.clock()
+        if pause > 0:
+            self.sleep(min(pause, timeout_s))
+            if pause > timeout_s:
+                return []
+        self._last_look = self.clock()
+        return self.look()
+
+    def look(self) -> list[Outcome]:
+        """Ask the scheduler now."""
+        queue = self.scheduler.queue()
+        if queue is None:
+            if not self._silent:
+                _log.warning("cluster: the scheduler does not answer; jobs that run go on, and are asked for again")
+            self._silent = True
+            return []
+        self._silent = False
+        self._cancel_abandoned(queue)
+        gone: list[_Followed] = []
+        ended: list[_Followed] = []
+        for each in self._followed.values():
+            info = queue.get(each.job)
+            if info is None or not info.name.endswith(each.submission):  # an id that was given out again
+                gone.append(each)
+            else:
+                each.missing_since, each.info = None, info
+                if info.state in ENDED and (each.suspect or info.state not in _MAY_COME_BACK):
+                    ended.append(each)
+                each.suspect = info.state in ENDED
+        ended += self._left_the_queue(gone)
+        outcomes = [self._outcome(each) for each in ended]
+        for outcome in outcomes:
+            del self._followed[outcome.run]
+        return outcomes
+
+    def _left_the_queue(self, gone: Sequence[_Followed]) -> list[_Followed]:
+        """Of jobs that the queue no longer holds: those that have ended, or are lost."""
+        if not gone:
+            return []
+        now = self.clock()
+        known = self.scheduler.accounted([each.job for each in gone])
+        ended = []
+        for each in gone:
+            each.missing_since = now if each.missing_since is None else each.missing_since
+            missing_s = now - each.missing_since
+            info = known.get(each.job)
+            if info is not None and info.state in ENDED and info.name.endswith(each.submission):
+                each.info = info
+                ended.append(each)
+            elif self._last_attempt(each, outcome=True) is not None and missing_s >= _ACCOUNTING_S:
+                ended.append(each)  # it said itself how it ended; accounting may be switched off
+            elif missing_s >= self.settings.lost_after_s:
+                each.info = None
+                ended.append(each)
+        return ended
+
+    def _cancel_abandoned(self, queue: Mapping[str, JobInfo]) -> None:
+        """Submissions that were given up for lost, and came through after all."""
+        late = {
+            info.job.split("_")[0]
+            for info in queue.values()
+            if info.state not in ENDED and any(info.name.endswith(name) for name in self._abandoned)
+        }
+        if late:
+            self.scheduler.cancel(sorted(late))
+
+    def _last_attempt(self, each: _Followed, outcome: bool = False) -> Attempt | None:
+        own = [
+            attempt
+            for attempt in attempts(each.launch.run_dir)
+            if attempt.job == each.job and attempt.submission == each.submission
+        ]
+        if not own or (outcome and own[-1].outcome is None):
+            return None
+        return own[-1]
+
+    def _outcome(self, each: _Followed) -> Outcome:
+        attempt = self._last_attempt(each)
+        kind, reason = verdict(each.info, attempt, lambda: self.last_words(each.submission, each.job))
+        if kind is None:
+            return Outcome(each.launch.run, 0)
+        node = attempt.node if attempt else (each.info.node if each.info else "")
+        return Outcome(each.launch.run, 1, kind, reason, node or None)
+
+    def last_words(self, submission: str, job: str) -> str:
+        """The end of what SLURM, the set-up commands and srun said for a job."""
+        return last_words(self.study, submission, job)
+
+    def close(self) -> None:
+        """Nothing: jobs go on."""
+
+
+def verdict(
+    info: JobInfo | None, attempt: Attempt | None, last_words: Callable[[], str]
+) -> tuple[str | None, str | None]:
+    """Why a job ended without the member being done: kind and reason; None twice for a success.
+
+    The scheduler's state, the job's own last word and its log are put together: a Python error and an empty node look
+    alike to SLURM, and a job that was killed had no last word.
+
+    Args:
+        info: the scheduler's view; None if it knows nothing.
+        attempt: the job's own; None if it never began.
+        last_words: asked for only if needed.
+    """
+    state = info.state if info else "UNKNOWN"
+    if state == "CANCELLED":
+        return "cancelled", "cancelled (scancel, or by an administrator)"
+    if attempt is not None and attempt.outcome == "finished":
+        return None, None
+    if state == "OUT_OF_MEMORY":
+        return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
+    if attempt is not None and attempt.outcome == "failed":
+        return attempt.kind or "error", attempt.reason or "failed"
+    kind = _KIND_OF_STATE.get(state)
+    if kind is not None:
+        node = f" ({info.node})" if info and info.node and kind == "node" else ""
+        return kind, KINDS[kind][0] + node
+    if attempt is not None and attempt.outcome == "interrupted":
+        return attempt.kind or "preempted", f"{attempt.reason}; the job was not requeued"
+    if info is None:
+        return "lost", "the scheduler no longer knows the job, and it left no last word"
+    detail = f"SLURM says {state}" + (f", exit code {info.exit_code}" if info.exit_code else "")
+    if attempt is None:
+        words = last_words()
+        return "launch", f"the member never began ({detail}): {words or 'no log; is output_dir visible on the node?'}"
+    return "killed", f"killed from outside on {attempt.node} ({detail})"
+
+
+def last_words(study: Path, submission: str, job: str, lines: int = 3) -> str:
+    """The end of a batch log, in one line."""
+    folder = study / JOBS_DIR / submission
+    said_lines: list[str] = []
+    for path in sorted(folder.glob(f"{job}_*_log.*")):
+        try:
+            text = path.read_text(errors="replace")
+        except OSError:
+            continue
+        said_lines += [line.strip() for line in text.splitlines() if line.strip()]
+    return " / ".join(said_lines[-lines:])[:500]
+
+
+def said(message: str) -> str:
+    """sbatch's refusal with a remedy, where we know one."""
+    low = message.lower()
+    for words, remedy in _REMEDIES:
+        if all(word in low for word in words):
+            return f"{message} -- {remedy}"
+    return f"{message} -- sbatch refused the job; `sinfo` and `scontrol show partition` say what the cluster has"
+
+
+_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("invalid partition",), "hydra.launcher.partition names no partition of this cluster; `sinfo` lists them"),
+    (("account",), "hydra.launcher.account is not yours to use; `sacctmgr show associations user=$USER` lists yours"),
+    (("qos",), "hydra.launcher.qos is not yours to use; `sacctmgr show associations user=$USER` lists yours"),
+    (("node configuration",), "no node has what the job asks for; lower gpus_per_node, cpus_per_task or mem_gb"),
+    (("node count",), "fewer nodes than hydra.launcher.nodes asks for; `sinfo` lists them"),
+    (("time limit",), "hydra.launcher.timeout_min is more than the partition allows; chains of jobs make up for it"),
+    (("gres",), "hydra.launcher.gres names nothing that the nodes have; `sinfo -o '%N %G'` lists it"),
+    (("feature",), "hydra.launcher.constraint names a feature that no node has; `sinfo -o '%N %f'` lists them"),
+)
+
+
+def _find(queue: Mapping[str, JobInfo], submission: str) -> str | None:
+    """The id of a submission's job or array, by its name."""
+    for info in queue.values():
+        if info.name.endswith(f"-{submission}"):
+            return info.job.split("_")[0]
+    return None
+
+
+def _place(study: Path, submission: str, run: str) -> tuple[int, int] | None:
+    """A member's place in its submission, and the submission's size."""
+    try:
+        members = json.loads((study / JOBS_DIR / submission / MANIFEST_FILE).read_text())["members"]
+        return members.index(run), len(members)
+    except (OSError, ValueError, KeyError):
+        return None

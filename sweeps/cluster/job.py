@@ -1,0 +1,178 @@
+"""What runs on a compute node: one member of a submission, as one task of SLURM's.
+
+`python -m sweeps.cluster.job <folder of the submission>`, started by the batch script for each task of an array and
+each rank of a job. The signals are ours alone: SLURM's warning (submitit's choice, SIGUSR2, sent before a time limit
+or a preemption) and SIGTERM leave a note, the run saves itself at its next clean border, and the batch script
+requeues the job. submitit's own handler would leave in the middle of a step, and Lightning's would requeue as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sweeps.cluster.attempts import Attempt, AttemptLog, attempts
+from sweeps.cluster.submission import MANIFEST_FILE, REQUEUE_VARIABLE
+from sweeps.executor import LOG_FILE, load_entry
+from sweeps.failure import MAX_IDLE_ATTEMPTS, first_line, kind_of
+from sweeps.interruption import RunInterruptedError, interruption
+from sweeps.journal import JournalError, read_journal
+from sweeps.redact import redact
+
+# A file that was written before the job was submitted may still be on its way through a network file system.
+_VISIBLE_S = 60.0
+# How much earlier than asked SLURM may send its warning.
+_EARLY_S = 75.0
+
+
+def main(arguments: list[str]) -> int:
+    """Run the member that this task stands for; its exit code."""
+    began = time.time()
+    warning = getattr(signal, "SIG" + os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2"))
+    with interruption.on_signals([warning, signal.SIGTERM]):
+        try:
+            folder = Path(arguments[0])
+            manifest = _wait_for(folder / MANIFEST_FILE)
+            run = manifest["members"][int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))]
+            run_dir = folder.parents[1] / "runs" / run
+            rank = int(os.environ.get("SLURM_PROCID", "0"))
+            _log_to(run_dir / (LOG_FILE if rank == 0 else f"log.rank{rank}.txt"))
+        except Exception as error:
+            print(f"scalerl: the member could not begin on {socket.gethostname()}: {first_line(error)}", flush=True)
+            return 1
+        if rank == 0:
+            return _lead(manifest, run_dir, began)
+        return _follow(manifest, run_dir)
+
+
+def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
+    """The rank that writes."""
+    log = AttemptLog(run_dir, manifest["submission"], job_id(), restart_count(), node_name())
+    step = checkpoint_step(run_dir)
+    earlier = attempts(run_dir)
+    try:
+        log.begin(step)
+        idle = idle_attempts(earlier, step)
+        if idle >= MAX_IDLE_ATTEMPTS:
+            reason = (
+                f"{idle} attempts in a row ended without a new checkpoint (the last is of step {max(step, 0)}); raise "
+                "timeout_min or signal_delay_s, or lower checkpoint.every_n_steps"
+            )
+            print(reason, flush=True)
+            log.end("failed", "gave_up", reason)
+            return 1
+        load_entry(manifest["entry"])(run_dir)
+    except RunInterruptedError as error:
+        return _interrupted(manifest, log, earlier, began, str(error))
+    except BaseException as error:
+        # Everything that is known is said before anything else can go wrong.
+        print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
+        try:
+            log.end("failed", kind_of(error), first_line(error))
+        except OSError as trouble:
+            print(f"scalerl: the failure could not be written down: {first_line(trouble)}", flush=True)
+        return 1
+    log.end("finished")
+    return 0
+
+
+def _interrupted(
+    manifest: Mapping[str, Any], log: AttemptLog, earlier: list[Attempt], began: float, reason: str
+) -> int:
+    limit_s = manifest["timeout_min"] * 60 - manifest["signal_delay_s"] - _EARLY_S
+    kind = "time_limit" if time.time() - began >= limit_s else "preempted"
+    limit = manifest["max_num_timeout"]
+    reached = 1 + sum(attempt.job == job_id() and attempt.kind == "time_limit" for attempt in earlier)
+    if kind == "time_limit" and limit is not None and reached > limit:
+        reason = f"the time limit of {manifest['timeout_min']} min was reached {reached} times; max_num_timeout={limit}"
+        log.end("failed", "gave_up", reason)
+        return 1
+    log.end("interrupted", kind, reason)
+    print(f"scalerl: saved ({reason}); asking for a requeue", flush=True)
+    if marker := os.environ.get(REQUEUE_VARIABLE):
+        Path(marker).touch(mode=0o600)
+    return 1
+
+
+def _follow(manifest: Mapping[str, Any], run_dir: Path) -> int:
+    """A rank that only trains: rank 0 does the talking."""
+    try:
+        load_entry(manifest["entry"])(run_dir)
+    except RunInterruptedError:
+        return 0
+    except BaseException:
+        print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def idle_attempts(earlier: list[Attempt], step: int) -> int:
+    """Attempts in a row, up to the last, that began at this checkpoint and ended without another."""
+    count = 0
+    for attempt in reversed(earlier):
+        if attempt.step != step or attempt.outcome not in (None, "interrupted"):
+            break
+        count += 1
+    return count
+
+
+def checkpoint_step(run_dir: Path) -> int:
+    """The step of the last checkpoint that the journal knows, or -1."""
+    try:
+        step = read_journal(run_dir).checkpoint_step
+    except JournalError:
+        return -1
+    return -1 if step is None else step
+
+
+def job_id() -> str:
+    """Of this task: `123`, or `123_4` in an array."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID", "0")
+
+
+def restart_count() -> int:
+    """How often SLURM has started this job before."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0)
+
+
+def node_name() -> str:
+    """As SLURM calls it, so that a later job can keep off it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _wait_for(path: Path) -> dict[str, Any]:
+    deadline = time.monotonic() + _VISIBLE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise FileNotFoundError(
+                f"{path} is not there; the study's output_dir must be on a file system that every node sees"
+            )
+        time.sleep(1)
+    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return manifest
+
+
+def _log_to(path: Path) -> None:
+    """Everything printed from here on goes to the run's own log, also what native code prints."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+if __name__ == "__main__":
+    # Threads of a library that hang at exit must not keep an allocation.
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
