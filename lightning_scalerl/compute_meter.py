@@ -111,13 +111,16 @@ class ComputeMeter:
             "seconds": dict(self._seconds),
             "elapsed": elapsed,
             "wasted": dict(self._wasted),
+            "devices": self._devices,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue counting from there."""
+        # Hours of devices are what was spent: with another number of them now, the seconds behind it differ.
+        scale = state.get("devices", self._devices) / self._devices
         self._flops = dict(state["flops"])
-        self._seconds = dict(state["seconds"])
-        self._elapsed_before = state["elapsed"]
+        self._seconds = {phase: seconds * scale for phase, seconds in state["seconds"].items()}
+        self._elapsed_before = state["elapsed"] * scale
         self._wasted = dict(state["wasted"])
         if self._started is not None:
             self._started = self._clock.now()

@@ -4,10 +4,14 @@ prompts -> generator -> length control -> reward                                
         -> filter -> advantage, normalization -> truncated -> TrainBatch               (credit)
         -> trainer logprobs -> loss (per token) -> aggregation -> optimizer step       (here)
         -> weights to the generator                                                    (rollout_stream)
+
+With several ranks, rank 0 does what stands in other files and hands the batch to all; each trains on its rows of
+it, and their gradients add up to the batch's (distributed).
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +22,7 @@ from torch import Tensor, nn
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.choice import ConfigurationError, DesignChoice, by_axis
 from lightning_scalerl.compute_meter import ComputeMeter
+from lightning_scalerl.distributed import Follower, Ranks, check_strategy
 from lightning_scalerl.flops import FlopModel
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.mechanism import MechanismCounters
@@ -27,7 +32,7 @@ from lightning_scalerl.recipe import Recipe, load_recipe
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.rollout_stream import PROMPT_STREAM, RolloutStream
 from lightning_scalerl.state import StateRegistry, TorchRandomState
-from lightning_scalerl.step_metrics import Part, step_metrics
+from lightning_scalerl.step_metrics import Part, step_metrics, whole
 from lightning_scalerl.task.base import Task
 from lightning_scalerl.truncation_alarm import TruncationAlarm
 
@@ -35,7 +40,8 @@ from lightning_scalerl.truncation_alarm import TruncationAlarm
 class ScaleRL(LightningModule):
     """RL post-training with verifiable rewards; every design choice is a callback.
 
-    The recipe supplies a choice for each axis that no callback of the Trainer claims.
+    The recipe supplies a choice for each axis that no callback of the Trainer claims. With several ranks only rank 0
+    (`ranks.leads`) has `generator`, `prompts`, `mechanism` and `alarm`, and only its records are made.
 
     Args:
         model: a local folder or hub id of a causal language model, or the model itself.
@@ -46,6 +52,8 @@ class ScaleRL(LightningModule):
     Raises:
         ConfigurationError: an unknown recipe, key or value, or a model that cannot be loaded.
     """
+
+    stream: RolloutStream
 
     def __init__(
         self,
@@ -67,14 +75,16 @@ class ScaleRL(LightningModule):
         check_head(model)
         self.policy = Policy(model.train(), self.recipe.choices["precision"], self.recipe.context.temperature)  # type: ignore[arg-type]
         self.choices: dict[str, Any] = {}
+        self.ranks = Ranks()
         self._state = StateRegistry()
+        self._random = TorchRandomState()
 
     # --- the training step -------------------------------------------------------------------------------
 
     def next_batch(self) -> TrainBatch:
-        """Generate until a batch is due."""
+        """Generate until a batch is due: on rank 0, for all."""
         with self.meter.phase("generate"):
-            return self.stream.next_batch()
+            return self.ranks.share_batch(lambda: self.stream.next_batch())
 
     def training_step(self, batch: TrainBatch, batch_index: int) -> None:
         """One optimizer step."""
@@ -83,31 +93,42 @@ class ScaleRL(LightningModule):
         with self.meter.phase("train"):
             optimizer.zero_grad(set_to_none=False)  # type: ignore[union-attr]
             total = torch.zeros((), device=self.device)
-            parts = []
-            for micro_batch in batch.micro_batches(self.recipe.batch.micro_batch):
-                trainer_logprobs, entropies = self.policy(micro_batch)
-                anchor_logprobs = self.choices["correction"].anchor(micro_batch)
-                per_token_loss = self.choices["loss"].per_token(
-                    trainer_logprobs, anchor_logprobs, micro_batch.advantages, micro_batch.loss_mask
-                )
-                loss = self.choices["aggregation"].reduce(per_token_loss, micro_batch, batch.denominators)
-                self.manual_backward(loss)
-                total += loss.detach()
-                parts.append((micro_batch, trainer_logprobs.detach(), entropies))
+            own_parts: list[Part] = []
+            with self.ranks.unsynchronized():
+                for micro_batch in self.ranks.rows(batch).micro_batches(self.recipe.batch.micro_batch):
+                    trainer_logprobs, entropies = self.policy(micro_batch)
+                    anchor_logprobs = self.choices["correction"].anchor(micro_batch)
+                    per_token_loss = self.choices["loss"].per_token(
+                        trainer_logprobs, anchor_logprobs, micro_batch.advantages, micro_batch.loss_mask
+                    )
+                    loss = self.choices["aggregation"].reduce(per_token_loss, micro_batch, batch.denominators)
+                    self.manual_backward(loss)
+                    total += loss.detach()
+                    own_parts.append((micro_batch, trainer_logprobs.detach(), entropies))
+            self.ranks.sum_gradients(self.policy.parameters())
+            total = self.ranks.sum(total)
+            parts = self.ranks.gather_parts(batch, own_parts)
             gradient_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.recipe.optimizer.clip_norm)
             learning_rate = self._set_learning_rate(optimizer)
-            if self.mechanism.axes:
-                self.mechanism.observe(batch, self._whole(batch, parts))
+            if self.ranks.leads and self.mechanism.axes:
+                self.mechanism.observe(batch, whole(batch, parts)[0])
             optimizer.step()  # type: ignore[union-attr]
             self.meter.trained(batch)
         self.stream.step_completed()
+        optimized = {
+            "train/loss": total,
+            "train/gradient_norm": gradient_norm,
+            "train/learning_rate": learning_rate,
+        }
+        self.ranks.share(lambda: self._record_step(optimized, batch, parts))
+
+    def _record_step(self, optimized: dict[str, Any], batch: TrainBatch, parts: Sequence[Part]) -> None:
+        """What the step on `batch` looked like, on rank 0."""
         metrics = step_metrics(batch, parts, self.choices, self.completed_steps - 1)
         self.record(
             "train",
             {
-                "train/loss": total,
-                "train/gradient_norm": gradient_norm,
-                "train/learning_rate": learning_rate,
+                **optimized,
                 "train/epoch": self.prompts.epoch,
                 "train/prompts_retired": self.prompts.retired,
                 **metrics,
@@ -134,12 +155,22 @@ class ScaleRL(LightningModule):
     def setup(self, stage: str) -> None:
         """Resolve the choices and build the data path; every mistake surfaces here, before any compute."""
         self._check_trainer()
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self.choices = {**by_axis(c for c in self.trainer.callbacks if isinstance(c, DesignChoice))}  # type: ignore[attr-defined]
         self.recipe.check(self.choices)
         self.policy.precision = self.choices["precision"]
         # Lightning moves the module to its device after this hook; the generator copies it in this one.
         self.policy.to(self.trainer.strategy.root_device)
         self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=self.trainer.world_size)
+        self.ranks = Ranks.of(self.trainer)
+        self.ranks.share(self._build_data_path)
+        if not self.ranks.leads:
+            self.stream = Follower()  # type: ignore[assignment]  # all that is asked of it is to count
+            # One seed for all ranks would give dropout the same masks on different rows.
+            torch.manual_seed((torch.initial_seed() + self.ranks.number) % 2**63)
+
+    def _build_data_path(self) -> None:
+        """All that comes before and after the training step, and its state."""
         self.generator = self.new_generator()
         self.prompts = PromptSource(self.task.train_prompts(), (self.seed, PROMPT_STREAM), self.choices["resampling"])
         self.stream = RolloutStream(
@@ -168,7 +199,7 @@ class ScaleRL(LightningModule):
         self._state.register("meter", self.meter)
         self._state.register("mechanism", self.mechanism)
         self._state.register("alarm", self.alarm)
-        self._state.register("random", TorchRandomState())
+        self._state.register("random", self._random)
 
     def _check_trainer(self) -> None:
         if not hasattr(getattr(self.trainer, "datamodule", None), "task"):
@@ -180,8 +211,7 @@ class ScaleRL(LightningModule):
             )
         if self.trainer.max_steps < 1:
             raise ConfigurationError("max_steps: the rollout stream has no end; give Trainer(max_steps=...)")
-        if self.trainer.world_size > 1:
-            raise ConfigurationError("devices: the in-process rollout stream trains on one device; use devices=1")
+        check_strategy(self.trainer.strategy)
 
     @property
     def task(self) -> Task:
@@ -238,19 +268,33 @@ class ScaleRL(LightningModule):
 
     # --- state -------------------------------------------------------------------------------------------
 
+    def on_fit_start(self) -> None:
+        """Every rank has read the same checkpoint, or none."""
+        self.ranks.check_alike("checkpoint: completed steps", self.completed_steps)
+
     def on_train_start(self) -> None:
         """The clock of the compute meter starts; the generator of a fresh run gets the weights as they are now."""
-        if self.completed_steps == 0:
+        if self.ranks.leads and self.completed_steps == 0:
             self.generator.publish(self._weights(), 0)
+        self.ranks.restore_sigterm(self._on_sigterm)
         self.meter.start()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Everything that the registry holds."""
-        checkpoint["scalerl"] = self._state.state_dict()
+        """Everything that the registry holds on rank 0, and the random state of the other ranks. All ranks call it."""
+        _, *others = self.ranks.gather(self._random.state_dict())
+        if self.ranks.leads:
+            checkpoint["scalerl"] = self._state.state_dict()
+            checkpoint["scalerl_followers"] = others
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put it back."""
-        self._state.load_state_dict(checkpoint["scalerl"])
+        """Put it back. A rank that the saved run did not have keeps the random state of a fresh run."""
+        if self.ranks.leads:
+            self._state.load_state_dict(checkpoint["scalerl"])
+            return
+        self.stream.completed_steps = checkpoint["scalerl"]["stream"]["completed_steps"]
+        states = checkpoint.get("scalerl_followers", [])
+        if self.ranks.number <= len(states):
+            self._random.load_state_dict(states[self.ranks.number - 1])
 
     # --- what is recorded --------------------------------------------------------------------------------
 
@@ -261,20 +305,12 @@ class ScaleRL(LightningModule):
         # Lightning's logging costs a quarter of a millisecond a metric: training metrics go there only when its
         # loggers would write them, evaluations always.
         if kind == "eval" or self.completed_steps % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            self.log_dict(values, batch_size=1)
+            # Only rank 0 logs: with the two marks Lightning neither waits for the others nor warns that it should.
+            several = self.ranks.count > 1
+            self.log_dict(values, batch_size=1, sync_dist=several, rank_zero_only=several)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Recorder):
                 callback.on_record(kind, self.completed_steps, values)
-
-    @staticmethod
-    def _whole(batch: TrainBatch, parts: Sequence[Part]) -> Tensor:
-        """Log-probabilities (R, T) of the batch, put together from its micro-batches."""
-        place = {int(row): number for number, row in enumerate(batch.row)}
-        logprobs = torch.zeros_like(batch.generator_logprobs)
-        for micro_batch, values, _ in parts:
-            rows = torch.tensor([place[int(row)] for row in micro_batch.row], device=logprobs.device)
-            logprobs[rows, : values.shape[1]] = values
-        return logprobs
 
 
 # A mean difference of log-probabilities beyond rounding of any type: wrong weights, temperature or alignment.

@@ -58,6 +58,7 @@ def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
         "departs_on": module.mechanism.axes,
         "parameters": parameter_count(module),
         "device": module.device.type,
+        "ranks": module.ranks.count,
         "commit": commit(),
         "versions": versions(),
     }

@@ -59,11 +59,13 @@ class TorchRandomState:
     """Torch's global random state, which dropout draws from."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the CPU and of every CUDA device."""
-        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+        """Of the CPU and of the CUDA device in use, if there is one."""
+        cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+        return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put it back."""
         torch.set_rng_state(state["cpu"])
-        if state["cuda"]:
-            torch.cuda.set_rng_state_all(state["cuda"])
+        # The run may go on on another kind of device, or see other numbers of them.
+        if state["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"][0])

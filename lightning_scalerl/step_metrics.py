@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_scalerl.loss.base import importance_ratio
@@ -32,6 +33,17 @@ def step_metrics(
         **staleness(rollouts, completed_steps),
         **_credited_token_metrics(batch, parts, choices),
     }
+
+
+def whole(batch: TrainBatch, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies (R, T) of the batch, put together from its parts; zero in rows of none."""
+    logprobs, entropies = torch.zeros_like(batch.generator_logprobs), torch.zeros_like(batch.generator_logprobs)
+    order = torch.argsort(batch.row)
+    for micro_batch, of_logprobs, of_entropies in parts:
+        rows = order[torch.searchsorted(batch.row[order], micro_batch.row)]
+        logprobs[rows, : of_logprobs.shape[1]] = of_logprobs
+        entropies[rows, : of_entropies.shape[1]] = of_entropies
+    return logprobs, entropies
 
 
 def staleness(rollouts: Sequence[Rollout], completed_steps: int) -> dict[str, float]:

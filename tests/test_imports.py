@@ -19,7 +19,7 @@ LAYERS = [
     set(AXES),
     {"task", "policy", "optim", "prompts", "truncation_alarm"},
     {"generator", "credit", "step_metrics"},
-    {"cost_model"},
+    {"cost_model", "distributed"},
     {"rollout_stream", "recipe"},
     {"compute_meter", "mechanism", "semantics", "data"},
     {"callbacks"},

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 
 
 class Recorder(Callback):
-    """Receives every record of a run."""
+    """Receives every record of a run; with several ranks only rank 0's is called."""
 
     @abstractmethod
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:

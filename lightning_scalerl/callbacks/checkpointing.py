@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,45 +16,82 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.choice import whole_number
+from sweeps.interruption import RunInterruptedError, interruption
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
 
 
 class ResumableCheckpoint(Checkpoint):
-    """Saves the whole run every n optimizer steps and at the end; keeps the newest two.
+    """Saves the whole run every n optimizer steps, when it is asked to stop, and at the end; keeps the newest two.
 
     Lightning calls a `Checkpoint` after all other callbacks, so the step's records are written before they are
-    declared durable.
+    declared durable. With several ranks rank 0 writes.
+
+    This is where a request to stop (`sweeps.interruption`) to any of the ranks is honoured: after the step it came
+    in, once that is saved, `Trainer.fit` raises `RunInterruptedError` on all of them.
 
     Args:
         directory: of the checkpoint files.
         every_n_steps: optimizer steps between checkpoints.
+        guard: called before a checkpoint takes its place; raises if another process has taken the run over.
     """
 
     KEEP = 2
 
-    def __init__(self, directory: str | Path, every_n_steps: int) -> None:
+    def __init__(self, directory: str | Path, every_n_steps: int, guard: Callable[[], None] | None = None) -> None:
         self.directory = Path(directory)
         self.every_n_steps = whole_number("checkpoint.every_n_steps", every_n_steps)
+        self._guard = guard or (lambda: None)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """A request that came before the first step: all that there is to save is in the checkpoint already."""
+        self._stop_if_asked(pl_module, pl_module.ranks.agree(interruption.reason))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """If it is time."""
+        """Save if it is time, and stop if the run is asked to and not at its end anyway."""
         step = pl_module.completed_steps
-        if step % self.every_n_steps and step < trainer.max_steps:
-            return
+        last = step >= trainer.max_steps
+        reason = pl_module.ranks.agree(interruption.reason)
+        if last or reason is not None or step % self.every_n_steps == 0:
+            self._save(trainer, pl_module, step)
+        if not last:
+            self._stop_if_asked(pl_module, reason)
+
+    @staticmethod
+    def _stop_if_asked(pl_module: Any, reason: str | None) -> None:
+        if reason is not None:
+            raise RunInterruptedError(f"step {pl_module.completed_steps}: {reason}")
+
+    def _save(self, trainer: Trainer, pl_module: Any, step: int) -> None:
         with pl_module.meter.phase("checkpoint"):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            path = self.directory / f"step-{step:08d}.ckpt"
-            unfinished = path.with_suffix(".part")
-            trainer.save_checkpoint(unfinished)
+            # A name of its own: a process that has lost the run to another may still be writing.
+            unfinished = self.directory / f"step-{step:08d}.{uuid.uuid4().hex[:8]}.part"
+            failure: Exception | None = None
+            try:
+                trainer.save_checkpoint(unfinished)
+            except Exception as error:
+                # The others wait at the barrier that Lightning has after the writing, before they can be told.
+                failure = error
+                trainer.strategy.barrier("Trainer.save_checkpoint")
+            pl_module.ranks.share(lambda: self._put_in_place(trainer, unfinished, step, failure))
+
+    def _put_in_place(self, trainer: Trainer, unfinished: Path, step: int, failure: Exception | None) -> None:
+        try:
+            if failure is not None:
+                raise failure
             with unfinished.open("rb") as handle:
                 os.fsync(handle.fileno())
-            unfinished.rename(path)
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, RunLog):
-                    callback.checkpointed(step)
-            for old in checkpoints(self.directory)[self.KEEP :]:
-                old.unlink()
+            self._guard()
+            unfinished.rename(self.directory / f"step-{step:08d}.ckpt")
+        except Exception:
+            with suppress(OSError):
+                unfinished.unlink()
+            raise
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RunLog):
+                callback.checkpointed(step)
+        for old in [*checkpoints(self.directory)[self.KEEP :], *self.directory.glob("*.part")]:
+            old.unlink(missing_ok=True)
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -61,11 +101,12 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """The newest checkpoint that can be read; a damaged one is passed over for the one before it."""
+    """The newest checkpoint of a run that can be read; a damaged or foreign one is passed over for the one before."""
     for path in checkpoints(directory):
         try:
-            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            complete = "scalerl" in torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception:
             continue
-        return path
+        if complete:
+            return path
     return None

@@ -62,8 +62,12 @@ class Evaluate(Callback):
 
     def _evaluate(self, trainer: Trainer, module: Any) -> None:
         step = module.completed_steps
-        if step == self._last_step:
-            return
+        if step != self._last_step:
+            module.ranks.share(lambda: self._measure(module, step))
+            self._last_step = step
+
+    def _measure(self, module: Any, step: int) -> None:
+        """On rank 0; the others wait."""
         with module.meter.phase("evaluate"):
             # A generator of its own: rollouts in flight are not disturbed, and the weights are exactly these.
             if self._generator is None:
@@ -72,7 +76,6 @@ class Evaluate(Callback):
             metrics: dict[str, float] = {}
             for number, (name, prompts) in enumerate(module.task.eval_sets().items()):
                 metrics |= self._pass_rates(name, number, prompts[: self.prompts], module, step)
-        self._last_step = step
         module.record("eval", {**metrics, **module.meter.evaluation_metrics()})
 
     def _pass_rates(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +11,52 @@ from lightning.pytorch import Trainer
 
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.choice import ConfigurationError
+from sweeps.interruption import RunInterruptedError
 from sweeps.journal import Journal, JournalView, read_journal
+
+log = logging.getLogger(__name__)
 
 
 class RunLog(Recorder):
-    """The journal `metrics.jsonl` in `run_dir`, beside it `semantics.json`.
+    """The journal `metrics.jsonl` in `run_dir`, beside it `semantics.json`. With several ranks rank 0 writes.
+
+    A run that fails gets an `end` record with its reason. One that was interrupted gets none, since it goes on, and
+    neither does one that ends by an exception with the attribute `leave_journal = True`: the journal is no longer
+    this process's to write.
 
     Args:
         run_dir: the run's directory; created if missing.
         identity: fields of the header (run, curve, recipe, seed, ...); a script of one's own may leave it out.
+        guard: called before anything is written; raises if another process has taken the run over.
     """
 
-    def __init__(self, run_dir: str | Path, identity: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: str | Path,
+        identity: Mapping[str, Any] | None = None,
+        guard: Callable[[], None] | None = None,
+    ) -> None:
         self.run_dir = Path(run_dir)
         self.identity = dict(identity or {})
+        self._guard = guard or (lambda: None)
         self._journal: Journal | None = None
         self._last_step = 0
 
     @property
     def journal(self) -> Journal:
-        """The open journal."""
+        """The open journal, for writing: the guard has agreed."""
+        self._guard()
         if self._journal is None:
             self._journal = Journal(self.run_dir)
         return self._journal
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Header, or the note that the run goes on from a checkpoint and what the interruption threw away."""
+        # What is written depends on the step the run goes on from.
+        pl_module.ranks.check_alike("checkpoint: completed steps", pl_module.completed_steps)
+        pl_module.ranks.share(lambda: self._begin(pl_module))
+
+    def _begin(self, pl_module: Any) -> None:
         from lightning_scalerl.semantics import header_fields, write_semantics
 
         self._last_step = pl_module.completed_steps
@@ -43,6 +64,7 @@ class RunLog(Recorder):
         earlier = self._earlier()
         if earlier is not None:
             self._check_same_run(earlier, header)
+        self._guard()
         write_semantics(self.run_dir, pl_module)
         if earlier is None:
             self.journal.header(**header)
@@ -69,17 +91,23 @@ class RunLog(Recorder):
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         """The run is complete. Not `on_train_end`: a run resumed at its very end has nothing left to train."""
-        if pl_module.completed_steps >= trainer.max_steps:
+        if self._journal is not None and pl_module.completed_steps >= trainer.max_steps:
             self.journal.end(self._last_step, "finished")
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """The run failed: its reason goes into the journal, which is flushed."""
+        """The run failed: its reason goes into the journal, which is flushed. Never raises: that would hide why."""
         if self._journal is None:
             return
-        reason = f"{type(exception).__name__}: {exception}".splitlines()[0]
-        self.journal.end(self._last_step, "failed", reason)
-        self._close()
+        leave = isinstance(exception, RunInterruptedError) or getattr(exception, "leave_journal", False)
+        try:
+            if not leave:
+                reason = f"{type(exception).__name__}: {exception}".splitlines()[0]
+                self.journal.end(self._last_step, "failed", reason)
+            self._close()
+        except Exception as second:
+            log.warning("%s: the journal does not say how the run ended (%s)", self.run_dir, second)
+            self._journal = None
 
     def _earlier(self) -> JournalView | None:
         """What an earlier process has written, or None. Opening the journal has cut off a torn line already."""

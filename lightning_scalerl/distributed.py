@@ -1,0 +1,328 @@
+"""Several processes ("ranks") that train one run together: what they share, sum and gather.
+
+Rank 0 leads: it alone has the rollout stream, the generator, the evaluation, the counters and the journal. The
+others only train. Every optimizer step,
+
+    rank 0 makes the batch -> share -> each rank trains on its own `rows` -> `sum_gradients` -> clip -> step
+                                                                          -> `gather_parts` -> rank 0 records
+
+The batch's denominators are global, so the gradients of the rows add up to the gradient of the batch; nothing is
+averaged. With one rank everything here hands through what it is given.
+
+Two process groups: sums of tensors go through the strategy's (NCCL on GPUs, with its usual time limit, so that a
+rank that is stuck is noticed); whatever may wait for rank 0's generation or evaluation goes through one on the
+hosts (gloo), which waits a day and notices at once when a process is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+
+from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.step_metrics import Part, whole
+
+T = TypeVar("T")
+
+# How long ranks wait for rank 0 to generate, evaluate or save.
+PATIENCE = timedelta(hours=24)
+# Gradients are summed in buffers of about this many numbers (128 MB in FP32).
+BUFFER = 2**25
+
+
+class LeaderFailedError(RuntimeError):
+    """Rank 0 failed; this rank stops with it. Names the error, which rank 0 raises itself and records."""
+
+    leave_journal = True
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train the run; by default the only one.
+
+    `number` counts from 0 and `count` is how many there are. `hosts` is the process group that waits for rank 0,
+    None with one rank; `strategy` is the trainer's, if it is DDP.
+    """
+
+    number: int = 0
+    count: int = 1
+    hosts: Any = None
+    strategy: DDPStrategy | None = None
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Ranks:
+        """Those of a trainer whose strategy is set up. All ranks must call it: it makes a process group."""
+        strategy = trainer.strategy if isinstance(trainer.strategy, DDPStrategy) else None
+        hosts = dist.new_group(backend="gloo", timeout=PATIENCE) if trainer.world_size > 1 else None
+        return cls(trainer.global_rank, trainer.world_size, hosts, strategy)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.number == 0
+
+    # --- on the hosts ------------------------------------------------------------------------------------
+
+    def share(self, work: Callable[[], T], lean: Callable[[T], T] = lambda result: result) -> T:
+        """Rank 0 does the work; every rank returns its result, or fails with it.
+
+        Args:
+            work: called on rank 0 only.
+            lean: what of the result the other ranks need.
+
+        Raises:
+            LeaderFailedError: on the other ranks, if the work raised on rank 0.
+        """
+        if self.count == 1:
+            return work()
+        if not self.leads:
+            failure, received = self._from_first(None)
+            if failure is not None:
+                raise LeaderFailedError(f"rank 0 failed: {failure}")
+            result: T = received
+            return result
+        try:
+            result = work()
+        except Exception as error:
+            with suppress(RuntimeError):  # ranks that are gone need no news
+                self._from_first((f"{type(error).__name__}: {error}", None))
+            raise
+        self._from_first((None, lean(result)))
+        return result
+
+    def share_batch(self, work: Callable[[], TrainBatch]) -> TrainBatch:
+        """Rank 0 makes a batch; every rank has it, those that only train without the groups it came from."""
+        return self.share(work, lambda batch: replace(batch, groups=[]))
+
+    def _from_first(self, message: Any) -> Any:
+        box = [message]
+        dist.broadcast_object_list(box, src=0, group=self.hosts)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.hosts)
+        return values
+
+    def agree(self, reason: str | None) -> str | None:
+        """The first reason that any rank has, the same on all ranks; None if none has one."""
+        return next((given for given in self.gather(reason) if given is not None), None)
+
+    def check_alike(self, what: str, value: Any) -> None:
+        """All ranks have the same value.
+
+        Raises:
+            RuntimeError: they differ; on every rank.
+        """
+        values = self.gather(value)
+        if any(other != value for other in values):
+            raise RuntimeError(f"{what}: differs between ranks, {values}; they must read the same files")
+
+    def restore_sigterm(self, handler: Any) -> None:
+        """Put back what answered SIGTERM before Lightning did, if there are several ranks.
+
+        Lightning's handler starts a broadcast wherever the signal finds its rank; ranks at different places would
+        take it for a part of their sums, and train on with the result.
+        """
+        if self.count > 1 and handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+    # --- on the devices ----------------------------------------------------------------------------------
+
+    def rows(self, batch: TrainBatch) -> TrainBatch:
+        """The rows of the batch that this rank trains on, possibly none; long and short ones dealt out evenly."""
+        if self.count == 1:
+            return batch
+        order = torch.argsort(batch.lengths, descending=True, stable=True)
+        return batch.select(order[self.number :: self.count])
+
+    def unsynchronized(self) -> AbstractContextManager[None]:
+        """Backward passes inside sum nothing over ranks: ranks differ in how many they have, and DDP would average."""
+        return nullcontext() if self.strategy is None else self.strategy.block_backward_sync()
+
+    @torch.no_grad()
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Each gradient becomes its sum over the ranks, bit for bit the same on all of them.
+
+        A parameter without a gradient counts as zeros where another rank has one, and stays without where none has.
+        """
+        if self.count == 1:
+            return
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        given = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+        given = given.to(trained[0].device)
+        dist.all_reduce(given, dist.ReduceOp.MAX)
+        gradients = []
+        for parameter, somewhere in zip(trained, given.tolist(), strict=True):
+            if somewhere and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        for buffered in _buffers(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in buffered])
+            dist.all_reduce(flat)
+            for gradient, summed in zip(buffered, torch.split(flat, [g.numel() for g in buffered]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over ranks, on every rank."""
+        if self.count > 1:
+            dist.all_reduce(value)
+        return value
+
+    def gather_parts(self, batch: TrainBatch, parts: Sequence[Part]) -> Sequence[Part]:
+        """What the ranks computed on their rows, as one part of the whole batch."""
+        if self.count == 1:
+            return parts
+        if batch.rollouts == 0:
+            return []
+        # Each row is one rank's and zero on the others: the sum is exact.
+        logprobs, entropies = self.sum(torch.stack(whole(batch, parts)))
+        return [(batch, logprobs, entropies)]
+
+
+def _buffers(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients in groups of about `BUFFER` numbers."""
+    group: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        group.append(gradient)
+        size += gradient.numel()
+        if size >= BUFFER:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+@dataclass
+class Follower:
+    """What a rank that only trains knows of the rollout stream: how many steps are done."""
+
+    completed_steps: int = 0
+
+    def step_completed(self) -> None:
+        """One more."""
+        self.completed_steps += 1
+
+
+def check_strategy(strategy: Any) -> None:
+    """Training works on a single device and with plain data parallelism.
+
+    Raises:
+        ConfigurationError: another strategy.
+    """
+    if isinstance(strategy, SingleDeviceStrategy):
+        return
+    remedy = 'use strategy="ddp" in a script (or under torchrun or srun), or devices=1'
+    if type(strategy) is not DDPStrategy:
+        raise ConfigurationError(f"strategy: {type(strategy).__name__} is not supported; {remedy}")
+    if strategy._start_method != "popen":
+        raise ConfigurationError(
+            f"strategy: DDP with start_method={strategy._start_method!r} is not supported; {remedy}"
+        )
+    if strategy._ddp_kwargs.get("static_graph"):
+        raise ConfigurationError(f"strategy: DDP with static_graph=True cannot sum uneven micro-batches; {remedy}")
+
+
+# --- how this process was started ------------------------------------------------------------------------
+
+
+def process_rank() -> int:
+    """This process's rank as its launcher says (torchrun, srun, or Lightning's own on one machine), 0 if none does.
+
+    Known before there is a Trainer: for what only one process may do.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["RANK"])
+    if _slurm_tasks() > 1:
+        return int(os.environ["SLURM_PROCID"])
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def trainer_settings() -> dict[str, Any]:
+    """Arguments of `Trainer` that say which devices the run has, from how this process was started.
+
+    One task, under SLURM or not, trains on one device, whatever the job has been given. Tasks that one `srun` (or
+    `torchrun`) has started together train one run, one device each; ask SLURM for GPUs by node, not by task, since
+    every task picks its own among those of its node. On one node the ranks meet at 127.0.0.1.
+
+    Raises:
+        ConfigurationError: nodes with different numbers of tasks, or a node with fewer GPUs than tasks.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        tasks, tasks_a_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        if tasks == 1:
+            return {"accelerator": "auto", "devices": 1}
+        return _several(tasks // tasks_a_node, tasks_a_node)
+    if _slurm_tasks() == 1:
+        # Lightning would take SLURM's variables for several tasks, and its signals for requests to requeue the job.
+        return {"accelerator": "auto", "devices": 1, "plugins": [LightningEnvironment()]}
+    tasks = _slurm_tasks()
+    if tasks == 0:
+        return {"accelerator": "auto", "devices": 1}
+    nodes = int(os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+    if tasks % nodes or not _evenly_spread():
+        raise ConfigurationError(
+            f"SLURM: {tasks} tasks on {nodes} nodes ({_spread()} a node); start the same number on each, with "
+            "--ntasks-per-node"
+        )
+    # Those of the step, where the job's differ or say nothing: Lightning compares them with its own.
+    os.environ["SLURM_NTASKS"] = str(tasks)
+    os.environ["SLURM_NNODES"] = str(nodes)
+    os.environ["SLURM_NTASKS_PER_NODE"] = str(tasks // nodes)
+    if nodes == 1:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(_port()))
+    return {**_several(nodes, tasks // nodes), "plugins": [SLURMEnvironment(auto_requeue=False)]}
+
+
+def _several(nodes: int, tasks_a_node: int) -> dict[str, Any]:
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else tasks_a_node
+    if visible < tasks_a_node:
+        raise ConfigurationError(
+            f"devices: {tasks_a_node} ranks on this node see {visible} GPUs; give every task all of the node's "
+            "(SLURM: --gpus-per-node, not --gpus-per-task)"
+        )
+    return {"accelerator": "auto", "devices": tasks_a_node, "num_nodes": nodes, "strategy": DDPStrategy()}
+
+
+def _slurm_tasks() -> int:
+    """Tasks that started together with this one; 1 in a batch script, which no `srun` started; 0 without SLURM."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return 0
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+
+
+def _spread() -> str:
+    """Tasks of each node as SLURM writes them: "2(x3),1" are 2 on each of three nodes and 1 on a fourth."""
+    return os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or ""
+
+
+def _evenly_spread() -> bool:
+    return len(set(re.sub(r"\(x\d+\)", "", _spread()).split(","))) == 1
+
+
+def _port() -> int:
+    """One for each step of each job, below those that systems hand out by themselves (Linux: from 32768)."""
+    job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_STEP_ID", 0))
+    return 15000 + (job * 31 + step) % 17000

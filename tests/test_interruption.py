@@ -1,0 +1,277 @@
+"""A run that is asked to stop, loses its lease or runs out of disk: what it leaves, and that it goes on from there."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from lightning_scalerl.async_mode import OnPolicy, Pipeline, PPOOffPolicy
+from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, checkpoints, newest_checkpoint
+from lightning_scalerl.callbacks.run_log import RunLog
+from lightning_scalerl.module import ScaleRL
+from sweeps.interruption import RunInterruptedError, interruption
+from sweeps.journal import read_journal
+from tests.helpers import SMALL, CountingTask, fit
+
+STEPS = 6
+
+
+class At(Recorder):
+    """Does something when a record of a kind and step comes."""
+
+    def __init__(self, step: int, act: Callable[[], Any], kind: str = "train") -> None:
+        self.wanted, self.act = (kind, step), act
+
+    def on_record(self, kind: str, step: int, metrics: Any) -> None:
+        if (kind, step) == self.wanted:
+            self.act()
+
+
+def ask() -> None:
+    interruption.request("SIGUSR2")
+
+
+@pytest.fixture(autouse=True)
+def not_asked() -> Iterator[None]:
+    interruption.clear()
+    yield
+    interruption.clear()
+
+
+def weights(module: ScaleRL) -> list[torch.Tensor]:
+    return list(module.policy.state_dict().values())
+
+
+MODES = {
+    "on_policy": ("scalerl_core", OnPolicy),
+    "ppo_off_policy": ("scalerl_core", lambda: PPOOffPolicy(k=3)),
+    "pipeline_stale": ("scalerl", lambda: Pipeline(3, "stale")),
+    "pipeline_recompute": ("scalerl", lambda: Pipeline(3, "recompute")),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stopped_after_any_step_a_run_goes_on_bit_for_bit(mode: str, tiny_model_path: str, tmp_path: Path) -> None:
+    """Also between checkpoints, and by a second request after the first."""
+    recipe, choice = MODES[mode]
+    options: dict[str, Any] = {"steps": STEPS, "recipe": recipe, "checkpoint_every": 4}
+    whole = fit(tiny_model_path, tmp_path / "whole", callbacks=[choice()], **options)
+    for stops in ([1], [2, 3], [4], [5]):
+        run_dir = tmp_path / f"stopped_{stops[0]}"
+        for number, step in enumerate(stops):
+            interruption.clear()
+            with pytest.raises(RunInterruptedError, match=f"^step {step}: SIGUSR2$"):
+                fit(tiny_model_path, run_dir, callbacks=[choice(), At(step, ask)], resume=number > 0, **options)
+            view = read_journal(run_dir)
+            assert (view.status, view.reason, view.checkpoint_step) == ("running", None, step)
+            assert '"kind":"end"' not in (run_dir / "metrics.jsonl").read_text()
+            assert view.of_kind("train")[-1].step == step
+        interruption.clear()
+        parts = fit(tiny_model_path, run_dir, callbacks=[choice()], resume=True, **options)
+        view = read_journal(run_dir)
+        assert view.status == "finished"
+        assert view.deterministic() == read_journal(tmp_path / "whole").deterministic(), stops
+        assert all(map(torch.equal, weights(whole), weights(parts)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_signal_is_honoured_at_the_next_border(tiny_model_path: str, tmp_path: Path, number: signal.Signals) -> None:
+    """Sent in the middle of a generation: the step is complete when the run stops, and the run has not failed."""
+
+    class Signals(CountingTask):
+        rewards = 0
+
+        def reward(self, prompt: Any, completion: str) -> float:
+            self.rewards += 1
+            if self.rewards == 40:
+                os.kill(os.getpid(), number)
+            return super().reward(prompt, completion)
+
+    with interruption.on_signals([number]), pytest.raises(RunInterruptedError, match=number.name):
+        fit(tiny_model_path, tmp_path, steps=50, task=Signals())
+    view = read_journal(tmp_path)
+    assert view.checkpoint_step == view.of_kind("train")[-1].step < 8
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{view.checkpoint_step:08d}.ckpt"]
+
+
+def test_asked_before_the_first_step_it_does_not_train(tiny_model_path: str, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    fit(tiny_model_path, whole, steps=2)
+    run_dir = tmp_path / "parts"
+    with pytest.raises(RunInterruptedError, match="step 0: SIGUSR2"):
+        fit(tiny_model_path, run_dir, steps=2, callbacks=[At(0, ask, "eval")])
+    assert read_journal(run_dir).status == "running" and not read_journal(run_dir).of_kind("train")
+    assert newest_checkpoint(run_dir / "checkpoints") is None
+    interruption.clear()
+    with pytest.raises(RunInterruptedError, match="step 1: SIGUSR2"):
+        fit(tiny_model_path, run_dir, steps=2, callbacks=[At(1, ask)], resume=True)
+    # Still asked: a run that went on at once stops where it is, with the checkpoint it has.
+    with pytest.raises(RunInterruptedError, match="step 1: SIGUSR2"):
+        fit(tiny_model_path, run_dir, steps=2, resume=True)
+    interruption.clear()
+    fit(tiny_model_path, run_dir, steps=2, resume=True)
+    assert read_journal(run_dir).deterministic() == read_journal(whole).deterministic()
+
+
+def test_asked_in_the_last_step_it_is_finished(tiny_model_path: str, tmp_path: Path) -> None:
+    fit(tiny_model_path, tmp_path, steps=3, callbacks=[At(3, ask)])
+    view = read_journal(tmp_path)
+    assert (view.status, view.checkpoint_step) == ("finished", 3)
+    # Nothing is left to train: asked or not, it stays finished.
+    fit(tiny_model_path, tmp_path, steps=3, resume=True)
+    assert read_journal(tmp_path).status == "finished"
+
+
+class LostError(Exception):
+    """Another process has the run."""
+
+    leave_journal = True
+
+
+class Lease:
+    """A guard that refuses from the n-th call on."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise LostError("taken over")
+
+
+def guarded_fit(model_path: str, run_dir: Path, log_guard: Any, checkpoint_guard: Any, steps: int = 4) -> None:
+    from lightning.pytorch import Trainer
+
+    from lightning_scalerl import RolloutDataModule
+    from lightning_scalerl.callbacks.evaluate import Evaluate
+
+    module = ScaleRL(model_path, "scalerl_core", overrides=SMALL)
+    trainer = Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            Evaluate(2, 2),
+            RunLog(run_dir, guard=log_guard),
+            ResumableCheckpoint(run_dir / "checkpoints", 2, guard=checkpoint_guard),
+        ],
+    )
+    trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+
+
+def test_whoever_lost_the_run_writes_nothing_more(tiny_model_path: str, tmp_path: Path) -> None:
+    """At every single write: the journal is a prefix of the undisturbed one, and says nothing of an end."""
+    free = Lease(1000)
+    guarded_fit(tiny_model_path, tmp_path / "whole", free, None)
+    calls = 1000 - free.left
+    lines = len((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines())
+    assert calls >= lines == 1 + 3 + 4 + 2 + 1
+    written = []
+    for kept in [*range(4), *range(4, calls, 2), calls - 1]:
+        run_dir = tmp_path / f"kept_{kept}"
+        with pytest.raises(LostError):
+            guarded_fit(tiny_model_path, run_dir, Lease(kept), None)
+        journal = run_dir / "metrics.jsonl"
+        written.append(len(journal.read_text().splitlines()) if journal.exists() else 0)
+        assert not journal.exists() or '"end"' not in journal.read_text()
+        assert (run_dir / "semantics.json").exists() == (kept > 1)  # the first call is for opening the journal
+    assert written[0] == 0
+    assert written == sorted(written) and written[-1] >= lines - 2
+
+
+def test_a_checkpoint_of_a_lost_run_does_not_take_its_place(tiny_model_path: str, tmp_path: Path) -> None:
+    with pytest.raises(LostError):
+        guarded_fit(tiny_model_path, tmp_path, None, Lease(1), steps=8)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002.ckpt"]
+    view = read_journal(tmp_path)
+    assert (view.status, view.checkpoint_step) == ("running", 2)
+
+
+def half_written(monkeypatch: pytest.MonkeyPatch, from_step: int) -> None:
+    """The disk is full from the checkpoint of a step on."""
+    save = TorchCheckpointIO.save_checkpoint
+
+    def full(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        save(self, checkpoint, path, storage_options)
+        if checkpoint["global_step"] >= from_step:
+            os.truncate(path, 1000)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", full)
+
+
+def test_a_full_disk_at_a_checkpoint(tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit(tiny_model_path, tmp_path / "whole", steps=6, checkpoint_every=2)
+    run_dir = tmp_path / "parts"
+    with monkeypatch.context() as patch:
+        half_written(patch, 4)
+        with pytest.raises(OSError, match="No space left"):
+            fit(tiny_model_path, run_dir, steps=6, checkpoint_every=2)
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000002.ckpt"]
+    view = read_journal(run_dir)
+    assert view.status == "failed" and view.reason == "OSError: [Errno 28] No space left on device"
+    fit(tiny_model_path, run_dir, steps=6, checkpoint_every=2, resume=True)
+    assert read_journal(run_dir).deterministic() == read_journal(tmp_path / "whole").deterministic()
+
+
+def test_a_full_disk_at_the_journal(tiny_model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not even the end can be written: the error is still the disk's, and the run goes on once there is room."""
+    fit(tiny_model_path, tmp_path / "whole", steps=6, checkpoint_every=2)
+    run_dir = tmp_path / "parts"
+
+    class Fills(Recorder):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+            if pl_module.completed_steps == 3:
+                (log,) = (callback for callback in trainer.callbacks if isinstance(callback, RunLog))
+                log.journal._handle = Path("/dev/full").open("a", encoding="utf-8")  # noqa: SIM115
+
+        def on_record(self, kind: str, step: int, metrics: Any) -> None: ...
+
+    with caplog.at_level(logging.WARNING), pytest.raises(OSError, match="No space left") as caught:
+        fit(tiny_model_path, run_dir, steps=6, checkpoint_every=2, callbacks=[Fills()])
+    assert caught.value.__context__ is None
+    assert "does not say how the run ended" in caplog.text
+    view = read_journal(run_dir)
+    assert (view.status, view.checkpoint_step) == ("running", 2)
+    fit(tiny_model_path, run_dir, steps=6, checkpoint_every=2, resume=True)
+    assert read_journal(run_dir).deterministic() == read_journal(tmp_path / "whole").deterministic()
+
+
+def test_only_a_whole_checkpoint_of_a_run_is_used(tiny_model_path: str, tmp_path: Path) -> None:
+    fit(tiny_model_path, tmp_path, steps=1)
+    directory = tmp_path / "checkpoints"
+    (good,) = checkpoints(directory)
+    foreign = torch.load(good, weights_only=True)
+    del foreign["scalerl"]
+    torch.save(foreign, directory / "step-00000002.ckpt")
+    torch.save([1, 2], directory / "step-00000003.ckpt")
+    torch.save(torch.zeros(3), directory / "step-00000004.ckpt")
+    (directory / "step-00000005.ckpt").write_bytes(good.read_bytes()[:-100])
+    (directory / "step-00000006.ckpt").write_bytes(b"")
+    (directory / "step-00000007.ckpt").mkdir()
+    (directory / "step-00000008.ckpt").symlink_to(directory / "gone")
+    (directory / "step-00000009.12345678.part").write_bytes(good.read_bytes())
+    assert newest_checkpoint(directory) == good
+    good.unlink()
+    assert newest_checkpoint(directory) is None
+    assert newest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_what_another_process_left_half_written_is_cleared(tiny_model_path: str, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000001.12345678.part").write_bytes(b"half")
+    fit(tiny_model_path, tmp_path, steps=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001.ckpt"]
