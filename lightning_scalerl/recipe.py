@@ -131,24 +131,6 @@ def explain(error: Exception) -> str:
     return "; ".join(kept).replace(":;", ":").replace(".;", ";") + _valid_keys(error)
 
 
-def build_recipe(config: Any, name: str) -> Recipe:
-    """Instantiate a composed configuration.
-
-    Raises:
-        ConfigurationError: a value that a choice or setting refuses.
-    """
-    return Recipe(
-        name=name,
-        choices=by_axis(build(config, axis) for axis in AXES),
-        optimizer=build(config, "optimizer"),
-        schedule=build(config, "schedule"),
-        batch=build(config, "batch"),
-        context=build(config, "context"),
-        cost_model=build(config, "cost_model"),
-        generator=build(config, "generator"),
-    )
-
-
 def build(config: Any, group: str) -> Any:
     """Instantiate one group of a composed configuration.
 
@@ -169,6 +151,24 @@ def build(config: Any, group: str) -> Any:
             raise cause from None
         first = str(cause or error).splitlines()[0]
         raise ConfigurationError(f"{group}: {first}") from error
+
+
+def build_recipe(config: Any, name: str, build: Callable[[Any, str], Any] = build) -> Recipe:
+    """Instantiate a composed configuration; `build` makes one group of it.
+
+    Raises:
+        ConfigurationError: a value that a choice or setting refuses.
+    """
+    return Recipe(
+        name=name,
+        choices=by_axis(build(config, axis) for axis in AXES),
+        optimizer=build(config, "optimizer"),
+        schedule=build(config, "schedule"),
+        batch=build(config, "batch"),
+        context=build(config, "context"),
+        cost_model=build(config, "cost_model"),
+        generator=build(config, "generator"),
+    )
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:

@@ -119,6 +119,10 @@ def _constant(x: Array, u: Array, v: Array) -> Array:
     return result
 
 
+def _constant_box(_: Array) -> Box:
+    return 0.0, 0.0, 0.0, 0.0
+
+
 SIGMOID = Family("sigmoid", "R0 + (A - R0) / (1 + (C_mid / C)^B)", ("B", "C_mid"), _sigmoid, _sigmoid_box)
 FAMILIES = {
     family.name: family
@@ -128,6 +132,6 @@ FAMILIES = {
         Family("logistic", "R0 + (A - R0) / (1 + exp(-k (C - c)))", ("k", "c"), _logistic, _logistic_box),
         Family("exponential", "R0 + (A - R0) (1 - exp(-C / tau))", ("tau",), _exponential, _exponential_box),
         Family("power_law", "A - D C^-B", ("B",), _power, _power_box, from_zero=False),
-        Family("constant", "A", (), _constant, lambda _: (0.0, 0.0, 0.0, 0.0)),
+        Family("constant", "A", (), _constant, _constant_box),
     )
 }

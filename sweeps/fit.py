@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from sweeps import interval, noise, profile, verdict
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.interval import Draws
+from sweeps.parallel import mapped
 from sweeps.points import FitOptions as FitOptions
 from sweeps.points import Points, bounds_of, pooled, select, weighted
 from sweeps.profile import Array, Optimum, Problem
@@ -422,18 +424,32 @@ def with_seed_spread(fit: Fit, spread: SeedSpread) -> Fit:
     return replace(fit, seed_spread=spread, A_total=(bottom, top))
 
 
-def fit_curves(curves: Sequence[Curve], options: FitOptions | None = None) -> list[Fit]:
+def fit_curves(
+    curves: Sequence[Curve], options: FitOptions | None = None, workers: int = 1, regions: bool = True
+) -> list[Fit]:
     """Fit every recipe; the spread between seeds is measured on a recipe's own seeds (3 or more), else pooled
     over recipes, else borrowed from the paper.
+
+    Args:
+        curves: one a recipe.
+        options: how to fit.
+        workers: processes to share the work, see `sweeps.parallel`.
+        regions: keep `allowed` of every fit, which figures are drawn from: about a megabyte each.
     """
-    fits = [fit_curve(curve, options) for curve in curves]
+    fits = mapped(partial(_fit_one, options=options, regions=regions), curves, workers)
     scale = max((curve.scale for curve in curves), default=1.0)
     pooled = pooled_seed_spread([fit.seed_excess for fit in fits], scale)
     result = []
-    for fit in fits:
+    for fit, curve in zip(fits, curves, strict=True):
         own = pooled_seed_spread([fit.seed_excess], scale)
-        result.append(with_seed_spread(fit, own or pooled or SeedSpread(BORROWED_SEED_SD * fit.curve.scale)))
+        spread = own or pooled or SeedSpread(BORROWED_SEED_SD * fit.curve.scale)
+        result.append(with_seed_spread(replace(fit, curve=curve), spread))
     return result
+
+
+def _fit_one(curve: Curve, options: FitOptions | None, regions: bool) -> Fit:
+    fit = fit_curve(curve, options)
+    return fit if regions else replace(fit, allowed=None)
 
 
 def refit(fit: Fit, asymptote: float) -> Fit:

@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 
 from sweeps.compare import Comparison, compare
+from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.fit import Fit, Interval, refit
+from sweeps.parallel import mapped
 from sweeps.plan import chance, total_draws
+from sweeps.points import FitOptions
 from sweeps.predict import predict
 from sweeps.profile import Array
 from sweeps.seeds import Pairing, SeedSpread, paired_seed_spread
@@ -121,7 +124,7 @@ class Ranking:
         }
 
 
-def rank(fits: Sequence[Fit], margin: float | None = None, budget: float | None = None) -> Ranking:
+def rank(fits: Sequence[Fit], margin: float | None = None, budget: float | None = None, workers: int = 1) -> Ranking:
     """Order recipes.
 
     Args:
@@ -129,6 +132,7 @@ def rank(fits: Sequence[Fit], margin: float | None = None, budget: float | None 
         margin: recipes whose A lies within this of the best are tied, in reward units; 0.02 of the reward's scale if
             not given.
         budget: compute at which to give the reward as well, in the curves' unit.
+        workers: processes to share the comparisons of families, by far the most work; see `sweeps.parallel`.
 
     Raises:
         UserError: margin or budget is not positive, nothing to rank, or several evaluation sets at once.
@@ -141,7 +145,9 @@ def rank(fits: Sequence[Fit], margin: float | None = None, budget: float | None 
     sets = sorted({fit.curve.factors["set"] for fit in fits if "set" in fit.curve.factors})
     if len(sets) > 1:
         raise UserError(f"evaluation sets {', '.join(sets)} have asymptotes of their own; choose one with --metric")
-    comparisons = {fit.recipe: compare(fit.curve, fit.options) for fit in fits if fit.identifiable}
+    judged = [fit for fit in fits if fit.identifiable]
+    found = mapped(_compared, [(fit.curve, fit.options) for fit in judged], workers)
+    comparisons = {fit.recipe: comparison for fit, comparison in zip(judged, found, strict=True)}
     # Too little held-out compute to judge by is no reason to refuse; a forecast that is worse than none is.
     blind = {name: found.sentence for name, found in comparisons.items() if found.beats_last is False}
     named = [(fit, _value(fit.A)) for fit in fits if fit.identifiable and fit.recipe not in blind]
@@ -219,6 +225,10 @@ def rank(fits: Sequence[Fit], margin: float | None = None, budget: float | None 
         pairing,
         tuple(comparisons.values()),
     )
+
+
+def _compared(asked: tuple[Curve, FitOptions]) -> Comparison:
+    return compare(*asked)
 
 
 def pairing_of(fits: Sequence[Fit]) -> Pairing | None:

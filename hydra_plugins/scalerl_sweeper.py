@@ -1,0 +1,39 @@
+"""Where Hydra looks for plugins: only this namespace may hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+
+from sweeps.redact import redact
+from sweeps.study import make_private
+
+
+class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
+    """`hydra/sweeper=scalerl`: Hydra's own grid, but no job is composed before the launcher gets it.
+
+    Hydra composes every job once to find errors early, at a tenth of a second each. Our launcher's planner composes
+    and checks all of them too, before anything runs, and faster.
+    """
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """The launcher gets the configuration as it is; the copy that Hydra writes into the study has no login."""
+        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
+        self.config = config.copy()
+        address = self.config.mlflow.uri
+        if address:
+            with open_dict(self.config):
+                self.config.mlflow.uri = redact(address)
+
+    def sweep(self, arguments: list[str]) -> list[object]:
+        """Hydra makes the study's directory; before that it is made for its owner alone."""
+        make_private(Path(self.config.hydra.sweep.dir))
+        results: list[object] = super().sweep(arguments)
+        return results
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Left to the planner."""

@@ -1,0 +1,34 @@
+"""The same work on many items, on several cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# Fewer items a worker are done before another process has imported what it needs.
+_LEAST = 8
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def mapped(work: Callable[[T], R], items: Sequence[T], workers: int = 1) -> list[R]:
+    """`work` of every item, in order; results do not depend on the number of workers.
+
+    With more than one, work, items and results must be picklable, and a script that calls this must guard its main
+    part by `if __name__ == "__main__"`, for every worker imports it afresh.
+    """
+    workers = min(workers, len(items) // _LEAST)
+    if workers < 2:
+        return [work(item) for item in items]
+    # Fresh processes: a fork would copy the locks of whatever threads the caller runs.
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        return list(pool.map(work, items, chunksize=_LEAST))

@@ -1,0 +1,31 @@
+"""Sharing work among processes changes nothing but the time it takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from sweeps.fit import fit_curves
+from sweeps.parallel import cores, mapped
+from sweeps.rank import rank
+from tests.sweeps.simulate import curve
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_order_is_kept(workers: int) -> None:
+    assert mapped(abs, range(-30, 30), workers) == [abs(number) for number in range(-30, 30)]
+    assert mapped(abs, [], workers) == []
+    assert cores() >= 1
+
+
+def test_errors_arrive_as_they_are() -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        mapped(int, ["1"] * 30 + ["x"], 2)
+
+
+def test_fits_and_ranking_do_not_depend_on_workers() -> None:
+    curves = [curve(f"recipe{n}", a=0.5 + 0.01 * n, points=17, rng=n) for n in range(16)]
+    alone, shared = fit_curves(curves), fit_curves(curves, workers=2, regions=False)
+    assert [fit.to_json() for fit in shared] == [fit.to_json() for fit in alone]
+    assert all(fit.allowed is None for fit in shared) and all(fit.allowed is not None for fit in alone)
+    assert [fit.curve for fit in shared] == curves  # the very objects: curves compare by identity
+    assert rank(shared, workers=2).to_json() == rank(alone).to_json()

@@ -1,0 +1,181 @@
+"""The planner's short cut never shows: what it plans and what it says are what composing every member whole gives."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from lightning_scalerl import plan as planner
+from lightning_scalerl.choice import AXES, ConfigurationError
+from lightning_scalerl.plan import Composer, plan
+from lightning_scalerl.recipe import compose, conf_dir
+
+# A base model that is made in a moment; where only the configuration matters, not what it learns.
+QUICK = ["model.batches=1", "model.width=32", "model.layers=1"]
+
+GROUPS = [
+    f"{group}={path.stem}"
+    for group in (*AXES, "variant", "recipe", "scale", "experiment", "task")
+    for path in sorted((conf_dir() / group).glob("*.yaml"))
+]
+NUMBERS = st.one_of(
+    st.integers(-3, 5000), st.floats(1e-8, 1e8).map(lambda x: float(f"{x:.4g}")), st.sampled_from(["1e-4", "inf"])
+)
+# Leaves that stand alone, leaves that others are computed from, and a leaf that only some rows of groups have.
+KEYS = ["seed", "budget.steps", "optimizer.lr", "optimizer.weight_decay", "batch.prompts", "mlflow.uri", "label"]
+READ = ["study", "output_dir", "thinking.end", "thinking.interrupt_from", "context.max_new_tokens", "loss.clip_high"]
+ODD = [
+    "optimizer={lr: 0.5}",
+    "optimizer={lr: ${seed}}",
+    "study=run${seed}",
+    "study=\\${seed}",
+    "output_dir=${study}/${budget.steps}",
+    "task.train=[1,2,3,4]",
+    "task.train.0=7",
+    "task=jsonl",
+    "task.heldout={a: b}",
+    "label=null",
+    "label=[a]",
+    "label=5",
+    "study='a b'",
+    "seed=???",
+    "seed=null",
+    "seed=true",
+    "scale=null",
+    "+extra=1",
+    "++seed=4",
+    "+seed=4",
+    "~schedule",
+    "~label",
+    "~seed",
+    "model@other=path",
+    "loss@here=dapo",
+    "hydra.job.name=x",
+    # Mistakes.
+    "nonsense=1",
+    "optimizer.nonsense=1",
+    "optimizer.lr.deeper=1",
+    "loss=foo",
+    "loss=5",
+    "seed=1,2",
+    "seed",
+    "=3",
+    "seed=[",
+    "study=${nothing}",
+    "study=${study}",
+]
+VALUES = st.builds("{}={}".format, st.sampled_from(KEYS + READ), NUMBERS)
+NAMES = st.builds("{}={}".format, st.sampled_from(["study", "output_dir", "mlflow.uri", "thinking.end"]), st.just("x"))
+OVERRIDES = st.lists(st.one_of(st.sampled_from(GROUPS), VALUES, VALUES, NAMES, st.sampled_from(ODD)), max_size=6)
+# Shared by all examples, so that what one leaves behind is put to the test by the next.
+SHARED = Composer()
+
+
+def outcome(resolve: Any, overrides: list[str]) -> Any:
+    """What comes out, values (as text, for types and order count) or error."""
+    try:
+        return repr(resolve(overrides))
+    except Exception as error:
+        return type(error), str(error)
+
+
+@cache
+def composed_whole(overrides: tuple[str, ...]) -> Any:
+    return outcome(lambda entries: planner._plain(compose(entries)), list(overrides))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@example(["optimizer.lr=2", "optimizer={lr: 0.5}"])
+@example(["optimizer={lr: 0.5}", "optimizer.lr=2"])
+@example(["optimizer={lr: ${seed}}", "seed=9"])
+@example(["output_dir=${study}/${budget.steps}", "budget.steps=5", "study=s"])
+@example(["study=s", "seed=3", "seed=4"])
+@example(["task=jsonl", "task.heldout={a: b}"])
+@example(["thinking.end=x", "thinking.interrupt_from=3", "variant=length_control_penalty", "seed=1"])
+@example(["loss=dapo", "loss.clip_high=0.3"])
+@example(["loss=cispo", "loss.clip_high=0.3"])
+@given(OVERRIDES)
+def test_a_configuration_is_what_hydra_composes(overrides: list[str]) -> None:
+    assert outcome(SHARED.resolved, overrides) == composed_whole(tuple(overrides))
+
+
+@pytest.mark.parametrize("entry", ODD)
+def test_unusual_overrides_go_through_hydra(entry: str) -> None:
+    for overrides in ([entry], ["seed=2", entry, "optimizer.lr=0.5"]):
+        assert outcome(SHARED.resolved, overrides) == composed_whole(tuple(overrides))
+
+
+def specs_or_error(lists: list[list[str]]) -> Any:
+    try:
+        return json.dumps([asdict(spec) for spec in plan(lists)])
+    except Exception as error:
+        return type(error), str(error)
+
+
+GRIDS = {
+    "variants and seeds": [[f"variant={v}", f"seed={s}"] for v in ("none", "loss_dapo", "filter_none") for s in (0, 1)],
+    "values": [[f"optimizer.lr={lr}", f"loss.clip_high={c}", "seed=1"] for lr in ("1e-4", 2) for c in (3, 4.5)],
+    "axes by hand": [[f"loss={loss}", "study=x", "budget.steps=9"] for loss in ("cispo", "dapo", "gspo")],
+    "a value that others read": [[f"context.max_new_tokens={n}", "variant=length_control_penalty"] for n in (24, 30)],
+    "a variant too many": [["seed=1"], ["variant=loss_dapo", "loss=cispo"]],
+    "a bad value": [["seed=1"], ["seed=2", "budget.steps=0", "optimizer.lr=1"]],
+    "a refused value": [["seed=1"], ["seed=2", "optimizer.lr=-1"]],
+    "a choice that needs another": [["async_mode.k=0", "seed=1"], ["seed=2"]],
+    "an unknown key": [["seed=1"], ["optimizer.nonsense=1"]],
+    "a file that is not there": [["task=jsonl", "task.train=/nothing", "task.heldout={a: /nothing}"]],
+    "text that reads like an interpolation": [["study=\\${seed}", "thinking.phrase=\\${nothing}"]],
+    "a group gone": [["~evaluation"]],
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_plan_is_what_hydra_composes(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setenv("SCALERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    lists = [[*entries, *QUICK] for entries in GRIDS[name]]
+    quick = specs_or_error(lists)
+    monkeypatch.setattr(Composer, "_short_cut", lambda self, overrides: None)
+    assert specs_or_error(lists) == quick
+
+
+def test_a_grid_composes_each_row_of_groups_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setenv("SCALERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    calls: list[tuple[str, ...]] = []
+
+    def counted(overrides: Any) -> Any:
+        calls.append(tuple(overrides))
+        return compose(overrides)
+
+    monkeypatch.setattr(planner, "compose", counted)
+    specs = plan(
+        [
+            [f"variant={variant}", f"optimizer.lr={lr}", f"seed={seed}", *QUICK]
+            for variant in ("none", "loss_dapo")
+            for lr in ("1e-4", "2e-4", "3e-4")
+            for seed in range(5)
+        ]
+    )
+    assert sorted(calls) == [(), ("variant=loss_dapo",), ("variant=none",)]
+    assert len({spec.run for spec in specs}) == 30 and len({spec.curve for spec in specs}) == 6
+    assert all(spec.config["seed"] == spec.seed for spec in specs)
+    # Equal parts are one object: a thousand members cost little more than one.
+    assert len({id(spec.config["task"]) for spec in specs}) == 2
+
+
+def test_a_mistake_names_what_is_valid() -> None:
+    with pytest.raises(ConfigurationError, match=r"optimizer\.nonsense.*valid here: _target_, lr"):
+        plan([["seed=1", *QUICK], ["seed=2", "optimizer.nonsense=1", *QUICK]])
+
+
+def test_infinity_is_composed_as_it_is() -> None:
+    assert math.isinf(Composer().resolved(["optimizer.clip_norm=inf"])["optimizer"]["clip_norm"])
