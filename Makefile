@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 # What `make test` leaves out: ALL=1 runs everything, and a missing component is then a failure.
-MARKERS := $(if $(ALL),,-m "not slow and not browser and not peers")
+MARKERS := $(if $(ALL),,-m "not slow and not browser and not peers and not slurm")
 TEST_ARGS ?= -n 2 --dist loadfile
 
 .PHONY: demo test

@@ -22,6 +22,8 @@ from sweeps.study import is_done
 
 def main() -> None:
     """The command line; what a user did wrong is one line and exit code 1, never a traceback."""
+    # Ours, not Hydra's: short for the launcher's setting.
+    sys.argv[1:] = ["hydra.launcher.detach=true" if word == "--detach" else word for word in sys.argv[1:]]
     # Hydra prints tracebacks of its own and exits unless told to pass exceptions on.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:

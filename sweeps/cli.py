@@ -22,6 +22,7 @@ from sweeps.family import FAMILIES
 from sweeps.fit import Fit, FitOptions, fit_curves, shown
 from sweeps.literal import METHOD, fit_literal
 from sweeps.mechanism import idle_variants, mechanism_counters
+from sweeps.parallel import cores
 from sweeps.points import R0Mode
 from sweeps.rank import MARGIN, Ranking, rank
 from sweeps.sensitivity import Row as SensitivityRow
@@ -29,9 +30,14 @@ from sweeps.sensitivity import sensitivity, signed, summary
 from sweeps.source import LoadedStudy, load
 
 if TYPE_CHECKING:
+    from sweeps.cluster.scheduler import Scheduler
     from sweeps.live import News
+    from sweeps.overview import MemberView
 
 Handler = Callable[[argparse.Namespace], int]
+
+ROWS = 40  # members in a table
+FAILURES = 3  # members whose logs are shown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,6 +179,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     publish.add_argument("sources", nargs="+", metavar="SOURCE", help="a run or sweep directory")
     publish.add_argument("--mlflow", required=True, metavar="URI", help="tracking URI")
+
+    status = command(
+        "status",
+        _status,
+        "say what runs, waits, is done or failed and why; only looks",
+        "scalerl status examples/study",
+    )
+    status.add_argument("study", metavar="SWEEP", help="the folder that a --multirun wrote to")
+    status.add_argument("--all", action="store_true", help=f"every member; default: the {ROWS} that matter most")
+    status.add_argument("--json", action="store_true", help="print a JSON object")
+
+    collect = command(
+        "collect",
+        _collect,
+        "take stock of a study on a cluster: judge what ended, submit what is left, feed MLflow, rank",
+        "scalerl collect examples/study",
+    )
+    collect.add_argument("study", metavar="SWEEP", help="the folder that a --multirun wrote to")
+    collect.add_argument("--wait", action="store_true", help="stay until everything is done")
+    collect.add_argument("--again", action="store_true", help="give members that failed another chance")
     return parser
 
 
@@ -312,7 +338,8 @@ def _fitted(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
         print(f"source: {_one_line(line)}", file=sys.stderr)
     if getattr(options, "method", "profile") == METHOD:
         return study, [fit_literal(curve, how) for curve in study.curves]
-    return study, fit_curves(study.curves, how)
+    # What only figures need costs a megabyte a recipe.
+    return study, fit_curves(study.curves, how, workers=cores(), regions=options.handler is _report)
 
 
 def _fit(options: argparse.Namespace) -> int:
@@ -398,7 +425,7 @@ def _shape_names(fits: Sequence[Fit]) -> list[str]:
 
 def _rank(options: argparse.Namespace) -> int:
     study, fits = _fitted(options)
-    ranking = rank(fits, margin=options.margin, budget=options.budget)
+    ranking = rank(fits, margin=options.margin, budget=options.budget, workers=cores())
     _warn(study.warnings)
     if options.json:
         _print_json(ranking.to_json())
@@ -558,6 +585,85 @@ def _publish(options: argparse.Namespace) -> int:
     from sweeps.publish import publish
 
     publish(options.sources, options.mlflow)
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from sweeps.overview import counts, log_tail, overview, to_json
+
+    study = Path(options.study)
+    views = overview(study, _scheduler(study))
+    if options.json:
+        print(to_json(study, views))
+        return 0
+    print(f"{study}: {counts(views)}\n")
+    print(_table(*_status_rows(views, None if options.all else ROWS)))
+    for view in [view for view in views if view.state == "failed"][:FAILURES]:
+        print(f"\n{view.recipe} seed {view.seed}, the end of {study}/runs/{view.run}/log.txt:")
+        for line in log_tail(study, view):
+            print(f"    {_one_line(line)}")
+    return 0
+
+
+def _status_rows(views: Sequence[MemberView], limit: int | None) -> tuple[list[str], list[list[str]]]:
+    from sweeps.overview import STATES
+
+    views = sorted(views, key=lambda view: STATES.index(view.state))
+    rows = []
+    for view in views[:limit]:
+        step = "-" if view.step is None else f"{view.step}/{view.steps}" if view.steps else str(view.step)
+        rate = "-" if view.pass_rate is None else f"{view.pass_rate:.3f}"
+        place = " on ".join(filter(None, (view.job, view.node)))
+        row = [view.state, view.recipe, str(view.seed), step, rate, str(view.attempts), place or "-"]
+        rows.append([*row, view.reason or ""])
+    if limit is not None and len(views) > limit:
+        rows.append([f"and {len(views) - limit} more (--all)", *[""] * 7])
+    return ["state", "recipe", "seed", "step", "pass rate", "attempts", "job", "why"], rows
+
+
+def _scheduler(study: Path) -> Scheduler | None:
+    """Of the cluster that a study was launched on, if it was, and can be asked from here."""
+    from sweeps.launch import LAUNCH_FILE, LaunchPlan
+
+    if not (study / LAUNCH_FILE).is_file() or LaunchPlan.kind_of(study) != "slurm":
+        return None
+    from sweeps.cluster.scheduler import Slurm
+
+    try:
+        return Slurm()
+    except UserError as error:
+        _warn([str(error)])
+        return None
+
+
+def _collect(options: argparse.Namespace) -> int:
+    from sweeps.launch import LAUNCH_FILE, LaunchPlan, report_failures, run_study
+    from sweeps.overview import counts, overview
+    from sweeps.study import Study
+
+    directory = Path(options.study)
+    states = None
+    if (directory / LAUNCH_FILE).is_file():
+        study = Study.read(directory)
+        plan = LaunchPlan.read(directory)
+        if plan.kind != "slurm" and not options.wait:
+            _warn([f"{directory} runs on one machine; --wait goes on with what is not done"])
+        else:
+            states = run_study(study, plan, detach=not options.wait, again=options.again)
+    views = overview(directory, _scheduler(directory))
+    print(f"{directory}: {counts(views)}\n")
+    print(_table(*_status_rows(views, ROWS)))
+    if any(view.step is not None for view in views):
+        try:
+            fits = fit_curves(load([str(directory)]).curves, workers=cores(), regions=False)
+            ranking = rank(fits, workers=cores())
+        except UserError as error:
+            _warn([f"no ranking yet: {error}"])
+        else:
+            print(f"\n{_one_line(ranking.sentence)}\n")
+            print(_table(*_ranking_rows(ranking)))
+    if states is not None:
+        report_failures(study, states)
     return 0
 
 

@@ -106,6 +106,10 @@ class Executor(Protocol):
         """Those of `running` that wait for their turn."""
         ...
 
+    def settled(self) -> bool:
+        """Whether it is clear of every member that was started whether it still runs."""
+        ...
+
     def close(self) -> None:
         """End what does not outlive this process."""
         ...
@@ -174,6 +178,10 @@ class LocalExecutor:
         """None waits: what is submitted runs."""
         return frozenset()
 
+    def settled(self) -> bool:
+        """Always."""
+        return True
+
     def close(self) -> None:
         """Terminate what still runs."""
         for process in self._processes.values():
@@ -226,6 +234,10 @@ class InProcessExecutor:
     def queued(self) -> frozenset[str]:
         """None waits."""
         return frozenset()
+
+    def settled(self) -> bool:
+        """Always."""
+        return True
 
     def close(self) -> None:
         """Nothing runs beside this process."""

@@ -52,6 +52,9 @@ def retries(given: Mapping[str, int | None] | None = None) -> dict[str, int | No
     return policy
 
 
+# How collectives (gloo, NCCL) tell of a process that ended.
+_PEER_GONE = ("connection closed by peer", "connection reset by peer", "ncclremoteerror", "remote process exited")
+
 NEVER: dict[str, int | None] = dict.fromkeys(KINDS, 0)
 
 
@@ -80,6 +83,9 @@ def kind_of(error: BaseException) -> str:
             return "out_of_memory"
         if isinstance(each, RuntimeError) and ("not enough memory" in text or "out of memory" in text):
             return "out_of_memory"
+        # Another rank of the job is gone; its own end says why, if it could.
+        if isinstance(each, RuntimeError) and any(words in text for words in _PEER_GONE):
+            return "killed"
     return "error"
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sweeps.errors import UserError
+from sweeps.redact import redact
 
 JOURNAL_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
@@ -196,16 +197,24 @@ class Journal:
     def end(self, step: int, status: str, reason: str | None = None) -> None:
         """The run is over: `finished`, or `failed` with its reason."""
         self._append(
-            {"kind": "end", "time": self._clock(), "step": int(step), "status": status, "reason": reason},
+            {
+                "kind": "end",
+                "time": self._clock(),
+                "step": int(step),
+                "status": status,
+                "reason": reason and redact(reason),
+            },
             durable=True,
         )
 
     def close(self) -> None:
         """Flush to disk and close."""
         if not self._handle.closed:
-            self._handle.flush()
-            os.fsync(self._handle.fileno())
-            self._handle.close()
+            try:
+                self._handle.flush()
+                os.fsync(self._handle.fileno())
+            finally:
+                self._handle.close()
 
 
 def find_runs(source: str | Path) -> list[Path]:

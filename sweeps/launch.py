@@ -106,6 +106,15 @@ class LaunchPlan:
             plan = replace(plan, tracking=address)
         return plan
 
+    @staticmethod
+    def kind_of(study: Path) -> str | None:
+        """Where a study was launched, or None if nobody knows."""
+        try:
+            kind = json.loads((study / LAUNCH_FILE).read_text())["kind"]
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return str(kind)
+
     def executor(self, study: Path, scheduler: Scheduler | None = None) -> Executor:
         """What runs the members."""
         if self.kind == "slurm":

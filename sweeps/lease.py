@@ -189,3 +189,22 @@ def alive(directory: Path, name: str = "writer") -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return facts if isinstance(facts, dict) and not facts.get("released") else None
+
+
+def held(directory: Path, name: str, expiry_s: float = EXPIRY_S) -> bool:
+    """Whether somebody holds a lease, as far as one can tell without waiting."""
+    facts = alive(directory, name)
+    if facts is None:
+        return False
+    if facts.get("host") == socket.gethostname():
+        lock = FileLock(directory / f".{name}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except (Timeout, OSError):
+            return True
+        lock.release()
+        return False
+    try:
+        return time.time() - (directory / f".{name}.json").stat().st_mtime < 2 * expiry_s
+    except OSError:
+        return False

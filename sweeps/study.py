@@ -104,7 +104,7 @@ class Study:
             executor: starts members; with one whose members outlive their controller, what is under way is adopted.
             observers: told.
             retries: attempts after the first, by kind of failure (`sweeps.failure`); None is no limit.
-            detach: leave as soon as everything is submitted.
+            detach: leave once everything that can be is submitted, and what ended meanwhile is dealt with.
             again: whether members that were given up get another chance.
 
         Returns:
@@ -179,10 +179,11 @@ class _Controller:
         waiting = self._take_stock(again)
         while waiting or self._executor.running():
             waiting = self._submit(waiting)
-            if detach:
-                break
             for outcome in self._executor.poll(timeout_s=1.0):
                 waiting += self._settle(outcome)
+            if detach and self._executor.settled():
+                waiting = self._submit(waiting)
+                break
             self._look()
         return {run: self._states[run] for run in self._specs}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,15 @@ _KIND_OF_STATE = {
     "REVOKED": "cancelled",
 }
 
+
+# How slurmd tells of a task that was killed for its memory where the job's state does not say so.
+_OUT_OF_MEMORY = re.compile(r"(?i)exceeded (job |step )?memory limit|oom[-_ ]?kill|out of memory")
+
+# Reasons for which a job waits for ever unless somebody changes it.
+_NEVER_RUNS = (
+    *("PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "Held", "held", "DependencyNeverSatisfied"),
+    *("MaxWall", "MaxNodePerJob", "MaxCpuPerJob", "MaxMemPerLimit", "MaxGRESPerJob"),
+)
 
 # SLURM itself requeues a job after these; a moment later it may be pending again.
 _MAY_COME_BACK = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED"})
@@ -97,6 +107,7 @@ class ClusterExecutor:
     _chunk: int | None = field(default=None, init=False)
     _last_look: float = field(default=float("-inf"), init=False)
     _silent: bool = field(default=False, init=False)
+    _warned: set[str] = field(default_factory=set, init=False)
 
     # --- submitting --------------------------------------------------------------------------------------
 
@@ -217,6 +228,11 @@ class ClusterExecutor:
         """Members whose jobs wait, for the first time or after a requeue."""
         return frozenset(run for run, each in self._followed.items() if each.info is None or each.info.state in QUEUED)
 
+    def settled(self) -> bool:
+        """Whether the last look at the queue was answered and left no job in doubt."""
+        looked = self._last_look > float("-inf") and not self._silent
+        return looked and not any(each.missing_since is not None or each.suspect for each in self._followed.values())
+
     def describe(self, run: str) -> JobInfo | None:
         """A member's job as the scheduler last described it."""
         return self._followed[run].info if run in self._followed else None
@@ -249,6 +265,7 @@ class ClusterExecutor:
                 gone.append(each)
             else:
                 each.missing_since, each.info = None, info
+                self._warn_if_it_waits_for_ever(info)
                 if info.state in ENDED and (each.suspect or info.state not in _MAY_COME_BACK):
                     ended.append(each)
                 each.suspect = info.state in ENDED
@@ -257,6 +274,14 @@ class ClusterExecutor:
         for outcome in outcomes:
             del self._followed[outcome.run]
         return outcomes
+
+    def _warn_if_it_waits_for_ever(self, info: JobInfo) -> None:
+        stuck = info.state in QUEUED and any(word in info.reason for word in _NEVER_RUNS)
+        if stuck and info.reason not in self._warned:
+            self._warned.add(info.reason)
+            _log.warning(
+                "cluster: job %s cannot start (%s); scancel it, and ask for what the cluster has", info.job, info.reason
+            )
 
     def _left_the_queue(self, gone: Sequence[_Followed]) -> list[_Followed]:
         """Of jobs that the queue no longer holds: those that have ended, or are lost."""
@@ -346,13 +371,15 @@ def verdict(
     if info is None:
         return "lost", "the scheduler no longer knows the job, and it left no last word"
     detail = f"SLURM says {state}" + (f", exit code {info.exit_code}" if info.exit_code else "")
+    words = last_words()
+    if _OUT_OF_MEMORY.search(words):
+        return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
     if attempt is None:
-        words = last_words()
         return "launch", f"the member never began ({detail}): {words or 'no log; is output_dir visible on the node?'}"
     return "killed", f"killed from outside on {attempt.node} ({detail})"
 
 
-def last_words(study: Path, submission: str, job: str, lines: int = 3) -> str:
+def last_words(study: Path, submission: str, job: str, lines: int = 5) -> str:
     """The end of a batch log, in one line."""
     folder = study / JOBS_DIR / submission
     said_lines: list[str] = []

@@ -45,9 +45,6 @@ _RESOURCES = (
 # The stock launcher's, without a meaning here: everything lies in the study's folder.
 _UNUSED = ("submitit_folder",)
 
-# SLURM looks after time limits every half minute, and sends the warning up to a minute early or late.
-_SLACK_S = 60
-
 
 @dataclass(frozen=True)
 class JobSettings:
@@ -129,10 +126,10 @@ class JobSettings:
             value = self.resources.get(name, 1)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"cluster: {name} is {value!r}; it must be a whole number, 1 or more")
-        if self.signal_delay_s + _SLACK_S > self.timeout_min * 60:
+        if 2 * self.signal_delay_s > self.timeout_min * 60:
             raise UserError(
-                f"cluster: signal_delay_s={self.signal_delay_s} leaves a job of timeout_min={self.timeout_min} no time "
-                f"to work (SLURM may warn {_SLACK_S} s early); lower signal_delay_s or raise timeout_min"
+                f"cluster: signal_delay_s={self.signal_delay_s} leaves a job of timeout_min={self.timeout_min} less "
+                "than half of its time to work; lower signal_delay_s or raise timeout_min"
             )
         if self.array_size is not None and (not isinstance(self.array_size, int) or self.array_size < 1):
             raise UserError(

@@ -7,11 +7,12 @@ import threading
 import time
 from pathlib import Path
 
+from sweeps.curve import default_axis
 from sweeps.errors import UserError
-from sweeps.journal import CONFIG_FILE, JOURNAL_FILE, SEMANTICS_FILE, JournalError
+from sweeps.journal import CONFIG_FILE, JOURNAL_FILE, SEMANTICS_FILE, JournalError, read_journal
 from sweeps.tracking.common import now_ms, one_line, without_credentials
 from sweeps.tracking.ship import ship
-from sweeps.tracking.store import STATUSES, TrackedSweep, Tracker
+from sweeps.tracking.store import STATUSES, TrackedMember, TrackedSweep, Tracker
 
 # What MLflow answers when this run, not the store, is the trouble: trying again changes nothing.
 _ABOUT_THE_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "BAD_REQUEST")
@@ -44,6 +45,7 @@ class Shipper:
         self.troubles: dict[str, str] = {}
         self._seen: dict[str, tuple[int, ...]] = {}
         self._statuses: dict[str, tuple[str, int]] = {}
+        self._axes: dict[str, str] = {}
         self._lock = threading.Lock()
         self._pass = threading.Lock()
         self._wake = threading.Event()
@@ -140,7 +142,7 @@ class Shipper:
         if stamp[0] < 0 or self._seen.get(run) == stamp:
             return run not in self.troubles
         try:
-            ship(run_dir, self.tracker.client, tracked.mlflow_run_id, self.tracker.axis)
+            ship(run_dir, self.tracker.client, tracked.mlflow_run_id, self._axis(tracked))
         except JournalError as error:
             if "no header record yet" in str(error):
                 return True
@@ -160,6 +162,22 @@ class Shipper:
             _log.warning("MLflow: run skipped: %s", trouble)
         self.troubles[run] = trouble
         return False
+
+    def _axis(self, tracked: TrackedMember) -> str:
+        """The compute axis of a run: of the device that it really trains on, which only the run itself knows.
+
+        Its controller guessed (a login node has no GPU, and a job that got one may not use it); the tags are set right.
+        """
+        known = self._axes.get(tracked.mlflow_run_id)
+        if known is not None:
+            return known
+        device = read_journal(tracked.member.run_dir).header.get("device")
+        axis = self.tracker.axis if device is None else default_axis(str(device).startswith("cuda"))
+        if axis != self.tracker.axis:
+            for run_id in (tracked.mlflow_run_id, self.sweep.parent_id):
+                self.tracker.set_tags(run_id, {"compute.axis": axis})
+        self._axes[tracked.mlflow_run_id] = axis
+        return axis
 
     def _apply_status(self, run: str) -> bool:
         with self._lock:

@@ -133,7 +133,7 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list
     assert code == 2 and "usage" in err
 
 
-COMMANDS = ("train", "fit", "rank", "plan", "report", "watch", "publish")
+COMMANDS = ("train", "fit", "rank", "plan", "report", "watch", "publish", "status", "collect")
 
 
 def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

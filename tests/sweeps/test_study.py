@@ -128,6 +128,9 @@ class ScriptedExecutor:
     def queued(self) -> frozenset[str]:
         return frozenset()
 
+    def settled(self) -> bool:
+        return True
+
     def poll(self, timeout_s: float) -> list[Outcome]:
         self.during_poll()
         run = list(self._running)[-1 if self.newest_first else 0]

@@ -1,0 +1,194 @@
+"""How the members of a study are: what the ledger, the scheduler, the jobs and the journals say, put together.
+
+Only looks: nothing is submitted, decided or written down.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sweeps.cluster.attempts import Attempt, attempts
+from sweeps.cluster.scheduler import ENDED, QUEUED, JobInfo, Scheduler
+from sweeps.errors import UserError
+from sweeps.executor import LOG_FILE
+from sweeps.journal import find_runs
+from sweeps.lease import held
+from sweeps.ledger import LEDGER_FILE, Ledger, MemberState
+from sweeps.redact import redact
+from sweeps.spec import RunSpec
+from sweeps.study import LEASE_NAME, RUNS_DIR, is_done, journal_or_none, last_metrics
+
+# In the order in which people look for them.
+STATES = ("failed", "cancelled", "stopped", "ended", "running", "queued", "waiting", "finished")
+
+
+@dataclass(frozen=True)
+class MemberView:
+    """One member, for people.
+
+    Attributes:
+        state: `finished`; `running`; `queued` (a job waits, at first or again); `waiting` (not submitted); `ended`
+            (its job is over, and nobody has looked at why); `stopped` (its controller is gone); `failed`, `cancelled`.
+        step, steps: done and budgeted.
+        pass_rate: of the newest evaluation.
+        attempts: jobs started for it, restarts included.
+        job, node: of the newest attempt.
+        kind, reason: why it failed, waits or was tried again.
+    """
+
+    run: str
+    recipe: str
+    seed: int
+    state: str
+    step: int | None
+    steps: int | None
+    pass_rate: float | None
+    attempts: int
+    job: str | None = None
+    node: str | None = None
+    kind: str | None = None
+    reason: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As `scalerl status --json` prints it."""
+        return asdict(self)
+
+
+def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView]:
+    """The members of a study, or of any folder that holds runs.
+
+    Args:
+        study: the folder.
+        scheduler: of the cluster that runs it, if one does.
+
+    Raises:
+        UserError: neither a ledger nor a run there.
+    """
+    if not (study / LEDGER_FILE).is_file():
+        views = [_of_journal(run_dir) for run_dir in find_runs(study)]
+        if not views:
+            raise UserError(f"{study}: no study here; give the folder that a --multirun wrote to (outputs/<study>)")
+        return views
+    queue = scheduler.queue() if scheduler is not None else None
+    controlled = held(study, LEASE_NAME)
+    return [_view(study, state, queue, controlled) for state in Ledger(study).fold().values()]
+
+
+def counts(views: Sequence[MemberView]) -> str:
+    """How many are in which state, in one line."""
+    found = Counter(view.state for view in views)
+    return ", ".join(f"{found[state]} {state}" for state in reversed(STATES) if found[state])
+
+
+def log_tail(study: Path, view: MemberView, lines: int = 8) -> list[str]:
+    """The end of a member's log."""
+    try:
+        with (study / RUNS_DIR / view.run / LOG_FILE).open("rb") as handle:
+            handle.seek(0, 2)
+            handle.seek(max(0, handle.tell() - 16384))
+            text = handle.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [redact(line.rstrip()) for line in text.splitlines() if line.strip()][-lines:]
+
+
+def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, controlled: bool) -> MemberView:
+    run_dir = study / RUNS_DIR / state.run
+    steps = _steps(run_dir)
+    own = attempts(run_dir)
+    metrics = last_metrics(run_dir)
+    name, reason = _state(state, run_dir, steps, own, queue, controlled)
+    rates = [value for key, value in metrics.items() if key.endswith("/pass_rate")]
+    return MemberView(
+        run=state.run,
+        recipe=state.recipe,
+        seed=state.seed,
+        state=name,
+        step=int(metrics["step"]) if "step" in metrics else None,
+        steps=steps,
+        pass_rate=rates[0] if rates else None,
+        attempts=max(state.attempts, len(own)),
+        job=state.job,
+        node=own[-1].node if own else None,
+        kind=state.kind if name != "finished" else None,
+        reason=reason,
+    )
+
+
+def _state(
+    state: MemberState,
+    run_dir: Path,
+    steps: int | None,
+    own: Sequence[Attempt],
+    queue: Mapping[str, JobInfo] | None,
+    controlled: bool,
+) -> tuple[str, str | None]:
+    if steps is not None and is_done(run_dir, steps):
+        return "finished", None
+    if state.state == "failed":
+        return ("cancelled" if state.kind == "cancelled" else "failed"), state.reason
+    if state.state in ("planned", "retried", "finished"):
+        return "waiting", state.reason
+    if state.job is None:
+        # A member of this machine lives as long as the process that started it.
+        if state.submission is None:
+            return ("running" if controlled else "stopped"), state.reason
+        return ("waiting" if controlled else "stopped"), "was being submitted"
+    info = (queue or {}).get(state.job)
+    if info is not None and state.submission and info.name.endswith(state.submission):
+        if info.state in QUEUED:
+            return "queued", None if info.reason in ("", "None", "Priority", "Resources") else info.reason
+        if info.state not in ENDED:
+            return "running", None
+        return "ended", info.state
+    if queue is None:
+        # No scheduler to ask: what the job said last.
+        running = bool(own) and own[-1].outcome is None
+        return ("running" if running else "queued"), "as it was; the scheduler does not answer"
+    return "ended", "the queue no longer holds the job"
+
+
+def _steps(run_dir: Path) -> int | None:
+    try:
+        return RunSpec.read(run_dir).steps
+    except UserError:
+        return None
+
+
+def _of_journal(run_dir: Path) -> MemberView:
+    """A run without a ledger: what its journal says."""
+    view = journal_or_none(run_dir)
+    metrics = last_metrics(run_dir)
+    rates = [value for key, value in metrics.items() if key.endswith("/pass_rate")]
+    header = view.header if view is not None else {}
+    states = {"finished": "finished", "failed": "failed"}
+    return MemberView(
+        run=str(header.get("run", run_dir.name)),
+        recipe=str(header.get("recipe", run_dir.name)),
+        seed=int(header.get("seed", 0)),
+        state=states.get(view.status, "running") if view is not None else "waiting",
+        step=int(metrics["step"]) if "step" in metrics else None,
+        steps=None,
+        pass_rate=rates[0] if rates else None,
+        attempts=1,
+        reason=view.reason if view is not None else None,
+    )
+
+
+def to_json(study: Path, views: Sequence[MemberView]) -> str:
+    """What `scalerl status --json` prints: an object with counts and members."""
+    found = Counter(view.state for view in views)
+    return json.dumps(
+        {
+            "study": str(study),
+            "counts": {state: found[state] for state in STATES if found[state]},
+            "members": [view.to_json() for view in views],
+        },
+        indent=2,
+        allow_nan=False,
+    )
