@@ -36,6 +36,7 @@ class Launch:
         spent: attempts after the first so far, by kind of failure.
         excluded: nodes to keep off.
         submission, job: of an attempt that was started before.
+        unanswered: submissions of which nobody knows whether they were taken; given up.
     """
 
     run: str
@@ -44,6 +45,7 @@ class Launch:
     excluded: tuple[str, ...] = ()
     submission: str | None = None
     job: str | None = None
+    unanswered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

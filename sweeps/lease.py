@@ -25,6 +25,12 @@ from sweeps.errors import UserError
 
 BEAT_S = 5.0
 EXPIRY_S = 30.0
+_READS, _READ_PAUSE_S = 20, 0.25
+
+
+def here() -> str:
+    """This machine: as SLURM calls it, for a container may have a name of its own."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 class LeaseLostError(Exception):
@@ -59,9 +65,9 @@ class Lease:
     ) -> None:
         self._directory = directory
         self._file = directory / f".{name}.json"
-        self._flock = FileLock(directory / f".{name}.lock")
+        self._flock = FileLock(directory / f".{name}.lock", thread_local=False)
         self._token = uuid.uuid4().hex
-        self._facts = {"host": socket.gethostname(), "pid": os.getpid(), **(owner or {}), "token": self._token}
+        self._facts = {"host": here(), "pid": os.getpid(), **(owner or {}), "token": self._token}
         self._beat_s = beat_s
         self._expiry_s = expiry_s
         self._beats = 0
@@ -85,7 +91,11 @@ class Lease:
             if give_up() or (deadline is not None and time.monotonic() >= deadline):
                 raise LeaseHeldError(f"{self._directory}: {self.holder()} is at work here")
             time.sleep(0.5)
-        self._beat()
+        try:
+            self._beat()
+        except OSError:
+            self._flock.release()
+            raise
         self._thread = threading.Thread(target=self._keep, daemon=True, name=f"lease {self._file.name}")
         self._thread.start()
 
@@ -95,8 +105,7 @@ class Lease:
         except Timeout:
             return False
         last = self._read()
-        here = last.get("host") == self._facts["host"]
-        if not last or last.get("released") or here:
+        if not last or last.get("released") or last.get("host") == self._facts["host"]:
             return True  # on one machine the operating system's lock is proof enough
         # Its lock may not reach this machine: watch for a sign of life.
         begin = time.monotonic()
@@ -120,9 +129,14 @@ class Lease:
         Raises:
             LeaseLostError: another process has taken over.
         """
-        if self._lost or self._read().get("token") != self._token:
-            self._lost = True
-            raise LeaseLostError(f"{self._directory}: taken over by {self.holder()}")
+        for _ in range(_READS):
+            facts = self._read()
+            if not facts.get("unreadable"):
+                break
+            time.sleep(_READ_PAUSE_S)  # a file server that is away for a moment
+        if self._lost or facts.get("token") != self._token:
+            self._lost = not facts.get("unreadable")
+            raise LeaseLostError(f"{self._directory}: taken over by {self.holder()}, or not to be read")
 
     def holder(self) -> str:
         """Who holds the lease, for people."""
@@ -156,7 +170,10 @@ class Lease:
     def _keep(self) -> None:
         while not self._stop.wait(self._beat_s):
             try:
-                if self._read().get("token") != self._token:
+                facts = self._read()
+                if facts.get("unreadable"):
+                    continue
+                if facts.get("token") != self._token:
                     self._lost = True
                     return
                 self._beat()
@@ -169,8 +186,12 @@ class Lease:
 
     def _write(self, facts: dict[str, Any]) -> None:
         unfinished = self._file.with_name(f"{self._file.name}.{self._token[:8]}")
-        unfinished.write_text(json.dumps(facts))
-        unfinished.replace(self._file)
+        try:
+            unfinished.write_text(json.dumps(facts))
+            unfinished.replace(self._file)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -178,7 +199,7 @@ class Lease:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError):
-            return {"token": None}  # there is one that cannot be read now: not ours, and not free
+            return {"token": None, "unreadable": True}  # there is one: not ours as far as we know, and not free
         return facts if isinstance(facts, dict) else {}
 
 
@@ -196,7 +217,7 @@ def held(directory: Path, name: str, expiry_s: float = EXPIRY_S) -> bool:
     facts = alive(directory, name)
     if facts is None:
         return False
-    if facts.get("host") == socket.gethostname():
+    if facts.get("host") == here():
         lock = FileLock(directory / f".{name}.lock")
         try:
             lock.acquire(timeout=0)

@@ -12,7 +12,9 @@ the memory of the process that launched it. Events of a run, in order:
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +25,11 @@ from typing import Any
 from sweeps.redact import redact
 
 LEDGER_FILE = "ledger.jsonl"
+FULL_DISK_PAUSE_S = 5.0
 EVENTS = ("planned", "submitting", "started", "retried", "finished", "failed")
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class MemberState:
         kind, reason: why it failed, or was tried again.
         spent: attempts after the first, by kind of failure, since it was last given up.
         excluded: nodes that its next attempt keeps off.
+        unanswered: submissions that were begun and not confirmed before another was; given up.
     """
 
     run: str
@@ -49,6 +56,7 @@ class MemberState:
     job: str | None = None
     spent: Mapping[str, int] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
+    unanswered: tuple[str, ...] = ()
 
 
 class Ledger:
@@ -63,12 +71,25 @@ class Ledger:
         self.append_all(event, [{"run": run, **fields}])
 
     def append_all(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Entries of one event, each with its `run`, in one write."""
+        """Entries of one event, each with its `run`, in one write; on a full disk it waits until there is room."""
         if not entries:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         now = self._clock()
         lines = [_line({"time": now, "event": event, **entry}) for entry in entries]
+        warned = False
+        while True:
+            try:
+                return self._write(lines)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                if not warned:
+                    _log.warning("%s: no space left on the disk; waiting for some", self.path)
+                warned = True
+                time.sleep(FULL_DISK_PAUSE_S)
+
+    def _write(self, lines: Sequence[bytes]) -> None:
         with self.path.open("ab") as handle:
             # A torn line of an earlier process must not swallow this one.
             if handle.tell() and not self._ends_with_newline():
@@ -113,6 +134,8 @@ def after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberSta
     if event == "planned":
         return state
     kind, reason = entry.get("kind"), entry.get("reason")
+    if event == "submitting" and state.state == "submitting" and state.submission:
+        state = replace(state, unanswered=(*state.unanswered, state.submission))
     state = replace(state, state=event, kind=kind, reason=reason)
     if event == "submitting":
         return replace(state, submission=entry.get("submission"), job=None)

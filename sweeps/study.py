@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -208,7 +209,7 @@ class _Controller:
                 continue
             if spec not in new:
                 spec.write(run_dir)  # the budget may have grown
-            launch = Launch(spec.run, run_dir, state.spent, state.excluded, state.submission, state.job)
+            launch = self._launch(spec, known=True)
             (underway if state.state in ("submitting", "started") else waiting).append(launch)
         found = self._executor.adopt(underway) if underway else {}
         for launch in underway:
@@ -220,6 +221,12 @@ class _Controller:
         for run in found:
             self._earlier[run] = (0, 0)
         return [todo[run] for run in self._specs if run in todo]
+
+    def _launch(self, spec: RunSpec, known: bool = False) -> Launch:
+        """A member for the executor; with the attempt that the ledger knows of, if that is to be found again."""
+        state = self._states[spec.run]
+        own = Launch(spec.run, self._study.run_dir(spec), state.spent, state.excluded, unanswered=state.unanswered)
+        return replace(own, submission=state.submission, job=state.job) if known else own
 
     def _submit(self, waiting: list[Launch]) -> list[Launch]:
         """Submit what the executor has room for; returns the rest."""
@@ -241,8 +248,8 @@ class _Controller:
                     for launch in taken
                 ],
             )
-            if len(taken) < len(batch):
-                return [launch for launch in batch if launch.run not in jobs] + waiting
+            # What was not taken comes back in smaller arrays, or after a pause: `next_batch` knows.
+            waiting = [launch for launch in batch if launch.run not in jobs] + waiting
             self._look()
         return waiting
 
@@ -261,8 +268,7 @@ class _Controller:
             self._note("retried", [{"run": spec.run, "kind": kind, "reason": reason, **blamed}])
             for observer in self._observers:
                 observer.retried(spec, run_dir, reason)
-            now = self._states[spec.run]
-            return [Launch(spec.run, run_dir, now.spent, now.excluded)]
+            return [self._launch(spec)]
         self._failed += 1
         self._note("failed", [{"run": spec.run, "kind": kind, "reason": reason}])
         for observer in self._observers:

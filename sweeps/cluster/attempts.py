@@ -1,7 +1,7 @@
 """What became of each job that worked on a run, written by the job itself: one small file an attempt.
 
-`runs/<identity>/attempts/<job>-<restart>.jsonl` has a line when the attempt begins and one when it ends. One writer a
-file: two copies of a job on two nodes never append to the same one.
+`runs/<identity>/attempts/<job>-<restart>-<submission>.jsonl` has a line when the attempt begins and one when it ends.
+One writer a file: two copies of a job on two nodes never append to the same one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AttemptLog:
     """Writes one attempt's file."""
 
     def __init__(self, run_dir: Path, submission: str, job: str, restart: int, node: str) -> None:
-        self._path = run_dir / ATTEMPTS_DIR / f"{job}-{restart}.jsonl"
+        self._path = run_dir / ATTEMPTS_DIR / f"{job}-{restart}-{submission}.jsonl"
         self._who = {"submission": submission, "job": job, "restart": restart, "node": node}
 
     def begin(self, step: int) -> None:
@@ -86,7 +86,9 @@ def attempts(run_dir: Path) -> list[Attempt]:
                 said = json.loads(line)
             except ValueError:
                 continue
-            # A job id that a cluster gave out twice: the later attempt counts.
+            if not isinstance(said, dict):
+                continue
+            # A job that was started again without SLURM counting it: the later attempt counts.
             entry = dict(said) if "began" in said else {**entry, **said}
         if "began" in entry:
             try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.cluster.attempts import Attempt, attempts
+from sweeps.cluster.job import DISK_FULL_CODE
 from sweeps.cluster.scheduler import ENDED, QUEUED, JobInfo, RefusedError, Scheduler
 from sweeps.cluster.submission import JOBS_DIR, MANIFEST_FILE, JobSettings, freeze, new_folder
 from sweeps.errors import UserError
@@ -129,6 +130,7 @@ class ClusterExecutor:
         Raises:
             UserError: it will never take them; nothing of this batch was submitted.
         """
+        self._abandoned.update(name for member in members for name in member.unanswered)
         settings = replace(self.settings, resources=self._resources(members[0]))
         folder = new_folder(self.study, submission)
         script = freeze(folder, submission, members, settings, self.entry, self.threads, self.title)
@@ -195,6 +197,7 @@ class ClusterExecutor:
             UserError: the scheduler does not answer, so nobody knows whether it took what was being submitted.
         """
         found: dict[str, str | None] = {}
+        self._abandoned.update(name for member in members for name in member.unanswered)
         unclear = [member for member in members if member.job is None and member.submission]
         queue = self.scheduler.queue() if unclear else {}
         if queue is None:
@@ -209,7 +212,8 @@ class ClusterExecutor:
         for member in unclear:
             assert member.submission is not None
             place = _place(self.study, member.submission, member.run)
-            job = _find(queue, member.submission)
+            # A job that came and went before its id was written down is known by the log it left.
+            job = _find(queue, member.submission) or _from_logs(self.study, member.submission)
             if job is None or place is None:
                 self._abandoned.add(member.submission)
                 continue
@@ -254,6 +258,8 @@ class ClusterExecutor:
             if not self._silent:
                 _log.warning("cluster: the scheduler does not answer; jobs that run go on, and are asked for again")
             self._silent = True
+            for each in self._followed.values():
+                each.missing_since = None  # silence is no sign that a job is gone
             return []
         self._silent = False
         self._cancel_abandoned(queue)
@@ -269,11 +275,20 @@ class ClusterExecutor:
                 if info.state in ENDED and (each.suspect or info.state not in _MAY_COME_BACK):
                     ended.append(each)
                 each.suspect = info.state in ENDED
+        self._add_exit_codes([each for each in ended if each.info and each.info.state == "FAILED"])
         ended += self._left_the_queue(gone)
         outcomes = [self._outcome(each) for each in ended]
         for outcome in outcomes:
             del self._followed[outcome.run]
         return outcomes
+
+    def _add_exit_codes(self, failed: Sequence[_Followed]) -> None:
+        """The queue does not tell them; accounting does, if there is one."""
+        known = self.scheduler.accounted([each.job for each in failed]) if failed else {}
+        for each in failed:
+            info = known.get(each.job)
+            if each.info is not None and info is not None and info.name == each.info.name:
+                each.info = replace(each.info, exit_code=info.exit_code)
 
     def _warn_if_it_waits_for_ever(self, info: JobInfo) -> None:
         stuck = info.state in QUEUED and any(word in info.reason for word in _NEVER_RUNS)
@@ -329,8 +344,10 @@ class ClusterExecutor:
         kind, reason = verdict(each.info, attempt, lambda: self.last_words(each.submission, each.job))
         if kind is None:
             return Outcome(each.launch.run, 0)
+        # Of several nodes nobody knows which was to blame, and good ones would be avoided one by one.
+        several = int(self.settings.resources.get("nodes") or 1) > 1
         node = attempt.node if attempt else (each.info.node if each.info else "")
-        return Outcome(each.launch.run, 1, kind, reason, node or None)
+        return Outcome(each.launch.run, 1, kind, reason, None if several else node or None)
 
     def last_words(self, submission: str, job: str) -> str:
         """The end of what SLURM, the set-up commands and srun said for a job."""
@@ -362,6 +379,8 @@ def verdict(
         return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
     if attempt is not None and attempt.outcome == "failed":
         return attempt.kind or "error", attempt.reason or "failed"
+    if info is not None and info.exit_code == f"{DISK_FULL_CODE}:0":
+        return "disk_full", KINDS["disk_full"][0]
     kind = _KIND_OF_STATE.get(state)
     if kind is not None:
         node = f" ({info.node})" if info and info.node and kind == "node" else ""
@@ -418,6 +437,14 @@ def _find(queue: Mapping[str, JobInfo], submission: str) -> str | None:
     for info in queue.values():
         if info.name.endswith(f"-{submission}"):
             return info.job.split("_")[0]
+    return None
+
+
+def _from_logs(study: Path, submission: str) -> str | None:
+    """The id of a submission's job or array, by the logs that SLURM made for it."""
+    for path in (study / JOBS_DIR / submission).glob("*_log.out"):
+        if match := re.match(r"\d+", path.name):
+            return match[0]
     return None
 
 

@@ -8,6 +8,7 @@ requeues the job. submitit's own handler would leave in the middle of a step, an
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -26,6 +27,9 @@ from sweeps.failure import MAX_IDLE_ATTEMPTS, first_line, kind_of
 from sweeps.interruption import RunInterruptedError, interruption
 from sweeps.journal import JournalError, read_journal
 from sweeps.redact import redact
+
+# The exit code of a member that ran out of disk, and so may not be able to say it in any file.
+DISK_FULL_CODE = errno.ENOSPC
 
 # A file that was written before the job was submitted may still be on its way through a network file system.
 _VISIBLE_S = 60.0
@@ -74,12 +78,14 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
         return _interrupted(manifest, log, earlier, began, str(error))
     except BaseException as error:
         # Everything that is known is said before anything else can go wrong.
-        print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
+        kind = kind_of(error)
         try:
-            log.end("failed", kind_of(error), first_line(error))
-        except OSError as trouble:
-            print(f"scalerl: the failure could not be written down: {first_line(trouble)}", flush=True)
-        return 1
+            print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
+            gone = "another rank of the job died; its log is log.rank<number>.txt"
+            log.end("failed", kind, gone if kind == "killed" else first_line(error))
+        except OSError:
+            pass  # a full disk takes no last words; the exit code is one
+        return DISK_FULL_CODE if kind == "disk_full" else 1
     log.end("finished")
     return 0
 

@@ -12,6 +12,7 @@ controller, and one whose controller died the moment after runs all the same.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -89,8 +90,8 @@ class JobSettings:
         rest = {key: value for key, value in given.items() if value is not None and key not in _UNUSED}
         try:
             settings = cls(
-                setup=tuple(map(str, rest.pop("setup", ()))),
-                teardown=tuple(map(str, rest.pop("teardown", ()))),
+                setup=_commands("setup", rest.pop("setup", ())),
+                teardown=_commands("teardown", rest.pop("teardown", ())),
                 python=rest.pop("python", None),
                 max_num_timeout=rest.pop("max_num_timeout", None),
                 array_size=rest.pop("array_size", None),
@@ -126,24 +127,59 @@ class JobSettings:
             value = self.resources.get(name, 1)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"cluster: {name} is {value!r}; it must be a whole number, 1 or more")
+        for name, value in self.resources.items():
+            if isinstance(value, str) and not value.isprintable():
+                raise UserError(f"cluster: {name} is {value!r}; a line break has no place in an option of sbatch")
+        for name, kind, what in _KINDS_OF_SETTING:
+            value = self.resources.get(name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+                raise UserError(f"cluster: {name} is {value!r}; it must be {what}")
+        for name in ("array_parallelism", "mem_gb", "cpus_per_task"):
+            if self.resources.get(name) is not None and self.resources[name] <= 0:
+                raise UserError(f"cluster: {name} is {self.resources[name]!r}; it must be above 0")
+        if not 0 < self.poll_s < math.inf or not 0 <= self.lost_after_s < math.inf:
+            raise UserError(
+                f"cluster: poll_s is {self.poll_s:g}, lost_after_s {self.lost_after_s:g}; both are seconds, poll_s > 0"
+            )
         if 2 * self.signal_delay_s > self.timeout_min * 60:
             raise UserError(
                 f"cluster: signal_delay_s={self.signal_delay_s} leaves a job of timeout_min={self.timeout_min} less "
                 "than half of its time to work; lower signal_delay_s or raise timeout_min"
             )
-        if self.array_size is not None and (not isinstance(self.array_size, int) or self.array_size < 1):
-            raise UserError(
-                f"cluster: array_size is {self.array_size!r}; it must be a whole number, 1 or more, or null"
-            )
+        for name, least in (("array_size", 1), ("max_num_timeout", 0)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise UserError(f"cluster: {name} is {value!r}; it must be a whole number from {least} on, or null")
+
+
+# Settings that sbatch or submitit would misunderstand, or fail at later than now.
+_KINDS_OF_SETTING: tuple[tuple[str, Any, str], ...] = (
+    ("signal_delay_s", int, "a whole number of seconds"),
+    ("array_parallelism", int, "a whole number"),
+    ("mem_gb", int | float, "a number of gigabytes"),
+    ("gpus_per_node", int | str, "a whole number, or a kind and a number such as 'a100:2'"),
+    ("cpus_per_task", int, "a whole number"),
+    ("additional_parameters", Mapping, "a mapping of sbatch's options"),
+    ("srun_args", list | tuple, "a list of srun's options"),
+)
+
+
+def _commands(name: str, given: Any) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, list | tuple):
+        raise UserError(f"cluster: {name} is {given!r}; it must be a list of commands, such as ['module load cuda']")
+    return tuple(map(str, given))
 
 
 def new_folder(study: Path, submission: str) -> Path:
     """The folder of a submission, which only its owner may enter: scripts run as whoever wrote them."""
     folder = study.resolve() / JOBS_DIR / submission
-    if "%" in str(folder):
-        raise UserError(f"output_dir: {study} has a % in it, which SLURM takes for a placeholder; choose another name")
-    if "\n" in str(folder):
-        raise UserError("output_dir: a line break in a path; choose another name")
+    for mark, why in (("%", "SLURM takes for a placeholder"), ("\\", "makes SLURM take placeholders for names")):
+        if mark in str(folder):
+            raise UserError(f"output_dir: {study} has a {mark} in it, which {why}; choose another name")
+    if not str(folder).isprintable():
+        raise UserError(
+            f"output_dir: {str(study)!r} has a line break or another control character; choose another name"
+        )
     (study / JOBS_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)
     return folder
@@ -222,6 +258,8 @@ def _script(folder: Path, settings: JobSettings, tasks: int, threads: int, job_n
     given["srun_args"] = [
         # One process of several that dies leaves the others waiting for it.
         *(["--kill-on-bad-exit=1"] if several else []),
+        # A step does not inherit this from its job.
+        *([f"--cpus-per-task={given['cpus_per_task']}"] if given.get("cpus_per_task") else []),
         *(given.get("srun_args") or []),
     ]
     # Not every site lets a user requeue unless the job says so; `wckey` is refused by some, and no use to anyone here.
@@ -234,7 +272,8 @@ def _script(folder: Path, settings: JobSettings, tasks: int, threads: int, job_n
         f"export {REQUEUE_VARIABLE}={requeue_file}",
         *settings.setup,
     ]
-    given["teardown"] = [*_REQUEUE, *settings.teardown, "exit $scalerl_status"]
+    # Whatever the user's own commands switch on or return, the requeue comes last, for it ends the script.
+    given["teardown"] = ["set +e", *settings.teardown, *_REQUEUE, "exit $scalerl_status"]
     given.setdefault("signal_delay_s", settings.signal_delay_s)
     given.setdefault("timeout_min", settings.timeout_min)
     given.setdefault("stderr_to_stdout", True)
@@ -244,19 +283,22 @@ def _script(folder: Path, settings: JobSettings, tasks: int, threads: int, job_n
     if tasks > 1:
         executor.parameters["map_count"] = tasks
     python = settings.python or shlex.quote(sys.executable)
-    text: str = executor._make_submission_file_text(f"{python} -u -m {JOB_MODULE} {shlex.quote(str(folder))}", "")
+    command = f"{python} -u -m {JOB_MODULE} {shlex.quote(str(folder))}"
+    text: str = executor._make_submission_file_text(f"{command} && scalerl_status=0 || scalerl_status=$?", "")
     return text + "\n"
 
 
 # Runs on the node after the member, outside of any container. The member has asked for a requeue by leaving the file;
 # a job that was cancelled meanwhile is no longer RUNNING and stays cancelled.
 _REQUEUE = (
-    "scalerl_status=$?",
+    # A task of an array by its own name: the last one bears the array's id, by which all of them would be meant.
+    "scalerl_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
+    "scalerl_job=${scalerl_job:-$SLURM_JOB_ID}",
     f'if [ -e "${REQUEUE_VARIABLE}" ]; then',
     "  for scalerl_pause in 1 2 5 10 20 40; do",
-    '    if scalerl_state=$(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null); then',
+    '    if scalerl_state=$(squeue -h -j "$scalerl_job" -o %T 2>/dev/null); then',
     '      [ "$scalerl_state" = RUNNING ] || break',
-    '      scontrol requeue "$SLURM_JOB_ID" && sleep 60 && break',
+    '      scontrol requeue "$scalerl_job" && sleep 60 && break',
     "    fi",
     "    sleep $scalerl_pause",
     "  done",

@@ -53,7 +53,7 @@ class Lab:
 
     def up(self) -> None:
         """Whatever is missing."""
-        self.run("up", "--port", str(self.port))
+        self.run("up", "--port", str(self.port), "--node-down-s", "5", "--set", "MessageTimeout=5")
         said = subprocess.run(
             ["bash", "-c", f". {self.directory}/env.sh && env -0"], capture_output=True, text=True, check=True
         )

@@ -1,0 +1,287 @@
+"""Whole studies on a cluster: as on one machine bit for bit, whatever happens to the controller or to MLflow."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sweeps.ledger import Ledger
+from tests.slurm.cluster import Lab, Sweep, baseline, by_run, eventually
+from tests.test_study_kill import STEPS, Place
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def outcomes(sweep: Sweep) -> Counter[tuple[str, str | None]]:
+    return Counter((state.state, state.kind) for state in sweep.states())
+
+
+def events(sweep: Sweep) -> list[tuple[str, str]]:
+    return [(entry["event"], entry["run"]) for entry in Ledger(sweep.directory).entries()]
+
+
+class AnyMode(Place):
+    """Without a choice of its own on an axis that the study varies."""
+
+    def overrides(self, output: str, *more: str) -> list[str]:
+        return [word for word in super().overrides(output, *more) if not word.startswith("async_mode.")]
+
+
+def test_a_leave_one_out_is_the_local_one_bit_for_bit(tmp_path: Path, whole: Lab) -> None:
+    """Eighteen members, twenty steps, two GPUs asked for each."""
+    place = AnyMode(tmp_path)
+    study = ("experiment=leave_one_out", "seed=0,1", "budget.steps=20", "evaluation.every_n_steps=5")
+    sweep = Sweep(place, whole, study)
+    with sweep.launched("hydra.launcher.array_size=7") as process:
+        asked = ""
+        while process.poll() is None:
+            asked = asked or sweep.lab.sh("squeue", "-h", "-t", "R", "-O", "tres-alloc:100")
+            time.sleep(1)
+    assert process.returncode == 0, sweep.said()
+    assert "gres/gpu=2" in asked
+    states = sweep.states()
+    assert len(states) == 18 and {state.state for state in states} == {"finished"}
+    assert {state.attempts for state in states} == {1}
+    assert len(list((sweep.directory / "jobs").iterdir())) == 3, "arrays of 7, 7 and 4"
+    assert by_run(sweep.directory) == baseline(place, *study)
+    ranked = sweep.scalerl("rank", str(sweep.directory))
+    assert ranked.returncode == 0 and "P(best)" in ranked.stdout
+    assert sweep.status()["counts"] == {"finished": 18}
+
+
+# Dies after the first line that none before it has died after.
+KILLED_AFTER_A_LINE = """
+import os, signal, sys
+from pathlib import Path
+from sweeps.ledger import Ledger
+write, deaths = Ledger.append_all, Path("deaths.txt")
+def append_all(self, event, entries):
+    write(self, event, entries)
+    line = " ".join([event, *sorted(entry["run"] for entry in entries)])
+    if entries and line not in (deaths.read_text().splitlines() if deaths.exists() else []):
+        with deaths.open("a") as handle:
+            handle.write(line + chr(10))
+        os.kill(os.getpid(), signal.SIGKILL)
+Ledger.append_all = append_all
+from lightning_scalerl.train import main
+main()
+"""
+
+
+def test_the_controller_is_killed_after_each_line_of_the_ledger(place: Place, whole: Lab) -> None:
+    study = ("variant=none,loss_dapo", "seed=0")
+    sweep = Sweep(place, whole, study)
+    deaths = 0
+    while True:
+        command = [sys.executable, "-c", KILLED_AFTER_A_LINE, *sweep.command()[3:]]
+        done = subprocess.run(
+            command, cwd=place.root, env=sweep.environment(0.05), capture_output=True, text=True, timeout=200
+        )
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        deaths += 1
+        assert deaths < 12
+    assert deaths >= 4, "planned, submitting, started, finished"
+    assert Counter(event for event, _ in events(sweep))["finished"] == 2
+    assert {state.attempts for state in sweep.states()} == {1}, "no job was submitted twice"
+    assert by_run(sweep.directory) == baseline(place, *study)
+
+
+def test_members_that_raise_or_run_out_of_memory_say_so_and_touch_no_other(place: Place, whole: Lab) -> None:
+    verifiers = ",".join(
+        [f"tests.slurm.entries:{name}" for name in ("explode", "hoard", "starve")]
+        + ["tests.test_study_kill:odd_digits"]
+    )
+    sweep = Sweep(place, whole, ("variant=none", "seed=0", f"task.verifier={verifiers}"))
+    assert sweep.launch(extra={"SERVICE_PASSWORD": "correct horse"}) == 1
+    assert outcomes(sweep) == {("finished", None): 1, ("failed", "error"): 1, ("failed", "out_of_memory"): 2}
+    for state in sweep.states():
+        if "explode" in state.recipe:
+            assert "RewardError" in str(state.reason) and state.attempts == 1
+        elif state.state == "failed":
+            assert state.attempts == 2, "one more attempt, with more memory"
+    scripts = [path.read_text() for path in sweep.directory.glob("jobs/*/submit.sh")]
+    assert any("#SBATCH --mem=3GB" in script for script in scripts)
+    written = [path for path in sweep.directory.rglob("*") if path.is_file() and path.suffix != ".ckpt"]
+    assert not [path for path in written if b"correct horse" in path.read_bytes()]
+    assert "no such verifier at https://***@example.org" in sweep.said()
+    assert sweep.status()["counts"] == {"failed": 3, "finished": 1}
+
+
+@contextmanager
+def small_disk(path: Path, megabytes: int) -> Iterator[None]:
+    path.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(path)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_full_disk_is_the_reason_given_and_the_run_goes_on_once_there_is_room(place: Place, whole: Lab) -> None:
+    study = ("variant=none", "seed=0")
+    sweep = Sweep(place, whole, study, name="small/study")
+    with small_disk(place.root / "small", 64):
+        with sweep.launched(verifier_s=0.1) as process:
+            sweep.reaches(4)
+            ballast = place.root / "small/ballast"
+            with ballast.open("wb") as handle, pytest.raises(OSError, match="No space left"):
+                while True:
+                    handle.write(bytes(1 << 16))
+                    handle.flush()
+            eventually(lambda: not sweep.lab.jobs(), "the end of the job")
+            ballast.unlink()
+            assert process.wait(timeout=200) == 1
+        state = sweep.state()
+        assert (state.state, state.kind) == ("failed", "disk_full"), (state, sweep.said())
+        assert sweep.launch() == 0, sweep.said()
+        assert by_run(sweep.directory) == baseline(place, *study)
+
+
+def test_names_that_look_like_commands_do_nothing(place: Place, whole: Lab) -> None:
+    name = 'it\'s "my" $(touch pwned) `touch pwned`; touch pwned & \u00e9tude'
+    sweep = Sweep(place, whole, ("variant=none", "seed=0", "budget.steps=2"), name=name)
+    quoted = str(sweep.directory).replace("\\", "\\\\").replace("'", "\\'")
+    with (place.root / "said.txt").open("a") as said:
+        command = [word for word in sweep.command() if not word.startswith("output_dir=")]
+        done = subprocess.run(
+            [*command, f"output_dir='{quoted}'"],
+            cwd=place.root, env=sweep.environment(0.0), stdout=said, stderr=said, timeout=200,
+        )  # fmt: skip
+    assert done.returncode == 0, sweep.said()
+    assert sweep.state().state == "finished"
+    assert not list(place.root.rglob("pwned"))
+    assert (sweep.directory / "jobs").stat().st_mode & 0o077 == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def tracking_server(folder: Path, port: int) -> Iterator[None]:
+    """`mlflow server`, as the documentation says to start one."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "server.txt").open("a") as said:
+        server = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)),
+                *("--workers", "1", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"),
+                *("--artifacts-destination", str(folder / "artifacts")),
+            ],
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+    try:
+
+        def answers() -> bool:
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) == 0
+
+        eventually(answers, "a tracking server", 90)
+        yield
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def test_the_tracking_server_is_away_for_a_while(place: Place, whole: Lab) -> None:
+    """It dies while members train, and comes back: nothing is lost there, nothing doubled, and all states are true."""
+    from mlflow import MlflowClient
+
+    port = free_port()
+    uri = f"http://127.0.0.1:{port}"
+    verifiers = "tests.test_study_kill:odd_digits,tests.slurm.entries:explode"
+    study = ("variant=none", "seed=0", f"task.verifier={verifiers}", f"mlflow.uri={uri}")
+    sweep = Sweep(place, whole, study)
+    secret = {"SERVICE_PASSWORD": "correct horse", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+    with sweep.launched(verifier_s=0.1, extra=secret) as process:
+        with tracking_server(place.root / "mlflow", port):
+            eventually(lambda: list(sweep.directory.glob("runs/*/checkpoints/*.ckpt")), "a checkpoint")
+        time.sleep(5)
+        assert process.poll() is None, "training does not need the server"
+        with tracking_server(place.root / "mlflow", port):
+            assert process.wait(timeout=200) == 1
+            client = MlflowClient(uri)
+            (experiment,) = [e for e in client.search_experiments() if e.name == sweep.directory.name]
+            runs = client.search_runs([experiment.experiment_id])
+            kinds = {run.data.tags["kind"]: run for run in runs}
+            members = [run for run in runs if run.data.tags["kind"] == "member"]
+            assert kinds["sweep"].info.status == "FAILED", "one member failed"
+            assert sorted(run.info.status for run in members) == ["FAILED", "FINISHED"]
+            (done,) = [run for run in members if run.info.status == "FINISHED"]
+            history = client.get_metric_history(done.info.run_id, "train/loss")
+            assert [point.step for point in history] == list(range(1, STEPS + 1))
+            rates = client.get_metric_history(done.info.run_id, "eval/heldout/pass_rate")
+            steps = [point.step for point in rates]
+            assert steps == sorted(set(steps)) and steps[-1] == STEPS
+            assert not any("correct horse" in str(run.data.params) + str(run.data.tags) for run in runs)
+
+
+def test_mlflow_tells_of_a_requeue_and_of_a_cancellation(place: Place, whole: Lab) -> None:
+    """One run a member, whatever its jobs went through; SQLite, prepared by the controller."""
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{place.root}/mlflow.db"
+    sweep = Sweep(place, whole, ("variant=none,loss_dapo", "seed=0", f"mlflow.uri={uri}"))
+    with sweep.launched(verifier_s=0.2) as process:
+        eventually(lambda: len(list(sweep.directory.glob("runs/*/checkpoints/*.ckpt"))) == 2, "checkpoints")
+        first, second = sweep.states()
+        sweep.lab.sh("scancel", second.job or "")
+        sweep.lab.sh("scancel", "--signal=USR2", first.job or "")
+        assert process.wait(timeout=200) == 1
+    client = MlflowClient(uri)
+    (experiment,) = [e for e in client.search_experiments() if e.name == sweep.directory.name]
+    members = {
+        run.data.tags["scalerl.run"]: run
+        for run in client.search_runs([experiment.experiment_id])
+        if run.data.tags["kind"] == "member"
+    }
+    assert {run: each.info.status for run, each in members.items()} == {first.run: "FINISHED", second.run: "KILLED"}
+    history = client.get_metric_history(members[first.run].info.run_id, "train/loss")
+    assert [point.step for point in history] == list(range(1, STEPS + 1))
+    assert [attempt["outcome"] for attempt in map(vars, attempts_of(sweep, first.run))] == ["interrupted", "finished"]
+
+
+def attempts_of(sweep: Sweep, run: str) -> Any:
+    from sweeps.cluster.attempts import attempts
+
+    return attempts(sweep.directory / "runs" / run)
+
+
+def test_what_the_cluster_will_never_run_is_one_line(place: Place, whole: Lab) -> None:
+    sweep = Sweep(place, whole, ("variant=none", "seed=0"))
+    for override, remedy in (
+        ("hydra.launcher.partition=nope", "names no partition"),
+        ("hydra.launcher.gpus_per_node=64", "no node has what the job asks for"),
+        ("hydra.launcher.signal_delay_s=3000", "lower signal_delay_s"),
+        ("hydra.launcher.retries.node=-1", "retries.node"),
+    ):
+        assert sweep.launch(override) == 1
+        last = sweep.said().strip().splitlines()[-1]
+        assert last.startswith("scalerl train: ") and remedy in last, last
+    assert not sweep.lab.jobs()
+    # Corrected, the same study runs.
+    assert sweep.launch() == 0, sweep.said()
+    assert json.loads((sweep.directory / "launch.json").read_text())["kind"] == "slurm"
