@@ -1,18 +1,18 @@
 """A study of a thousand members: seconds and memory of what the controller does about them, phase by phase.
 
-    python benchmarks/thousand.py [--members 1000] [--workers 2] [--rows]
+    python benchmarks/thousand.py [--members 1000] [--recipes 9] [--workers 2]
 
-Nothing trains. Every phase runs in a child process of its own, so that its peak memory is its own (`ru_maxrss` never
-falls again) and its seconds begin when its imports are done; what the imports alone take stands in columns of their
-own. The phases share one folder: planning leaves the specs, simulated journals stand for what the members would have
-written. Numbers depend on what else the machine is doing: the load is printed beside them.
+Nothing trains: jobs of a scheduler that is not there end at once and leave simulated journals. Nine recipes are those
+of the leave-one-out, with seeds enough; other numbers of recipes are learning rates. Every phase runs in a child
+process of its own, so that its peak memory is its own (`ru_maxrss` never falls again) and its seconds begin when its
+imports are done; what the imports alone take stands in columns of their own. Numbers depend on what else the machine is
+doing: the load is printed beside them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import os
 import pickle
@@ -21,17 +21,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 
-SEEDS = 3
+from sweeps.cluster.attempts import AttemptLog
+from sweeps.cluster.scheduler import JobInfo
+from sweeps.cluster.submission import JobSettings
+from sweeps.failure import retries
+from sweeps.launch import LaunchPlan, run_study
+from sweeps.overview import counts, overview
+from sweeps.spec import RunSpec
+from sweeps.study import Study
+
 EVALUATIONS = 33
 # A base model that is made in a moment: making it is no part of planning.
 QUICK = ["model.batches=1", "model.width=32", "model.layers=1"]
 SPECS = "specs.pickle"
+PREPARED = "prepared"
 
 Phase = Callable[[argparse.Namespace], str]
 
@@ -41,51 +51,34 @@ def peak_mb(who: int = resource.RUSAGE_SELF) -> float:
     return resource.getrusage(who).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
 
 
-def grid(members: int) -> list[list[str]]:
-    """Learning rates for two recipes, three seeds each."""
-    recipes = -(-members // SEEDS)
-    rows = [
-        [
-            f"variant={('none', 'loss_dapo')[number % 2]}",
-            f"optimizer.lr={1e-4 * (1 + number / 100):.6g}",
-            f"seed={seed}",
-        ]
-        for number in range(recipes)
-        for seed in range(SEEDS)
-    ]
-    return [["experiment=leave_one_out", *row, *QUICK] for row in rows[:members]]
-
-
-def leave_one_out(members: int) -> list[list[str]]:
-    """The nine recipes of the leave-one-out, and seeds enough."""
+def grid(members: int, recipes: int) -> list[list[str]]:
+    """Override lists: the leave-one-out, or as many learning rates as there are recipes."""
     variants = [
         *("none", "loss_dapo", "precision_bf16_head", "length_control_penalty", "normalization_prompt"),
         *("resampling_uniform", "filter_none", "async_mode_ppo_off_policy", "aggregation_sample"),
     ]
-    rows = [
-        [f"variant={variant}", f"seed={seed}"] for seed in range(-(-members // len(variants))) for variant in variants
-    ]
+    if recipes == len(variants):
+        choices = [[f"variant={variant}"] for variant in variants]
+    else:
+        choices = [["variant=none", f"optimizer.lr={1e-4 * (1 + number / 100):.6g}"] for number in range(recipes)]
+    rows = [[*choice, f"seed={seed}"] for seed in range(-(-members // recipes)) for choice in choices]
     return [["experiment=leave_one_out", *row, *QUICK] for row in rows[:members]]
 
 
-def write_journals(folder: Path, members: int) -> None:
-    """What the members would have written: 33 evaluations and 32 train records each."""
+def write_journals(folder: Path, specs: Sequence[RunSpec]) -> None:
+    """What the members will have written: 33 evaluations and 32 train records each."""
     from sweeps import journal
 
     journal.os.fsync = lambda _: None  # type: ignore[attr-defined]  # nothing here must outlive a power cut
     rng = np.random.default_rng(2510)
-    recipes = -(-members // SEEDS)
-    curves = [(0.5 + 0.35 * rng.random(), 1.3 + rng.random(), 2 + 2 * rng.random()) for _ in range(recipes)]
-    for number in range(members):
-        recipe, seed = divmod(number, SEEDS)
-        a, b, c_mid = curves[recipe]
+    labels = sorted({spec.recipe for spec in specs})
+    curves = {label: (0.5 + 0.35 * rng.random(), 1.3 + rng.random(), 2 + 2 * rng.random()) for label in labels}
+    for spec in specs:
+        a, b, c_mid = curves[spec.recipe]
         own = a + 0.01 * rng.standard_normal()
-        label = "scalerl" if recipe == 0 else f"scalerl+optimizer.lr={1e-4 * (1 + recipe / 100):.6g}"
         ticks = map(float, count())
-        written = journal.Journal(folder / "runs" / f"{number:012x}", clock=ticks.__next__)
-        written.header(
-            run=f"{number:012x}", curve=f"{recipe:012x}", recipe=label, seed=seed, baseline="scalerl", device="cpu"
-        )
+        written = journal.Journal(folder / PREPARED / spec.run, clock=ticks.__next__)
+        written.header(**spec.header(), device="cpu")
         for point, hours in enumerate(np.linspace(0.0, 16.0, EVALUATIONS).tolist()):
             compute = {"compute/virtual_device_hours": hours, "compute/flops": hours * 1e15}
             if hours:
@@ -95,9 +88,46 @@ def write_journals(folder: Path, members: int) -> None:
             written.record(
                 "eval", 10 * point, {"eval/heldout/pass_rate": rate, "eval/heldout/pass_rate_se": error} | compute
             )
-        written.checkpoint(10 * (EVALUATIONS - 1))
-        written.end(10 * (EVALUATIONS - 1), "finished")
+        written.checkpoint(spec.steps)
+        written.end(spec.steps, "finished")
         written.close()
+
+
+@dataclass
+class Instant:
+    """A scheduler whose jobs end at once, each with its prepared journal."""
+
+    folder: Path
+    jobs: dict[str, JobInfo] = field(default_factory=dict)
+
+    def submit(self, script: Path) -> str:
+        """Run everything."""
+        manifest = json.loads((script.parent / "submission.json").read_text())
+        number = 1 + len(self.jobs)
+        for task, run in enumerate(manifest["members"]):
+            target = self.folder / "study" / "runs" / run
+            (self.folder / PREPARED / run / "metrics.jsonl").rename(target / "metrics.jsonl")
+            job = f"{number}_{task}" if len(manifest["members"]) > 1 else str(number)
+            log = AttemptLog(target, manifest["submission"], job, 0, "n1")
+            log.begin(-1)
+            log.end("finished")
+            self.jobs[job] = JobInfo(job, "COMPLETED", "n1", "", f"study-{manifest['submission']}")
+        return str(number)
+
+    def queue(self) -> dict[str, JobInfo]:
+        """All of them."""
+        return dict(self.jobs)
+
+    def accounted(self, jobs: Sequence[str]) -> dict[str, JobInfo]:
+        """All that are asked for."""
+        return {job: self.jobs[job] for job in jobs if job in self.jobs}
+
+    def array_limit(self) -> int:
+        """Arrays of a hundred."""
+        return 100
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        """Nothing runs."""
 
 
 # Phases. Each imports what it needs before `started()`, so that seconds are those of the work.
@@ -111,86 +141,68 @@ def started() -> None:
 _marks: list[tuple[float, float, float]] = []
 
 
-def _planned(lists: list[list[str]], folder: Path | None) -> str:
+def planning(options: argparse.Namespace) -> str:
+    """Compose, check and identify."""
     import lightning_scalerl.plan as planner
 
+    lists = grid(options.members, options.recipes)
     planner.plan(lists[:1])  # makes the base model
     started()
     specs = planner.plan(lists)
-    seconds = time.perf_counter() - _marks[0][0]
-    if folder is not None:
-        (folder / SPECS).write_bytes(pickle.dumps(specs))
-    recipes = len({spec.curve for spec in specs})
-    return f"{len(specs)} members of {recipes} recipes, {1e3 * seconds / len(specs):.2f} ms each"
+    if not (options.folder / SPECS).exists():
+        (options.folder / SPECS).write_bytes(pickle.dumps(specs))
+    return f"{len(specs)} members of {len({spec.curve for spec in specs})} recipes"
 
 
-def planning_seeds(options: argparse.Namespace) -> str:
-    """Nine recipes, many seeds."""
-    return _planned(leave_one_out(options.members), None)
+def _run(options: argparse.Namespace, scheduler: Instant) -> str:
+    study = Study(options.folder / "study", pickle.loads((options.folder / SPECS).read_bytes()))
+    plan = LaunchPlan(
+        "slurm", "nothing:nothing", (), 1, 1, None, "compute/virtual_device_hours", JobSettings({"timeout_min": 60}),
+        retries(),
+    )  # fmt: skip
+    states = run_study(study, plan, scheduler=scheduler)
+    plan.write(study.directory)
+    return f"{sum(state.state == 'finished' for state in states.values())} of {len(states)} finished"
 
 
-def planning_values(options: argparse.Namespace) -> str:
-    """Many recipes that differ in a value."""
-    return _planned(grid(options.members), options.folder)
-
-
-def planning_rows(options: argparse.Namespace) -> str:
-    """Many recipes that differ in their groups, each of which Hydra must compose: the slow case."""
-    from itertools import islice, product
-
-    from lightning_scalerl.recipe import conf_dir
-
-    axes = ("loss", "aggregation", "normalization", "filter", "truncated", "resampling", "correction", "precision")
-    files = [[f"{axis}={path.stem}" for path in sorted((conf_dir() / axis).glob("*.yaml"))] for axis in axes]
-    rows = islice(product(*files), -(-options.members // SEEDS))
-    return _planned([[*row, f"seed={seed}", *QUICK] for row in rows for seed in range(SEEDS)][: options.members], None)
-
-
-def reading(options: argparse.Namespace) -> str:
-    """All journals into curves."""
-    from sweeps.source.study import load
-
+def running(options: argparse.Namespace) -> str:
+    """Freeze, write the ledger, submit in arrays, see every job end, judge it."""
     started()
-    study = load([options.folder])
-    return f"{len(study.runs)} journals, {len(study.curves)} curves"
+    return _run(options, Instant(options.folder))
 
 
-def fitting(options: argparse.Namespace) -> str:
-    """Reading, and every curve fitted."""
-    from sweeps.fit import fit_curves
-    from sweeps.source.study import load
-
+def status(options: argparse.Namespace) -> str:
+    """`scalerl status`."""
     started()
-    fits = fit_curves(load([options.folder]).curves, workers=options.workers, regions=False)
-    return f"{sum(fit.identifiable for fit in fits)} of {len(fits)} identifiable"
+    views = overview(options.folder / "study", Instant(options.folder))
+    return counts(views)
+
+
+def collecting(options: argparse.Namespace) -> str:
+    """`scalerl collect` of what is done: the same study taken over by another process."""
+    started()
+    return _run(options, Instant(options.folder))
 
 
 def ranking(options: argparse.Namespace) -> str:
-    """Reading, fitting, comparing the families of curves on each recipe, ranking."""
+    """`scalerl rank`: reading, fitting, ranking."""
     from sweeps.fit import fit_curves
     from sweeps.rank import rank
     from sweeps.source.study import load
 
     started()
-    fits = fit_curves(load([options.folder]).curves, workers=options.workers, regions=False)
-    found = rank(fits, workers=options.workers)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        print(json.dumps(found.to_json()))
-    return f"{len(found.ranking)} recipes, {len(printed.getvalue()) // 1024} KiB of JSON"
+    fits = fit_curves(load([str(options.folder / "study")]).curves, workers=options.workers, regions=False)
+    found = rank(fits, workers=options.workers, brief=True)
+    return f"{len(found.ranking)} recipes, {sum(fit.identifiable for fit in fits)} identifiable"
 
-
-# To be added here, with the fake executor: `ledger` (a study of the planned specs, `options.folder / SPECS`, run to
-# its end), `status`, `collecting`. A phase takes the options, calls `started()`, and says what it did.
 
 PHASES: dict[str, Phase] = {
-    "planning, 9 recipes": planning_seeds,
-    "planning, values": planning_values,
-    "planning, rows": planning_rows,
-    "reading": reading,
-    "reading + fits": fitting,
-    "reading + fits + rank": ranking,
+    "planning": planning,
+    "running": running,
+    "status": status,
+    "collecting": collecting,
+    "ranking": ranking,
 }
-SLOW = ("planning, rows",)
 
 
 def run_phase(options: argparse.Namespace) -> None:
@@ -215,8 +227,8 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", type=int, default=1000)
+    parser.add_argument("--recipes", type=int, default=9)
     parser.add_argument("--workers", type=int, default=2, help="processes that share fits and comparisons")
-    parser.add_argument("--rows", action="store_true", help="also plan a grid of groups: the slow case")
     parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -224,25 +236,28 @@ def main() -> None:
         run_phase(options)
         return
     with tempfile.TemporaryDirectory() as folder:
-        write_journals(Path(folder), options.members)
         print(
             f"{options.members} members, {options.workers} workers, load {os.getloadavg()[0]:.1f} of {os.cpu_count()}"
         )
-        print(f"{'phase':24}{'s':>8}{'peak MB':>9}{'imports s':>11}{'MB':>6}{'worker MB':>11}  what")
+        print(f"{'phase':12}{'s':>8}{'peak MB':>9}{'imports s':>11}{'MB':>6}{'worker MB':>11}  what")
+        total = 0.0
         for name in PHASES:
-            if name in SLOW and not options.rows:
-                continue
             command = [sys.executable, __file__, "--phase", name, "--folder", folder]
-            command += ["--members", str(options.members), "--workers", str(options.workers)]
+            command += ["--members", str(options.members), "--recipes", str(options.recipes)]
+            command += ["--workers", str(options.workers)]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 sys.exit(f"{name} failed:\n{done.stderr}")
             row = json.loads(done.stdout.splitlines()[-1])
+            total += row["s"]
             print(
-                f"{name:24}{row['s']:8.2f}{row['peak_mb']:9.0f}{row['imports_s']:11.2f}{row['imports_mb']:6.0f}"
+                f"{name:12}{row['s']:8.2f}{row['peak_mb']:9.0f}{row['imports_s']:11.2f}{row['imports_mb']:6.0f}"
                 f"{row['workers_mb']:11.0f}  {row['what']}",
                 flush=True,
             )
+            if name == "planning":
+                write_journals(Path(folder), pickle.loads((Path(folder) / SPECS).read_bytes()))
+        print(f"{'together':12}{total:8.2f}")
 
 
 if __name__ == "__main__":

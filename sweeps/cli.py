@@ -425,7 +425,7 @@ def _shape_names(fits: Sequence[Fit]) -> list[str]:
 
 def _rank(options: argparse.Namespace) -> int:
     study, fits = _fitted(options)
-    ranking = rank(fits, margin=options.margin, budget=options.budget, workers=cores())
+    ranking = rank(fits, margin=options.margin, budget=options.budget, workers=cores(), brief=not options.json)
     _warn(study.warnings)
     if options.json:
         _print_json(ranking.to_json())
@@ -656,7 +656,7 @@ def _collect(options: argparse.Namespace) -> int:
     if any(view.step is not None for view in views):
         try:
             fits = fit_curves(load([str(directory)]).curves, workers=cores(), regions=False)
-            ranking = rank(fits, workers=cores())
+            ranking = rank(fits, workers=cores(), brief=True)
         except UserError as error:
             _warn([f"no ranking yet: {error}"])
         else:

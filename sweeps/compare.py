@@ -9,6 +9,7 @@ its asymptote is refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,8 +71,14 @@ class Comparison:
         }
 
 
-def compare(curve: Curve, options: FitOptions | None = None) -> Comparison:
+def compare(curve: Curve, options: FitOptions | None = None, brief: bool = False) -> Comparison:
     """Compare the families on one recipe, within the window of `options`; its R0 rule holds where it applies.
+
+    Args:
+        curve: the recipe's.
+        options: how it is fitted.
+        brief: stop at the first family that foretells later compute better than the last value does, without rows:
+            whether any does is all that a ranking asks.
 
     Raises:
         UserError: as for `sweeps.fit.fit_curve`.
@@ -86,7 +93,12 @@ def compare(curve: Curve, options: FitOptions | None = None) -> Comparison:
     shared = points["sigmoid"].take(points["sigmoid"].compute > 0)
     if verdict.before_fit(shared.compute, shared.reward, shared.seed, 4) is not None:
         return nothing
-    held, last = _held_out(points, every)
+    parts, last = _held_back(points["sigmoid"])
+    if brief and last is not None:
+        for name in (options.family, *FAMILIES):
+            if name != "constant" and _error(points[name], every[name], parts) < last:
+                return Comparison(curve.recipe, (), last, True, f"{name} foretells later compute; no others were tried")
+    held = {name: _error(points[name], every[name], parts) for name in points} if parts else {}
     variance = 1 / weighted(shared, every["sigmoid"], bounds_of(shared.reward)).weight
     rows = [_row(name, shared, every[name], variance, held.get(name)) for name in FAMILIES]
     least = min(row.aicc for row in rows)
@@ -135,15 +147,24 @@ def _row(name: str, points: Points, options: FitOptions, variance: Array, held_o
     return FamilyRow(name, parameters, best.a, sse, aicc, 0.0, held_out, 1 - sse / spread if spread > 0 else None)
 
 
-def _held_out(points: dict[str, Points], options: dict[str, FitOptions]) -> tuple[dict[str, float], float | None]:
-    """Mean absolute error of every family, and of the last value, over all origins' held-out points.
+@dataclass(frozen=True, eq=False)
+class _Later:
+    """Evaluations after an origin, held back: `compute`, `reward` and `seed` are (m,)."""
+
+    origin: float
+    compute: Array
+    reward: Array
+    seed: Any
+
+
+def _held_back(whole: Points) -> tuple[list[_Later], float | None]:
+    """What each origin holds back, and the mean absolute error of the last value over all of it.
 
     A seed's later evaluations are held against its own curve and its own last value: seeds that ended earlier
     neither help nor harm.
     """
-    whole = points["sigmoid"]
     end = float(whole.compute.max())
-    errors: dict[str, list[Array]] = {name: [] for name in points}
+    parts: list[_Later] = []
     naive: list[Array] = []
     for share in ORIGINS:
         origin = share * end
@@ -152,18 +173,23 @@ def _held_out(points: dict[str, Points], options: dict[str, FitOptions]) -> tupl
         seen = whole.take(before)
         if not later.any() or verdict.before_fit(seen.compute, seen.reward, seen.seed, 4) is not None:
             continue
-        compute, reward, seed = whole.compute[later], whole.reward[later], whole.seed[later]
-        last = {s: float(whole.reward[before & (whole.seed == s)][-1]) for s in np.unique(seed)}
-        naive.append(np.abs(reward - np.array([last[s] for s in seed])))
-        for name, own in points.items():
-            # Numbers of seeds are those of the points taken.
-            known = np.unique(own.seed[own.compute <= origin])
-            number = np.where(np.isin(seed, known), np.searchsorted(known, seed), -1)
-            part = own.take(own.compute <= origin)
-            predicted = point_prediction(part, options[name], bounds_of(part.reward), compute, number)
-            errors[name].append(np.abs(reward - predicted))
+        part = _Later(origin, whole.compute[later], whole.reward[later], whole.seed[later])
+        last = {s: float(whole.reward[before & (whole.seed == s)][-1]) for s in np.unique(part.seed)}
+        naive.append(np.abs(part.reward - np.array([last[s] for s in part.seed])))
+        parts.append(part)
     if not naive or sum(len(part) for part in naive) < _LEAST_HELD_OUT:
-        return {}, None
-    return {name: float(np.concatenate(parts).mean()) for name, parts in errors.items()}, float(
-        np.concatenate(naive).mean()
-    )
+        return [], None
+    return parts, float(np.concatenate(naive).mean())
+
+
+def _error(own: Points, options: FitOptions, parts: Sequence[_Later]) -> float:
+    """Mean absolute error of a family over everything that was held back."""
+    errors = []
+    for part in parts:
+        # Numbers of seeds are those of the points taken.
+        known = np.unique(own.seed[own.compute <= part.origin])
+        number = np.where(np.isin(part.seed, known), np.searchsorted(known, part.seed), -1)
+        seen = own.take(own.compute <= part.origin)
+        predicted = point_prediction(seen, options, bounds_of(seen.reward), part.compute, number)
+        errors.append(np.abs(part.reward - predicted))
+    return float(np.concatenate(errors).mean())

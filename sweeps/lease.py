@@ -135,7 +135,7 @@ class Lease:
                 break
             time.sleep(_READ_PAUSE_S)  # a file server that is away for a moment
         if self._lost or facts.get("token") != self._token:
-            self._lost = not facts.get("unreadable")
+            self._lost = self._lost or not facts.get("unreadable")
             raise LeaseLostError(f"{self._directory}: taken over by {self.holder()}, or not to be read")
 
     def holder(self) -> str:

@@ -12,7 +12,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 # Fewer items a worker are done before another process has imported what it needs.
-_LEAST = 8
+_LEAST = 4
 
 
 def cores() -> int:

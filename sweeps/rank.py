@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,13 @@ class Ranking:
         }
 
 
-def rank(fits: Sequence[Fit], margin: float | None = None, budget: float | None = None, workers: int = 1) -> Ranking:
+def rank(
+    fits: Sequence[Fit],
+    margin: float | None = None,
+    budget: float | None = None,
+    workers: int = 1,
+    brief: bool = False,
+) -> Ranking:
     """Order recipes.
 
     Args:
@@ -132,6 +139,7 @@ def rank(fits: Sequence[Fit], margin: float | None = None, budget: float | None 
         margin: recipes whose A lies within this of the best are tied, in reward units; 0.02 of the reward's scale if
             not given.
         budget: compute at which to give the reward as well, in the curves' unit.
+        brief: leave out what the ranking does not depend on: how every family forecasts.
         workers: processes to share the comparisons of families, by far the most work; see `sweeps.parallel`.
 
     Raises:
@@ -146,7 +154,7 @@ def rank(fits: Sequence[Fit], margin: float | None = None, budget: float | None 
     if len(sets) > 1:
         raise UserError(f"evaluation sets {', '.join(sets)} have asymptotes of their own; choose one with --metric")
     judged = [fit for fit in fits if fit.identifiable]
-    found = mapped(_compared, [(fit.curve, fit.options) for fit in judged], workers)
+    found = mapped(partial(_compared, brief=brief), [(fit.curve, fit.options) for fit in judged], workers)
     comparisons = {fit.recipe: comparison for fit, comparison in zip(judged, found, strict=True)}
     # Too little held-out compute to judge by is no reason to refuse; a forecast that is worse than none is.
     blind = {name: found.sentence for name, found in comparisons.items() if found.beats_last is False}
@@ -223,12 +231,12 @@ def rank(fits: Sequence[Fit], margin: float | None = None, budget: float | None 
         tuple(entries),
         contrasts,
         pairing,
-        tuple(comparisons.values()),
+        () if brief else tuple(comparisons.values()),
     )
 
 
-def _compared(asked: tuple[Curve, FitOptions]) -> Comparison:
-    return compare(*asked)
+def _compared(asked: tuple[Curve, FitOptions], brief: bool) -> Comparison:
+    return compare(*asked, brief=brief)
 
 
 def pairing_of(fits: Sequence[Fit]) -> Pairing | None:

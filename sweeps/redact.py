@@ -9,7 +9,7 @@ from typing import Any
 
 MASK = "***"
 _SECRET_NAME = re.compile(r"(?i)(^|[_.-])(token|secret|password|passwd|credential|credentials|api_?key|access_?key)s?$")
-_URL_LOGIN = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^\s/@'\"]*:[^\s/@'\"]*@")
+_URL_LOGIN = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)(?!git@)[^\s/'\"]+@")
 _TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|AKIA[A-Z0-9]{16})\b")
 # Shorter values of a secret's variable are words that occur everywhere.
 _MIN_LENGTH = 6
@@ -23,9 +23,9 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
         environment: variables whose names say that they are secret are looked for by value; os.environ if None.
     """
     variables = os.environ if environment is None else environment
-    for name, value in variables.items():
-        if len(value) >= _MIN_LENGTH and _SECRET_NAME.search(name):
-            text = text.replace(value, MASK)
+    secrets = {value for name, value in variables.items() if len(value) >= _MIN_LENGTH and _SECRET_NAME.search(name)}
+    for value in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another
+        text = text.replace(value, MASK)
     text = _URL_LOGIN.sub(rf"\g<scheme>{MASK}@", text)
     return _TOKEN.sub(MASK, text)
 

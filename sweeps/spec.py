@@ -12,7 +12,7 @@ import json
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class RunSpec:
     def write(self, run_dir: Path) -> None:
         """Freeze the spec in the run's directory, atomically."""
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(run_dir / SPEC_FILE, json.dumps(asdict(self), indent=1, sort_keys=True))
+        write_atomically(run_dir / SPEC_FILE, json.dumps(self.__dict__, indent=1, sort_keys=True))
 
     @classmethod
     def read(cls, run_dir: Path) -> RunSpec:
@@ -173,7 +173,7 @@ def _secret(value: Any, masked: Any, path: str = "") -> str | None:
         return next(filter(None, found), None)
     if isinstance(value, list | tuple):
         return next(filter(None, (_secret(v, m, path) for v, m in zip(value, masked, strict=True))), None)
-    return None if value == masked else path
+    return None if not isinstance(value, str) or value == masked else path
 
 
 def check_distinct(specs: Sequence[RunSpec]) -> list[RunSpec]:

@@ -14,7 +14,7 @@ from typing import Any
 from sweeps.cluster.attempts import Attempt, attempts
 from sweeps.cluster.job import DISK_FULL_CODE
 from sweeps.cluster.scheduler import ENDED, QUEUED, JobInfo, RefusedError, Scheduler
-from sweeps.cluster.submission import JOBS_DIR, MANIFEST_FILE, JobSettings, freeze, new_folder
+from sweeps.cluster.submission import JOBS_DIR, MANIFEST_FILE, STARTED, JobSettings, freeze, new_folder
 from sweeps.errors import UserError
 from sweeps.executor import Launch, Outcome
 from sweeps.failure import KINDS, MEMORY_GROWTH
@@ -337,7 +337,10 @@ class ClusterExecutor:
         ]
         if not own or (outcome and own[-1].outcome is None):
             return None
-        return own[-1]
+        # A later start of the job that never came to the member must not be judged by what the earlier one said.
+        starts = (self.study / JOBS_DIR / each.submission).glob(f"{STARTED}{each.job}-*")
+        newest = max((int(path.name.rpartition("-")[2]) for path in starts), default=0)
+        return own[-1] if own[-1].restart >= newest else None
 
     def _outcome(self, each: _Followed) -> Outcome:
         attempt = self._last_attempt(each)

@@ -101,10 +101,13 @@ def _interrupted(
         reason = f"the time limit of {manifest['timeout_min']} min was reached {reached} times; max_num_timeout={limit}"
         log.end("failed", "gave_up", reason)
         return 1
-    log.end("interrupted", kind, reason)
-    print(f"scalerl: saved ({reason}); asking for a requeue", flush=True)
-    if marker := os.environ.get(REQUEUE_VARIABLE):
-        Path(marker).touch(mode=0o600)
+    try:
+        log.end("interrupted", kind, reason)
+        print(f"scalerl: saved ({reason}); asking for a requeue", flush=True)
+        if marker := os.environ.get(REQUEUE_VARIABLE):
+            Path(marker).touch(mode=0o600)
+    except OSError as error:
+        return DISK_FULL_CODE if kind_of(error) == "disk_full" else 1
     return 1
 
 

@@ -6,6 +6,7 @@ controller, and one whose controller died the moment after runs all the same.
     submission.json   members in the order of the array's tasks, the entry, limits, the code's commit
     code.diff         what the working tree had beyond that commit
     submit.sh         the batch script
+    started-<job>-<restart>   left by the batch script each time it starts
     <job>_<rank>_log.out   what SLURM, the set-up commands and srun had to say; members have logs of their own
 """
 
@@ -31,6 +32,7 @@ JOBS_DIR = "jobs"
 MANIFEST_FILE = "submission.json"
 SCRIPT_FILE = "submit.sh"
 DIFF_FILE = "code.diff"
+STARTED = "started-"
 REQUEUE_VARIABLE = "SCALERL_REQUEUE_FILE"
 JOB_MODULE = "sweeps.cluster.job"
 
@@ -270,6 +272,9 @@ def _script(folder: Path, settings: JobSettings, tasks: int, threads: int, job_n
     given["setup"] = [
         f"export OMP_NUM_THREADS={threads} MKL_NUM_THREADS={threads}",
         f"export {REQUEUE_VARIABLE}={requeue_file}",
+        # Which start of the job this is: one that ends before the member begins leaves nothing else behind.
+        *_NAME,
+        f"touch {shlex.quote(str(folder))}/{STARTED}$scalerl_job-${{SLURM_RESTART_COUNT:-0}}",
         *settings.setup,
     ]
     # Whatever the user's own commands switch on or return, the requeue comes last, for it ends the script.
@@ -288,12 +293,15 @@ def _script(folder: Path, settings: JobSettings, tasks: int, threads: int, job_n
     return text + "\n"
 
 
+# A task of an array by its own name: the last one bears the array's id, by which all of them would be meant.
+_NAME = (
+    "scalerl_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
+    "scalerl_job=${scalerl_job:-$SLURM_JOB_ID}",
+)
+
 # Runs on the node after the member, outside of any container. The member has asked for a requeue by leaving the file;
 # a job that was cancelled meanwhile is no longer RUNNING and stays cancelled.
 _REQUEUE = (
-    # A task of an array by its own name: the last one bears the array's id, by which all of them would be meant.
-    "scalerl_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
-    "scalerl_job=${scalerl_job:-$SLURM_JOB_ID}",
     f'if [ -e "${REQUEUE_VARIABLE}" ]; then',
     "  for scalerl_pause in 1 2 5 10 20 40; do",
     '    if scalerl_state=$(squeue -h -j "$scalerl_job" -o %T 2>/dev/null); then',
