@@ -11,6 +11,7 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -266,6 +267,11 @@ def _check(spec: RunSpec, builder: _Builder) -> None:
     numbers = OmegaConf.create({top: spec.config[top] for top in tops})
     for field in fields:
         whole_number(field, OmegaConf.select(numbers, field))
+    study = str(spec.config["study"])
+    if Path(study).name != study or not study.isprintable() or study == "..":
+        raise ConfigurationError(
+            f"study: {study!r} is not the name of one folder; choose a plain name, or say where with output_dir=..."
+        )
     recipe = build_recipe(spec.config, spec.recipe, builder)
     recipe.check(recipe.choices)
     check_task(builder(spec.config, "task"))

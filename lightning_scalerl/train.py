@@ -1,8 +1,13 @@
-"""`python -m lightning_scalerl.train OVERRIDES...`: compose, check, fit. With `--multirun`, a study."""
+"""`python -m lightning_scalerl.train OVERRIDES...`: compose, check, fit. With `--multirun`, a study.
+
+Asked to stop by SIGUSR2 or SIGTERM, a single run saves itself after the step it is in and exits with 85; the same
+command continues it. slurm/single_run.sbatch requeues its job then.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -17,7 +22,12 @@ from lightning_scalerl.prompts import PoolExhaustedError
 from lightning_scalerl.recipe import conf_dir, explain
 from lightning_scalerl.rollout_stream import RewardError
 from sweeps.errors import UserError
+from sweeps.interruption import RunInterruptedError, interruption
 from sweeps.study import is_done
+
+EXIT_INTERRUPTED = 85
+EXIT_CTRL_C = 130
+HERE = ("cluster=local", "cluster=debug")
 
 
 def main() -> None:
@@ -28,8 +38,14 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         _hydra_main()
-        for overrides in _single_runs:
-            _train(overrides)
+        with interruption.on_signals([signal.SIGUSR2, signal.SIGTERM] if _single_runs else []):
+            for overrides in _single_runs:
+                _train(overrides)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_CTRL_C)
+    except RunInterruptedError as stop:
+        print(f"scalerl train: saved ({stop}); the same command continues the run", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
     except (ConfigurationError, UserError, RewardError, PoolExhaustedError) as error:
         sys.exit(_complain(str(error)))
     except (HydraException, OmegaConfBaseException) as error:
@@ -55,6 +71,9 @@ def _train(overrides: list[str]) -> None:
     from lightning_scalerl.member import run_member
     from lightning_scalerl.plan import plan
 
+    elsewhere = [word for word in overrides if word.startswith("cluster=") and word not in HERE]
+    if elsewhere:
+        raise UserError(f"{elsewhere[0]}: a single run runs in this process; add --multirun to submit it")
     (spec,) = plan([overrides])
     run_dir = Path(spec.config["output_dir"]) / "runs" / spec.run
     if is_done(run_dir, spec.steps):

@@ -24,6 +24,7 @@ KINDS: Mapping[str, tuple[str, int | None]] = {
     "launch": ("the job ended before the member began", 1),
     "lost": ("the scheduler forgot the job", 5),
     "cancelled": ("cancelled", 0),
+    "outgrown": ("the budget grew while the job ran", 3),
 }
 
 # After these, the next attempt keeps off the node.

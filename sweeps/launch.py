@@ -142,7 +142,20 @@ def run_study(
         from sweeps.publish import TrackingObserver
 
         observers.append(TrackingObserver(study, plan.tracking, axis=plan.axis))
-    return study.run(executor, observers, plan.retries, detach=detach, again=again)
+    states = study.run(executor, observers, plan.retries, detach=detach, again=again)
+    if plan.tracking and all(state.state == "finished" for state in states.values()):
+        _publish(study, plan.tracking)
+    return states
+
+
+def _publish(study: Study, tracking: str) -> None:
+    """The finished chart in MLflow, and the link to it; a study that cannot be fitted yet is no failure."""
+    from sweeps.publish import publish
+
+    try:
+        publish([str(study.directory)], tracking)
+    except UserError as error:
+        print(f"no chart in MLflow yet: {error}", file=sys.stderr)
 
 
 class StudyLauncher(Launcher):  # type: ignore[misc]
@@ -201,6 +214,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         try:
             states = run_study(study, plan, detach=detach)
         except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
             if plan.kind == "slurm":
                 print(_on_its_own(study), file=sys.stderr)
             raise

@@ -131,11 +131,9 @@ class ClusterExecutor:
             UserError: it will never take them; nothing of this batch was submitted.
         """
         self._abandoned.update(name for member in members for name in member.unanswered)
-        settings = replace(self.settings, resources=self._resources(members[0]))
         folder = new_folder(self.study, submission)
-        script = freeze(folder, submission, members, settings, self.entry, self.threads, self.title)
         try:
-            job = self.scheduler.submit(script)
+            job = self._submit(folder, submission, members, self._resources(members[0]))
         except RefusedError as refusal:
             found = self._refused(refusal, submission, len(members))
             if found is None:
@@ -144,6 +142,21 @@ class ClusterExecutor:
         else:
             self._pause.over()
         return self._follow(submission, job, members)
+
+    def _submit(self, folder: Path, submission: str, members: Sequence[Launch], resources: Mapping[str, Any]) -> str:
+        settings = replace(self.settings, resources=resources)
+        script = freeze(folder, submission, members, settings, self.entry, self.threads, self.title)
+        try:
+            return self.scheduler.submit(script)
+        except RefusedError as refusal:
+            if refusal.later or not members[0].excluded:
+                raise
+            # Without the nodes that failed there may be none left: better those than none.
+            everywhere = self._resources(replace(members[0], excluded=()))
+            settings = replace(self.settings, resources=everywhere)
+            return self.scheduler.submit(
+                freeze(folder, submission, members, settings, self.entry, self.threads, self.title)
+            )
 
     def _refused(self, refusal: RefusedError, submission: str, size: int) -> str | None:
         """What becomes of a refusal: the job after all, None to try later, or an error."""
@@ -218,9 +231,24 @@ class ClusterExecutor:
                 self._abandoned.add(member.submission)
                 continue
             number, size = place
-            found[member.run] = name = f"{job}_{number}" if size > 1 else job
+            name = f"{job}_{number}" if size > 1 else job
+            if self._was_refused(queue.get(name), member):
+                continue
+            found[member.run] = name
             self._followed[member.run] = _Followed(member, member.submission, name)
         return found
+
+    def _was_refused(self, info: JobInfo | None, member: Launch) -> bool:
+        """SLURM keeps a record of jobs that it did not take: ended, and never started."""
+        if info is None or info.state not in ENDED:
+            return False
+        began = any(attempt.submission == member.submission for attempt in attempts(member.run_dir))
+        return not began and not self._starts(member.submission or "", info.job)
+
+    def _starts(self, submission: str, job: str) -> list[int]:
+        """The starts of a job, by the count of restarts that its batch script has seen."""
+        left = (self.study / JOBS_DIR / submission).glob(f"{STARTED}{job}-*")
+        return [int(path.name.rpartition("-")[2]) for path in left]
 
     # --- following ---------------------------------------------------------------------------------------
 
@@ -338,15 +366,15 @@ class ClusterExecutor:
         if not own or (outcome and own[-1].outcome is None):
             return None
         # A later start of the job that never came to the member must not be judged by what the earlier one said.
-        starts = (self.study / JOBS_DIR / each.submission).glob(f"{STARTED}{each.job}-*")
-        newest = max((int(path.name.rpartition("-")[2]) for path in starts), default=0)
+        newest = max(self._starts(each.submission, each.job), default=0)
         return own[-1] if own[-1].restart >= newest else None
 
     def _outcome(self, each: _Followed) -> Outcome:
         attempt = self._last_attempt(each)
         kind, reason = verdict(each.info, attempt, lambda: self.last_words(each.submission, each.job))
         if kind is None:
-            return Outcome(each.launch.run, 0)
+            # If the journal says otherwise, the job had read a budget that was raised since.
+            return Outcome(each.launch.run, 0, "outgrown", KINDS["outgrown"][0])
         # Of several nodes nobody knows which was to blame, and good ones would be avoided one by one.
         several = int(self.settings.resources.get("nodes") or 1) > 1
         node = attempt.node if attempt else (each.info.node if each.info else "")
@@ -397,7 +425,8 @@ def verdict(
     if _OUT_OF_MEMORY.search(words):
         return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
     if attempt is None:
-        return "launch", f"the member never began ({detail}): {words or 'no log; is output_dir visible on the node?'}"
+        hint = "it said nothing; did a command of setup end the job, or does the node not see output_dir?"
+        return "launch", f"the member never began ({detail}): {words or hint}"
     return "killed", f"killed from outside on {attempt.node} ({detail})"
 
 
@@ -429,6 +458,8 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("qos",), "hydra.launcher.qos is not yours to use; `sacctmgr show associations user=$USER` lists yours"),
     (("node configuration",), "no node has what the job asks for; lower gpus_per_node, cpus_per_task or mem_gb"),
     (("node count",), "fewer nodes than hydra.launcher.nodes asks for; `sinfo` lists them"),
+    (("maxwall",), "your account or QOS allows shorter jobs; lower hydra.launcher.timeout_min: jobs are chained"),
+    (("perjob",), "more than your account or QOS allows one job; ask for less"),
     (("time limit",), "hydra.launcher.timeout_min is more than the partition allows; chains of jobs make up for it"),
     (("gres",), "hydra.launcher.gres names nothing that the nodes have; `sinfo -o '%N %G'` lists it"),
     (("feature",), "hydra.launcher.constraint names a feature that no node has; `sinfo -o '%N %f'` lists them"),

@@ -30,6 +30,8 @@ _NOT_NOW = re.compile(
     r"(?i)job submit limit|submitjob|temporarily unable to accept|resource temporarily unavailable|max.*job.*limit"
     r"|slurm_?db.*connection|too many jobs|(qos|assoc)\w*(max|grp)\w*job"
 )
+# Limits that no waiting changes, under the same words as those that it does.
+_NEVER = re.compile(r"(?i)(qos|assoc)\w*(maxwall|(max|min)\w*perjob|maxnode\w*|min\w+)")
 _ARRAY_TOO_LARGE = re.compile(r"(?i)invalid job array specification")
 
 
@@ -113,6 +115,8 @@ class Slurm:
         said = " ".join((done.stderr.strip() or done.stdout.strip()).split()) or f"exit code {done.returncode}"
         if _ARRAY_TOO_LARGE.search(said):
             raise RefusedError(said, later=True, too_large=True)
+        if _NEVER.search(said):
+            raise RefusedError(said)
         if _NOT_NOW.search(said):
             raise RefusedError(said, later=True)
         if _NO_ANSWER.search(said):
@@ -143,7 +147,7 @@ class Slurm:
             return {}
         if done.returncode:
             return {}
-        return {info.job: info for line in done.stdout.splitlines() if (info := _account_line(line))}
+        return {info.job: info for line in done.stdout.splitlines() for info in _account_line(line)}
 
     def array_limit(self) -> int:
         """See `Scheduler.array_limit`; 1001, SLURM's own default, if it does not say."""
@@ -172,10 +176,22 @@ def _queue_line(line: str) -> JobInfo | None:
     return JobInfo(parts[0], parts[1], parts[2], parts[3], parts[4]) if len(parts) == 5 else None
 
 
-def _account_line(line: str) -> JobInfo | None:
+def _account_line(line: str) -> list[JobInfo]:
     parts = line.split("|", 4)
     if len(parts) < 5:
-        return None
+        return []
     job, state, node, exit_code, name = parts
-    # "CANCELLED by 1000"; and a pending array is one line, "12_[0-3]", which says nothing about a single task
-    return JobInfo(job, state.split(" ")[0], node, "", name, exit_code) if "[" not in job else None
+    # "CANCELLED by 1000" is a state and an explanation.
+    return [JobInfo(each, state.split(" ")[0], node, "", name, exit_code) for each in _tasks(job)]
+
+
+def _tasks(job: str) -> list[str]:
+    """Tasks that have not started are one line of accounting: `12_[1-3,5%2]`."""
+    match = re.fullmatch(r"(\d+)_\[([\d,-]+)(?:%\d+)?\]", job)
+    if match is None:
+        return [job]
+    found = []
+    for part in match[2].split(","):
+        first, _, last = part.partition("-")
+        found += [f"{match[1]}_{number}" for number in range(int(first), int(last or first) + 1)]
+    return found

@@ -74,9 +74,10 @@ def quiet_environment() -> None:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    for name in ("mlflow.store.db.utils", "alembic"):
+    levels = {"mlflow.store.db.utils": logging.WARNING, "alembic": logging.WARNING, "urllib3": logging.ERROR}
+    for name, level in levels.items():
         if logging.getLogger(name).level == logging.NOTSET:
-            logging.getLogger(name).setLevel(logging.WARNING)
+            logging.getLogger(name).setLevel(level)
 
 
 def one_line(error: BaseException) -> str:
