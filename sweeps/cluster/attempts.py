@@ -59,6 +59,12 @@ class AttemptLog:
         """The last word."""
         self._write({"ended": time.time(), "outcome": outcome, "kind": kind, "reason": reason and redact(reason)})
 
+    def follower_failed(self, rank: int, kind: str, reason: str) -> None:
+        """Another rank than the one that writes the attempt has failed: in a file of its own."""
+        said = {"ended": time.time(), "outcome": "failed", "kind": kind, "reason": redact(reason)}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.with_suffix(f".rank{rank}").write_text(json.dumps(said), encoding="utf-8")
+
     def _write(self, entry: dict[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(entry, separators=(",", ":")) + "\n")
@@ -90,9 +96,22 @@ def attempts(run_dir: Path) -> list[Attempt]:
                 continue
             # A job that was started again without SLURM counting it: the later attempt counts.
             entry = dict(said) if "began" in said else {**entry, **said}
+        if entry.get("kind") == "killed" or "outcome" not in entry:
+            entry |= _of_followers(path)  # the rank that failed first knows why
         if "began" in entry:
             try:
                 found.append(Attempt(**entry))
             except TypeError:
                 continue
     return sorted(found, key=lambda attempt: attempt.began)
+
+
+def _of_followers(path: Path) -> dict[str, Any]:
+    for other in sorted(path.parent.glob(f"{path.stem}.rank*")):
+        try:
+            said = json.loads(other.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(said, dict):
+            return said
+    return {}

@@ -40,6 +40,9 @@ _KIND_OF_STATE = {
 # How slurmd tells of a task that was killed for its memory where the job's state does not say so.
 _OUT_OF_MEMORY = re.compile(r"(?i)exceeded (job |step )?memory limit|oom[-_ ]?kill|out of memory")
 
+# How srun names the node of a task that was killed; tasks that exited by themselves came after.
+_TASK_DIED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (?!Exited)")
+
 # Reasons for which a job waits for ever unless somebody changes it.
 _NEVER_RUNS = (
     *("PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "Held", "held", "DependencyNeverSatisfied"),
@@ -375,10 +378,14 @@ class ClusterExecutor:
         if kind is None:
             # If the journal says otherwise, the job had read a budget that was raised since.
             return Outcome(each.launch.run, 0, "outgrown", KINDS["outgrown"][0])
-        # Of several nodes nobody knows which was to blame, and good ones would be avoided one by one.
-        several = int(self.settings.resources.get("nodes") or 1) > 1
-        node = attempt.node if attempt else (each.info.node if each.info else "")
-        return Outcome(each.launch.run, 1, kind, reason, None if several else node or None)
+        return Outcome(each.launch.run, 1, kind, reason, self._to_blame(each, attempt))
+
+    def _to_blame(self, each: _Followed, attempt: Attempt | None) -> str | None:
+        """The node that a next attempt had better keep off; of several, the one that srun names, or none."""
+        if int(self.settings.resources.get("nodes") or 1) > 1:
+            died = _TASK_DIED.search(last_words(self.study, each.submission, each.job, lines=100))
+            return died[1] if died else None
+        return attempt.node if attempt else (each.info.node or None if each.info else None)
 
     def last_words(self, submission: str, job: str) -> str:
         """The end of what SLURM, the set-up commands and srun said for a job."""
@@ -426,7 +433,7 @@ def verdict(
         return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
     if attempt is None:
         hint = "it said nothing; did a command of setup end the job, or does the node not see output_dir?"
-        return "launch", f"the member never began ({detail}): {words or hint}"
+        return "launch", f"the member never began ({detail}): {words[-500:] or hint}"
     return "killed", f"killed from outside on {attempt.node} ({detail})"
 
 
@@ -440,7 +447,7 @@ def last_words(study: Path, submission: str, job: str, lines: int = 5) -> str:
         except OSError:
             continue
         said_lines += [line.strip() for line in text.splitlines() if line.strip()]
-    return " / ".join(said_lines[-lines:])[:500]
+    return " / ".join(said_lines[-lines:])[-2000:]
 
 
 def said(message: str) -> str:

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> int:
             return 1
         if rank == 0:
             return _lead(manifest, run_dir, began)
-        return _follow(manifest, run_dir)
+        return _follow(manifest, run_dir, rank)
 
 
 def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
@@ -111,14 +112,19 @@ def _interrupted(
     return 1
 
 
-def _follow(manifest: Mapping[str, Any], run_dir: Path) -> int:
-    """A rank that only trains: rank 0 does the talking."""
+def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int) -> int:
+    """A rank that only trains: rank 0 does the talking, unless it is this one that fails first."""
     try:
         load_entry(manifest["entry"])(run_dir)
     except RunInterruptedError:
         return 0
-    except BaseException:
+    except BaseException as error:
         print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
+        # That rank 0 has failed, or is gone, is not this one's doing.
+        if not getattr(error, "leave_journal", False) and (kind := kind_of(error)) != "killed":
+            log = AttemptLog(run_dir, manifest["submission"], job_id(), restart_count(), node_name())
+            with suppress(OSError):
+                log.follower_failed(rank, kind, f"rank {rank}: {first_line(error)}")
         return 1
     return 0
 
