@@ -56,7 +56,7 @@ class Observer(Protocol):
         """This process has done its part.
 
         Args:
-            failed: members that are not done and that nobody works on (all, if the study was interrupted).
+            failed: members that are not done and that nobody works on.
             left: members that go on without this process.
         """
         ...
@@ -123,7 +123,7 @@ class Study:
                 f"study: {self.directory} is being run by another process ({lease.holder()}); wait for it, or end it "
                 "first"
             ) from error
-        # Interrupted, the study counts as failed; every part is released, whatever becomes of the others.
+        # Interrupted, what is not done counts as failed; every part is released, whatever becomes of the others.
         failed, left = len(self.specs), 0
         with ExitStack() as stack:
             stack.callback(lease.release)
@@ -131,11 +131,12 @@ class Study:
                 observer.open()
                 stack.callback(lambda each: each.close(failed, left), observer)
             stack.callback(executor.close)
+            controller = _Controller(self, executor, observers, retries, lease.check)
             try:
-                states = _Controller(self, executor, observers, retries, lease.check).run(detach, again)
+                states = controller.run(detach, again)
             except BaseException:
                 left = len(executor.running()) if executor.outlives else 0
-                failed -= left
+                failed -= left + controller.done
                 raise
             left = sum(state.state not in ("finished", "failed") for state in states.values())
             failed = sum(state.state == "failed" for state in states.values())
@@ -162,7 +163,7 @@ class _Controller:
         self._still_ours = still_ours
         self._earlier: dict[str, tuple[int, int]] = {}
         self._seen: dict[str, str] = {}
-        self._done = self._failed = 0
+        self.done = self._failed = 0
         self._states = self._ledger.fold()
 
     def _note(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -211,6 +212,12 @@ class _Controller:
                 spec.write(run_dir)  # the budget may have grown
             launch = self._launch(spec, known=True)
             (underway if state.state in ("submitting", "started") else waiting).append(launch)
+        elsewhere = [launch.job for launch in underway if launch.job]
+        if elsewhere and not self._executor.outlives:
+            raise UserError(
+                f"study: {len(elsewhere)} members have jobs on a cluster ({', '.join(elsewhere[:3])}, ...); wait for "
+                "them with `scalerl collect --wait`, or scancel them and `scalerl collect`"
+            )
         found = self._executor.adopt(underway) if underway else {}
         for launch in underway:
             if launch.run in found and launch.job is None:
@@ -276,7 +283,7 @@ class _Controller:
         return []
 
     def _finish(self, spec: RunSpec, note: bool) -> None:
-        self._done += 1
+        self.done += 1
         if note:
             self._note("finished", [{"run": spec.run}])
         for observer in self._observers:
@@ -294,7 +301,7 @@ class _Controller:
                     getattr(observer, now)(self._specs[run], self._study.run_dir(self._specs[run]))
         active = [self._specs[run] for run in running if run not in queued]
         for observer in self._observers:
-            observer.tick(active, len(queued), self._done, self._failed)
+            observer.tick(active, len(queued), self.done, self._failed)
 
 
 def make_private(directory: Path) -> None:

@@ -109,6 +109,7 @@ class ClusterExecutor:
     _abandoned: set[str] = field(default_factory=set, init=False)
     _pause: _Pause = field(default_factory=_Pause, init=False)
     _chunk: int | None = field(default=None, init=False)
+    _most: int = field(default=1, init=False)
     _last_look: float = field(default=float("-inf"), init=False)
     _silent: bool = field(default=False, init=False)
     _warned: set[str] = field(default_factory=set, init=False)
@@ -120,7 +121,7 @@ class ClusterExecutor:
         if not waiting or self.clock() < self._pause.until:
             return 0
         if self._chunk is None:
-            self._chunk = min(self.scheduler.array_limit(), self.settings.array_size or 10**6)
+            self._most = self._chunk = min(self.scheduler.array_limit(), self.settings.array_size or 10**6)
         first = self._resources(waiting[0])
         size = 0
         while size < min(len(waiting), self._chunk) and self._resources(waiting[size]) == first:
@@ -144,6 +145,7 @@ class ClusterExecutor:
             job = found
         else:
             self._pause.over()
+            self._chunk = min(self._most, 2 * (self._chunk or 1))
         return self._follow(submission, job, members)
 
     def _submit(self, folder: Path, submission: str, members: Sequence[Launch], resources: Mapping[str, Any]) -> str:
@@ -164,7 +166,7 @@ class ClusterExecutor:
     def _refused(self, refusal: RefusedError, submission: str, size: int) -> str | None:
         """What becomes of a refusal: the job after all, None to try later, or an error."""
         if refusal.too_large and size > 1:
-            self._chunk = max(1, size // 2)
+            self._most = self._chunk = max(1, size // 2)
             return None
         if not refusal.later:
             raise UserError(f"cluster: {said(str(refusal))}")

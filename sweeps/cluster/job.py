@@ -102,14 +102,16 @@ def _interrupted(
         reason = f"the time limit of {manifest['timeout_min']} min was reached {reached} times; max_num_timeout={limit}"
         log.end("failed", "gave_up", reason)
         return 1
+    code = 1
     try:
         log.end("interrupted", kind, reason)
         print(f"scalerl: saved ({reason}); asking for a requeue", flush=True)
-        if marker := os.environ.get(REQUEUE_VARIABLE):
+    except OSError as error:  # saved all the same
+        code = DISK_FULL_CODE if kind_of(error) == "disk_full" else 1
+    if marker := os.environ.get(REQUEUE_VARIABLE):
+        with suppress(OSError):
             Path(marker).touch(mode=0o600)
-    except OSError as error:
-        return DISK_FULL_CODE if kind_of(error) == "disk_full" else 1
-    return 1
+    return code
 
 
 def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int) -> int:

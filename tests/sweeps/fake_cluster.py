@@ -1,0 +1,729 @@
+"""A SLURM cluster without SLURM: virtual time, members that do what is written for them, and every fault at will.
+
+`FakeCluster` answers what `sweeps.cluster.scheduler.Scheduler` asks. It reads the batch script that was submitted, runs
+members at virtual times (a journal and an attempts file each, as `sweeps.cluster.job` leaves them) and ends them as
+their `Fate` says. Nothing here waits, forks or looks at a clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sweeps.study
+from sweeps.cluster.attempts import AttemptLog
+from sweeps.cluster.executor import ClusterExecutor
+from sweeps.cluster.job import checkpoint_step
+from sweeps.cluster.scheduler import ENDED, JobInfo, RefusedError
+from sweeps.cluster.submission import STARTED, JobSettings
+from sweeps.failure import retries as retry_policy
+from sweeps.journal import JOURNAL_FILE, Journal, read_journal
+from sweeps.lease import Lease
+from sweeps.ledger import Ledger, MemberState
+from sweeps.spec import RunSpec, make_spec
+from sweeps.study import Observer, Study, is_done
+
+STEPS = 4
+NODES = ("n0", "n1", "n2", "n3", "n4", "n5", "n6", "n7")
+
+
+class Killed(BaseException):
+    """The controller's process was killed here."""
+
+
+class EndlessError(AssertionError):
+    """Virtual time has run out: somebody waits for what never happens."""
+
+
+# --- what becomes of a job -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What one start of a job comes to.
+
+    Attributes:
+        state: that SLURM shows at the end.
+        steps: that the member takes and saves; None is all that are left.
+        unsaved: whether it takes another one that it never saves.
+        said: outcome, kind and reason in its attempts file; None for one that was killed.
+        begins: whether the member gets as far as its attempts file.
+        comes_back: whether the job is requeued under its own id.
+        exit_code: as SLURM writes it.
+        words: in the batch log.
+        haunts_s: how long its process goes on after the scheduler counts it out; it then finishes the run.
+        forgotten: whether the scheduler loses the job instead, and gives its id out again.
+        lasts_s: from start to end.
+    """
+
+    state: str
+    steps: int | None = 1
+    unsaved: bool = True
+    said: tuple[str, str | None, str | None] | None = None
+    begins: bool = True
+    comes_back: bool = False
+    exit_code: str = "0:0"
+    words: str = ""
+    haunts_s: float = 0.0
+    forgotten: bool = False
+    lasts_s: float = 60.0
+
+
+FINISHES = Fate("COMPLETED", steps=None, said=("finished", None, None))
+# It asked for a requeue near its time limit, or before a preemption.
+REQUEUES = Fate("COMPLETING", unsaved=False, said=("interrupted", "time_limit", "SIGUSR2"), comes_back=True)
+NOT_REQUEUED = Fate("FAILED", unsaved=False, said=("interrupted", "preempted", "SIGTERM"), exit_code="1:0")
+PREEMPTED_AND_BACK = Fate("PREEMPTED", comes_back=True)
+PREEMPTED = Fate("PREEMPTED")
+NODE_FAILS_AND_BACK = Fate("NODE_FAIL", comes_back=True)
+NODE_FAILS = Fate("NODE_FAIL", exit_code="1:0")
+TIMES_OUT = Fate("TIMEOUT", exit_code="0:1")
+RUNS_OUT_OF_MEMORY = Fate("OUT_OF_MEMORY", exit_code="0:125")
+RAISES_OUT_OF_MEMORY = Fate("FAILED", said=("failed", "out_of_memory", "MemoryError"), exit_code="1:0")
+IS_KILLED_FOR_MEMORY = Fate(
+    "FAILED", exit_code="0:9", words="slurmstepd: error: Detected 1 oom_kill event in StepId=7.0"
+)
+RAISES = Fate("FAILED", said=("failed", "error", "ValueError: no good"), exit_code="1:0")
+FILLS_THE_DISK = Fate("FAILED", said=("failed", "disk_full", "OSError: [Errno 28]"), exit_code="1:0")
+FILLS_THE_DISK_SILENTLY = Fate("FAILED", exit_code="28:0")
+# It had read a smaller budget than the member has by now.
+FINISHES_TOO_EARLY = Fate("COMPLETED", unsaved=False, said=("finished", None, None))
+GIVES_UP = Fate("FAILED", steps=0, said=("failed", "gave_up", "5 attempts in a row"), exit_code="1:0")
+IS_KILLED = Fate("FAILED", exit_code="0:9")
+NEVER_BEGINS = Fate("FAILED", begins=False, exit_code="1:0", words="srun: error: no such file")
+IS_CANCELLED = Fate("CANCELLED", exit_code="0:15")
+IS_FORGOTTEN = Fate("RUNNING", forgotten=True)
+# The scheduler takes its node for dead; the process goes on, and a second copy is started beside it.
+HAUNTS = Fate("NODE_FAIL", steps=0, unsaved=False, comes_back=True, haunts_s=200.0)
+IS_FORGOTTEN_AND_FINISHES = Fate("RUNNING", steps=0, unsaved=False, forgotten=True, haunts_s=400.0)
+
+# How the study must see each of them: the kind of failure, or None where it sees nothing.
+KIND: Mapping[Fate, str | None] = {
+    FINISHES: None,
+    REQUEUES: None,
+    PREEMPTED_AND_BACK: None,
+    NODE_FAILS_AND_BACK: None,
+    NOT_REQUEUED: "preempted",
+    PREEMPTED: "preempted",
+    NODE_FAILS: "node",
+    TIMES_OUT: "time_limit",
+    RUNS_OUT_OF_MEMORY: "out_of_memory",
+    RAISES_OUT_OF_MEMORY: "out_of_memory",
+    IS_KILLED_FOR_MEMORY: "out_of_memory",
+    RAISES: "error",
+    FILLS_THE_DISK: "disk_full",
+    FILLS_THE_DISK_SILENTLY: "disk_full",
+    FINISHES_TOO_EARLY: "outgrown",
+    GIVES_UP: "gave_up",
+    IS_KILLED: "killed",
+    NEVER_BEGINS: "launch",
+    IS_CANCELLED: "cancelled",
+    IS_FORGOTTEN: "lost",
+}
+
+
+# --- time ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class VirtualTime:
+    """Seconds that pass only when somebody sleeps."""
+
+    limit_s: float = 200_000.0
+    now: float = 1_000.0
+    then: list[Callable[[], None]] = field(default_factory=list)
+
+    def clock(self) -> float:
+        """Now."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Move on, and let happen what is due."""
+        assert seconds > 0, "a sleep that takes no time: the caller is busy"
+        self.now += seconds
+        if self.now > self.limit_s:
+            raise EndlessError(f"not done after {self.limit_s:.0f} virtual seconds")
+        for each in self.then:
+            each()
+
+
+# --- jobs ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Job:
+    """A job, or a task of an array, as the scheduler sees it."""
+
+    number: int
+    task: int | None
+    name: str
+    submission: str
+    run: str
+    run_dir: Path
+    options: Mapping[str, str]
+    visible_at: float
+    state: str = "PENDING"
+    reason: str = "Priority"
+    restart: int = 0
+    node: str = ""
+    exit_code: str = "0:0"
+    ended_at: float | None = None
+    forgotten: bool = False
+    process: Process | None = None
+    epoch: int = 0
+
+    @property
+    def id(self) -> str:
+        """`12`, or `12_3`."""
+        return f"{self.number}" if self.task is None else f"{self.number}_{self.task}"
+
+
+@dataclass(eq=False)
+class Process:
+    """A member's process on a node; it may live when the scheduler thinks otherwise."""
+
+    run_dir: Path
+    log: AttemptLog
+    alive: bool = True
+    writes: bool = False
+    journal: Journal | None = None
+
+
+class FakeCluster:
+    """A cluster of one user.
+
+    Args:
+        time: virtual.
+        fates: of each run's starts, in order; all others finish.
+        wait_s: in the queue.
+        remembers_s: how long the queue shows a job that has ended.
+        accounting: whether there is sacct.
+        accounting_lag_s: how long sacct takes an ended job for running.
+        array_limit: tasks an array may have, as `scontrol` says.
+        true_array_limit: and as sbatch thinks.
+        submit_limit: jobs of a user that have not ended.
+    """
+
+    def __init__(
+        self,
+        time: VirtualTime,
+        fates: Mapping[str, Sequence[Fate]] | None = None,
+        wait_s: float = 5.0,
+        remembers_s: float = 300.0,
+        accounting: bool = True,
+        accounting_lag_s: float = 0.0,
+        array_limit: int = 1001,
+        true_array_limit: int | None = None,
+        submit_limit: int | None = None,
+    ) -> None:
+        self.time = time
+        self.fates = defaultdict[str, deque[Fate]](deque, {run: deque(each) for run, each in (fates or {}).items()})
+        self.wait_s = wait_s
+        self.remembers_s = remembers_s
+        self.accounting = accounting
+        self.accounting_lag_s = accounting_lag_s
+        self.says_array_limit = array_limit
+        self.true_array_limit = true_array_limit or array_limit
+        self.submit_limit = submit_limit
+        self.blink_s = 4.0  # how long a job that comes back is seen as ended
+        self.silent: Callable[[float], bool] = lambda now: False
+        # One for each submission to come: None, "limit", "no_answer", "reply_lost", "late" (no answer, taken later),
+        # "shown_late" (an answer, and in the queue later), "refused", "killed_before", "killed_after".
+        self.faults: deque[str | None] = deque()
+        self.late_s = 100.0
+        self.jobs: list[Job] = []
+        self.scripts: list[str] = []
+        self.submit_times: list[float] = []
+        self.cancelled: list[str] = []
+        self.looks = 0
+        self.begun = Counter[str]()
+        self.started = Counter[str]()
+        self._processes: list[Process] = []
+        self._next = 1
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = count()
+        time.then.append(self._catch_up)
+
+    # --- what the executor asks --------------------------------------------------------------------------
+
+    def submit(self, script: Path) -> str:
+        """See `Scheduler.submit`."""
+        self._catch_up()
+        self.submit_times.append(self.time.now)
+        text = script.read_text()
+        options = dict(re.findall(r"(?m)^#SBATCH --([a-z-]+)=(.*)$", text))
+        size = int(match[1]) + 1 if (match := re.match(r"0-(\d+)%\d+$", options.get("array", ""))) else 1
+        fault = self.faults.popleft() if self.faults else None
+        if fault == "killed_before":
+            die()
+        if fault == "refused":
+            raise RefusedError("sbatch: error: invalid partition specified: nowhere")
+        if fault == "no_answer":
+            raise RefusedError("sbatch: no answer", later=True, uncertain=True)
+        if size > self.true_array_limit:
+            raise RefusedError("sbatch: error: Invalid job array specification", later=True, too_large=True)
+        if fault == "limit" or (self.submit_limit is not None and self._living() + size > self.submit_limit):
+            raise RefusedError("sbatch: error: AssocMaxSubmitJobLimit: job submit limit", later=True)
+        number = self._accept(script, text, options, size, fault)
+        if fault in ("reply_lost", "late"):
+            raise RefusedError("sbatch: error: Socket timed out on send/recv operation", later=True, uncertain=True)
+        if fault == "killed_after":
+            die()
+        return str(number)
+
+    def queue(self) -> dict[str, JobInfo] | None:
+        """See `Scheduler.queue`."""
+        self._catch_up()
+        self.looks += 1
+        if self.silent(self.time.now):
+            return None
+        return {job.id: replace(self._info(job), exit_code="") for job in self.jobs if self._shown(job)}
+
+    def accounted(self, jobs: Sequence[str]) -> dict[str, JobInfo]:
+        """See `Scheduler.accounted`."""
+        self._catch_up()
+        if not self.accounting or self.silent(self.time.now):
+            return {}
+        numbers = {int(job.split("_")[0]) for job in jobs}
+        found = {}
+        for job in self.jobs:
+            if job.number not in numbers:
+                continue
+            info = self._info(job)
+            if job.forgotten:
+                info = replace(info, state="PENDING", node="")  # nobody ever tells the database
+            elif job.ended_at is not None and self.time.now - job.ended_at < self.accounting_lag_s:
+                info = replace(info, state="RUNNING")
+            found[job.id] = info
+        return found
+
+    def array_limit(self) -> int:
+        """See `Scheduler.array_limit`."""
+        return self.says_array_limit
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        """See `Scheduler.cancel`."""
+        self._catch_up()
+        self.cancelled += jobs
+        for job in self.jobs:
+            if (job.id in jobs or str(job.number) in jobs) and not job.forgotten and job.state not in ENDED:
+                self._kill(job)
+                self._over(job, "CANCELLED", "0:15")
+
+    # --- what tests ask and do ---------------------------------------------------------------------------
+
+    def jobs_of(self, run: str) -> list[Job]:
+        """All jobs that were accepted for a run."""
+        return [job for job in self.jobs if job.run == run]
+
+    def sizes(self) -> list[int]:
+        """Of the submissions that were accepted, in order."""
+        return list(Counter(job.submission for job in self.jobs if job.submission).values())
+
+    def foreign(self, number: int, name: str = "somebody-elses", state: str = "RUNNING") -> Job:
+        """Another's job under an id of one's choice."""
+        job = Job(number, None, name, "", "", Path(), {}, self.time.now, state=state)
+        self.jobs.append(job)
+        return job
+
+    def living(self) -> list[Process]:
+        """Processes that have not ended, whatever the scheduler thinks."""
+        return [process for process in self._processes if process.alive]
+
+    # --- how it goes -------------------------------------------------------------------------------------
+
+    def _accept(self, script: Path, text: str, options: Mapping[str, str], size: int, fault: str | None) -> int:
+        manifest = json.loads((script.parent / "submission.json").read_text())
+        members = manifest["members"]
+        late_s = self.late_s if fault in ("late", "shown_late") else 0.0
+        assert len(members) == size, "the array and the manifest disagree"
+        assert options["job-name"].endswith(f"-{manifest['submission']}")
+        known = {job.number for job in self.jobs if not job.forgotten}
+        number = self._next
+        while number in known:
+            number += 1
+        self._next = number + 1
+        self.scripts.append(text)
+        for task, run in enumerate(members):
+            job = Job(
+                number=number,
+                task=task if size > 1 else None,
+                name=options["job-name"],
+                submission=manifest["submission"],
+                run=run,
+                run_dir=script.parents[2] / "runs" / run,
+                options=options,
+                visible_at=self.time.now + late_s,
+            )
+            self.jobs.append(job)
+            self._at(self.time.now + late_s + self.wait_s, job, self._start)
+        return number
+
+    def _at(self, when: float, job: Job, what: Callable[[Job], None]) -> None:
+        epoch = job.epoch
+
+        def happen() -> None:
+            if job.epoch == epoch:
+                what(job)
+
+        heapq.heappush(self._events, (when, next(self._serial), happen))
+
+    def _catch_up(self) -> None:
+        now = self.time.now
+        while self._events and self._events[0][0] <= now:
+            when, _, happen = heapq.heappop(self._events)
+            self.time.now = when
+            try:
+                happen()
+            finally:
+                self.time.now = now
+
+    def _start(self, job: Job) -> None:
+        fates = self.fates[job.run]
+        fate = fates.popleft() if fates else FINISHES
+        excluded = job.options.get("exclude", "").strip("'").split(",")
+        free = [node for node in NODES if node not in excluded]
+        job.state, job.reason = "RUNNING", "None"
+        job.node = free[(job.number + (job.task or 0)) % len(free)]
+        self.started[job.run] += 1
+        folder = job.run_dir.parents[1] / "jobs" / job.submission
+        (folder / f"{job.id}_0_log.out").touch()  # as SLURM does, and then the batch script
+        (folder / f"{STARTED}{job.id}-{job.restart}").touch()
+        if fate.begins:
+            log = AttemptLog(job.run_dir, job.submission, job.id, job.restart, job.node)
+            log.begin(checkpoint_step(job.run_dir))
+            job.process = Process(job.run_dir, log)
+            self._processes.append(job.process)
+            self.begun[job.run] += 1
+            self._take_turn(job.process)
+        self._at(self.time.now + fate.lasts_s, job, lambda each: self._end(each, fate))
+
+    def _take_turn(self, process: Process) -> bool:
+        """As the lease on a run does: one process writes, the others wait."""
+        others = [each for each in self.living() if each.run_dir == process.run_dir and each.writes]
+        if not process.writes and not others:
+            process.writes = True
+            if not is_done(process.run_dir, STEPS):
+                process.journal = continue_journal(process.run_dir)
+        return process.writes
+
+    def _end(self, job: Job, fate: Fate) -> None:
+        process = job.process
+        if process is not None and not self._take_turn(process) and fate.said is not None:
+            self._at(self.time.now + 10.0, job, lambda each: self._end(each, fate))  # waits for the other copy
+            return
+        if process is not None:
+            work(process, fate)
+        if fate.words:
+            folder = job.run_dir.parents[1] / "jobs" / job.submission
+            (folder / f"{job.id}_0_log.out").write_text(fate.words + "\n")
+        if fate.haunts_s and process is not None:
+            job.process = None
+            haunt = self.time.now + fate.haunts_s
+            heapq.heappush(self._events, (haunt, next(self._serial), lambda: finish(process)))
+        else:
+            self._kill(job)
+        if fate.forgotten:
+            job.forgotten, job.epoch = True, job.epoch + 1
+            self._next = min(self._next, job.number)
+        elif fate.comes_back:
+            job.state, job.epoch = fate.state, job.epoch + 1
+            self._at(self.time.now + self.blink_s, job, self._come_back)
+        else:
+            self._over(job, fate.state, fate.exit_code)
+
+    def _come_back(self, job: Job) -> None:
+        job.state, job.reason, job.node, job.restart = "PENDING", "BeginTime", "", job.restart + 1
+        self._at(self.time.now + self.wait_s, job, self._start)
+
+    def _over(self, job: Job, state: str, exit_code: str) -> None:
+        job.state, job.exit_code, job.ended_at, job.epoch = state, exit_code, self.time.now, job.epoch + 1
+
+    def _kill(self, job: Job) -> None:
+        if job.process is not None:
+            stop(job.process)
+            job.process = None
+
+    def _living(self) -> int:
+        return sum(job.state not in ENDED and not job.forgotten for job in self.jobs)
+
+    def _shown(self, job: Job) -> bool:
+        old = job.ended_at is not None and self.time.now - job.ended_at >= self.remembers_s
+        return not job.forgotten and not old and job.visible_at <= self.time.now
+
+    def _info(self, job: Job) -> JobInfo:
+        return JobInfo(job.id, job.state, job.node, job.reason, job.name, job.exit_code)
+
+
+# --- members -------------------------------------------------------------------------------------------------
+
+
+def continue_journal(run_dir: Path) -> Journal:
+    """As a run does: from its last checkpoint; what came after is void."""
+    step = checkpoint_step(run_dir)
+    fresh = not (run_dir / JOURNAL_FILE).exists()
+    journal = Journal(run_dir)
+    if fresh:
+        journal.header(run=run_dir.name)
+    else:
+        journal.resume(step)
+    return journal
+
+
+def metrics_at(step: int) -> dict[str, dict[str, float]]:
+    """What a deterministic recipe records at a step."""
+    return {"train": {"train/loss": 1 / step}, "eval": {"eval/heldout/pass_rate": step / (step + 1)}}
+
+
+def work(process: Process, fate: Fate) -> None:
+    """Take the steps that a fate allows, and say what it lets one say."""
+    journal = process.journal
+    if journal is not None:
+        begin = max(checkpoint_step(process.run_dir), 0)
+        # Only one that finishes reaches the budget.
+        end = STEPS if fate.steps is None else min(begin + fate.steps, STEPS - 1)
+        for step in range(begin + 1, end + 1):
+            take(journal, step)
+        if end > begin:
+            journal.checkpoint(end)
+        if fate.steps is not None and fate.unsaved:
+            take(journal, end + 1)
+        if fate.said is not None and fate.said[0] == "finished":
+            journal.end(end, "finished")
+        elif fate.said is not None and fate.said[0] == "failed":
+            journal.end(end, "failed", fate.said[2])
+    if fate.said is not None:
+        process.log.end(*fate.said)
+
+
+def take(journal: Journal, step: int) -> None:
+    """One step."""
+    for kind, metrics in metrics_at(step).items():
+        journal.record(kind, step, metrics)
+
+
+def finish(process: Process) -> None:
+    """A process that nobody waits for any more reaches the end."""
+    if process.alive:
+        work(process, FINISHES)
+        stop(process)
+
+
+def stop(process: Process) -> None:
+    """No last word."""
+    process.alive = process.writes = False
+    if process.journal is not None:
+        process.journal.close()
+
+
+def member(seed: int = 0) -> RunSpec:
+    """A run of `STEPS` steps."""
+    config = {"loss": {"choice": "cispo"}, "seed": seed, "budget": {"steps": STEPS}}
+    return make_spec(config, config, "scalerl", "scalerl")
+
+
+def whole(run_dir: Path) -> None:
+    """No record is missing, doubled or altered."""
+    view = read_journal(run_dir)
+    assert view.status == "finished"
+    for kind in ("train", "eval"):
+        records = view.of_kind(kind)
+        assert [record.step for record in records] == list(range(1, STEPS + 1)), f"{kind} of {run_dir.name}"
+        assert all(record.metrics == metrics_at(record.step)[kind] for record in records)
+    entries = [json.loads(line) for line in (run_dir / JOURNAL_FILE).read_text().splitlines()]
+    assert sum(entry["kind"] == "run" for entry in entries) == 1
+    ends = [entry["step"] for entry in entries if entry["kind"] == "end" and entry["status"] == "finished"]
+    assert ends.count(STEPS) == 1 and ends[-1] == STEPS
+    written: set[tuple[str, int]] = set()
+    for entry in entries:
+        if entry["kind"] == "resume":
+            written = {each for each in written if each[1] <= entry["step"]}
+        elif entry["kind"] in ("train", "eval"):
+            assert (entry["kind"], entry["step"]) not in written, "written twice without a resume between"
+            written.add((entry["kind"], entry["step"]))
+
+
+# --- controllers ---------------------------------------------------------------------------------------------
+
+
+class Told:
+    """An observer that remembers, and that checks the order of what it is told."""
+
+    def __init__(self) -> None:
+        self.events: dict[str, list[str]] = defaultdict(list)
+        self.ticks: list[tuple[int, int, int, int]] = []
+        self.opened = 0
+        self.closed: list[tuple[int, int]] = []
+
+    def open(self) -> None:
+        self.opened += 1
+
+    def queued(self, spec: RunSpec, run_dir: Path) -> None:
+        self._hear(spec, "queued")
+
+    def started(self, spec: RunSpec, run_dir: Path) -> None:
+        self._hear(spec, "started")
+
+    def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
+        assert reason
+        self._hear(spec, "retried")
+
+    def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
+        assert (state == "finished") == (reason is None)
+        assert (state == "finished") == is_done(run_dir, STEPS), "not the truth"
+        self._hear(spec, state)
+
+    def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
+        self.ticks.append((len(running), queued, done, failed))
+
+    def close(self, failed: int, left: int) -> None:
+        self.closed.append((failed, left))
+
+    def _hear(self, spec: RunSpec, event: str) -> None:
+        earlier = self.events[spec.run]
+        assert not earlier or earlier[-1] not in ("finished", "failed", "cancelled"), "told after the end"
+        assert not earlier or earlier[-1] != event, f"{event} twice"
+        earlier.append(event)
+
+
+class MortalLease(Lease):
+    """A lease whose holder can be killed: the operating system drops its lock, the file stays as it was."""
+
+    holder_was_killed = False
+
+    def release(self) -> None:
+        if not MortalLease.holder_was_killed:
+            super().release()
+            return
+        self._stop.set()
+        if isinstance(self._thread, threading.Thread):
+            self._thread.join()
+        self._flock.release()
+
+
+@dataclass
+class Place:
+    """A study on a fake cluster, and the controllers that come and go."""
+
+    directory: Path
+    cluster: FakeCluster
+    specs: list[RunSpec]
+    settings: JobSettings = field(default_factory=JobSettings)
+    retries: Mapping[str, int | None] = field(default_factory=retry_policy)
+
+    @property
+    def time(self) -> VirtualTime:
+        """Of the cluster."""
+        return self.cluster.time
+
+    def executor(self) -> ClusterExecutor:
+        """Of a new controller."""
+        return ClusterExecutor(
+            self.directory,
+            self.cluster,
+            self.settings,
+            "unused:entry",
+            1,
+            "study",
+            clock=self.time.clock,
+            sleep=self.time.sleep,
+        )
+
+    def run(
+        self,
+        observers: Sequence[Observer] = (),
+        detach: bool = False,
+        again: bool = True,
+        killed_at: tuple[str, int] | None = None,
+    ) -> dict[str, MemberState]:
+        """One controller's life; `killed_at` is `before` or `after`, and which write to the ledger."""
+        MortalLease.holder_was_killed = False
+        study = Study(self.directory, self.specs)
+        try:
+            with killed(*killed_at) if killed_at else nothing():
+                return study.run(self.executor(), observers, self.retries, detach=detach, again=again)
+        except Killed:
+            raise
+        finally:
+            MortalLease.holder_was_killed = False
+
+    def until_done(
+        self, kills: Iterator[tuple[str, int] | None], gap_s: float = 0.0, controllers: int = 100
+    ) -> dict[str, MemberState]:
+        """Controllers, each killed as said, until one lives to the end."""
+        for _ in range(controllers):
+            try:
+                return self.run([Told()], again=False, killed_at=next(kills, None))
+            except Killed:
+                if gap_s:
+                    self.time.sleep(gap_s)
+        raise EndlessError(f"not done after {controllers} controllers")
+
+    def events(self, run: str) -> list[dict[str, Any]]:
+        """A run's entries in the ledger."""
+        return [entry for entry in Ledger(self.directory).entries() if entry["run"] == run]
+
+    def count(self, run: str, event: str) -> int:
+        """How often a run's ledger has an event."""
+        return sum(entry["event"] == event for entry in self.events(run))
+
+    def run_dir(self, run: str) -> Path:
+        """Where it writes."""
+        return self.directory / "runs" / run
+
+    def finished_once(self, run: str) -> None:
+        """Done, said so once, and nothing missing."""
+        assert self.count(run, "finished") == 1, [entry["event"] for entry in self.events(run)]
+        assert self.count(run, "failed") == 0
+        whole(self.run_dir(run))
+
+
+@contextmanager
+def killed(where: str, number: int) -> Iterator[None]:
+    """Kill the controller before or after the n-th write to the ledger."""
+    calls = count(1)
+    original = Ledger.append_all
+
+    def append_all(ledger: Ledger, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
+        if not entries:
+            return
+        now = next(calls) == number
+        if now and where == "before":
+            die()
+        original(ledger, event, entries)
+        if now:
+            die()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ledger, "append_all", append_all)
+        yield
+
+
+def die() -> None:
+    """The controller's process ends here, and cleans nothing up."""
+    MortalLease.holder_was_killed = True
+    raise Killed
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    """No kill."""
+    yield
+
+
+def light(patch: pytest.MonkeyPatch) -> None:
+    """Leave out what costs time and is tested elsewhere: disks that sync, the code's commit."""
+    patch.setattr("os.fsync", lambda descriptor: None)
+    patch.setattr("sweeps.cluster.submission.freeze_code", lambda folder: {"commit": None})
+    patch.setattr(sweeps.study, "Lease", MortalLease)

@@ -1,0 +1,236 @@
+"""Truths about the causes of a failure: each error has its kind, each kind its number of attempts."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sweeps.cluster.attempts import Attempt
+from sweeps.cluster.executor import said, verdict
+from sweeps.cluster.scheduler import ENDED, JobInfo
+from sweeps.errors import UserError
+from sweeps.failure import BLAMES_NODE, KINDS, NEVER, first_line, kind_of, may_retry, retries
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch calls its own; only the name counts."""
+
+
+def chained(outer: BaseException, inner: BaseException, because: bool) -> BaseException:
+    """An error that another one caused, or that came up while it was handled."""
+    if because:
+        outer.__cause__ = inner
+    else:
+        outer.__context__ = inner
+    return outer
+
+
+# --- kinds ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("no"), "error"),
+        (ValueError("out of memory of what was said"), "error"),
+        (KeyError("memory"), "error"),
+        (SystemExit(3), "error"),
+        (KeyboardInterrupt(), "error"),
+        (MemoryError(), "out_of_memory"),
+        (OutOfMemoryError("CUDA out of memory"), "out_of_memory"),
+        (OutOfMemoryError(), "out_of_memory"),
+        (RuntimeError("CUDA error: out of memory"), "out_of_memory"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory"), "out_of_memory"),
+        (RuntimeError("shape mismatch"), "error"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk_full"),
+        (OSError(errno.ENOENT, "No such file"), "error"),
+        (RuntimeError("PytorchStreamWriter failed: No space left on device"), "disk_full"),
+        (RuntimeError("Disk quota exceeded"), "disk_full"),
+    ],
+    ids=repr,
+)
+def test_every_error_has_its_kind_also_behind_others(error: BaseException, kind: str) -> None:
+    assert kind_of(error) == kind
+    for because in (True, False):
+        wrapped = chained(ValueError("while saving"), error, because)
+        assert kind_of(wrapped) == kind
+        assert kind_of(chained(TypeError("at the end"), wrapped, because)) == kind
+
+
+def test_a_circle_of_errors_has_an_end() -> None:
+    one, two = ValueError("one"), ValueError("two")
+    one.__cause__, two.__cause__ = two, one
+    assert kind_of(one) == "error"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("no\nand more"), "ValueError: no"),
+        (ValueError("\n\n  late \n"), "ValueError: late"),
+        (ValueError(), "ValueError"),
+        (MemoryError(), "MemoryError"),
+        (ValueError(" \n "), "ValueError"),
+    ],
+    ids=repr,
+)
+def test_an_error_in_one_line(error: BaseException, line: str) -> None:
+    assert first_line(error) == line
+
+
+@given(st.text())
+def test_an_error_is_always_one_short_line(text: str) -> None:
+    line = first_line(ValueError(text))
+    assert len(line) <= 500
+    assert len(line.splitlines()) == 1
+
+
+# --- attempts ------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_of_every_kind_and_may_be_changed_one_by_one() -> None:
+    policy = retries()
+    assert policy == {kind: limit for kind, (_, limit) in KINDS.items()}
+    assert retries({"error": 2, "node": None}) == {**policy, "error": 2, "node": None}
+    assert retries() == policy, "the defaults stay what they are"
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, "2", True, float("inf")])
+def test_a_number_of_attempts_that_is_none_is_refused_by_name(number: object) -> None:
+    with pytest.raises(UserError, match=r"retries\.node"):
+        retries({"node": number})  # type: ignore[dict-item]
+
+
+def test_an_unknown_kind_is_refused_with_the_valid_ones() -> None:
+    with pytest.raises(UserError, match=r"retries\.nodes: .*valid: error, out_of_memory, .*cancelled"):
+        retries({"nodes": 1})
+
+
+@given(st.sampled_from(sorted(KINDS)), st.one_of(st.none(), st.integers(0, 5)), st.integers(0, 9), st.integers(0, 9))
+def test_attempts_are_counted_by_kind(kind: str, limit: int | None, spent: int, of_others: int) -> None:
+    others = {other: of_others for other in KINDS if other != kind}
+    assert may_retry({kind: limit}, kind, {**others, kind: spent}) == (limit is None or spent < limit)
+
+
+def test_what_nobody_allowed_is_not_tried_again() -> None:
+    assert not any(may_retry(NEVER, kind, {}) for kind in KINDS)
+    assert not may_retry(retries(), "a kind of tomorrow", {})
+    assert set(KINDS) == set(NEVER) and set(KINDS) >= BLAMES_NODE
+
+
+def test_errors_of_the_recipe_are_never_tried_again_by_default() -> None:
+    policy = retries()
+    assert [kind for kind, limit in policy.items() if limit == 0] == ["error", "disk_full", "gave_up", "cancelled"]
+
+
+# --- the verdict on a job ------------------------------------------------------------------------------------
+
+
+def info(state: str, exit_code: str = "1:0") -> JobInfo:
+    return JobInfo("7", state, "n3", "None", "study-abc", exit_code)
+
+
+def attempt(outcome: str | None, kind: str | None = None, reason: str | None = None) -> Attempt:
+    return Attempt("abc", "7", 0, "n3", 1.0, -1, 2.0 if outcome else None, outcome, kind, reason)
+
+
+NOT_BEGUN = None
+KILLED = attempt(None)
+
+
+@pytest.mark.parametrize(
+    ("state", "own", "words", "kind", "reason"),
+    [
+        ("COMPLETED", attempt("finished"), "", None, None),
+        ("FAILED", attempt("finished"), "", None, None),
+        ("TIMEOUT", attempt("finished"), "", None, None),
+        ("NODE_FAIL", attempt("finished"), "", None, None),
+        ("CANCELLED", KILLED, "", "cancelled", "cancelled"),
+        ("CANCELLED", NOT_BEGUN, "", "cancelled", "cancelled"),
+        ("CANCELLED", attempt("interrupted", "preempted", "SIGTERM"), "", "cancelled", "cancelled"),
+        ("OUT_OF_MEMORY", KILLED, "", "out_of_memory", "raise mem_gb"),
+        ("OUT_OF_MEMORY", attempt("failed", "error", "a worker died"), "", "out_of_memory", "raise mem_gb"),
+        ("FAILED", attempt("failed", "error", "ValueError: no"), "", "error", "ValueError: no"),
+        ("FAILED", attempt("failed"), "", "error", "failed"),
+        ("TIMEOUT", attempt("failed", "disk_full", "OSError"), "", "disk_full", "OSError"),
+        ("TIMEOUT", KILLED, "", "time_limit", "time limit"),
+        ("DEADLINE", KILLED, "", "time_limit", "time limit"),
+        ("PREEMPTED", KILLED, "", "preempted", "preempted"),
+        ("NODE_FAIL", KILLED, "", "node", "n3"),
+        ("BOOT_FAIL", NOT_BEGUN, "", "node", "n3"),
+        ("REVOKED", NOT_BEGUN, "", "cancelled", "cancelled"),
+        ("FAILED", attempt("interrupted", "preempted", "SIGTERM"), "", "preempted", "not requeued"),
+        ("FAILED", attempt("interrupted", "time_limit", "SIGUSR2"), "", "time_limit", "not requeued"),
+        ("FAILED", KILLED, "", "killed", "n3"),
+        ("FAILED", KILLED, "slurmstepd: error: Detected 1 oom_kill event", "out_of_memory", "raise mem_gb"),
+        ("FAILED", KILLED, "error: Exceeded job memory limit", "out_of_memory", "raise mem_gb"),
+        ("FAILED", NOT_BEGUN, "srun: error: no such image", "launch", "no such image"),
+        ("FAILED", NOT_BEGUN, "", "launch", "output_dir"),
+        ("COMPLETED", NOT_BEGUN, "", "launch", "never began"),
+        (None, KILLED, "", "lost", "no longer knows"),
+        (None, NOT_BEGUN, "", "lost", "no longer knows"),
+        (None, attempt("finished"), "", None, None),
+        (None, attempt("failed", "error", "ValueError: no"), "", "error", "ValueError: no"),
+        (None, attempt("interrupted", "preempted", "SIGTERM"), "", "preempted", "SIGTERM"),
+    ],
+)
+def test_scheduler_job_and_log_together_say_why(
+    state: str | None, own: Attempt | None, words: str, kind: str | None, reason: str | None
+) -> None:
+    found, why = verdict(info(state) if state else None, own, lambda: words)
+    assert found == kind
+    assert (why is None) == (reason is None)
+    assert reason is None or reason in str(why)
+
+
+@pytest.mark.parametrize("state", sorted(ENDED))
+@pytest.mark.parametrize(
+    "own", [NOT_BEGUN, KILLED, attempt("failed", "error", "no"), attempt("interrupted", "preempted", "x")]
+)
+def test_every_end_but_a_success_has_a_kind_and_a_reason(state: str, own: Attempt | None) -> None:
+    kind, reason = verdict(info(state), own, lambda: "")
+    assert kind in KINDS
+    assert reason
+
+
+def test_a_disk_that_took_no_last_word_is_known_by_the_exit_code() -> None:
+    for own in (KILLED, NOT_BEGUN):
+        assert verdict(info("FAILED", "28:0"), own, lambda: "")[0] == "disk_full"
+    assert verdict(info("FAILED", "28:0"), attempt("failed", "error", "no"), lambda: "")[0] == "error"
+    assert verdict(info("FAILED", "0:28"), KILLED, lambda: "")[0] == "killed"
+
+
+def test_the_log_is_read_only_if_it_can_tell_more() -> None:
+    def unread() -> str:
+        raise AssertionError
+
+    for state, own in (
+        ("TIMEOUT", KILLED),
+        ("FAILED", attempt("failed", "error", "no")),
+        ("COMPLETED", attempt("finished")),
+    ):
+        verdict(info(state), own, unread)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "sbatch: error: invalid partition specified: gpuu",
+        "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
+        "sbatch: error: Batch job submission failed: Invalid qos specification",
+        "sbatch: error: Batch job submission failed: Requested node configuration is not available",
+        "sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
+        "sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification",
+        "sbatch: error: something new",
+    ],
+)
+def test_a_refusal_comes_with_a_remedy(message: str) -> None:
+    text = said(message)
+    assert text.startswith(message + " -- ")
+    assert any(word in text for word in ("hydra.launcher.", "sinfo", "lower "))
+    assert os.linesep not in text

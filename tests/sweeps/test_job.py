@@ -1,0 +1,556 @@
+"""Truths about what runs on a compute node: which member, what it leaves behind, and how it ends, whatever it does.
+
+`sweeps.cluster.job` runs in a process of its own with SLURM's variables faked; its members come from this module.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sweeps.cluster import job
+from sweeps.cluster.attempts import ATTEMPTS_DIR, Attempt, AttemptLog, attempts
+from sweeps.cluster.job import DISK_FULL_CODE, idle_attempts
+from sweeps.executor import LOG_FILE
+from sweeps.failure import MAX_IDLE_ATTEMPTS
+from sweeps.interruption import RunInterruptedError, interruption
+from sweeps.journal import Journal
+
+TOKEN = "hf_" + "b2" * 15
+LOGIN = "https://me:hunter2hunter2@mlflow.example"
+
+
+# --- members: called in the job, by name ---------------------------------------------------------------------
+
+
+def finish(run_dir: Path) -> None:
+    """Say something on every way that leads to a terminal."""
+    print("printed")
+    print("complained", file=sys.stderr)
+    os.write(1, b"written\n")
+    (run_dir / "ran").write_text(os.environ.get("SLURM_PROCID", "0"))
+
+
+def leave(run_dir: Path) -> None:
+    """Which is no success, whatever the code."""
+    sys.exit(0)
+
+
+def fail(run_dir: Path) -> None:
+    """As an error of the recipe, with secrets in it."""
+    raise ValueError(f"cannot reach {LOGIN} with {TOKEN} and {os.environ['MY_API_KEY']}\nand more")
+
+
+def run_out_of_memory(run_dir: Path) -> None:
+    """Of the host."""
+    raise MemoryError
+
+
+def run_out_of_gpu_memory(run_dir: Path) -> None:
+    """As torch says it, wrapped by somebody."""
+
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    try:
+        raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    except RuntimeError as error:
+        raise ValueError("the step failed") from error
+
+
+def fill_the_disk(run_dir: Path) -> None:
+    """As the kernel says it."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir / "checkpoint"))
+
+
+def fill_the_disk_while_saving(run_dir: Path) -> None:
+    """As torch's streams say it."""
+    raise RuntimeError("basic_ios::clear: iostream error: No space left on device")
+
+
+def wait_for_a_signal(run_dir: Path) -> None:
+    """Work until asked to stop; save; stop."""
+    (run_dir / "begun").touch()
+    deadline = time.monotonic() + 60
+    while not interruption.requested:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (run_dir / "saved").touch()
+    raise RunInterruptedError(f"at step 7 ({interruption.reason})")
+
+
+def stop_at_once(run_dir: Path) -> None:
+    """As one that was asked before it began."""
+    raise RunInterruptedError("at step 7 (SIGUSR2)")
+
+
+# --- the tests' side -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """A process."""
+
+    pid: int
+
+    def wait(self) -> int:
+        """For its end; its exit code."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@dataclass
+class Submission:
+    """A submission's folder, and what its manifest says."""
+
+    study: Path
+    entry: Callable[[Path], None] = finish
+    members: tuple[str, ...] = ("one",)
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder = self.study / "jobs" / "abc"
+        self.folder.mkdir(parents=True)
+        facts = {
+            "submission": "abc",
+            "entry": f"{__name__}:{self.entry.__name__}",
+            "members": self.members,
+            "timeout_min": 60,
+            "signal_delay_s": 120,
+            "max_num_timeout": None,
+            **self.manifest,
+        }
+        (self.folder / "submission.json").write_text(json.dumps(facts))
+
+    @property
+    def marker(self) -> Path:
+        """The file that asks for a requeue."""
+        return self.folder / "requeue-77-0"
+
+    def run_dir(self, run: str = "one") -> Path:
+        return self.study / "runs" / run
+
+    def start(self, before: Callable[[], None] | None = None, /, **variables: str) -> Job:
+        """A job; `before` is called in its process first."""
+        output = self.study / "output"
+        pid = os.fork()  # nothing is imported again
+        if pid == 0:
+            code = 99
+            try:
+                for name in [name for name in os.environ if name.startswith(("SLURM", "SUBMITIT"))]:
+                    del os.environ[name]
+                os.environ |= {
+                    "SLURM_JOB_ID": "77",
+                    "SLURMD_NODENAME": "node-9",
+                    "SCALERL_REQUEUE_FILE": str(self.marker),
+                    "MY_API_KEY": "a-key-of-mine",
+                    **variables,
+                }
+                descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+                os.dup2(descriptor, 1)
+                os.dup2(descriptor, 2)
+                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+                interruption.clear()
+                (before or (lambda: None))()
+                code = job.main([str(self.folder)])
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+        return Job(pid)
+
+    def run(self, before: Callable[[], None] | None = None, /, **variables: str) -> int:
+        """A job from begin to end; its exit code."""
+        return self.start(before, **variables).wait()
+
+    def interrupt(self, number: signal.Signals, **variables: str) -> int:
+        """A job that gets a signal when its member works."""
+        started = self.start(None, **variables)
+        deadline = time.monotonic() + 60
+        while not (self.run_dir() / "begun").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(started.pid, number)
+        return started.wait()
+
+    @property
+    def said(self) -> str:
+        """What the job said outside of its member's log."""
+        return (self.study / "output").read_text()
+
+    def attempts(self, run: str = "one") -> list[Attempt]:
+        return attempts(self.run_dir(run))
+
+
+def checkpoint(run_dir: Path, step: int) -> None:
+    """A journal with a checkpoint."""
+    journal = Journal(run_dir)
+    journal.header(run="one")
+    journal.checkpoint(step)
+    journal.close()
+
+
+def earlier(submission: Submission, count: int, step: int, outcome: str | None, kind: str | None = None) -> None:
+    """Attempts of this job that ended before."""
+    for number in range(count):
+        log = AttemptLog(submission.run_dir(), "abc", "77", number, "node-1")
+        log.begin(step)
+        if outcome is not None:
+            log.end(outcome, kind, "before")
+
+
+# --- how a member ends ---------------------------------------------------------------------------------------
+
+
+def test_a_member_that_finishes_says_so(tmp_path: Path) -> None:
+    here = Submission(tmp_path)
+    assert here.run() == 0
+    (attempt,) = here.attempts()
+    assert (attempt.submission, attempt.job, attempt.restart, attempt.node) == ("abc", "77", 0, "node-9")
+    assert (attempt.outcome, attempt.kind, attempt.reason, attempt.step) == ("finished", None, None, -1)
+    assert attempt.ended is not None and attempt.began <= attempt.ended
+    assert not here.marker.exists()
+
+
+def test_all_that_a_member_says_is_in_its_own_log_behind_what_was_there(tmp_path: Path) -> None:
+    here = Submission(tmp_path)
+    here.run_dir().mkdir(parents=True)
+    (here.run_dir() / LOG_FILE).write_text("of an earlier attempt\n")
+    here.run()
+    assert sorted((here.run_dir() / LOG_FILE).read_text().splitlines()) == [
+        "complained",
+        "of an earlier attempt",
+        "printed",
+        "written",
+    ]
+    assert here.said == ""
+
+
+def test_a_log_is_its_owners_alone(tmp_path: Path) -> None:
+    here = Submission(tmp_path)
+    here.run()
+    assert stat.S_IMODE((here.run_dir() / LOG_FILE).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("entry", "kind", "reason"),
+    [
+        (fail, "error", "ValueError: cannot reach https://***@mlflow.example with *** and ***"),
+        (run_out_of_memory, "out_of_memory", "MemoryError"),
+        (run_out_of_gpu_memory, "out_of_memory", "ValueError: the step failed"),
+        (fill_the_disk, "disk_full", "OSError: [Errno 28] No space left on device"),
+        (fill_the_disk_while_saving, "disk_full", "RuntimeError: basic_ios::clear"),
+        (leave, "error", "SystemExit: 0"),
+    ],
+)
+def test_a_member_that_fails_says_why_and_asks_for_no_requeue(
+    tmp_path: Path, entry: Callable[[Path], None], kind: str, reason: str
+) -> None:
+    here = Submission(tmp_path, entry)
+    assert here.run() == (DISK_FULL_CODE if kind == "disk_full" else 1)
+    (attempt,) = here.attempts()
+    assert (attempt.outcome, attempt.kind) == ("failed", kind)
+    assert attempt.reason is not None and attempt.reason.startswith(reason)
+    assert not here.marker.exists()
+    assert "Traceback" in (here.run_dir() / LOG_FILE).read_text()
+
+
+def test_secrets_in_an_error_are_written_down_nowhere(tmp_path: Path) -> None:
+    here = Submission(tmp_path, fail)
+    here.run()
+    written = here.said + "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    assert "cannot reach" in written
+    for secret in ("hunter2hunter2", TOKEN, "a-key-of-mine"):
+        assert secret not in written
+
+
+def test_an_entry_that_cannot_be_imported_is_an_error_that_is_written_down(tmp_path: Path) -> None:
+    here = Submission(tmp_path, manifest={"entry": "no_such_module:entry"})
+    assert here.run() == 1
+    assert here.attempts()[0].reason == "ModuleNotFoundError: No module named 'no_such_module'"
+
+
+def test_a_disk_that_is_full_even_for_the_last_word_is_still_a_failure(tmp_path: Path) -> None:
+    here = Submission(tmp_path, fill_the_disk)
+
+    def nothing_can_be_written() -> None:
+        def full(*arguments: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        AttemptLog.end = full  # type: ignore[method-assign, assignment]
+
+    assert here.run(nothing_can_be_written) == DISK_FULL_CODE
+    assert here.attempts()[0].outcome is None
+    assert "No space left on device" in (here.run_dir() / LOG_FILE).read_text()
+
+
+def test_a_disk_that_is_full_when_a_member_was_interrupted_is_told_by_the_exit_code(tmp_path: Path) -> None:
+    here = Submission(tmp_path, stop_at_once)
+
+    def nothing_can_be_written() -> None:
+        def full(*arguments: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        AttemptLog.end = full  # type: ignore[method-assign, assignment]
+
+    assert here.run(nothing_can_be_written) in (1, DISK_FULL_CODE)
+    assert here.marker.exists()
+
+
+# --- signals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_member_that_is_asked_to_stop_saves_and_asks_for_a_requeue(tmp_path: Path, number: signal.Signals) -> None:
+    here = Submission(tmp_path, wait_for_a_signal)
+    assert here.interrupt(number) == 1
+    assert (here.run_dir() / "saved").exists()
+    (attempt,) = here.attempts()
+    assert (attempt.outcome, attempt.kind) == ("interrupted", "preempted")
+    assert attempt.reason == f"at step 7 ({number.name})"
+    assert here.marker.exists()
+    assert stat.S_IMODE(here.marker.stat().st_mode) == 0o600
+
+
+def test_the_signal_is_the_one_that_the_batch_script_asked_for(tmp_path: Path) -> None:
+    here = Submission(tmp_path, wait_for_a_signal)
+    assert here.interrupt(signal.SIGUSR1, SUBMITIT_PREEMPT_SIGNAL="USR1") == 1
+    assert here.attempts()[0].reason == "at step 7 (SIGUSR1)"
+
+
+def jump(seconds: float) -> Callable[[], None]:
+    """The clock jumps once the job has begun."""
+
+    def patch() -> None:
+        real, looks = time.time, iter([0.0])
+        job.time = SimpleNamespace(  # type: ignore[assignment, attr-defined]
+            time=lambda: real() + next(looks, seconds), monotonic=time.monotonic, sleep=time.sleep
+        )
+
+    return patch
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kind"), [(60, "preempted"), (3300, "preempted"), (3420, "time_limit"), (3480, "time_limit")]
+)
+def test_a_warning_near_the_time_limit_is_the_time_limits(tmp_path: Path, seconds: int, kind: str) -> None:
+    here = Submission(tmp_path, stop_at_once)
+    assert here.run(jump(seconds)) == 1
+    assert here.attempts()[0].kind == kind
+    assert here.marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("limit", "reached", "gives_up"), [(0, 0, True), (1, 0, False), (1, 1, True), (3, 2, False), (3, 3, True)]
+)
+def test_a_job_may_reach_its_time_limit_so_many_times_and_no_more(
+    tmp_path: Path, limit: int, reached: int, gives_up: bool
+) -> None:
+    here = Submission(tmp_path, stop_at_once, manifest={"max_num_timeout": limit})
+    for number in range(reached):
+        log = AttemptLog(here.run_dir(), "abc", "77", number, "node-1")
+        log.begin(number)
+        log.end("interrupted", "time_limit", "before")
+    assert here.run(jump(3480), SLURM_RESTART_COUNT=str(reached)) == 1
+    last = here.attempts()[-1]
+    assert (last.outcome, last.kind) == (("failed", "gave_up") if gives_up else ("interrupted", "time_limit"))
+    assert here.marker.exists() is not gives_up
+    if gives_up:
+        assert f"max_num_timeout={limit}" in str(last.reason)
+
+
+def test_preemptions_do_not_count_as_time_limits(tmp_path: Path) -> None:
+    here = Submission(tmp_path, stop_at_once, manifest={"max_num_timeout": 1})
+    for number in range(3):
+        log = AttemptLog(here.run_dir(), "abc", "77", number, "node-1")
+        log.begin(number)
+        log.end("interrupted", "preempted", "before")
+    assert here.run(jump(3480), SLURM_RESTART_COUNT="3") == 1
+    assert here.attempts()[-1].outcome == "interrupted"
+
+
+def test_a_signal_before_the_member_begins_is_not_lost(tmp_path: Path) -> None:
+    here = Submission(tmp_path, wait_for_a_signal)
+
+    def signal_while_it_waits() -> None:
+        original = job._wait_for
+
+        def wait(path: Path) -> dict[str, Any]:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            return original(path)
+
+        job._wait_for = wait
+
+    assert here.run(signal_while_it_waits) == 1
+    assert here.attempts()[0].outcome == "interrupted"
+
+
+# --- chains that get nowhere ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", [None, "interrupted"])
+def test_a_chain_of_attempts_without_a_new_checkpoint_is_given_up(tmp_path: Path, outcome: str | None) -> None:
+    here = Submission(tmp_path)
+    checkpoint(here.run_dir(), 6)
+    earlier(here, MAX_IDLE_ATTEMPTS, 6, outcome)
+    assert here.run(SLURM_RESTART_COUNT="5") == 1
+    last = here.attempts()[-1]
+    assert (last.outcome, last.kind) == ("failed", "gave_up")
+    assert f"{MAX_IDLE_ATTEMPTS} attempts in a row" in str(last.reason) and "step 6" in str(last.reason)
+    assert not (here.run_dir() / "ran").exists()
+    assert not here.marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("count", "step", "outcome"),
+    [(MAX_IDLE_ATTEMPTS - 1, 6, None), (MAX_IDLE_ATTEMPTS, 5, None), (MAX_IDLE_ATTEMPTS, 6, "failed")],
+)
+def test_a_chain_that_gets_on_goes_on(tmp_path: Path, count: int, step: int, outcome: str | None) -> None:
+    here = Submission(tmp_path)
+    checkpoint(here.run_dir(), 6)
+    earlier(here, count, step, outcome)
+    assert here.run(SLURM_RESTART_COUNT=str(count)) == 0
+    assert here.attempts()[-1].step == 6
+
+
+def test_idle_attempts_are_counted_back_from_the_last() -> None:
+    def attempt(step: int, outcome: str | None) -> Attempt:
+        return Attempt("abc", "77", 0, "n", 0.0, step, 1.0, outcome)
+
+    idle, moved, failed = attempt(6, None), attempt(5, None), attempt(6, "failed")
+    assert idle_attempts([], 6) == 0
+    assert idle_attempts([idle, idle], 6) == 2
+    assert idle_attempts([idle, moved, idle], 6) == 1
+    assert idle_attempts([idle, failed], 6) == 0
+    assert idle_attempts([idle, idle], 7) == 0
+
+
+# --- which member, which rank --------------------------------------------------------------------------------
+
+
+def test_a_task_of_an_array_runs_its_own_member_under_its_own_name(tmp_path: Path) -> None:
+    here = Submission(tmp_path, members=("one", "two", "three"))
+    variables = {"SLURM_JOB_ID": "79", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "2"}
+    assert here.run(None, **variables, SLURM_RESTART_COUNT="4") == 0
+    (attempt,) = here.attempts("three")
+    assert (attempt.job, attempt.restart) == ("77_2", 4)
+    assert here.attempts("one") == here.attempts("two") == []
+
+
+def test_a_rank_that_only_trains_leaves_no_attempt_and_has_a_log_of_its_own(tmp_path: Path) -> None:
+    here = Submission(tmp_path)
+    assert here.run(SLURM_PROCID="1") == 0
+    assert here.attempts() == []
+    assert "printed" in (here.run_dir() / "log.rank1.txt").read_text()
+    assert not (here.run_dir() / LOG_FILE).exists()
+    assert (here.run_dir() / "ran").read_text() == "1"
+
+
+def test_a_rank_that_only_trains_fails_with_a_masked_traceback_and_leaves_an_interruption_to_rank_0(
+    tmp_path: Path,
+) -> None:
+    here = Submission(tmp_path / "a", fail)
+    assert here.run(SLURM_PROCID="3") == 1
+    said = (here.run_dir() / "log.rank3.txt").read_text()
+    assert "ValueError" in said and TOKEN not in said and "hunter2hunter2" not in said
+    there = Submission(tmp_path / "b", stop_at_once)
+    assert there.run(SLURM_PROCID="3") == 0
+    assert not there.marker.exists()
+
+
+# --- nothing to begin with -----------------------------------------------------------------------------------
+
+
+def test_a_manifest_that_is_not_visible_is_waited_for_and_then_named(tmp_path: Path) -> None:
+    here = Submission(tmp_path)
+    (here.folder / "submission.json").unlink()
+    begin = time.monotonic()
+
+    def impatient() -> None:
+        job._VISIBLE_S = 1.0
+
+    assert here.run(impatient) == 1
+    assert time.monotonic() - begin >= 1.0
+    assert "the member could not begin on" in here.said
+    assert "submission.json is not there; the study's output_dir must be on a file system" in here.said
+    assert here.said.count("\n") == 1
+
+
+def test_a_manifest_that_becomes_visible_late_is_found(tmp_path: Path) -> None:
+    here = Submission(tmp_path)
+    path = here.folder / "submission.json"
+    text = path.read_text()
+    path.unlink()
+    started = here.start()
+    time.sleep(0.3)
+    (here.folder / ".new").write_text(text)
+    (here.folder / ".new").rename(path)
+    assert started.wait() == 0
+    assert here.attempts()[0].outcome == "finished"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"members": []}'])
+def test_a_manifest_that_makes_no_sense_ends_the_job_in_one_line(tmp_path: Path, text: str) -> None:
+    here = Submission(tmp_path)
+    (here.folder / "submission.json").write_text(text)
+    assert here.run() == 1
+    assert here.said.startswith("scalerl: the member could not begin on")
+    assert "Traceback" not in here.said
+
+
+# --- the files of attempts -----------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    AttemptLog(tmp_path, "abc", "1", 0, "n").begin(3)
+    folder = tmp_path / ATTEMPTS_DIR
+    (folder / "torn.jsonl").write_text('{"submission": "abc", "job"')
+    (folder / "other.jsonl").write_text('{"began": 1, "what": 2}\n')
+    (folder / "bytes.jsonl").write_bytes(b"\xff\xfe\n")
+    (folder / "note.txt").write_text("hello")
+    assert [attempt.job for attempt in attempts(tmp_path)] == ["1"]
+    assert attempts(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("text", ["7", "[1]", "null", '"began"'])
+def test_what_is_no_attempt_is_passed_over(tmp_path: Path, text: str) -> None:
+    AttemptLog(tmp_path, "abc", "1", 0, "n").begin(3)
+    (tmp_path / ATTEMPTS_DIR / "other.jsonl").write_text(f"{text}\n")
+    assert [attempt.job for attempt in attempts(tmp_path)] == ["1"]
+
+
+def test_a_torn_last_word_is_no_last_word(tmp_path: Path) -> None:
+    log = AttemptLog(tmp_path, "abc", "1", 0, "n")
+    log.begin(3)
+    (path,) = (tmp_path / ATTEMPTS_DIR).iterdir()
+    whole = path.read_text()
+    log.end("finished")
+    path.write_text(path.read_text()[:-9])
+    assert attempts(tmp_path)[0].outcome is None
+    assert path.read_text().startswith(whole)
+
+
+def test_attempts_are_in_the_order_in_which_they_began(tmp_path: Path) -> None:
+    for name, restart in (("9", 0), ("9", 1), ("10", 0), ("2", 0)):
+        AttemptLog(tmp_path, "abc", name, restart, "n").begin(0)
+    assert [(each.job, each.restart) for each in attempts(tmp_path)] == [("9", 0), ("9", 1), ("10", 0), ("2", 0)]
+
+
+def test_the_last_word_of_a_forgotten_job_is_not_that_of_the_one_which_got_its_id(tmp_path: Path) -> None:
+    forgotten, new = (AttemptLog(tmp_path, name, "1", 0, "n") for name in ("abc", "def"))
+    forgotten.begin(0)
+    new.begin(0)
+    forgotten.end("failed", "error", "of the forgotten one")
+    (running,) = (each for each in attempts(tmp_path) if each.submission == "def")
+    assert running.outcome is None

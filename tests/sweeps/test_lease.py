@@ -1,0 +1,424 @@
+"""Truths about a lease, with real processes: of those who want to write, one does, and the next follows at once.
+
+A holder on another machine is imitated by its file: this machine's lock does not know of it, and a thread (or nobody)
+beats for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sweeps.lease import Lease, LeaseHeldError, LeaseLostError, alive, held
+
+BEAT_S = 0.05
+EXPIRY_S = 0.6
+PATIENCE_S = 30.0
+
+
+def lease(directory: Path, **owner: str) -> Lease:
+    return Lease(directory, owner=dict(owner), beat_s=BEAT_S, expiry_s=EXPIRY_S)
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextmanager
+def process(work: Callable[[], None]) -> Iterator[int]:
+    """Another process on this machine, killed at the end."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def holds(directory: Path) -> Callable[[], None]:
+    """Holds the lease until it is killed."""
+
+    def work() -> None:
+        lease(directory, job="41").acquire()
+        (directory / "held").touch()
+        time.sleep(PATIENCE_S)
+
+    return work
+
+
+def file_of(directory: Path) -> Path:
+    return directory / ".writer.json"
+
+
+def write(directory: Path, text: str) -> None:
+    """As the file server shows it, never half."""
+    directory.mkdir(exist_ok=True)
+    unfinished = directory / ".unfinished"
+    unfinished.write_text(text)
+    unfinished.replace(file_of(directory))
+
+
+def elsewhere(beat: int = 0, token: str = "theirs") -> str:
+    return json.dumps({"host": "another-machine", "pid": 7, "token": token, "beat": beat})
+
+
+class Elsewhere:
+    """A holder on another machine: beats until told to stop."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._stop = threading.Event()
+        write(directory, elsewhere())
+
+    def _beat(self) -> None:
+        beat = 0
+        while not self._stop.wait(BEAT_S):
+            beat += 1
+            write(self._directory, elsewhere(beat))
+
+    def __enter__(self) -> Elsewhere:
+        self._thread = threading.Thread(target=self._beat)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *nothing: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+# --- on one machine ------------------------------------------------------------------------------------------
+
+
+def test_of_two_processes_one_wins_and_the_other_is_told_who(tmp_path: Path) -> None:
+    with process(holds(tmp_path)) as pid:
+        until((tmp_path / "held").exists)
+        begin = time.monotonic()
+        with pytest.raises(LeaseHeldError, match=rf"job 41, process {pid} on .* is at work here"):
+            lease(tmp_path).acquire()
+        assert time.monotonic() - begin < EXPIRY_S, "nobody waits for a process on the same machine"
+        assert held(tmp_path, "writer")
+
+
+def test_a_holder_that_is_killed_hands_over_at_once(tmp_path: Path) -> None:
+    with process(holds(tmp_path)) as pid:
+        until((tmp_path / "held").exists)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not held(tmp_path, "writer"))
+        begin = time.monotonic()
+        mine = lease(tmp_path)
+        mine.acquire()
+        assert time.monotonic() - begin < EXPIRY_S
+        mine.check()
+        mine.release()
+
+
+def test_a_lease_that_was_released_is_free_at_once(tmp_path: Path) -> None:
+    for _ in range(3):
+        begin = time.monotonic()
+        with lease(tmp_path) as mine:
+            mine.acquire()
+            mine.check()
+            assert held(tmp_path, "writer")
+            assert alive(tmp_path)
+        assert time.monotonic() - begin < EXPIRY_S
+        assert not held(tmp_path, "writer")
+        assert alive(tmp_path) is None
+
+
+def test_one_that_waits_gets_its_turn(tmp_path: Path) -> None:
+    def work() -> None:
+        with lease(tmp_path) as theirs:
+            theirs.acquire()
+            (tmp_path / "held").touch()
+            until((tmp_path / "go").exists)
+        time.sleep(PATIENCE_S)
+
+    with process(work):
+        until((tmp_path / "held").exists)
+        threading.Timer(0.3, (tmp_path / "go").touch).start()
+        mine = lease(tmp_path)
+        mine.acquire(wait_s=PATIENCE_S)
+        mine.check()
+        mine.release()
+
+
+def test_a_lease_is_released_by_whichever_thread_does_it(tmp_path: Path) -> None:
+    first, second = lease(tmp_path), lease(tmp_path)
+    first.acquire()
+    releaser = threading.Thread(target=first.release)
+    releaser.start()
+    releaser.join()
+    try:
+        second.acquire()
+        second.release()
+    finally:
+        first.release()
+
+
+def test_waiting_ends_when_it_is_over_or_given_up(tmp_path: Path) -> None:
+    first = lease(tmp_path)
+    first.acquire()
+    begin = time.monotonic()
+    with pytest.raises(LeaseHeldError):
+        lease(tmp_path).acquire(wait_s=0.3)
+    assert 0.3 <= time.monotonic() - begin < 5
+    asked = iter([False, True, True])
+    with pytest.raises(LeaseHeldError):
+        lease(tmp_path).acquire(wait_s=None, give_up=lambda: next(asked))
+    first.check()
+    first.release()
+
+
+def test_two_names_in_one_directory_are_two_leases(tmp_path: Path) -> None:
+    one, two = Lease(tmp_path, "one"), Lease(tmp_path, "two")
+    one.acquire()
+    two.acquire()
+    one.check()
+    two.check()
+    one.release()
+    two.release()
+
+
+def test_a_lease_needs_no_directory_beforehand(tmp_path: Path) -> None:
+    with lease(tmp_path / "a" / "b") as mine:
+        mine.acquire()
+        mine.check()
+
+
+def test_what_was_never_held_is_free(tmp_path: Path) -> None:
+    assert not held(tmp_path, "writer")
+    assert alive(tmp_path) is None
+    assert lease(tmp_path).holder() == "another process"
+
+
+def test_many_contenders_never_hold_it_together(tmp_path: Path) -> None:
+    rounds, contenders = 3, 5
+    journal = tmp_path / "journal"
+
+    def say(text: str) -> None:
+        descriptor = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(descriptor, f"{text} {os.getpid()}\n".encode())
+        os.close(descriptor)
+
+    def work() -> None:
+        for _ in range(rounds):
+            with lease(tmp_path / "place") as mine:
+                mine.acquire(wait_s=PATIENCE_S)
+                mine.check()
+                say("begin")
+                time.sleep(0.01)
+                mine.check()
+                say("end")
+        say("done")
+        time.sleep(PATIENCE_S)
+
+    with process(work), process(work), process(work), process(work), process(work):
+        until(lambda: journal.exists() and journal.read_text().count("done") == contenders)
+    lines = [line.split() for line in journal.read_text().splitlines() if not line.startswith("done")]
+    assert len(lines) == 2 * rounds * contenders
+    for begin, end in zip(lines[::2], lines[1::2], strict=True):
+        assert (begin[0], end[0]) == ("begin", "end") and begin[1] == end[1], lines
+
+
+# --- from machine to machine ---------------------------------------------------------------------------------
+
+
+def test_a_holder_elsewhere_that_beats_keeps_it(tmp_path: Path) -> None:
+    with Elsewhere(tmp_path):
+        begin = time.monotonic()
+        with pytest.raises(LeaseHeldError, match="process 7 on another-machine"):
+            lease(tmp_path).acquire(wait_s=2 * EXPIRY_S)
+        assert time.monotonic() - begin >= 2 * EXPIRY_S
+        assert held(tmp_path, "writer", EXPIRY_S)
+
+
+def test_a_holder_elsewhere_that_fell_silent_is_followed_after_its_time_and_not_before(tmp_path: Path) -> None:
+    with Elsewhere(tmp_path):
+        time.sleep(3 * BEAT_S)
+    begin = time.monotonic()
+    mine = lease(tmp_path)
+    mine.acquire()
+    assert EXPIRY_S <= time.monotonic() - begin < EXPIRY_S + 5
+    mine.check()
+    mine.release()
+
+
+def test_how_old_a_holders_file_is_does_not_matter(tmp_path: Path) -> None:
+    """Clocks of two machines are never compared: an hour-old file may be a holder's whose clock is an hour behind."""
+    write(tmp_path, elsewhere())
+    for hours in (-1, 1):
+        os.utime(file_of(tmp_path), (time.time() + 3600 * hours,) * 2)
+        begin = time.monotonic()
+        mine = lease(tmp_path)
+        mine.acquire()
+        assert time.monotonic() - begin >= EXPIRY_S
+        mine.release()
+        write(tmp_path, elsewhere())
+
+
+def test_a_holder_elsewhere_that_releases_is_followed_at_once(tmp_path: Path) -> None:
+    write(tmp_path, json.dumps({**json.loads(elsewhere()), "released": True}))
+    begin = time.monotonic()
+    with lease(tmp_path) as mine:
+        mine.acquire()
+        assert time.monotonic() - begin < EXPIRY_S
+    slow = Lease(tmp_path, beat_s=BEAT_S, expiry_s=PATIENCE_S)
+    write(tmp_path, elsewhere())
+    released = threading.Timer(0.3, write, (tmp_path, json.dumps({**json.loads(elsewhere()), "released": True})))
+    released.start()
+    begin = time.monotonic()
+    slow.acquire()
+    assert time.monotonic() - begin < PATIENCE_S / 2
+    slow.release()
+
+
+def test_giving_up_ends_the_watch_over_a_holder_elsewhere(tmp_path: Path) -> None:
+    write(tmp_path, elsewhere())
+    slow = Lease(tmp_path, beat_s=BEAT_S, expiry_s=PATIENCE_S)
+    begin = time.monotonic()
+    with pytest.raises(LeaseHeldError):
+        slow.acquire(wait_s=None, give_up=lambda: True)
+    assert time.monotonic() - begin < 5
+    mine = lease(tmp_path)
+    mine.acquire()  # the lock of this machine was let go
+    mine.release()
+
+
+def test_after_a_takeover_the_old_holder_may_write_nothing_more(tmp_path: Path) -> None:
+    mine = lease(tmp_path)
+    mine.acquire()
+    mine.check()
+    write(tmp_path, elsewhere())
+    with pytest.raises(LeaseLostError, match="taken over by process 7 on another-machine"):
+        mine.check()
+    time.sleep(3 * BEAT_S)
+    assert json.loads(file_of(tmp_path).read_text())["token"] == "theirs", "it beat over the new holder's file"
+    with pytest.raises(LeaseLostError):
+        mine.check()
+    mine.release()
+    assert "released" not in file_of(tmp_path).read_text(), "it released what is another's"
+
+
+def test_once_lost_it_stays_lost(tmp_path: Path) -> None:
+    """Also when the other is gone again: it may have written in between."""
+    mine = lease(tmp_path)
+    mine.acquire()
+    own = file_of(tmp_path).read_text()
+    write(tmp_path, elsewhere())
+    with pytest.raises(LeaseLostError):
+        mine.check()
+    write(tmp_path, own)
+    with pytest.raises(LeaseLostError):
+        mine.check()
+    mine.release()
+
+
+def test_once_lost_it_stays_lost_also_when_the_file_server_was_away_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sweeps.lease._READ_PAUSE_S", 0.001)
+    mine = lease(tmp_path)
+    mine.acquire()
+    own = file_of(tmp_path).read_text()
+    write(tmp_path, elsewhere())
+    for text in (None, "{", own):
+        if text is not None:
+            write(tmp_path, text)
+        with pytest.raises(LeaseLostError):
+            mine.check()
+    mine.release()
+
+
+def test_a_holder_that_slept_finds_out_when_it_wakes(tmp_path: Path) -> None:
+    """A machine that was suspended: nobody checked and nobody beat while another took over."""
+    told = tmp_path / "told"
+
+    def work() -> None:
+        mine = lease(tmp_path)
+        mine.acquire()
+        (tmp_path / "held").touch()
+        until((tmp_path / "go").exists)
+        try:
+            mine.check()
+        except LeaseLostError:
+            told.touch()
+
+    with process(work) as pid:
+        until((tmp_path / "held").exists)
+        os.kill(pid, signal.SIGSTOP)
+        write(tmp_path, elsewhere())
+        (tmp_path / "go").touch()
+        os.kill(pid, signal.SIGCONT)
+        until(told.exists)
+    assert json.loads(file_of(tmp_path).read_text())["token"] == "theirs"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "\x00" * 40, '{"host": 3}'])
+def test_a_file_of_garbage_keeps_nobody_out_for_ever(tmp_path: Path, text: str) -> None:
+    write(tmp_path, text)
+    assert isinstance(lease(tmp_path).holder(), str)
+    held(tmp_path, "writer")
+    mine = lease(tmp_path)
+    mine.acquire(wait_s=PATIENCE_S)
+    mine.check()
+    mine.release()
+
+
+def test_a_beat_that_shows_somebody_is_never_older_than_a_few_beats(tmp_path: Path) -> None:
+    with lease(tmp_path) as mine:
+        mine.acquire()
+        seen = set()
+        until(lambda: len(seen.add(file_of(tmp_path).read_text()) or seen) >= 4)  # type: ignore[func-returns-value]
+
+
+def test_no_file_is_left_half_written(tmp_path: Path) -> None:
+    with lease(tmp_path) as mine:
+        mine.acquire()
+        begin = time.monotonic()
+        while time.monotonic() - begin < 5 * BEAT_S:
+            assert json.loads(file_of(tmp_path).read_text())["token"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".writer.json", ".writer.lock"]
+
+
+def test_a_file_server_that_is_away_for_a_moment_costs_nobody_the_lease(tmp_path: Path) -> None:
+    mine = lease(tmp_path)
+    mine.acquire()
+    away = tmp_path / "away"
+    file_of(tmp_path).rename(away)
+    file_of(tmp_path).mkdir()  # reading it is an error now, as on a stale handle
+    time.sleep(4 * BEAT_S)
+    file_of(tmp_path).rmdir()
+    away.rename(file_of(tmp_path))
+    before = file_of(tmp_path).read_text()
+    try:
+        mine.check()
+        until(lambda: file_of(tmp_path).read_text() != before)
+    finally:
+        mine.release()
+
+
+def test_a_lease_that_could_not_be_written_down_is_not_held(tmp_path: Path) -> None:
+    broken = lease(tmp_path)
+    file_of(tmp_path).mkdir(parents=True)
+    with pytest.raises(OSError):
+        broken.acquire(wait_s=PATIENCE_S)
+    file_of(tmp_path).rmdir()
+    mine = lease(tmp_path)
+    mine.acquire()
+    mine.release()

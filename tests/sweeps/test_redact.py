@@ -1,0 +1,245 @@
+"""Truths about secrets: none is written down, and nothing else is changed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from sweeps.cluster.attempts import AttemptLog, attempts
+from sweeps.ledger import Ledger
+from sweeps.redact import MASK, redact, redact_config
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+few = settings(max_examples=40, deadline=None, derandomize=True)
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+words = st.text(LETTERS + "_.-+=", min_size=1, max_size=20)
+hosts = st.from_regex(r"[a-z]{1,10}(\.[a-z]{2,5}){0,2}(:[0-9]{2,5})?", fullmatch=True)
+schemes = st.sampled_from(["http", "https", "postgresql", "mysql+pymysql", "s3", "sqlite", "redis"])
+logins = st.text(LETTERS + "!$%&*()=+,;.-_~", min_size=1, max_size=15)
+tokens = st.one_of(
+    st.from_regex(r"hf_[A-Za-z0-9]{20,40}", fullmatch=True),
+    st.from_regex(r"sk-[A-Za-z0-9_-]{20,40}", fullmatch=True),
+    st.from_regex(r"gh[pousr]_[A-Za-z0-9]{30,40}", fullmatch=True),
+    st.from_regex(r"AKIA[A-Z0-9]{16}", fullmatch=True),
+)
+around = st.sampled_from(["", " ", "\n", '"', "'", ", ", "(", "=", ": "])
+SECRET_NAMES = ["HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "my.secret", "PASSWD"]
+
+
+# --- what is no secret stays as it is ------------------------------------------------------------------------
+
+
+def recipes() -> list[str]:
+    return ["scalerl", "scalerl+loss=dapo", "scalerl_core+aggregation=token,advantage=grpo", "grpo+length_control=none"]
+
+
+ORDINARY = [
+    *recipes(),
+    "/home/me/outputs/my study/runs/0123456789ab/checkpoints/step=000150.ckpt",
+    "C:\\Users\\me",
+    "https://mlflow.example:5000/#/experiments/3?a=b@c",
+    "http://127.0.0.1:5000",
+    "sqlite:////work/mlruns.db",
+    "s3://bucket/key:with/colon",
+    "file:///tmp/a:b",
+    "me@example.com wrote: at 12:30 see http://host:80/x",
+    "git@github.com:owner/repository.git",
+    "ssh://git@github.com/owner/repository.git",
+    "n[1-3],node-7:4",
+    "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 78 GiB total)",
+    "ValueError: max_new_tokens=5 must be more than 6; token 128009 is no end of text",
+    "task-specific risk-aware ask-me-anything-about-everything-here",
+    "hf_hub_download, sk-learn, ghp_short, AKIA",
+    "token: secret: password:",
+    "",
+    "ünïcödé ☃ \x00 \n\t",
+]
+
+
+@pytest.mark.parametrize("text", ORDINARY)
+def test_ordinary_text_is_left_alone(text: str) -> None:
+    assert redact(text, {}) == text
+    environment = {"HOME": "/home/me", "USER": "me", "PATH": "/usr/bin", "SLURM_JOB_ID": "123456", "TOKENIZERS": text}
+    assert redact(text, environment) == text
+
+
+@few
+@given(st.lists(words, max_size=6), st.sampled_from([" ", "/", ":", ", ", "\n", "="]))
+def test_words_and_paths_are_left_alone(parts: list[str], between: str) -> None:
+    text = between.join(parts)
+    assume(not re.search(r"hf_|sk-|gh[pousr]_|AKIA", text))
+    assert redact(text, {}) == text
+
+
+@few
+@given(schemes, hosts, st.lists(words, max_size=3))
+def test_an_address_without_a_login_is_left_alone(scheme: str, host: str, path: list[str]) -> None:
+    text = f"{scheme}://{'/'.join([host, *path])}"
+    assume(not re.search(r"hf_|sk-|gh[pousr]_|AKIA", text))
+    assert redact(text, {}) == text
+
+
+@few
+@given(st.text(), st.sampled_from(["HOME", "EDITOR", "MONKEY", "TOKENIZERS_PARALLELISM", "SECRETARY", "KEYBOARD"]))
+def test_variables_whose_names_say_nothing_are_not_looked_for(value: str, name: str) -> None:
+    assert redact(f"a {value} b", {name: value}) == redact(f"a {value} b", {})
+
+
+@pytest.mark.parametrize("value", ["", "a", "yes", "token", "12345"])
+def test_values_that_occur_everywhere_are_not_looked_for(value: str) -> None:
+    assert redact(f"aggregation: {value}", {"MY_TOKEN": value}) == f"aggregation: {value}"
+
+
+# --- secrets -------------------------------------------------------------------------------------------------
+
+
+@few
+@given(st.text(max_size=30), schemes, logins, logins, hosts, around)
+def test_a_login_in_an_address_is_masked_and_the_address_kept(
+    before: str, scheme: str, user: str, password: str, host: str, edge: str
+) -> None:
+    text = f"{before}{edge}{scheme}://{user}:{password}@{host}/path"
+    said = redact(text, {})
+    assert f"{scheme}://{MASK}@{host}/path" in said
+    assert f"{user}:{password}@" not in said
+
+
+@few
+@given(
+    st.lists(st.tuples(schemes, logins, logins, hosts), min_size=2, max_size=4),
+    st.sampled_from([" ", ", ", "\n", "' '"]),
+)
+def test_every_address_in_a_text_is_masked(addresses: list[tuple[str, str, str, str]], between: str) -> None:
+    text = between.join(f"{scheme}://{user}:{password}@{host}" for scheme, user, password, host in addresses)
+    assert redact(text, {}) == between.join(f"{scheme}://{MASK}@{host}" for scheme, _, _, host in addresses)
+
+
+@few
+@given(tokens, around, around)
+def test_a_well_known_token_is_masked_wherever_it_stands(token: str, before: str, after: str) -> None:
+    said = redact(f"see{before or ' '}{token}{after or ' '}there", {})
+    assert token.rstrip("-") not in said
+    assert MASK in said
+
+
+@few
+@given(
+    st.text(st.characters(exclude_characters="*"), min_size=6, max_size=40),
+    st.sampled_from(SECRET_NAMES),
+    st.text(max_size=20),
+)
+def test_the_value_of_a_secret_variable_is_masked_wherever_it_stands(value: str, name: str, text: str) -> None:
+    said = redact(f"{text}{value}{text}{value}", {name: value})
+    assert value not in said
+
+
+@few
+@given(st.text(st.characters(exclude_characters="*")), tokens, logins, st.text("abc", min_size=6, max_size=9))
+def test_what_is_masked_once_is_masked(text: str, token: str, login: str, value: str) -> None:
+    environment = {"MY_SECRET": value}
+    once = redact(f"{text} {token} http://{login}:{login}@host {value}", environment)
+    assert redact(once, environment) == once
+
+
+@pytest.mark.parametrize("names", [("A_TOKEN", "B_TOKEN"), ("B_TOKEN", "A_TOKEN")])
+def test_of_two_secrets_with_a_common_part_neither_leaks(names: tuple[str, str]) -> None:
+    short, long = "hunter2", "hunter2-of-production"
+    environment = dict(sorted({names[0]: short, names[1]: long}.items()))
+    reverse = dict(reversed(environment.items()))
+    assert redact(f"{short} {long}", environment) == redact(f"{short} {long}", reverse) == f"{MASK} {MASK}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["https://me:hunter2@hunter3@host/path", "https://hunter2hunter3hunter2hunter3@host/path"],
+    ids=["@", "alone"],
+)
+def test_unusual_logins_are_masked_too(text: str) -> None:
+    assert redact(text, {}) == f"https://{MASK}@host/path"
+
+
+def test_the_environment_is_ones_own_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUR_API_KEY", "something-of-ours")
+    assert redact("with something-of-ours") == f"with {MASK}"
+    assert redact("with something-of-ours", {}) == "with something-of-ours"
+
+
+# --- configurations ------------------------------------------------------------------------------------------
+
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), words),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(words, inner, max_size=3)),
+    max_leaves=8,
+)
+plain_keys = ["aggregation", "token_level", "prefill_token_s", "keys", "monkey", "path", "secretary"]
+
+
+@few
+@given(
+    st.dictionaries(st.sampled_from(plain_keys), st.one_of(st.integers(), st.sampled_from(["token", "none", "prompt"])))
+)
+@example({"aggregation": "token"})
+@example({"max_new_tokens": 5, "max_prompt_tokens": 7})
+def test_a_configuration_without_secrets_is_left_alone(config: dict[str, Any]) -> None:
+    assert redact_config(config) == config
+    assert redact_config({"a": {"b": [config, config]}}) == {"a": {"b": [config, config]}}
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
+def test_no_key_of_the_projects_own_configuration_is_taken_for_a_secret(path: Path) -> None:
+    config = yaml.safe_load(path.read_text())
+    assert redact_config(config) == config
+
+
+@few
+@given(values)
+def test_a_configuration_keeps_its_shape_and_its_numbers(config: Any) -> None:
+    def shape(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shape(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [shape(item) for item in value]
+        return type(value) if isinstance(value, str) else value
+
+    once = redact_config(config)
+    assert shape(once) == shape(config)
+    assert redact_config(once) == once
+
+
+@few
+@given(
+    st.sampled_from(
+        ["token", "hf_token", "api_key", "apikey", "password", "db.password", "AWS_SECRET", "credentials", "tokens"]
+    ),
+    st.text(min_size=1),
+)
+def test_what_stands_under_a_secrets_name_is_masked_at_any_depth(name: str, value: str) -> None:
+    assert redact_config({name: value}) == {name: MASK}
+    assert redact_config({"a": [{name: value}]}) == {"a": [{name: MASK}]}
+    assert redact_config({name: [value, value]}) == {name: [MASK, MASK]}
+    assert redact_config({name: None}) == {name: None}
+    assert redact_config({name: 5}) == {name: 5}
+
+
+# --- where it is used ----------------------------------------------------------------------------------------
+
+
+def test_reasons_are_masked_in_ledger_and_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUR_API_KEY", "something-of-ours")
+    reason = "cannot reach https://me:hunter2@host with something-of-ours"
+    ledger = Ledger(tmp_path)
+    ledger.append("planned", "a")
+    ledger.append("failed", "a", kind="error", reason=reason)
+    log = AttemptLog(tmp_path, "abc", "1", 0, "n")
+    log.begin(0)
+    log.end("failed", "error", reason)
+    expected = f"cannot reach https://{MASK}@host with {MASK}"
+    assert ledger.fold()["a"].reason == expected
+    assert attempts(tmp_path)[0].reason == expected
