@@ -24,10 +24,14 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
         """The launcher gets the configuration as it is; the copy that Hydra writes into the study has no login."""
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self.config = config.copy()
-        address = self.config.mlflow.uri
-        if address:
-            with open_dict(self.config):
-                self.config.mlflow.uri = redact(address)
+        with open_dict(self.config):
+            if self.config.mlflow.uri:
+                self.config.mlflow.uri = redact(self.config.mlflow.uri)
+            for given in (self.config.hydra.overrides.task, self.config.hydra.overrides.hydra):
+                for number, word in enumerate(given):
+                    given[number] = redact(word)
+            if self.config.hydra.job.get("override_dirname"):
+                self.config.hydra.job.override_dirname = redact(self.config.hydra.job.override_dirname)
 
     def sweep(self, arguments: list[str]) -> list[object]:
         """Hydra makes the study's directory; before that it is made for its owner alone."""

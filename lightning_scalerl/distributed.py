@@ -138,12 +138,17 @@ class Ranks:
             raise RuntimeError(f"{what}: differs between ranks, {values}; they must read the same files")
 
     def restore_sigterm(self, handler: Any) -> None:
-        """Put back what answered SIGTERM before Lightning did, if there are several ranks.
+        """Put back what answered SIGTERM before Lightning did, if somebody does or there are several ranks.
 
-        Lightning's handler starts a broadcast wherever the signal finds its rank; ranks at different places would
-        take it for a part of their sums, and train on with the result.
+        Lightning's handler ends the run as failed, even one that has just saved its last step. And it starts a
+        broadcast wherever the signal finds its rank; ranks at different places would take it for a part of their sums,
+        and train on with the result.
         """
-        if self.count > 1 and handler is not None and threading.current_thread() is threading.main_thread():
+        if (
+            (self.count > 1 or callable(handler))
+            and handler is not None
+            and threading.current_thread() is threading.main_thread()
+        ):
             signal.signal(signal.SIGTERM, handler)
 
     # --- on the devices ----------------------------------------------------------------------------------

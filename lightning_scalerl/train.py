@@ -23,6 +23,7 @@ from lightning_scalerl.recipe import conf_dir, explain
 from lightning_scalerl.rollout_stream import RewardError
 from sweeps.errors import UserError
 from sweeps.interruption import RunInterruptedError, interruption
+from sweeps.lease import LeaseLostError
 from sweeps.study import is_done
 
 EXIT_INTERRUPTED = 85
@@ -46,6 +47,8 @@ def main() -> None:
     except RunInterruptedError as stop:
         print(f"scalerl train: saved ({stop}); the same command continues the run", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
+    except LeaseLostError as error:
+        sys.exit(_complain(str(error)))
     except (ConfigurationError, UserError, RewardError, PoolExhaustedError) as error:
         sys.exit(_complain(str(error)))
     except (HydraException, OmegaConfBaseException) as error:

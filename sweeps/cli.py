@@ -20,6 +20,7 @@ from sweeps.compare import compare
 from sweeps.errors import UserError
 from sweeps.family import FAMILIES
 from sweeps.fit import Fit, FitOptions, fit_curves, shown
+from sweeps.lease import LeaseLostError
 from sweeps.literal import METHOD, fit_literal
 from sweeps.mechanism import idle_variants, mechanism_counters
 from sweeps.parallel import cores
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = handler(options)
         sys.stdout.flush()
         return code
-    except UserError as error:
+    except (UserError, LeaseLostError) as error:
         print(f"scalerl: {_one_line(str(error))}", file=sys.stderr)
         return 1
     except BrokenPipeError:

@@ -54,7 +54,10 @@ def retries(given: Mapping[str, int | None] | None = None) -> dict[str, int | No
 
 
 # How collectives (gloo, NCCL) tell of a process that ended.
-_PEER_GONE = ("connection closed by peer", "connection reset by peer", "ncclremoteerror", "remote process exited")
+_PEER_GONE = (
+    *("connection closed by peer", "connection reset by peer", "closed by remote peer", "connection was likely closed"),
+    *("broken pipe", "ncclremoteerror", "ncclsystemerror", "communicator was aborted", "remote process exited"),
+)
 
 NEVER: dict[str, int | None] = dict.fromkeys(KINDS, 0)
 
@@ -84,6 +87,8 @@ def kind_of(error: BaseException) -> str:
             return "out_of_memory"
         if isinstance(each, RuntimeError) and ("not enough memory" in text or "out of memory" in text):
             return "out_of_memory"
+        if type(each).__name__ == "LeaseLostError":
+            return "killed"
         # Another rank of the job is gone; its own end says why, if it could.
         if isinstance(each, RuntimeError) and any(words in text for words in _PEER_GONE):
             return "killed"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from sweeps.failure import retries as retry_policy
 from sweeps.ledger import MemberState
 from sweeps.redact import MASK, redact
 from sweeps.spec import RunSpec, write_atomically
-from sweeps.study import Observer, Progress, Study, make_private
+from sweeps.study import Observer, Progress, Study
 
 LAUNCH_FILE = "launch.json"
 
@@ -132,7 +132,12 @@ class LaunchPlan:
 
 
 def run_study(
-    study: Study, plan: LaunchPlan, detach: bool = False, again: bool = True, scheduler: Scheduler | None = None
+    study: Study,
+    plan: LaunchPlan,
+    detach: bool = False,
+    again: bool = True,
+    scheduler: Scheduler | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> dict[str, MemberState]:
     """Run a study as planned, with progress on stderr and MLflow if it is tracked."""
     executor = plan.executor(study.directory, scheduler)
@@ -142,7 +147,7 @@ def run_study(
         from sweeps.publish import TrackingObserver
 
         observers.append(TrackingObserver(study, plan.tracking, axis=plan.axis))
-    states = study.run(executor, observers, plan.retries, detach=detach, again=again)
+    states = study.run(executor, observers, plan.retries, detach, again, begin)
     if plan.tracking and all(state.state == "finished" for state in states.values()):
         _publish(study, plan.tracking)
     return states
@@ -208,18 +213,16 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         config = specs[0].config
         plan = self.plan(config)
         study = Study(Path(config["output_dir"]), specs)
-        make_private(study.directory)
-        plan.write(study.directory)
         detach = bool(self._settings.get("detach"))
         try:
-            states = run_study(study, plan, detach=detach)
+            states = run_study(study, plan, detach=detach, begin=lambda: plan.write(study.directory))
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             if plan.kind == "slurm":
                 print(_on_its_own(study), file=sys.stderr)
             raise
         report_failures(study, states)
-        if detach:
+        if detach and any(state.state not in ("finished", "failed") for state in states.values()):
             print(_on_its_own(study), file=sys.stderr)
         return [_job_return(spec, overrides) for spec, overrides in zip(specs, job_overrides, strict=True)]
 

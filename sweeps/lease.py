@@ -87,7 +87,11 @@ class Lease:
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         deadline = None if wait_s is None else time.monotonic() + wait_s
+        told = False
         while not self._try(deadline, give_up):
+            if wait_s is None and not told:
+                print(f"waiting: {self.holder()} is at work in {self._directory}", flush=True)
+                told = True
             if give_up() or (deadline is not None and time.monotonic() >= deadline):
                 raise LeaseHeldError(f"{self._directory}: {self.holder()} is at work here")
             time.sleep(0.5)

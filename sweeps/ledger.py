@@ -90,13 +90,19 @@ class Ledger:
                 time.sleep(FULL_DISK_PAUSE_S)
 
     def _write(self, lines: Sequence[bytes]) -> None:
-        with self.path.open("ab") as handle:
+        with self.path.open("ab", buffering=0) as handle:
             # A torn line of an earlier process must not swallow this one.
             if handle.tell() and not self._ends_with_newline():
                 handle.write(b"\n")
-            handle.write(b"".join(lines))
-            handle.flush()
-            os.fsync(handle.fileno())
+            whole = handle.tell()
+            try:
+                rest = memoryview(b"".join(lines))
+                while rest:
+                    rest = rest[handle.write(rest) :]
+                os.fsync(handle.fileno())
+            except OSError:
+                os.ftruncate(handle.fileno(), whole)  # a part of the lines would be written twice
+                raise
 
     def _ends_with_newline(self) -> bool:
         with self.path.open("rb") as handle:
@@ -134,14 +140,17 @@ def after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberSta
     if event == "planned":
         return state
     kind, reason = entry.get("kind"), entry.get("reason")
-    if event == "submitting" and state.state == "submitting" and state.submission:
+    if (
+        event == "submitting"
+        and state.state == "submitting"
+        and state.submission not in (None, entry.get("submission"))
+    ):
         state = replace(state, unanswered=(*state.unanswered, state.submission))
     state = replace(state, state=event, kind=kind, reason=reason)
     if event == "submitting":
         return replace(state, submission=entry.get("submission"), job=None)
     if event == "started":
-        submission = entry.get("submission", state.submission)
-        return replace(state, attempts=state.attempts + 1, submission=submission, job=entry.get("job"))
+        return replace(state, attempts=state.attempts + 1, submission=entry.get("submission"), job=entry.get("job"))
     if event == "retried" and kind:
         spent = {**state.spent, kind: state.spent.get(kind, 0) + 1}
         node = entry.get("node")

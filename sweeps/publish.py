@@ -52,7 +52,8 @@ def publish(sources: Sequence[str], uri: str) -> None:
     tracker = Tracker(uri, experiment=directory.resolve().name, axis=loaded.curves[0].axis)
     sweep = tracker.open_sweep(directory, members, name=directory.resolve().name, reopen=False)
     for member in sweep.members.values():
-        ship(member.member.run_dir, tracker.client, member.mlflow_run_id, axis=tracker.axis)
+        with tracker.reaching("sending the members"):
+            ship(member.member.run_dir, tracker.client, member.mlflow_run_id, axis=tracker.axis)
         status = STATUS.get(read_journal(member.member.run_dir).status)
         if status:
             tracker.set_status(member.mlflow_run_id, status)

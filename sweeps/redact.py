@@ -9,6 +9,10 @@ from typing import Any
 
 MASK = "***"
 _SECRET_NAME = re.compile(r"(?i)(^|[_.-])(token|secret|password|passwd|credential|credentials|api_?key|access_?key)s?$")
+# A tokenizer's, a model's: no secrets, whatever they are called.
+_HARMLESS_NAME = re.compile(
+    r"(?i)(^|[_.-])(eos|bos|pad|stop|unk|sep|cls|mask|end|begin|start|think\w*|special)_tokens?$"
+)
 _URL_LOGIN = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)(?!git@)[^\s/'\"]+@")
 _TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|AKIA[A-Z0-9]{16})\b")
 # Shorter values of a secret's variable are words that occur everywhere.
@@ -37,5 +41,6 @@ def redact_config(value: Any, key: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [redact_config(item, key) for item in value]
     if isinstance(value, str) and value:
-        return MASK if _SECRET_NAME.search(key) else redact(value)
+        secret = _SECRET_NAME.search(key) and not _HARMLESS_NAME.search(key)
+        return MASK if secret else redact(value)
     return value

@@ -85,7 +85,10 @@ class Study:
         states = Ledger(directory).fold()
         if not states:
             raise UserError(f"{directory}: no ledger of a study here; give the folder that a --multirun wrote to")
-        return cls(directory, [RunSpec.read(directory / RUNS_DIR / run) for run in states])
+        study = cls(directory, [])
+        # Several sweeps may have shared the folder, under labels that only together are ambiguous.
+        study.specs = [RunSpec.read(directory / RUNS_DIR / run) for run in states]
+        return study
 
     def run_dir(self, spec: RunSpec) -> Path:
         """Where a member writes."""
@@ -98,6 +101,7 @@ class Study:
         retries: Mapping[str, int | None] = NEVER,
         detach: bool = False,
         again: bool = True,
+        begin: Callable[[], None] = lambda: None,
     ) -> dict[str, MemberState]:
         """Run every member that is not done; a member that fails touches no other.
 
@@ -107,6 +111,7 @@ class Study:
             retries: attempts after the first, by kind of failure (`sweeps.failure`); None is no limit.
             detach: leave once everything that can be is submitted, and what ended meanwhile is dealt with.
             again: whether members that were given up get another chance.
+            begin: called once the study is ours, before anything is written.
 
         Returns:
             The state of each member, by identity.
@@ -117,7 +122,7 @@ class Study:
         make_private(self.directory)
         lease = Lease(self.directory, LEASE_NAME)
         try:
-            lease.acquire()
+            lease.acquire(2.0)  # whoever only looks holds it for a moment
         except LeaseHeldError as error:
             raise UserError(
                 f"study: {self.directory} is being run by another process ({lease.holder()}); wait for it, or end it "
@@ -127,6 +132,7 @@ class Study:
         failed, left = len(self.specs), 0
         with ExitStack() as stack:
             stack.callback(lease.release)
+            begin()
             for observer in observers:
                 observer.open()
                 stack.callback(lambda each: each.close(failed, left), observer)
@@ -135,7 +141,10 @@ class Study:
             try:
                 states = controller.run(detach, again)
             except BaseException:
-                left = len(executor.running()) if executor.outlives else 0
+                # Also those that were being submitted, or to be found again.
+                states = self.ledger.fold()
+                known = [states[spec.run].state for spec in self.specs if spec.run in states]
+                left = sum(state in ("submitting", "started") for state in known) if executor.outlives else 0
                 failed -= left + controller.done
                 raise
             left = sum(state.state not in ("finished", "failed") for state in states.values())
@@ -168,6 +177,8 @@ class _Controller:
 
     def _note(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
         """Into the ledger, then into what we know."""
+        if entries:
+            self._still_ours()
         self._ledger.append_all(event, entries)
         for entry in entries:
             run = entry["run"]
@@ -185,6 +196,7 @@ class _Controller:
                 waiting += self._settle(outcome)
             if detach and self._executor.settled():
                 waiting = self._submit(waiting)
+                self._look()
                 break
             self._look()
         return {run: self._states[run] for run in self._specs}
@@ -207,6 +219,7 @@ class _Controller:
                 continue
             if state.state == "failed" and not again:
                 self._failed += 1
+                self._tell_failed(spec, state.kind, state.reason)
                 continue
             if spec not in new:
                 spec.write(run_dir)  # the budget may have grown
@@ -239,7 +252,6 @@ class _Controller:
         """Submit what the executor has room for; returns the rest."""
         while waiting and (size := self._executor.next_batch(waiting)) > 0:
             batch, waiting = waiting[:size], waiting[size:]
-            self._still_ours()
             submission = uuid.uuid4().hex[:12]
             if self._executor.outlives:
                 self._note("submitting", [{"run": launch.run, "submission": submission} for launch in batch])
@@ -278,9 +290,12 @@ class _Controller:
             return [self._launch(spec)]
         self._failed += 1
         self._note("failed", [{"run": spec.run, "kind": kind, "reason": reason}])
-        for observer in self._observers:
-            observer.ended(spec, run_dir, "cancelled" if kind == "cancelled" else "failed", reason)
+        self._tell_failed(spec, kind, reason)
         return []
+
+    def _tell_failed(self, spec: RunSpec, kind: str | None, reason: str | None) -> None:
+        for observer in self._observers:
+            observer.ended(spec, self._study.run_dir(spec), "cancelled" if kind == "cancelled" else "failed", reason)
 
     def _finish(self, spec: RunSpec, note: bool) -> None:
         self.done += 1

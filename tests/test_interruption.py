@@ -275,3 +275,14 @@ def test_what_another_process_left_half_written_is_cleared(tiny_model_path: str,
     (tmp_path / "checkpoints" / "step-00000001.12345678.part").write_bytes(b"half")
     fit(tiny_model_path, tmp_path, steps=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001.ckpt"]
+
+
+def test_checkpoints_beyond_the_one_gone_on_from_are_set_aside(tiny_model_path: str, tmp_path: Path) -> None:
+    """Unreadable once, readable later: they would void what was recorded in between, or crowd out what is new."""
+    saves = ResumableCheckpoint(tmp_path, every_n_steps=2)
+    for step in (2, 8, 288):
+        (tmp_path / f"step-{step:08d}.ckpt").write_text("unreadable")
+    saves._set_aside(2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000002.ckpt", "step-00000008.void", "step-00000288.void"
+    ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import uuid
@@ -45,7 +46,16 @@ class ResumableCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """A request that came before the first step: all that there is to save is in the checkpoint already."""
+        pl_module.ranks.share(lambda: self._set_aside(pl_module.completed_steps))
         self._stop_if_asked(pl_module, pl_module.ranks.agree(interruption.reason))
+
+    def _set_aside(self, step: int) -> None:
+        """Checkpoints beyond the step that the run goes on from (they could not be read) are void from now on."""
+        beyond = [path for path in checkpoints(self.directory) if int(path.stem.removeprefix("step-")) > step]
+        if beyond:
+            self._guard()
+        for path in beyond:
+            path.replace(path.with_suffix(".void"))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if it is time, and stop if the run is asked to and not at its end anyway."""
@@ -105,7 +115,12 @@ def newest_checkpoint(directory: Path) -> Path | None:
     for path in checkpoints(directory):
         try:
             complete = "scalerl" in torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception:
+        except MemoryError:
+            raise
+        except Exception as error:
+            # Trouble of the machine, not of the file: what is fine must not be passed over.
+            if getattr(error, "errno", None) in (errno.EIO, errno.ESTALE, errno.ENOMEM):
+                raise
             continue
         if complete:
             return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import re
@@ -135,9 +136,17 @@ class ClusterExecutor:
             UserError: it will never take them; nothing of this batch was submitted.
         """
         self._abandoned.update(name for member in members for name in member.unanswered)
-        folder = new_folder(self.study, submission)
         try:
+            folder = new_folder(self.study, submission)
             job = self._submit(folder, submission, members, self._resources(members[0]))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._pause.longer(self.clock())
+            _log.warning(
+                "cluster: no space left for what is to be submitted; trying again in %.0f s", self._pause.length_s
+            )
+            return {}
         except RefusedError as refusal:
             found = self._refused(refusal, submission, len(members))
             if found is None:
@@ -154,14 +163,15 @@ class ClusterExecutor:
         try:
             return self.scheduler.submit(script)
         except RefusedError as refusal:
-            if refusal.later or not members[0].excluded:
+            # Without the nodes that failed there may be none left, and no node with more memory: then as first asked.
+            if members[0].excluded and not refusal.later:
+                everywhere = self._resources(replace(members[0], excluded=()))
+            elif not refusal.later and resources != self.settings.resources:
+                everywhere = dict(self.settings.resources)
+            else:
                 raise
-            # Without the nodes that failed there may be none left: better those than none.
-            everywhere = self._resources(replace(members[0], excluded=()))
-            settings = replace(self.settings, resources=everywhere)
-            return self.scheduler.submit(
-                freeze(folder, submission, members, settings, self.entry, self.threads, self.title)
-            )
+            members = [replace(member, excluded=()) for member in members]
+            return self._submit(folder, submission, members, everywhere)
 
     def _refused(self, refusal: RefusedError, submission: str, size: int) -> str | None:
         """What becomes of a refusal: the job after all, None to try later, or an error."""
@@ -216,6 +226,7 @@ class ClusterExecutor:
         """
         found: dict[str, str | None] = {}
         self._abandoned.update(name for member in members for name in member.unanswered)
+        self._abandoned.difference_update(member.submission for member in members if member.submission)
         unclear = [member for member in members if member.job is None and member.submission]
         queue = self.scheduler.queue() if unclear else {}
         if queue is None:
@@ -269,10 +280,6 @@ class ClusterExecutor:
         """Whether the last look at the queue was answered and left no job in doubt."""
         looked = self._last_look > float("-inf") and not self._silent
         return looked and not any(each.missing_since is not None or each.suspect for each in self._followed.values())
-
-    def describe(self, run: str) -> JobInfo | None:
-        """A member's job as the scheduler last described it."""
-        return self._followed[run].info if run in self._followed else None
 
     def poll(self, timeout_s: float) -> list[Outcome]:
         """Members whose jobs have ended for good; the queue is looked at every `poll_s`."""

@@ -13,7 +13,6 @@ from typing import Protocol
 from sweeps.errors import UserError
 
 QUEUED = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"})
-ACTIVE = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
 # States after which a job does nothing more; with --requeue SLURM itself starts some of these again.
 ENDED = frozenset(
     {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"}
@@ -21,6 +20,7 @@ ENDED = frozenset(
 )
 
 _COMMAND_TIMEOUT_S = 60
+_FOREIGN = ("SLURM_", "SQUEUE_", "SACCT_", "SCONTROL_")
 # What sbatch says when the same submission may succeed later. The first kind may have been accepted all the same.
 _NO_ANSWER = re.compile(
     r"(?i)unable to contact slurm|connection refused|connection reset|timed out|zero bytes|communications? (error|fail)"
@@ -28,7 +28,7 @@ _NO_ANSWER = re.compile(
 )
 _NOT_NOW = re.compile(
     r"(?i)job submit limit|submitjob|temporarily unable to accept|resource temporarily unavailable|max.*job.*limit"
-    r"|slurm_?db.*connection|too many jobs|(qos|assoc)\w*(max|grp)\w*job"
+    r"|standby mode|partition not available|slurm_?db.*connection|too many jobs|(qos|assoc)\w*(max|grp)\w*job"
 )
 # Limits that no waiting changes, under the same words as those that it does.
 _NEVER = re.compile(r"(?i)(qos|assoc)\w*(maxwall|(max|min)\w*perjob|maxnode\w*|min\w+)")
@@ -166,8 +166,10 @@ class Slurm:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    # Inside another job its variables would be taken for options, and a site's or user's defaults would hide jobs.
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN) or name == "SLURM_CONF"}
     return subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=_COMMAND_TIMEOUT_S, check=False
+        command, env=own, capture_output=True, text=True, errors="replace", timeout=_COMMAND_TIMEOUT_S, check=False
     )
 
 

@@ -132,6 +132,9 @@ class JobSettings:
         for name, value in self.resources.items():
             if isinstance(value, str) and not value.isprintable():
                 raise UserError(f"cluster: {name} is {value!r}; a line break has no place in an option of sbatch")
+        taken = {str(key).replace("_", "-") for key in self.resources.get("additional_parameters") or {}} & _OURS
+        if taken:
+            raise UserError(f"cluster: additional_parameters.{min(taken)} is set by the launcher itself; leave it out")
         for name, kind, what in _KINDS_OF_SETTING:
             value = self.resources.get(name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
@@ -153,6 +156,9 @@ class JobSettings:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise UserError(f"cluster: {name} is {value!r}; it must be a whole number from {least} on, or null")
 
+
+# Options by which jobs are found again, or that would take them where nobody looks.
+_OURS = frozenset({"array", "clusters", "cluster", "M", "output", "error", "job-name", "open-mode", "signal"})
 
 # Settings that sbatch or submitit would misunderstand, or fail at later than now.
 _KINDS_OF_SETTING: tuple[tuple[str, Any, str], ...] = (
