@@ -16,7 +16,7 @@ from sweeps.errors import UserError
 from sweeps.executor import LOG_FILE, Executor, Launch, Outcome
 from sweeps.failure import BLAMES_NODE, NEVER, may_retry
 from sweeps.journal import JOURNAL_FILE, JournalError, JournalView, read_journal
-from sweeps.lease import Lease, LeaseHeldError
+from sweeps.lease import Lease, LeaseHeldError, LeaseLostError
 from sweeps.ledger import Ledger, MemberState, after
 from sweeps.spec import RunSpec, check_distinct
 
@@ -140,6 +140,9 @@ class Study:
             controller = _Controller(self, executor, observers, retries, lease.check)
             try:
                 states = controller.run(detach, again)
+            except LeaseLostError:
+                failed, left = 0, len(self.specs)  # somebody else runs the study now: nothing is ours to say
+                raise
             except BaseException:
                 # Also those that were being submitted, or to be found again.
                 states = self.ledger.fold()

@@ -13,9 +13,10 @@ import pytest
 from sweeps.errors import UserError
 from sweeps.executor import LOG_FILE, Launch, Outcome
 from sweeps.journal import JOURNAL_FILE, Journal, read_journal
-from sweeps.ledger import MemberState
+from sweeps.lease import LeaseLostError
+from sweeps.ledger import Ledger, MemberState
 from sweeps.spec import RunSpec, make_spec
-from sweeps.study import Progress, Study, is_done, last_metrics, why_failed
+from sweeps.study import LEASE_NAME, Progress, Study, is_done, last_metrics, why_failed
 
 # What a member does between its start and its end: writes into its directory, returns its exit code.
 Behaviour = Callable[[Path], int]
@@ -609,3 +610,17 @@ def test_the_newest_metrics_come_from_the_journals_end_alone(tmp_path: Path) -> 
     with (tmp_path / JOURNAL_FILE).open("a") as handle:
         handle.write(json.dumps({"kind": "train", "step": 200, "metrics": {}})[:-5])
     assert last_metrics(tmp_path)["step"] == 199.0
+
+
+def test_a_controller_that_lost_the_study_to_another_writes_nothing_more(tmp_path: Path, specs: list[RunSpec]) -> None:
+    executor, observer = ScriptedExecutor(max_parallel=1), Recorder()
+
+    def taken_over() -> None:
+        (tmp_path / f".{LEASE_NAME}.json").write_text(json.dumps({"token": "of another", "host": "elsewhere"}))
+
+    executor.during_poll = taken_over
+    with pytest.raises(LeaseLostError, match="elsewhere"):
+        Study(tmp_path, specs).run(executor, [observer])
+    entries = Ledger(tmp_path).entries()
+    assert [entry["event"] for entry in entries] == ["planned"] * len(specs) + ["started"]
+    assert observer.closed == [0], "none is called failed"
