@@ -103,7 +103,6 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, 
     own = attempts(run_dir)
     metrics = last_metrics(run_dir)
     name, reason = _state(state, run_dir, steps, own, queue, controlled)
-    rates = [value for key, value in metrics.items() if key.endswith("/pass_rate")]
     return MemberView(
         run=state.run,
         recipe=state.recipe,
@@ -111,7 +110,7 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, 
         state=name,
         step=int(metrics["step"]) if "step" in metrics else None,
         steps=steps,
-        pass_rate=rates[0] if rates else None,
+        pass_rate=_pass_rate(metrics),
         attempts=max(state.attempts, len(own)),
         job=state.job,
         node=own[-1].node if own else None,
@@ -153,6 +152,11 @@ def _state(
     return "ended", "the queue no longer holds the job"
 
 
+def _pass_rate(metrics: Mapping[str, float]) -> float | None:
+    """Of the first evaluation set."""
+    return next((value for key, value in metrics.items() if key.endswith("/pass_rate")), None)
+
+
 def _steps(run_dir: Path) -> int | None:
     try:
         return RunSpec.read(run_dir).steps
@@ -164,7 +168,6 @@ def _of_journal(run_dir: Path) -> MemberView:
     """A run without a ledger: what its journal says."""
     view = journal_or_none(run_dir)
     metrics = last_metrics(run_dir)
-    rates = [value for key, value in metrics.items() if key.endswith("/pass_rate")]
     header = view.header if view is not None else {}
     states = {"finished": "finished", "failed": "failed"}
     return MemberView(
@@ -174,7 +177,7 @@ def _of_journal(run_dir: Path) -> MemberView:
         state=states.get(view.status, "running") if view is not None else "waiting",
         step=int(metrics["step"]) if "step" in metrics else None,
         steps=None,
-        pass_rate=rates[0] if rates else None,
+        pass_rate=_pass_rate(metrics),
         attempts=1,
         reason=view.reason if view is not None else None,
     )

@@ -383,7 +383,7 @@ class ClusterExecutor:
 
     def _outcome(self, each: _Followed) -> Outcome:
         attempt = self._last_attempt(each)
-        kind, reason = verdict(each.info, attempt, lambda: self.last_words(each.submission, each.job))
+        kind, reason = verdict(each.info, attempt, lambda: last_words(self.study, each.submission, each.job))
         if kind is None:
             # If the journal says otherwise, the job had read a budget that was raised since.
             return Outcome(each.launch.run, 0, "outgrown", KINDS["outgrown"][0])
@@ -395,10 +395,6 @@ class ClusterExecutor:
             died = _TASK_DIED.search(last_words(self.study, each.submission, each.job, lines=100))
             return died[1] if died else None
         return attempt.node if attempt else (each.info.node or None if each.info else None)
-
-    def last_words(self, submission: str, job: str) -> str:
-        """The end of what SLURM, the set-up commands and srun said for a job."""
-        return last_words(self.study, submission, job)
 
     def close(self) -> None:
         """Nothing: jobs go on."""
