@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.choice import ConfigurationError
-from lightning_scalerl.precision import Precision
 from lightning_scalerl.rollout import TrainBatch
 
 # Above this many logits (tokens x vocabulary) the head works in chunks and recomputes them for the backward

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from lightning_scalerl.axes.resampling import Resampling
 from lightning_scalerl.choice import ConfigurationError
-from lightning_scalerl.resampling import Resampling
 from lightning_scalerl.rollout import Prompt
 
 

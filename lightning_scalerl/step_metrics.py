@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_scalerl.loss.base import importance_ratio
+from lightning_scalerl.axes.loss.base import importance_ratio
 from lightning_scalerl.rollout import Rollout, TrainBatch
 
 # A micro-batch with the trainer's log-probabilities and entropies of it, (R, T) each.

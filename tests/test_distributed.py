@@ -24,13 +24,13 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
-from lightning_scalerl.aggregation import TokenAggregation
+from lightning_scalerl.axes.aggregation import TokenAggregation
+from lightning_scalerl.axes.loss import DAPO
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint
 from lightning_scalerl.callbacks.evaluate import Evaluate
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.distributed import LeaderFailedError, Ranks, check_strategy, process_rank, trainer_settings
-from lightning_scalerl.loss import DAPO
 from lightning_scalerl.policy import load_model, load_tokenizer
 from lightning_scalerl.rollout_stream import RewardError
 from lightning_scalerl.step_metrics import whole

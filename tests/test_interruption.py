@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_scalerl.async_mode import OnPolicy, Pipeline, PPOOffPolicy
+from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, checkpoints, newest_checkpoint
 from lightning_scalerl.callbacks.run_log import RunLog

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_scalerl.choice import ConfigurationError
-from lightning_scalerl.length_control import (
+from lightning_scalerl.axes.length_control import (
     Interruption,
     LengthControl,
     NoLengthControl,
@@ -20,6 +19,7 @@ from lightning_scalerl.length_control import (
     interruption_points,
     overlong_penalty,
 )
+from lightning_scalerl.choice import ConfigurationError
 from lightning_scalerl.rollout import Rollout
 
 INTERRUPTION: dict[str, Any] = {"low": 10, "high": 12, "end_of_thinking": "</t>", "phrase": "time is up </t>"}

@@ -12,19 +12,19 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
-from lightning_scalerl.aggregation import SampleAggregation, TokenAggregation
-from lightning_scalerl.async_mode import OnPolicy, Pipeline, PPOOffPolicy
+from lightning_scalerl.axes.aggregation import SampleAggregation, TokenAggregation
+from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
+from lightning_scalerl.axes.filter import NoFilter
+from lightning_scalerl.axes.length_control import NoLengthControl, Penalty
+from lightning_scalerl.axes.loss import CISPO, DAPO, GSPO
+from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.axes.resampling import UniformResampling
+from lightning_scalerl.axes.truncated import KeepTruncated
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint
-from lightning_scalerl.filter import NoFilter
-from lightning_scalerl.length_control import NoLengthControl, Penalty
-from lightning_scalerl.loss import CISPO, DAPO, GSPO
-from lightning_scalerl.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.policy import load_model
-from lightning_scalerl.precision import Precision
-from lightning_scalerl.resampling import UniformResampling
 from lightning_scalerl.rollout_stream import RewardError
-from lightning_scalerl.truncated import KeepTruncated
 from sweeps.journal import read_journal
 from tests.helpers import SMALL, CountingTask, fit
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_scalerl.axes.resampling import NoPositiveResampling, Resampling, UniformResampling
 from lightning_scalerl.choice import ConfigurationError
 from lightning_scalerl.prompts import PoolExhaustedError, PromptSource
-from lightning_scalerl.resampling import NoPositiveResampling, Resampling, UniformResampling
 from lightning_scalerl.rollout import Prompt
 from tests.helpers import make_group
 

@@ -11,21 +11,21 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_scalerl.advantage import GroupAdvantage
-from lightning_scalerl.allocation import FixedAllocation
-from lightning_scalerl.async_mode import OnPolicy, Pipeline, PPOOffPolicy
-from lightning_scalerl.async_mode.base import AsyncMode
+from lightning_scalerl.axes.advantage import GroupAdvantage
+from lightning_scalerl.axes.allocation import FixedAllocation
+from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
+from lightning_scalerl.axes.async_mode.base import AsyncMode
+from lightning_scalerl.axes.filter import NoFilter
+from lightning_scalerl.axes.length_control import NoLengthControl
+from lightning_scalerl.axes.normalization import NoNormalization
+from lightning_scalerl.axes.resampling import NoPositiveResampling, Resampling, UniformResampling
+from lightning_scalerl.axes.truncated import KeepTruncated
 from lightning_scalerl.choice import ConfigurationError
 from lightning_scalerl.cost_model import CostModel
-from lightning_scalerl.filter import NoFilter
 from lightning_scalerl.generator.base import GroupRequest
 from lightning_scalerl.generator.scripted import Script, ScriptedGenerator
-from lightning_scalerl.length_control import NoLengthControl
-from lightning_scalerl.normalization import NoNormalization
 from lightning_scalerl.prompts import PoolExhaustedError, PromptSource
-from lightning_scalerl.resampling import NoPositiveResampling, Resampling, UniformResampling
 from lightning_scalerl.rollout_stream import Event, RewardError, RolloutStream, SchedulerStuckError
-from lightning_scalerl.truncated import KeepTruncated
 from tests.helpers import CountingTask
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.filter import ZeroVariance
+from lightning_scalerl.axes.loss import CISPO
+from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
+from lightning_scalerl.axes.truncated import KeepTruncated, MaskTruncated
 from lightning_scalerl.credit import assemble, loss_weights
-from lightning_scalerl.filter import ZeroVariance
-from lightning_scalerl.loss import CISPO
-from lightning_scalerl.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.rollout import Group, TrainBatch
-from lightning_scalerl.truncated import KeepTruncated, MaskTruncated
 from tests.helpers import make_group
 from tests.loss.test_contract import CREDIT, each_aggregation, each_loss, total_loss
 

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache
 
+from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.choice import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.generator.torch_generator import TorchGenerator, sample_tokens
 from lightning_scalerl.policy import Policy, check_head
-from lightning_scalerl.precision import Precision
 from lightning_scalerl.rollout import Rollout, TrainBatch
 
 FP32 = Precision("fp32", True, True)

@@ -20,6 +20,7 @@ STEPS = 8
 def curves() -> dict[str, Any]:
     """Choices whose curves are kept, by file name."""
     from lightning_scalerl.aggregation import TokenAggregation
+
     from lightning_scalerl.async_mode import OnPolicy
     from lightning_scalerl.loss import DAPO
 

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_scalerl.advantage import GroupAdvantage
-from lightning_scalerl.aggregation import PromptAggregation, SampleAggregation, TokenAggregation
+from lightning_scalerl.axes.advantage import GroupAdvantage
+from lightning_scalerl.axes.aggregation import PromptAggregation, SampleAggregation, TokenAggregation
+from lightning_scalerl.axes.correction import Behaviour
+from lightning_scalerl.axes.filter import NoFilter
+from lightning_scalerl.axes.loss import CISPO, DAPO, GSPO
+from lightning_scalerl.axes.normalization import BatchNormalization
+from lightning_scalerl.axes.truncated import KeepTruncated
 from lightning_scalerl.choice import ConfigurationError
-from lightning_scalerl.correction import Behaviour
 from lightning_scalerl.credit import assemble
-from lightning_scalerl.filter import NoFilter
-from lightning_scalerl.loss import CISPO, DAPO, GSPO
-from lightning_scalerl.normalization import BatchNormalization
 from lightning_scalerl.rollout import Denominators, TrainBatch
-from lightning_scalerl.truncated import KeepTruncated
 from tests.helpers import make_group
 
 LOSSES = [CISPO(max_ratio=5.0), DAPO(clip_low=0.2, clip_high=0.26), GSPO(clip_low=3e-3, clip_high=5e-3)]

@@ -16,21 +16,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_scalerl.advantage import GroupAdvantage
-from lightning_scalerl.aggregation import Aggregation, PromptAggregation, SampleAggregation, TokenAggregation
-from lightning_scalerl.choice import DesignChoice
-from lightning_scalerl.correction import Behaviour
-from lightning_scalerl.credit import assemble
-from lightning_scalerl.filter import NoFilter, ZeroVariance
-from lightning_scalerl.loss import CISPO, DAPO, GSPO, Loss
-from lightning_scalerl.normalization import (
+from lightning_scalerl.axes.advantage import GroupAdvantage
+from lightning_scalerl.axes.aggregation import Aggregation, PromptAggregation, SampleAggregation, TokenAggregation
+from lightning_scalerl.axes.correction import Behaviour
+from lightning_scalerl.axes.filter import NoFilter, ZeroVariance
+from lightning_scalerl.axes.loss import CISPO, DAPO, GSPO, Loss
+from lightning_scalerl.axes.normalization import (
     BatchNormalization,
     NoNormalization,
     Normalization,
     PromptNormalization,
 )
+from lightning_scalerl.axes.truncated import KeepTruncated
+from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.credit import assemble
 from lightning_scalerl.rollout import Group, Prompt, Rollout
-from lightning_scalerl.truncated import KeepTruncated
 
 MAKER = Path(__file__).with_name("make_peer_arrays.py")
 STORED = json.loads(Path(__file__).with_name("peer_arrays.json").read_text())

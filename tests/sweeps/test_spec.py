@@ -27,8 +27,8 @@ from sweeps.spec import (
 CONFIG: dict[str, Any] = {
     "seed": 3,
     "label": None,
-    "loss": {"_target_": "lightning_scalerl.loss.CISPO", "max_ratio": 5.0},
-    "aggregation": {"_target_": "lightning_scalerl.aggregation.PromptAggregation"},
+    "loss": {"_target_": "lightning_scalerl.axes.loss.CISPO", "max_ratio": 5.0},
+    "aggregation": {"_target_": "lightning_scalerl.axes.aggregation.PromptAggregation"},
     "optimizer": {"lr": 4e-4, "betas": [0.9, 0.95]},
     "batch": {"prompts": 16, "completions": 16},
     "evaluation": {"every_n_steps": 8, "prompts": None},

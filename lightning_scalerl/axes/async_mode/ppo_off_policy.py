@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_scalerl.async_mode.base import AsyncMode
+from lightning_scalerl.axes.async_mode.base import AsyncMode
 from lightning_scalerl.choice import whole_number
 
 

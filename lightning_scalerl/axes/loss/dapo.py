@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_scalerl.loss.base import Loss, clip_bounds, importance_ratio, pessimistic, pessimistic_clips
+from lightning_scalerl.axes.loss.base import Loss, clip_bounds, importance_ratio, pessimistic, pessimistic_clips
 
 
 def dapo(

@@ -1,7 +1,0 @@
-"""Axis `async_mode`: rules of one scheduler."""
-
-from lightning_scalerl.async_mode.base import AsyncMode
-from lightning_scalerl.async_mode.pipeline import Pipeline
-from lightning_scalerl.async_mode.ppo_off_policy import OnPolicy, PPOOffPolicy
-
-__all__ = ["AsyncMode", "OnPolicy", "PPOOffPolicy", "Pipeline"]
