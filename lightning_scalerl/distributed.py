@@ -35,8 +35,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lightning_scalerl.choice import ConfigurationError
-from lightning_scalerl.rollout import TrainBatch
-from lightning_scalerl.step_metrics import Part, whole
+from lightning_scalerl.rollout import Part, TrainBatch, whole
 
 T = TypeVar("T")
 

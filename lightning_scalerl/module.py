@@ -21,20 +21,20 @@ from torch import Tensor, nn
 
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.choice import ConfigurationError, DesignChoice, by_axis
-from lightning_scalerl.compute_meter import ComputeMeter
 from lightning_scalerl.distributed import Follower, Ranks, check_strategy
-from lightning_scalerl.flops import FlopModel
 from lightning_scalerl.generator.base import Generator
-from lightning_scalerl.mechanism import MechanismCounters
+from lightning_scalerl.measure.compute_meter import ComputeMeter
+from lightning_scalerl.measure.flops import FlopModel
+from lightning_scalerl.measure.mechanism import MechanismCounters
+from lightning_scalerl.measure.step_metrics import step_metrics
+from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
 from lightning_scalerl.policy import Policy, check_head, load_model, load_tokenizer
 from lightning_scalerl.prompts import PromptSource
 from lightning_scalerl.recipe import Recipe, load_recipe
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollout import Part, TrainBatch, whole
 from lightning_scalerl.rollout_stream import PROMPT_STREAM, RolloutStream
 from lightning_scalerl.state import StateRegistry, TorchRandomState
-from lightning_scalerl.step_metrics import Part, step_metrics, whole
 from lightning_scalerl.task.base import Task
-from lightning_scalerl.truncation_alarm import TruncationAlarm
 
 
 class ScaleRL(LightningModule):

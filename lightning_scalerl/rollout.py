@@ -6,7 +6,7 @@ batch, T completion tokens, S prompt + completion tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -153,3 +153,18 @@ class TrainBatch:
             value = getattr(self, entry.name)
             values[entry.name] = value.to(device) if isinstance(value, Tensor) else value
         return TrainBatch(**values)
+
+
+# A micro-batch with the trainer's log-probabilities and entropies of it, (R, T) each.
+Part = tuple[TrainBatch, Tensor, Tensor]
+
+
+def whole(batch: TrainBatch, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies (R, T) of the batch, put together from its parts; zero in rows of none."""
+    logprobs, entropies = torch.zeros_like(batch.generator_logprobs), torch.zeros_like(batch.generator_logprobs)
+    order = torch.argsort(batch.row)
+    for micro_batch, of_logprobs, of_entropies in parts:
+        rows = order[torch.searchsorted(batch.row[order], micro_batch.row)]
+        logprobs[rows, : of_logprobs.shape[1]] = of_logprobs
+        entropies[rows, : of_entropies.shape[1]] = of_entropies
+    return logprobs, entropies

@@ -32,8 +32,8 @@ from lightning_scalerl.callbacks.evaluate import Evaluate
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.distributed import LeaderFailedError, Ranks, check_strategy, process_rank, trainer_settings
 from lightning_scalerl.policy import load_model, load_tokenizer
+from lightning_scalerl.rollout import whole
 from lightning_scalerl.rollout_stream import RewardError
-from lightning_scalerl.step_metrics import whole
 from sweeps.interruption import interruption
 from sweeps.journal import JournalView, read_journal
 from tests.helpers import SMALL, CountingTask

@@ -415,7 +415,7 @@ def test_a_broken_reward_stops_the_run_after_the_journal_is_flushed(tiny_model_p
 def test_flops_are_those_torch_counts(tiny_model: Any) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    from lightning_scalerl.flops import FlopModel
+    from lightning_scalerl.measure.flops import FlopModel
 
     model = FlopModel.of(tiny_model)
     length = 40

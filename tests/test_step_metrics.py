@@ -18,9 +18,9 @@ from lightning_scalerl.axes.filter import ZeroVariance
 from lightning_scalerl.axes.loss import CISPO
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.credit import assemble
+from lightning_scalerl.measure.step_metrics import staleness, step_metrics
+from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
 from lightning_scalerl.rollout import Group, Rollout
-from lightning_scalerl.step_metrics import staleness, step_metrics
-from lightning_scalerl.truncation_alarm import TruncationAlarm
 from tests.helpers import make_group
 from tests.loss.test_contract import CREDIT
 

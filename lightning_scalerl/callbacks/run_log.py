@@ -57,7 +57,7 @@ class RunLog(Recorder):
         pl_module.ranks.share(lambda: self._begin(pl_module))
 
     def _begin(self, pl_module: Any) -> None:
-        from lightning_scalerl.semantics import header_fields, write_semantics
+        from lightning_scalerl.measure.semantics import header_fields, write_semantics
 
         self._last_step = pl_module.completed_steps
         header = header_fields(pl_module, self.identity)

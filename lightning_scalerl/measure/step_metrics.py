@@ -6,14 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from lightning_scalerl.axes.loss.base import importance_ratio
-from lightning_scalerl.rollout import Rollout, TrainBatch
-
-# A micro-batch with the trainer's log-probabilities and entropies of it, (R, T) each.
-Part = tuple[TrainBatch, Tensor, Tensor]
+from lightning_scalerl.rollout import Part, Rollout, TrainBatch
 
 
 def step_metrics(
@@ -33,17 +28,6 @@ def step_metrics(
         **staleness(rollouts, completed_steps),
         **_credited_token_metrics(batch, parts, choices),
     }
-
-
-def whole(batch: TrainBatch, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies (R, T) of the batch, put together from its parts; zero in rows of none."""
-    logprobs, entropies = torch.zeros_like(batch.generator_logprobs), torch.zeros_like(batch.generator_logprobs)
-    order = torch.argsort(batch.row)
-    for micro_batch, of_logprobs, of_entropies in parts:
-        rows = order[torch.searchsorted(batch.row[order], micro_batch.row)]
-        logprobs[rows, : of_logprobs.shape[1]] = of_logprobs
-        entropies[rows, : of_entropies.shape[1]] = of_entropies
-    return logprobs, entropies
 
 
 def staleness(rollouts: Sequence[Rollout], completed_steps: int) -> dict[str, float]:

@@ -7,12 +7,12 @@ axis: how often one looks must not move the curve.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
-from lightning_scalerl.clock import Clock, WallClock
-from lightning_scalerl.flops import FlopModel
+from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.rollout_stream import Event
 
@@ -124,3 +124,19 @@ class ComputeMeter:
         self._wasted = dict(state["wasted"])
         if self._started is not None:
             self._started = self._clock.now()
+
+
+class Clock(Protocol):
+    """Time in seconds from an arbitrary origin, monotone."""
+
+    def now(self) -> float:
+        """Seconds."""
+        ...
+
+
+class WallClock:
+    """Real time."""
+
+    def now(self) -> float:
+        """Seconds of the monotonic system clock."""
+        return time.monotonic()
