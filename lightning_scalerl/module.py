@@ -28,7 +28,9 @@ from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.measure.step_metrics import step_metrics
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
-from lightning_scalerl.policy import Policy, check_head, load_model, load_tokenizer
+from lightning_scalerl.model.head import check_head
+from lightning_scalerl.model.load import load_model, load_tokenizer
+from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.prompts import PromptSource
 from lightning_scalerl.recipe import Recipe, load_recipe
 from lightning_scalerl.rollout import Part, TrainBatch, whole

@@ -26,6 +26,6 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def tiny_model(tiny_model_path: str) -> Any:
-    from lightning_scalerl.policy import load_model
+    from lightning_scalerl.model.load import load_model
 
     return load_model(tiny_model_path)

@@ -23,7 +23,7 @@ from lightning_scalerl.axes.resampling import UniformResampling
 from lightning_scalerl.axes.truncated import KeepTruncated
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint
-from lightning_scalerl.policy import load_model
+from lightning_scalerl.model.load import load_model
 from lightning_scalerl.rollout_stream import RewardError
 from sweeps.journal import read_journal
 from tests.helpers import SMALL, CountingTask, fit
@@ -431,8 +431,8 @@ def test_flops_are_those_torch_counts(tiny_model: Any) -> None:
 
 
 def test_huge_vocabularies_are_scored_in_chunks(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_scalerl import policy as policy_module
-    from lightning_scalerl.policy import Policy
+    from lightning_scalerl.model import policy as policy_module
+    from lightning_scalerl.model.policy import Policy
     from tests.generator.test_torch_generator import one_row
 
     rollout = type("R", (), {"tokens": [3, 4, 5, 6, 7], "generator_logprobs": [0.0] * 5})()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.credit import assemble, loss_weights
-from lightning_scalerl.policy import Policy
+from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.rollout_stream import RolloutStream
 

@@ -17,7 +17,8 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.choice import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.generator.torch_generator import TorchGenerator, sample_tokens
-from lightning_scalerl.policy import Policy, check_head
+from lightning_scalerl.model.head import check_head
+from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollout import Rollout, TrainBatch
 
 FP32 = Precision("fp32", True, True)

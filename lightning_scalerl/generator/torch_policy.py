@@ -1,0 +1,72 @@
+"""The generator's copy of the policy, in the types that the `precision` axis says."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.model.head import backbone, head_logits, output_head
+
+
+class GeneratorPolicy:
+    """The generator's copy of the policy: weights in the policy's type, the head's in the head's.
+
+    An FP32 head keeps the master weights' bits: a head cast to BF16 and back would not be one. With tied
+    embeddings the head gets a copy of its own, refreshed on every `load`.
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        self.dtype = precision.policy_dtype
+        self.head_dtype = precision.head_dtype(precision.fp32_head_generator)
+        self.model = copy.deepcopy(model).to(self.dtype).eval().requires_grad_(False)
+        self._separate_head = self.head_dtype != self.dtype
+        self._head_weight: Tensor | None = None
+        self._head_bias: Tensor | None = None
+        self.load(dict(model.state_dict()))
+
+    @torch.no_grad()
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Take over new weights (a state dict of the trainer's model, any type)."""
+        own = self.model.state_dict()
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+        if self._separate_head:
+            head = output_head(self.model)
+            name = next(key for key, value in own.items() if value.data_ptr() == head.weight.data_ptr())
+            self._head_weight = weights[name].detach().to(self.head_dtype, copy=True)
+            self._head_bias = None if head.bias is None else head.bias.to(self.head_dtype)
+
+    def weights(self) -> dict[str, Any]:
+        """The copy itself, for a checkpoint taken while rollouts are in flight."""
+        return {
+            "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
+            "head_weight": self._head_weight,
+            "head_bias": self._head_bias,
+        }
+
+    def load_weights(self, state: dict[str, Any]) -> None:
+        """Put back what `weights` gave."""
+        self.model.load_state_dict(state["model"])
+        # A checkpoint is read to the CPU.
+        device = next(self.model.parameters()).device
+        self._head_weight, self._head_bias = (
+            None if state[name] is None else state[name].to(device) for name in ("head_weight", "head_bias")
+        )
+
+    @torch.no_grad()
+    def hidden(self, **inputs: Any) -> Tensor:
+        """Last hidden states (rows, query length, width)."""
+        states: Tensor = backbone(self.model)(**inputs).last_hidden_state
+        return states
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """FP32 logits (rows, vocabulary), computed in the head's type."""
+        head = output_head(self.model)
+        weight = head.weight if self._head_weight is None else self._head_weight
+        bias = head.bias if self._head_weight is None else self._head_bias
+        return head_logits(self.model, hidden, weight, bias, self.head_dtype)

@@ -1,0 +1,1 @@
+"""The policy: any causal language model of transformers, and its head."""

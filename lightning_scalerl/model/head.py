@@ -1,0 +1,64 @@
+"""The language-model head apart from the rest of the model, so that its precision can be chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_scalerl.choice import ConfigurationError
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The model without its head."""
+    base: nn.Module = model.base_model  # type: ignore[assignment]
+    return base
+
+
+def output_head(model: nn.Module) -> nn.Linear:
+    """The language-model head.
+
+    Raises:
+        ConfigurationError: the model has none.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head, nn.Linear):
+        raise ConfigurationError(f"model: {type(model).__name__} has no linear language-model head")
+    return head
+
+
+def head_logits(model: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Logits in FP32 from hidden states, multiplied in `dtype`, with the scaling some architectures add."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).float()
+    config: Any = model.config
+    if getattr(config, "logit_scale", None):  # Cohere
+        logits = logits * config.logit_scale
+    if getattr(config, "logits_scaling", None):  # Granite
+        logits = logits / config.logits_scaling
+    if getattr(config, "final_logit_softcapping", None):  # Gemma
+        cap = config.final_logit_softcapping
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+@torch.no_grad()
+def check_head(model: nn.Module) -> None:
+    """Compare our head with the model's own on one short input.
+
+    Raises:
+        ConfigurationError: the architecture treats its logits in a way we do not know; training on would
+            optimise another distribution than the one the model defines.
+    """
+    head = output_head(model)
+    tokens = torch.arange(4, device=head.weight.device).unsqueeze(0)
+    expected = model(input_ids=tokens, use_cache=False).logits.float()
+    hidden = backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state
+    ours = head_logits(model, hidden, head.weight, head.bias, head.weight.dtype)
+    if not torch.allclose(ours, expected, atol=1e-3, rtol=1e-3):
+        raise ConfigurationError(
+            f"model: {type(model).__name__} post-processes its logits in an unknown way "
+            f"(largest difference {(ours - expected).abs().max():.3g}); it is not supported"
+        )

@@ -1,0 +1,64 @@
+"""Models and tokenizers from a folder or hub id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_scalerl.choice import ConfigurationError
+
+
+def model_path(path: str) -> str:
+    """The path itself: what `model=path` builds, as other files in `conf/model/` build one that they make.
+
+    Raises:
+        ConfigurationError: it looks like a local path and nothing is there.
+    """
+    local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if local and not (Path(path).expanduser() / "config.json").is_file():
+        raise ConfigurationError(f"model.path: {path!r} holds no config.json; give a folder saved by save_pretrained")
+    return str(Path(path).expanduser()) if local else path
+
+
+def load_model(path: str) -> nn.Module:
+    """Load a causal language model in FP32.
+
+    Args:
+        path: a local directory in the transformers format, or a hub id.
+
+    Raises:
+        ConfigurationError: nothing loadable there.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(_unusable("model", path, error)) from error
+    return model
+
+
+def load_tokenizer(path: str) -> Any:
+    """Load the tokenizer that belongs to the model at `path`.
+
+    Raises:
+        ConfigurationError: nothing loadable there, or it has no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(_unusable("tokenizer", path, error)) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigurationError(f"model.path: the tokenizer of {path} has no eos_token; completions could never end")
+    return tokenizer
+
+
+def _unusable(what: str, path: str, error: Exception) -> str:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    place = "a folder without a" if Path(path).is_dir() else "neither a folder nor a reachable hub id of a"
+    return f"model.path: {path!r} is {place} loadable {what} ({first})"

@@ -1,0 +1,85 @@
+"""The policy: any causal language model of transformers, its log-probabilities, and its head's precision."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.model.head import backbone, head_logits, output_head
+from lightning_scalerl.rollout import TrainBatch
+
+# Above this many logits (tokens x vocabulary) the head works in chunks and recomputes them for the backward
+# pass: at a real vocabulary the logits are the largest tensor of the step. 2^27 FP32 logits are 0.5 GB.
+MAX_LOGITS = 2**27
+
+
+class Policy(nn.Module):
+    """A causal language model that returns log-probabilities of given tokens.
+
+    Args:
+        model: from `AutoModelForCausalLM`; its weights stay FP32.
+        precision: policy type (autocast) and head type.
+        temperature: mirrored from sampling, or the importance ratio would not start at 1.
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.model = model
+        self.precision = precision
+        self.temperature = temperature
+
+    def autocast(self, precision: Precision) -> AbstractContextManager[Any]:
+        """The policy type's autocast on this policy's device; nothing for FP32."""
+        device = next(self.model.parameters()).device.type
+        return torch.autocast(device, dtype=torch.bfloat16, enabled=precision.policy_dtype != torch.float32)
+
+    def forward(self, batch: TrainBatch, precision: Precision | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the completion's tokens, with gradient, and the entropies, without.
+
+        Shapes: (R, T) each, zero beyond a completion's end. No attention mask is needed: sequences are
+        left-aligned and padding stands behind everything it could disturb.
+
+        Args:
+            batch: sequences.
+            precision: instead of the policy's own (to compare two).
+        """
+        precision = precision or self.precision
+        rollouts, width = batch.generator_logprobs.shape
+        with self.autocast(precision):
+            hidden = backbone(self.model)(input_ids=batch.tokens[:, :-1], use_cache=False).last_hidden_state
+        column = torch.arange(width, device=hidden.device)
+        real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
+        row = torch.arange(rollouts, device=hidden.device).unsqueeze(1).expand(-1, width)[real]
+        position = (batch.completion_start.unsqueeze(1) - 1 + column)[real]
+        targets = batch.tokens[row, position + 1]
+        logprobs, entropies = self._score(hidden[row, position], targets, precision)
+        shape = batch.generator_logprobs
+        return (
+            torch.zeros_like(shape).masked_scatter(real, logprobs),
+            torch.zeros_like(shape).masked_scatter(real, entropies),
+        )
+
+    def _score(self, hidden: Tensor, targets: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
+        head = output_head(self.model)
+        dtype = precision.head_dtype(precision.fp32_head_trainer)
+
+        def score(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+            logits = head_logits(self.model, states, head.weight, head.bias, dtype) / self.temperature
+            logprobs = F.log_softmax(logits, dim=-1)
+            entropies = -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
+            return logprobs.gather(-1, wanted.unsqueeze(-1)).squeeze(-1), entropies
+
+        chunk = max(1, MAX_LOGITS // head.weight.shape[0])
+        if hidden.shape[0] <= chunk:
+            return score(hidden, targets)
+        parts = [
+            checkpoint(score, hidden[i : i + chunk], targets[i : i + chunk], use_reentrant=False)
+            for i in range(0, hidden.shape[0], chunk)
+        ]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
