@@ -7,7 +7,6 @@ differ only in their admission and publish rules; the staleness rule of DESIGN.m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,11 +18,7 @@ from lightning_scalerl.credit import assemble
 from lightning_scalerl.generator.base import FinishedRollout, Generator, GroupRequest, StepReport
 from lightning_scalerl.prompts import PromptSource
 from lightning_scalerl.rollout import Group, Prompt, Rollout, TrainBatch
-from lightning_scalerl.task.base import Task
-
-
-class RewardError(RuntimeError):
-    """A verifier raised or returned something that is not a finite number; names the prompt."""
+from lightning_scalerl.task.base import Task, score
 
 
 class SchedulerStuckError(RuntimeError):
@@ -329,24 +324,3 @@ TRAINING_STREAM = 0
 EVALUATION_STREAM = 1
 PROMPT_STREAM = 2
 INTERRUPTION_STREAM = 3
-
-
-def score(task: Task, prompt: Prompt, completion: str) -> float:
-    """A completion's reward.
-
-    Raises:
-        RewardError: the verifier raised, or its reward is not a finite number.
-    """
-    try:
-        reward = float(task.reward(prompt, completion))
-    except Exception as error:
-        raise RewardError(
-            f"reward of prompt {prompt.prompt_id!r}: the verifier of {type(task).__name__} raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if not math.isfinite(reward):
-        raise RewardError(
-            f"reward of prompt {prompt.prompt_id!r}: the verifier of {type(task).__name__} returned {reward}; "
-            "a reward must be a finite number"
-        )
-    return reward

@@ -33,7 +33,7 @@ from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.distributed import LeaderFailedError, Ranks, check_strategy, process_rank, trainer_settings
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.rollout import whole
-from lightning_scalerl.rollout_stream import RewardError
+from lightning_scalerl.task.base import RewardError
 from sweeps.interruption import interruption
 from sweeps.journal import JournalView, read_journal
 from tests.helpers import SMALL, CountingTask

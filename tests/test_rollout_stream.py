@@ -25,7 +25,8 @@ from lightning_scalerl.cost_model import CostModel
 from lightning_scalerl.generator.base import GroupRequest
 from lightning_scalerl.generator.scripted import Script, ScriptedGenerator
 from lightning_scalerl.prompts import PoolExhaustedError, PromptSource
-from lightning_scalerl.rollout_stream import Event, RewardError, RolloutStream, SchedulerStuckError
+from lightning_scalerl.rollout_stream import Event, RolloutStream, SchedulerStuckError
+from lightning_scalerl.task.base import RewardError
 from tests.helpers import CountingTask
 
 

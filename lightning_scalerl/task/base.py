@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,3 +49,28 @@ def check_task(task: Any) -> Task:
     if not checked.eval_sets() or not all(checked.eval_sets().values()):
         raise ConfigurationError(f"task: {type(task).__name__} has no held-out prompts; pass rates need a set")
     return checked
+
+
+class RewardError(RuntimeError):
+    """A verifier raised or returned something that is not a finite number; names the prompt."""
+
+
+def score(task: Task, prompt: Prompt, completion: str) -> float:
+    """A completion's reward.
+
+    Raises:
+        RewardError: the verifier raised, or its reward is not a finite number.
+    """
+    try:
+        reward = float(task.reward(prompt, completion))
+    except Exception as error:
+        raise RewardError(
+            f"reward of prompt {prompt.prompt_id!r}: the verifier of {type(task).__name__} raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not math.isfinite(reward):
+        raise RewardError(
+            f"reward of prompt {prompt.prompt_id!r}: the verifier of {type(task).__name__} returned {reward}; "
+            "a reward must be a finite number"
+        )
+    return reward
