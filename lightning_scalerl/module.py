@@ -31,11 +31,12 @@ from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
 from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.prompts import PromptSource
 from lightning_scalerl.recipe import Recipe, load_recipe
 from lightning_scalerl.rollout import Part, TrainBatch, whole
-from lightning_scalerl.rollout_stream import PROMPT_STREAM, RolloutStream
 from lightning_scalerl.state import StateRegistry, TorchRandomState
+from lightning_scalerl.stream.prompts import PromptSource
+from lightning_scalerl.stream.random_streams import PROMPT_STREAM
+from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import Task
 
 

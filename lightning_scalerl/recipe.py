@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_scalerl.choice import AXES, ConfigurationError, DesignChoice, by_axis, check_conflicts, whole_number
-from lightning_scalerl.cost_model import CostModel
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.optim import AdamW, ConstantSchedule
+from lightning_scalerl.stream.cost_model import CostModel
 
 
 @dataclass(frozen=True)

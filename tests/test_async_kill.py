@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
-from lightning_scalerl.rollout_stream import Event
+from lightning_scalerl.stream.events import Event
 from sweeps.journal import JournalView, read_journal
 from tests.helpers import fit
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.choice import ConfigurationError
-from lightning_scalerl.cost_model import CostModel
-from lightning_scalerl.credit import assemble
 from lightning_scalerl.generator.base import StepReport
 from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.stream.cost_model import CostModel
+from lightning_scalerl.stream.credit import assemble
 from tests.helpers import make_group
 from tests.loss.test_contract import CREDIT
 

@@ -21,11 +21,12 @@ from lightning_scalerl.axes.normalization import NoNormalization
 from lightning_scalerl.axes.resampling import NoPositiveResampling, Resampling, UniformResampling
 from lightning_scalerl.axes.truncated import KeepTruncated
 from lightning_scalerl.choice import ConfigurationError
-from lightning_scalerl.cost_model import CostModel
 from lightning_scalerl.generator.base import GroupRequest
 from lightning_scalerl.generator.scripted import Script, ScriptedGenerator
-from lightning_scalerl.prompts import PoolExhaustedError, PromptSource
-from lightning_scalerl.rollout_stream import Event, RolloutStream, SchedulerStuckError
+from lightning_scalerl.stream.cost_model import CostModel
+from lightning_scalerl.stream.events import Event
+from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
+from lightning_scalerl.stream.rollout_stream import RolloutStream, SchedulerStuckError
 from lightning_scalerl.task.base import RewardError
 from tests.helpers import CountingTask
 

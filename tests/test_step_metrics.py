@@ -17,10 +17,10 @@ from lightning_scalerl.axes.aggregation import PromptAggregation
 from lightning_scalerl.axes.filter import ZeroVariance
 from lightning_scalerl.axes.loss import CISPO
 from lightning_scalerl.axes.truncated import MaskTruncated
-from lightning_scalerl.credit import assemble
 from lightning_scalerl.measure.step_metrics import staleness, step_metrics
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
 from lightning_scalerl.rollout import Group, Rollout
+from lightning_scalerl.stream.credit import assemble
 from tests.helpers import make_group
 from tests.loss.test_contract import CREDIT
 

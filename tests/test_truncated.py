@@ -14,8 +14,8 @@ from lightning_scalerl.axes.filter import ZeroVariance
 from lightning_scalerl.axes.loss import CISPO
 from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.axes.truncated import KeepTruncated, MaskTruncated
-from lightning_scalerl.credit import assemble, loss_weights
 from lightning_scalerl.rollout import Group, TrainBatch
+from lightning_scalerl.stream.credit import assemble, loss_weights
 from tests.helpers import make_group
 from tests.loss.test_contract import CREDIT, each_aggregation, each_loss, total_loss
 

@@ -12,7 +12,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning_scalerl.choice import whole_number
 from lightning_scalerl.generator.base import Generator, GroupRequest
 from lightning_scalerl.rollout import Prompt
-from lightning_scalerl.rollout_stream import EVALUATION_STREAM, Event
+from lightning_scalerl.stream.events import Event
+from lightning_scalerl.stream.random_streams import EVALUATION_STREAM
 from lightning_scalerl.task.base import score
 
 

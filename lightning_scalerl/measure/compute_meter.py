@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.rollout import TrainBatch
-from lightning_scalerl.rollout_stream import Event
+from lightning_scalerl.stream.events import Event
 
 PHASES = ("train", "generate", "checkpoint", "evaluate")
 WASTED = ("flops", "device_hours")

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from lightning_scalerl.choice import DesignChoice
-from lightning_scalerl.credit import assemble, loss_weights
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollout import TrainBatch
-from lightning_scalerl.rollout_stream import RolloutStream
+from lightning_scalerl.stream.credit import assemble, loss_weights
+from lightning_scalerl.stream.rollout_stream import RolloutStream
 
 CREDIT_AXES = ("truncated", "filter", "advantage", "normalization", "correction", "loss", "aggregation")
 THRESHOLD = 1e-3

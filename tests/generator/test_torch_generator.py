@@ -310,8 +310,8 @@ def test_other_architectures(family: str) -> None:
 
 
 def one_row(prompt: tuple[int, ...], rollout: Any) -> TrainBatch:
-    from lightning_scalerl.credit import lay_out
     from lightning_scalerl.rollout import Group, Prompt
+    from lightning_scalerl.stream.credit import lay_out
 
     return lay_out([(Group(0, Prompt("p", "", ""), list(prompt), [rollout]), rollout, 1.0, 1, 0)])
 

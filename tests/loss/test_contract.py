@@ -19,8 +19,8 @@ from lightning_scalerl.axes.loss import CISPO, DAPO, GSPO
 from lightning_scalerl.axes.normalization import BatchNormalization
 from lightning_scalerl.axes.truncated import KeepTruncated
 from lightning_scalerl.choice import ConfigurationError
-from lightning_scalerl.credit import assemble
 from lightning_scalerl.rollout import Denominators, TrainBatch
+from lightning_scalerl.stream.credit import assemble
 from tests.helpers import make_group
 
 LOSSES = [CISPO(max_ratio=5.0), DAPO(clip_low=0.2, clip_high=0.26), GSPO(clip_low=3e-3, clip_high=5e-3)]

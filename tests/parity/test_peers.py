@@ -29,8 +29,8 @@ from lightning_scalerl.axes.normalization import (
 )
 from lightning_scalerl.axes.truncated import KeepTruncated
 from lightning_scalerl.choice import DesignChoice
-from lightning_scalerl.credit import assemble
 from lightning_scalerl.rollout import Group, Prompt, Rollout
+from lightning_scalerl.stream.credit import assemble
 
 MAKER = Path(__file__).with_name("make_peer_arrays.py")
 STORED = json.loads(Path(__file__).with_name("peer_arrays.json").read_text())

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from lightning_scalerl.axes.resampling import UniformResampling
 from lightning_scalerl.choice import ConfigurationError
 from lightning_scalerl.data import RolloutDataModule
-from lightning_scalerl.prompts import PromptSource
 from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.stream.prompts import PromptSource
 from lightning_scalerl.task.arithmetic import STOP, ArithmeticTask, problem, solution
 from lightning_scalerl.task.arithmetic_base import arithmetic_base_model, corrupted, tokenizer
 from lightning_scalerl.task.jsonl import JsonlTask

@@ -13,47 +13,18 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_scalerl.cost_model import CostModel
-from lightning_scalerl.credit import assemble
 from lightning_scalerl.generator.base import FinishedRollout, Generator, GroupRequest, StepReport
-from lightning_scalerl.prompts import PromptSource
 from lightning_scalerl.rollout import Group, Prompt, Rollout, TrainBatch
+from lightning_scalerl.stream.cost_model import CostModel
+from lightning_scalerl.stream.credit import assemble
+from lightning_scalerl.stream.events import Event, VirtualClock
+from lightning_scalerl.stream.prompts import PromptSource
+from lightning_scalerl.stream.random_streams import INTERRUPTION_STREAM, TRAINING_STREAM
 from lightning_scalerl.task.base import Task, score
 
 
 class SchedulerStuckError(RuntimeError):
     """Nothing is due, nothing is in flight and nothing may start: a bug in an async mode's rules."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened at `time_s` of virtual time.
-
-    `kind`: `admit` a group; `decode` one token of everything in flight; `finish` a rollout; `batch` handed to the
-    trainer; `trained` an optimizer step; `publish` weights to the generator.
-    """
-
-    kind: str
-    time_s: float
-    report: StepReport | None = None
-
-
-@dataclass
-class VirtualClock:
-    """Where both parties are, in seconds of virtual time.
-
-    `now_s` is the last event; the trainer is busy until `trainer_until_s`, the generator until
-    `generator_until_s`, and it may not start before `generator_from_s` (weights are arriving). `*_busy_s` add up
-    what each has worked, work under way included; the generator's last step took `generator_step_s`.
-    """
-
-    now_s: float = 0.0
-    trainer_until_s: float = 0.0
-    trainer_busy_s: float = 0.0
-    generator_until_s: float = 0.0
-    generator_from_s: float = 0.0
-    generator_busy_s: float = 0.0
-    generator_step_s: float = 0.0
 
 
 @dataclass
@@ -317,10 +288,3 @@ def _report_from(state: dict[str, Any]) -> StepReport:
         FinishedRollout(entry["key"], entry["index"], Rollout(**entry["rollout"])) for entry in state["finished"]
     ]
     return StepReport(**{**state, "finished": finished})
-
-
-# Streams of random numbers of one seed must never meet: the first number after the seed tells them apart.
-TRAINING_STREAM = 0
-EVALUATION_STREAM = 1
-PROMPT_STREAM = 2
-INTERRUPTION_STREAM = 3

@@ -1,0 +1,1 @@
+"""Prompts -> groups -> TrainBatch: what comes before the training step."""
