@@ -18,7 +18,7 @@ from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newes
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.choice import AXES
 from lightning_scalerl.data import RolloutDataModule
-from lightning_scalerl.distributed import process_rank, trainer_settings
+from lightning_scalerl.distributed.start import process_rank, trainer_settings
 from lightning_scalerl.module import ScaleRL
 from lightning_scalerl.recipe import build, build_recipe
 from sweeps.errors import UserError

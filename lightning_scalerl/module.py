@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.choice import ConfigurationError, DesignChoice, by_axis
-from lightning_scalerl.distributed import Follower, Ranks, check_strategy
+from lightning_scalerl.distributed.ranks import Follower, Ranks, check_strategy
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.flops import FlopModel

@@ -30,7 +30,8 @@ from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint
 from lightning_scalerl.callbacks.evaluate import Evaluate
 from lightning_scalerl.callbacks.run_log import RunLog
-from lightning_scalerl.distributed import LeaderFailedError, Ranks, check_strategy, process_rank, trainer_settings
+from lightning_scalerl.distributed.ranks import LeaderFailedError, Ranks, check_strategy
+from lightning_scalerl.distributed.start import process_rank, trainer_settings
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.rollout import whole
 from lightning_scalerl.task.base import RewardError

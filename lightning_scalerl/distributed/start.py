@@ -1,0 +1,95 @@
+"""How this process was started: its rank, and the devices it is to train on."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_scalerl.choice import ConfigurationError
+
+
+def process_rank() -> int:
+    """This process's rank as its launcher says (torchrun, srun, or Lightning's own on one machine), 0 if none does.
+
+    Known before there is a Trainer: for what only one process may do.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["RANK"])
+    if _slurm_tasks() > 1:
+        return int(os.environ["SLURM_PROCID"])
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def trainer_settings() -> dict[str, Any]:
+    """Arguments of `Trainer` that say which devices the run has, from how this process was started.
+
+    One task, under SLURM or not, trains on one device, whatever the job has been given. Tasks that one `srun` (or
+    `torchrun`) has started together train one run, one device each; ask SLURM for GPUs by node, not by task, since
+    every task picks its own among those of its node. On one node the ranks meet at 127.0.0.1.
+
+    Raises:
+        ConfigurationError: nodes with different numbers of tasks, or a node with fewer GPUs than tasks.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        tasks, tasks_a_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        if tasks == 1:
+            return {"accelerator": "auto", "devices": 1}
+        return _several(tasks // tasks_a_node, tasks_a_node)
+    if _slurm_tasks() == 1:
+        # Lightning would take SLURM's variables for several tasks, and its signals for requests to requeue the job.
+        return {"accelerator": "auto", "devices": 1, "plugins": [LightningEnvironment()]}
+    tasks = _slurm_tasks()
+    if tasks == 0:
+        return {"accelerator": "auto", "devices": 1}
+    nodes = int(os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+    if tasks % nodes or not _evenly_spread():
+        raise ConfigurationError(
+            f"SLURM: {tasks} tasks on {nodes} nodes ({_spread()} a node); start the same number on each, with "
+            "--ntasks-per-node"
+        )
+    # Those of the step, where the job's differ or say nothing: Lightning compares them with its own.
+    os.environ["SLURM_NTASKS"] = str(tasks)
+    os.environ["SLURM_NNODES"] = str(nodes)
+    os.environ["SLURM_NTASKS_PER_NODE"] = str(tasks // nodes)
+    if nodes == 1:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(_port()))
+    return {**_several(nodes, tasks // nodes), "plugins": [SLURMEnvironment(auto_requeue=False)]}
+
+
+def _several(nodes: int, tasks_a_node: int) -> dict[str, Any]:
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else tasks_a_node
+    if visible < tasks_a_node:
+        raise ConfigurationError(
+            f"devices: {tasks_a_node} ranks on this node see {visible} GPUs; give every task all of the node's "
+            "(SLURM: --gpus-per-node, not --gpus-per-task)"
+        )
+    return {"accelerator": "auto", "devices": tasks_a_node, "num_nodes": nodes, "strategy": DDPStrategy()}
+
+
+def _slurm_tasks() -> int:
+    """Tasks that started together with this one; 1 in a batch script, which no `srun` started; 0 without SLURM."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return 0
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+
+
+def _spread() -> str:
+    """Tasks of each node as SLURM writes them: "2(x3),1" are 2 on each of three nodes and 1 on a fourth."""
+    return os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or ""
+
+
+def _evenly_spread() -> bool:
+    return len(set(re.sub(r"\(x\d+\)", "", _spread()).split(","))) == 1
+
+
+def _port() -> int:
+    """One for each step of each job, below those that systems hand out by themselves (Linux: from 32768)."""
+    job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_STEP_ID", 0))
+    return 15000 + (job * 31 + step) % 17000
