@@ -23,11 +23,11 @@ import torch
 from scipy.optimize import nnls
 
 from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.composition import conf_dir
 from lightning_scalerl.generator.base import GroupRequest
 from lightning_scalerl.generator.torch_generator import TorchGenerator
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.recipe import conf_dir
 from lightning_scalerl.rollout import Group, Prompt, Rollout
 from lightning_scalerl.stream.credit import lay_out
 from lightning_scalerl.task.arithmetic_base import arithmetic_base_model

@@ -17,10 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.choice import AXES
+from lightning_scalerl.composition import build, build_recipe
 from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.distributed.start import process_rank, trainer_settings
 from lightning_scalerl.module import ScaleRL
-from lightning_scalerl.recipe import build, build_recipe
 from sweeps.errors import UserError
 from sweeps.interruption import RunInterruptedError, interruption
 from sweeps.journal import CONFIG_FILE

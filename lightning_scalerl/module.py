@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.choice import ConfigurationError, DesignChoice, by_axis
+from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.distributed.ranks import Follower, Ranks, check_strategy
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.measure.compute_meter import ComputeMeter
@@ -31,7 +32,7 @@ from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
 from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.recipe import Recipe, load_recipe
+from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.rollout import Part, TrainBatch, whole
 from lightning_scalerl.state import StateRegistry, TorchRandomState
 from lightning_scalerl.stream.prompts import PromptSource

@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf
 
 from lightning_scalerl.choice import AXES, ConfigurationError, whole_number
-from lightning_scalerl.recipe import build, build_recipe, compose, conf_dir
+from lightning_scalerl.composition import build, build_recipe, compose, conf_dir
 from lightning_scalerl.task.base import check_task
 from sweeps.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec
 

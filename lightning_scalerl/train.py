@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_scalerl.choice import ConfigurationError
-from lightning_scalerl.recipe import conf_dir, explain
+from lightning_scalerl.composition import conf_dir, explain
 from lightning_scalerl.stream.prompts import PoolExhaustedError
 from lightning_scalerl.task.base import RewardError
 from sweeps.errors import UserError

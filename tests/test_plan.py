@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from lightning_scalerl import plan as planner
 from lightning_scalerl.choice import AXES, ConfigurationError
+from lightning_scalerl.composition import compose, conf_dir
 from lightning_scalerl.plan import Composer, plan
-from lightning_scalerl.recipe import compose, conf_dir
 
 # A base model that is made in a moment; where only the configuration matters, not what it learns.
 QUICK = ["model.batches=1", "model.width=32", "model.layers=1"]
