@@ -143,7 +143,7 @@ _marks: list[tuple[float, float, float]] = []
 
 def planning(options: argparse.Namespace) -> str:
     """Compose, check and identify."""
-    import lightning_scalerl.plan as planner
+    import lightning_scalerl.member.identify as planner
 
     lists = grid(options.members, options.recipes)
     planner.plan(lists[:1])  # makes the base model

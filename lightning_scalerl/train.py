@@ -71,8 +71,8 @@ def _hydra_main(config: DictConfig) -> None:
 
 
 def _train(overrides: list[str]) -> None:
-    from lightning_scalerl.member import run_member
-    from lightning_scalerl.plan import plan
+    from lightning_scalerl.member.identify import plan
+    from lightning_scalerl.member.run import run_member
 
     elsewhere = [word for word in overrides if word.startswith("cluster=") and word not in HERE]
     if elsewhere:

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from lightning_scalerl import plan as planner
 from lightning_scalerl.choice import AXES, ConfigurationError
 from lightning_scalerl.composition import compose, conf_dir
-from lightning_scalerl.plan import Composer, plan
+from lightning_scalerl.member import identify as planner
+from lightning_scalerl.member.composer import Composer
+from lightning_scalerl.member.identify import plan
 
 # A base model that is made in a moment; where only the configuration matters, not what it learns.
 QUICK = ["model.batches=1", "model.width=32", "model.layers=1"]

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_scalerl.member import run_member
-from lightning_scalerl.plan import plan
+from lightning_scalerl.member.identify import plan
+from lightning_scalerl.member.run import run_member
 from sweeps.executor import LOG_FILE
 from sweeps.journal import JOURNAL_FILE, JournalView, find_runs, read_journal
 from sweeps.ledger import Ledger

@@ -1,0 +1,1 @@
+"""Members of a study: which they are, and one of them run."""
