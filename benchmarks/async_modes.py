@@ -21,8 +21,8 @@ import numpy as np
 from sweeps.curve import FLOPS, VIRTUAL_HOURS, Curve
 from sweeps.figures import curves_figure, png
 from sweeps.fit import Fit, Interval, fit_curves
-from sweeps.journal import JournalView
 from sweeps.rank import Ranking, rank
+from sweeps.run.journal import JournalView
 from sweeps.source import LoadedStudy, load
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,11 +21,11 @@ import numpy as np
 
 from sweeps.curve import UNITS, Curve
 from sweeps.fit import fit_curves
-from sweeps.journal import find_runs, read_journal
-from sweeps.mechanism import mechanism_counters
 from sweeps.predict import predict_mean
+from sweeps.run.health import mechanism_counters
+from sweeps.run.journal import find_runs, read_journal
+from sweeps.run.spec import RunSpec
 from sweeps.source import load
-from sweeps.spec import RunSpec
 
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
 

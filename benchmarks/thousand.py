@@ -34,7 +34,7 @@ from sweeps.cluster.submission import JobSettings
 from sweeps.failure import retries
 from sweeps.launch import LaunchPlan, run_study
 from sweeps.overview import counts, overview
-from sweeps.spec import RunSpec
+from sweeps.run.spec import RunSpec
 from sweeps.study import Study
 
 EVALUATIONS = 33
@@ -67,7 +67,7 @@ def grid(members: int, recipes: int) -> list[list[str]]:
 
 def write_journals(folder: Path, specs: Sequence[RunSpec]) -> None:
     """What the members will have written: 33 evaluations and 32 train records each."""
-    from sweeps import journal
+    from sweeps.run import journal
 
     journal.os.fsync = lambda _: None  # type: ignore[attr-defined]  # nothing here must outlive a power cut
     rng = np.random.default_rng(2510)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sweeps.journal import Journal
+from sweeps.run.journal import Journal
 
 HERE = Path(__file__).parent / "study"
 # recipe: A, B, C_mid in virtual device hours

@@ -22,9 +22,9 @@ from lightning_scalerl.composition import conf_dir, explain
 from lightning_scalerl.stream.prompts import PoolExhaustedError
 from lightning_scalerl.task.base import RewardError
 from sweeps.errors import UserError
-from sweeps.interruption import RunInterruptedError, interruption
-from sweeps.lease import LeaseLostError
-from sweeps.study import is_done
+from sweeps.run.interruption import RunInterruptedError, interruption
+from sweeps.run.lease import LeaseLostError
+from sweeps.run.progress import is_done
 
 EXIT_INTERRUPTED = 85
 EXIT_CTRL_C = 130

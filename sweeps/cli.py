@@ -20,12 +20,12 @@ from sweeps.compare import compare
 from sweeps.errors import UserError
 from sweeps.family import FAMILIES
 from sweeps.fit import Fit, FitOptions, fit_curves, shown
-from sweeps.lease import LeaseLostError
 from sweeps.literal import METHOD, fit_literal
-from sweeps.mechanism import idle_variants, mechanism_counters
 from sweeps.parallel import cores
 from sweeps.points import R0Mode
 from sweeps.rank import MARGIN, Ranking, rank
+from sweeps.run.health import idle_variants, mechanism_counters
+from sweeps.run.lease import LeaseLostError
 from sweeps.sensitivity import Row as SensitivityRow
 from sweeps.sensitivity import sensitivity, signed, summary
 from sweeps.source import LoadedStudy, load

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.errors import UserError
+from sweeps.profile import Array
 
 Array = NDArray[np.float64]
 
@@ -113,3 +114,7 @@ def make_curve(
     kept = order[~repeated]
     sd = None if e is None else e[kept]
     return Curve(recipe, c[kept], y[kept], s[kept], sd, axis, metric, tuple(notes), dict(factors or {}))
+
+
+# Begins the label of a run whose seed is not known.
+UNNAMED = "run "

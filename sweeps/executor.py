@@ -23,8 +23,7 @@ from typing import Any, Protocol
 
 from sweeps.errors import UserError
 from sweeps.redact import redact
-
-LOG_FILE = "log.txt"
+from sweeps.run.journal import LOG_FILE
 
 
 @dataclass(frozen=True)

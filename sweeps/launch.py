@@ -29,7 +29,8 @@ from sweeps.failure import NEVER
 from sweeps.failure import retries as retry_policy
 from sweeps.ledger import MemberState
 from sweeps.redact import MASK, redact
-from sweeps.spec import RunSpec, write_atomically
+from sweeps.run.files import write_atomically
+from sweeps.run.spec import RunSpec
 from sweeps.study import Observer, Progress, Study
 
 LAUNCH_FILE = "launch.json"

@@ -23,8 +23,8 @@ from filelock import FileLock
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.fit import Fit, FitOptions, Interval, fit_curve
-from sweeps.journal import JOURNAL_FILE, JournalError, find_runs, read_journal
 from sweeps.predict import predict, predict_mean
+from sweeps.run.journal import JOURNAL_FILE, JournalError, find_runs, read_journal
 from sweeps.source import LoadedStudy
 from sweeps.verdict import MIN_COMPUTES
 

@@ -15,13 +15,13 @@ from typing import Any
 from sweeps.cluster.attempts import Attempt, attempts
 from sweeps.cluster.scheduler import ENDED, QUEUED, JobInfo, Scheduler
 from sweeps.errors import UserError
-from sweeps.executor import LOG_FILE
-from sweeps.journal import find_runs
-from sweeps.lease import held
 from sweeps.ledger import LEDGER_FILE, Ledger, MemberState
 from sweeps.redact import redact
-from sweeps.spec import RunSpec
-from sweeps.study import LEASE_NAME, RUNS_DIR, is_done, journal_or_none, last_metrics
+from sweeps.run.journal import LOG_FILE, find_runs
+from sweeps.run.lease import held
+from sweeps.run.progress import is_done, journal_or_none, last_metrics
+from sweeps.run.spec import RunSpec
+from sweeps.study import LEASE_NAME, RUNS_DIR
 
 # In the order in which people look for them.
 STATES = ("failed", "cancelled", "stopped", "ended", "running", "queued", "waiting", "finished")

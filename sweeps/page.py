@@ -12,10 +12,10 @@ from sweeps.compare import Comparison
 from sweeps.curve import Curve
 from sweeps.figures import inline_svg
 from sweeps.fit import Fit
-from sweeps.journal import JournalView
 from sweeps.live import Snapshot, departure
-from sweeps.mechanism import idle_variants, mechanism_counters, truncation_alarms
 from sweeps.rank import Ranking
+from sweeps.run.health import idle_variants, mechanism_counters, truncation_alarms
+from sweeps.run.journal import JournalView
 from sweeps.sensitivity import Row, summary
 
 _CSS = """

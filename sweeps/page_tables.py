@@ -12,9 +12,9 @@ from sweeps.compare import Comparison
 from sweeps.family import FAMILIES
 from sweeps.figures import colours
 from sweeps.fit import Fit, Interval
-from sweeps.journal import JournalView
 from sweeps.live import Snapshot, departure
 from sweeps.rank import Ranking
+from sweeps.run.journal import JournalView
 from sweeps.sensitivity import MAIN, Row, signed
 
 # Verdicts with a curve beyond its bend: those whose A is worth shaking at.

@@ -13,11 +13,11 @@ import numpy as np
 
 from sweeps.errors import UserError
 from sweeps.fit import Fit, fit_curves
-from sweeps.journal import find_runs, read_journal
 from sweeps.predict import predict
 from sweeps.rank import Ranking, rank
+from sweeps.run.journal import find_runs, read_journal
+from sweeps.run.spec import SPEC_FILE, RunSpec
 from sweeps.source import LoadedStudy, load
-from sweeps.spec import SPEC_FILE, RunSpec
 from sweeps.study import Study
 from sweeps.tracking import FitSummary, Member, Shipper, TrackedSweep, Tracker, ship, ui_command
 from sweeps.tracking import publish as publish_fits

@@ -17,11 +17,11 @@ from sweeps.errors import UserError
 from sweeps.figures import asymptotes_figure, curves_figure, png, svg
 from sweeps.figures_fit import history_figure, profile_figure, residuals_figure
 from sweeps.fit import Fit, Interval
-from sweeps.journal import JournalView
 from sweeps.live import GROWTH, Snapshot, history
 from sweeps.page import Findings, render
 from sweeps.page_tables import NAMED
 from sweeps.rank import Ranking
+from sweeps.run.journal import JournalView
 from sweeps.sensitivity import sensitivity
 from sweeps.verdict import MIN_COMPUTES
 

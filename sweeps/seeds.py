@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.special import stdtrit
 
+from sweeps.curve import UNNAMED
 from sweeps.profile import Array, Optimum, Problem, ar1_inverse
 
 # Three ScaleRL runs lay within +-0.015 (arXiv 2510.13786, A.7).
 BORROWED_SEED_SD = 0.015
-# Begins the label of a run whose seed is not known.
-UNNAMED = "run "
 
 
 @dataclass(frozen=True)

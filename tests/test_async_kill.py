@@ -18,7 +18,7 @@ from lightning.pytorch import Callback
 
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.stream.events import Event
-from sweeps.journal import JournalView, read_journal
+from sweeps.run.journal import JournalView, read_journal
 from tests.helpers import fit
 
 STEPS = 3

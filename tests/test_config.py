@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from lightning_scalerl.choice import AXES, ConfigurationError
 from lightning_scalerl.composition import compose, conf_dir, load_recipe
 from lightning_scalerl.member.identify import plan
-from sweeps.spec import science
+from sweeps.run.spec import science
 
 CONF = conf_dir()
 ROOT = CONF.parent

@@ -35,8 +35,8 @@ from lightning_scalerl.distributed.start import process_rank, trainer_settings
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.rollout import whole
 from lightning_scalerl.task.base import RewardError
-from sweeps.interruption import interruption
-from sweeps.journal import JournalView, read_journal
+from sweeps.run.interruption import interruption
+from sweeps.run.journal import JournalView, read_journal
 from tests.helpers import SMALL, CountingTask
 from tests.loss.test_contract import batch_of
 

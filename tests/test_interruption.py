@@ -19,8 +19,8 @@ from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, checkpoints, newest_checkpoint
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.module import ScaleRL
-from sweeps.interruption import RunInterruptedError, interruption
-from sweeps.journal import read_journal
+from sweeps.run.interruption import RunInterruptedError, interruption
+from sweeps.run.journal import read_journal
 from tests.helpers import SMALL, CountingTask, fit
 
 STEPS = 6

@@ -25,7 +25,7 @@ from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.task.base import RewardError
-from sweeps.journal import read_journal
+from sweeps.run.journal import read_journal
 from tests.helpers import SMALL, CountingTask, fit
 
 

@@ -22,10 +22,9 @@ import pytest
 
 from lightning_scalerl.member.identify import plan
 from lightning_scalerl.member.run import run_member
-from sweeps.executor import LOG_FILE
-from sweeps.journal import JOURNAL_FILE, JournalView, find_runs, read_journal
 from sweeps.ledger import Ledger
-from sweeps.study import is_done
+from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, JournalView, find_runs, read_journal
+from sweeps.run.progress import is_done
 
 # From where this module has its name, here and in the processes that look up the verifier.
 IMPORT_ROOT = Path(__file__).parents[__name__.count(".")]

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.choice import whole_number
-from sweeps.interruption import RunInterruptedError, interruption
+from sweeps.run.interruption import RunInterruptedError, interruption
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
 
@@ -28,7 +28,7 @@ class ResumableCheckpoint(Checkpoint):
     Lightning calls a `Checkpoint` after all other callbacks, so the step's records are written before they are
     declared durable. With several ranks rank 0 writes.
 
-    This is where a request to stop (`sweeps.interruption`) to any of the ranks is honoured: after the step it came
+    This is where a request to stop (`sweeps.run.interruption`) to any of the ranks is honoured: after the step it came
     in, once that is saved, `Trainer.fit` raises `RunInterruptedError` on all of them.
 
     Args:

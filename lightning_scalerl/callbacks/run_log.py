@@ -11,8 +11,8 @@ from lightning.pytorch import Trainer
 
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.choice import ConfigurationError
-from sweeps.interruption import RunInterruptedError
-from sweeps.journal import Journal, JournalView, read_journal
+from sweeps.run.interruption import RunInterruptedError
+from sweeps.run.journal import Journal, JournalView, read_journal
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from sweeps.journal import SEMANTICS_FILE
+from sweeps.run.journal import SEMANTICS_FILE
 
 PACKAGES = ("lightning-scalerl", "torch", "lightning", "transformers", "numpy", "hydra-core")
 

@@ -17,7 +17,7 @@ from lightning_scalerl.choice import AXES, ConfigurationError, whole_number
 from lightning_scalerl.composition import build, build_recipe, compose
 from lightning_scalerl.member.composer import Composer
 from lightning_scalerl.task.base import check_task
-from sweeps.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec
+from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec
 
 DEFAULT_RECIPE = "scalerl"  # as in conf/train.yaml
 # Groups that never name a curve: its recipe does already, its seed does not, and the rest is not science.

@@ -22,11 +22,12 @@ from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.distributed.start import process_rank, trainer_settings
 from lightning_scalerl.module import ScaleRL
 from sweeps.errors import UserError
-from sweeps.interruption import RunInterruptedError, interruption
-from sweeps.journal import CONFIG_FILE
-from sweeps.lease import Lease, LeaseHeldError, alive
-from sweeps.spec import RunSpec, write_atomically
-from sweeps.study import is_done
+from sweeps.run.files import write_atomically
+from sweeps.run.interruption import RunInterruptedError, interruption
+from sweeps.run.journal import CONFIG_FILE
+from sweeps.run.lease import Lease, LeaseHeldError, alive
+from sweeps.run.progress import is_done
+from sweeps.run.spec import RunSpec
 
 LEASE_WAIT_S = 60.0
 

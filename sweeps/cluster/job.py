@@ -23,11 +23,11 @@ from typing import Any
 
 from sweeps.cluster.attempts import Attempt, AttemptLog, attempts
 from sweeps.cluster.submission import MANIFEST_FILE, REQUEUE_VARIABLE
-from sweeps.executor import LOG_FILE, load_entry
+from sweeps.executor import load_entry
 from sweeps.failure import MAX_IDLE_ATTEMPTS, first_line, kind_of
-from sweeps.interruption import RunInterruptedError, interruption
-from sweeps.journal import JournalError, read_journal
 from sweeps.redact import redact
+from sweeps.run.interruption import RunInterruptedError, interruption
+from sweeps.run.journal import LOG_FILE, JournalError, read_journal
 
 # The exit code of a member that ran out of disk, and so may not be able to say it in any file.
 DISK_FULL_CODE = errno.ENOSPC

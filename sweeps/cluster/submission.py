@@ -26,7 +26,7 @@ from typing import Any
 from sweeps.errors import UserError
 from sweeps.executor import Launch
 from sweeps.redact import redact, redact_config
-from sweeps.spec import write_atomically
+from sweeps.run.files import write_atomically
 
 JOBS_DIR = "jobs"
 MANIFEST_FILE = "submission.json"

@@ -3,7 +3,7 @@
 `formats` lists the readers in the order they are asked; adding a format is one module and one line there.
 """
 
-from sweeps.source.cells import finite
+from sweeps.run.journal import finite
 from sweeps.source.points import LoadedStudy
 from sweeps.source.study import load
 

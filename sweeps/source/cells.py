@@ -14,6 +14,7 @@ import numpy as np
 
 from sweeps.curve import Array
 from sweeps.errors import UserError
+from sweeps.run.journal import finite
 from sweeps.source.text import File, short
 
 _JSON_LINES = (".jsonl", ".ndjson")
@@ -35,16 +36,6 @@ class Rows:
     def label(self, name: str) -> list[str]:
         """A column as text."""
         return [str(cell).strip() for cell in self.cells(name)]
-
-
-def finite(value: object) -> float | None:
-    """A finite number, or None for anything else a journal's line may hold."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond what a float holds
-        return None
 
 
 def numbers(cells: Sequence[Any]) -> Array:

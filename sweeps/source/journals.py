@@ -10,8 +10,7 @@ from typing import Any
 
 from sweeps.curve import FLOPS, default_axis
 from sweeps.errors import UserError
-from sweeps.journal import CONFIG_FILE, JournalError, JournalView, Record, read_journal
-from sweeps.source.cells import finite
+from sweeps.run.journal import CONFIG_FILE, JournalError, JournalView, Record, finite, read_journal
 from sweeps.source.points import ALL, Collected, Points
 from sweeps.source.text import listed, short
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sweeps.curve import Curve, make_curve
+from sweeps.curve import UNNAMED, Curve, make_curve
 from sweeps.errors import UserError
-from sweeps.journal import JournalView
-from sweeps.seeds import UNNAMED
+from sweeps.run.journal import JournalView
 from sweeps.source.text import short
 
 # --metric: a curve for every evaluation set there is.

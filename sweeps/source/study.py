@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sweeps.errors import UserError
-from sweeps.journal import JOURNAL_FILE, find_runs
+from sweeps.run.journal import JOURNAL_FILE, find_runs
 from sweeps.source import event_files, journals, mlflow_runs
 from sweeps.source.formats import READERS
 from sweeps.source.points import Asked, Collected, LoadedStudy

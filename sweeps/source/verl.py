@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from sweeps.errors import UserError
-from sweeps.source.cells import finite
+from sweeps.run.journal import finite
 from sweeps.source.log import Log, add_logs, series_of_records
 from sweeps.source.points import Collected
 from sweeps.source.text import File, short

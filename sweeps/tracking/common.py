@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from sweeps.errors import UserError
@@ -40,25 +38,6 @@ def without_credentials(uri: str) -> str:
     if "@" not in parts.netloc:
         return uri
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that a reader, or the next process after a crash, sees the old or the new file whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as handle:
-        json.dump(content, handle, indent=1, sort_keys=True, allow_nan=False)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file we wrote; empty if missing or unreadable (the caller then asks MLflow)."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def now_ms() -> int:

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from sweeps.errors import UserError
-from sweeps.journal import (
+from sweeps.run.files import read_json, write_json
+from sweeps.run.journal import (
     CONFIG_FILE,
     SEMANTICS_FILE,
     JournalView,
     Record,
     read_journal,
 )
-from sweeps.tracking.common import read_json, write_json
 from sweeps.tracking.store import DEFAULT_AXIS
 
 if TYPE_CHECKING:

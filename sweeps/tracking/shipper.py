@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sweeps.curve import default_axis
 from sweeps.errors import UserError
-from sweeps.journal import CONFIG_FILE, JOURNAL_FILE, SEMANTICS_FILE, JournalError, read_journal
+from sweeps.run.journal import CONFIG_FILE, JOURNAL_FILE, SEMANTICS_FILE, JournalError, read_journal
 from sweeps.tracking.common import now_ms, one_line, without_credentials
 from sweeps.tracking.ship import ship
 from sweeps.tracking.store import STATUSES, TrackedMember, TrackedSweep, Tracker

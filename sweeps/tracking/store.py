@@ -17,15 +17,8 @@ from typing import TYPE_CHECKING
 from filelock import FileLock
 
 from sweeps.errors import UserError
-from sweeps.tracking.common import (
-    now_ms,
-    one_line,
-    quiet_environment,
-    read_json,
-    resolve_uri,
-    without_credentials,
-    write_json,
-)
+from sweeps.run.files import read_json, write_json
+from sweeps.tracking.common import now_ms, one_line, quiet_environment, resolve_uri, without_credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

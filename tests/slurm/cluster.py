@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.cluster.attempts import Attempt, attempts
-from sweeps.journal import JournalView, read_journal
 from sweeps.ledger import Ledger, MemberState
-from sweeps.spec import RunSpec
+from sweeps.run.journal import JournalView, read_journal
+from sweeps.run.spec import RunSpec
 from tests.test_study_kill import Place
 
 ROOT = Path(__file__).resolve().parents[2]

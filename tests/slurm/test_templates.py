@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from sweeps.journal import JournalView, read_journal
-from sweeps.study import is_done
+from sweeps.run.journal import JournalView, read_journal
+from sweeps.run.progress import is_done
 from tests.slurm.cluster import PATIENCE_S, ROOT, Lab, Sweep, baseline, by_run, eventually
 from tests.test_distributed import OF_ROLLOUTS
 from tests.test_study_kill import STEPS, Place

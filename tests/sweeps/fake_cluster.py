@@ -28,11 +28,12 @@ from sweeps.cluster.job import checkpoint_step
 from sweeps.cluster.scheduler import ENDED, JobInfo, RefusedError
 from sweeps.cluster.submission import STARTED, JobSettings
 from sweeps.failure import retries as retry_policy
-from sweeps.journal import JOURNAL_FILE, Journal, read_journal
-from sweeps.lease import Lease
 from sweeps.ledger import Ledger, MemberState
-from sweeps.spec import RunSpec, make_spec
-from sweeps.study import Observer, Study, is_done
+from sweeps.run.journal import JOURNAL_FILE, Journal, read_journal
+from sweeps.run.lease import Lease
+from sweeps.run.progress import is_done
+from sweeps.run.spec import RunSpec, make_spec
+from sweeps.study import Observer, Study
 
 STEPS = 4
 NODES = ("n0", "n1", "n2", "n3", "n4", "n5", "n6", "n7")

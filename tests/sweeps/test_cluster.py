@@ -24,9 +24,9 @@ from sweeps.cluster.submission import JobSettings
 from sweeps.errors import UserError
 from sweeps.failure import KINDS, NEVER
 from sweeps.failure import retries as retry_policy
-from sweeps.lease import Lease, LeaseLostError
 from sweeps.ledger import Ledger, MemberState
-from sweeps.spec import RunSpec
+from sweeps.run.lease import Lease, LeaseLostError
+from sweeps.run.spec import RunSpec
 from tests.sweeps.fake_cluster import (
     FILLS_THE_DISK,
     FINISHES,

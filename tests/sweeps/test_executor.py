@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from sweeps.errors import UserError
-from sweeps.executor import LOG_FILE, Launch, LocalExecutor, Outcome, load_entry
+from sweeps.executor import Launch, LocalExecutor, Outcome, load_entry
+from sweeps.run.journal import LOG_FILE
 
 HERE = Path(__file__).parent
 PATIENCE_S = 60.0

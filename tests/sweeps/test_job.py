@@ -23,10 +23,9 @@ import pytest
 from sweeps.cluster import job
 from sweeps.cluster.attempts import ATTEMPTS_DIR, Attempt, AttemptLog, attempts
 from sweeps.cluster.job import DISK_FULL_CODE, idle_attempts
-from sweeps.executor import LOG_FILE
 from sweeps.failure import MAX_IDLE_ATTEMPTS
-from sweeps.interruption import RunInterruptedError, interruption
-from sweeps.journal import Journal
+from sweeps.run.interruption import RunInterruptedError, interruption
+from sweeps.run.journal import LOG_FILE, Journal
 
 TOKEN = "hf_" + "b2" * 15
 LOGIN = "https://me:hunter2hunter2@mlflow.example"

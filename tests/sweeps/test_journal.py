@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sweeps.journal import JOURNAL_FILE, Journal, JournalError, JournalView, find_runs, read_journal
+from sweeps.run.journal import JOURNAL_FILE, Journal, JournalError, JournalView, find_runs, read_journal
 
 RATE = "eval/heldout/pass_rate"
 
@@ -43,7 +43,7 @@ def content(view: JournalView) -> tuple[Any, ...]:
 @contextmanager
 def journal_in_memory() -> Iterator[Path]:
     """A run directory for one example; waiting for the disk would only make hypothesis slow."""
-    with tempfile.TemporaryDirectory() as folder, patch("sweeps.journal.os.fsync"):
+    with tempfile.TemporaryDirectory() as folder, patch("sweeps.run.journal.os.fsync"):
         yield Path(folder)
 
 

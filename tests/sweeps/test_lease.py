@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.lease import Lease, LeaseHeldError, LeaseLostError, alive, held
+from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError, alive, held
 
 BEAT_S = 0.05
 EXPIRY_S = 0.6
@@ -332,7 +332,7 @@ def test_once_lost_it_stays_lost(tmp_path: Path) -> None:
 def test_once_lost_it_stays_lost_also_when_the_file_server_was_away_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sweeps.lease._READ_PAUSE_S", 0.001)
+    monkeypatch.setattr("sweeps.run.lease._READ_PAUSE_S", 0.001)
     mine = lease(tmp_path)
     mine.acquire()
     own = file_of(tmp_path).read_text()

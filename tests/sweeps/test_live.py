@@ -20,9 +20,9 @@ from sweeps import cli, live
 from sweeps.curve import Curve, make_curve
 from sweeps.errors import UserError
 from sweeps.fit import FitOptions, Interval, fit_curve
-from sweeps.journal import Journal
 from sweeps.live import Check, Snapshot, Watch, departure, history
 from sweeps.predict import predict, predict_mean
+from sweeps.run.journal import Journal
 from sweeps.source import load
 from tests.sweeps.simulate import curve
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sweeps.journal import Journal
+from sweeps.run.journal import Journal
 from sweeps.tracking import FitSummary, Member, Published, Shipper, TrackedSweep, Tracker, publish, ui_command
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]

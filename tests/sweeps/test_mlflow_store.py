@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from sweeps.errors import UserError
-from sweeps.journal import Journal
+from sweeps.run.journal import Journal
 from sweeps.tracking import FitSummary, Member, Shipper, TrackedSweep, Tracker, publish, ship, ui_command
 from sweeps.tracking.common import resolve_uri
 from sweeps.tracking.ship import CURSOR_FILE, flatten, points
@@ -303,7 +303,7 @@ def test_flatten_and_points_are_pure() -> None:
         "a.c_d": "true",
         "e": "",
     }
-    from sweeps.journal import Record
+    from sweeps.run.journal import Record
 
     record = Record("eval", 3, 0.0, {"eval/a/pass_rate": 0.5, "eval/b/pass_rate": 0.4, "compute/flops": 100.0})
     assert set(points(record, "compute/flops")) == {

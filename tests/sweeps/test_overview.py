@@ -12,11 +12,10 @@ import pytest
 from sweeps.cluster.scheduler import JobInfo
 from sweeps.cluster.submission import JobSettings
 from sweeps.errors import UserError
-from sweeps.executor import LOG_FILE
-from sweeps.journal import Journal
-from sweeps.lease import Lease
 from sweeps.ledger import Ledger
 from sweeps.overview import STATES, MemberView, counts, log_tail, overview, to_json
+from sweeps.run.journal import LOG_FILE, Journal
+from sweeps.run.lease import Lease
 from sweeps.study import LEASE_NAME
 from tests.sweeps.fake_cluster import (
     IS_CANCELLED,

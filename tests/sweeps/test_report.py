@@ -19,10 +19,10 @@ from sweeps.errors import UserError
 from sweeps.figures_fit import confidence_curve, fitted, history_figure, profile_figure, residuals_figure
 from sweeps.fit import FitOptions, fit_curve, fit_curves
 from sweeps.interval import asymptote_confidence
-from sweeps.journal import Journal
 from sweeps.points import select
 from sweeps.rank import rank
 from sweeps.report import histories, write_ranking_csv, write_report
+from sweeps.run.journal import Journal
 from sweeps.source import load
 from tests.sweeps.simulate import curve
 

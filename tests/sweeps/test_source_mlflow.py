@@ -13,7 +13,7 @@ import pytest
 
 from sweeps import cli
 from sweeps.errors import UserError
-from sweeps.journal import Journal
+from sweeps.run.journal import Journal
 from sweeps.source import load
 from sweeps.tracking import Member, Tracker, ship
 from tests.sweeps.event_log import TRL_SCALARS, events

@@ -13,16 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sweeps.errors import UserError
-from sweeps.spec import (
-    OPERATIONAL_KEYS,
-    SPEC_FILE,
-    RunSpec,
-    check_distinct,
-    digest,
-    make_spec,
-    science,
-    write_atomically,
-)
+from sweeps.run.files import write_atomically
+from sweeps.run.spec import OPERATIONAL_KEYS, SPEC_FILE, RunSpec, check_distinct, digest, make_spec, science
 
 CONFIG: dict[str, Any] = {
     "seed": 3,

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from sweeps.errors import UserError
-from sweeps.executor import LOG_FILE, Launch, Outcome
-from sweeps.journal import JOURNAL_FILE, Journal, read_journal
-from sweeps.lease import LeaseLostError
+from sweeps.executor import Launch, Outcome
 from sweeps.ledger import Ledger, MemberState
-from sweeps.spec import RunSpec, make_spec
-from sweeps.study import LEASE_NAME, Progress, Study, is_done, last_metrics, why_failed
+from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, Journal, read_journal
+from sweeps.run.lease import LeaseLostError
+from sweeps.run.progress import is_done, last_metrics, why_failed
+from sweeps.run.spec import RunSpec, make_spec
+from sweeps.study import LEASE_NAME, Progress, Study
 
 # What a member does between its start and its end: writes into its directory, returns its exit code.
 Behaviour = Callable[[Path], int]

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.redact import redact_config
+from sweeps.run.files import write_atomically
 
 SPEC_FILE = "spec.json"
 
@@ -85,23 +84,6 @@ class RunSpec:
             return cls(**{**values, "axes": tuple(values["axes"])})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{run_dir / SPEC_FILE}: not a run's frozen specification ({error})") from error
-
-
-def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
-    """Replace a file in one step: a reader sees the old or the new text, never half of one.
-
-    Args:
-        path: of the file.
-        text: its new content.
-        mode: who may read it, less what the process's umask takes away.
-    """
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    unfinished.rename(path)
 
 
 def science(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sweeps.journal import JournalView
+from sweeps.run.journal import JournalView
 from sweeps.source import finite
 
 

@@ -223,3 +223,16 @@ def find_runs(source: str | Path) -> list[Path]:
     if (root / JOURNAL_FILE).is_file():
         return [root]
     return sorted(path.parent for path in root.glob(f"**/{JOURNAL_FILE}"))
+
+
+LOG_FILE = "log.txt"
+
+
+def finite(value: object) -> float | None:
+    """A finite number, or None for anything else a journal's line may hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number beyond what a float holds
+        return None
