@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sweeps.cluster.attempts import attempts
+from sweeps.executor.attempts import attempts
 from sweeps.ledger import Ledger
 from tests.slurm.cluster import Lab, Sweep, baseline, by_run
 from tests.test_study_kill import Place

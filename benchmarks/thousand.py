@@ -28,10 +28,10 @@ from pathlib import Path
 
 import numpy as np
 
-from sweeps.cluster.attempts import AttemptLog
-from sweeps.cluster.scheduler import JobInfo
-from sweeps.cluster.submission import JobSettings
-from sweeps.failure import retries
+from sweeps.executor.attempts import AttemptLog
+from sweeps.executor.failure import retries
+from sweeps.executor.scheduler import JobInfo
+from sweeps.executor.submission import JobSettings
 from sweeps.launch import LaunchPlan, run_study
 from sweeps.overview import counts, overview
 from sweeps.run.spec import RunSpec

@@ -31,7 +31,7 @@ from sweeps.sensitivity import sensitivity, signed, summary
 from sweeps.source import LoadedStudy, load
 
 if TYPE_CHECKING:
-    from sweeps.cluster.scheduler import Scheduler
+    from sweeps.executor.scheduler import Scheduler
     from sweeps.live import News
     from sweeps.overview import MemberView
 
@@ -628,7 +628,7 @@ def _scheduler(study: Path) -> Scheduler | None:
 
     if not (study / LAUNCH_FILE).is_file() or LaunchPlan.kind_of(study) != "slurm":
         return None
-    from sweeps.cluster.scheduler import Slurm
+    from sweeps.executor.scheduler import Slurm
 
     try:
         return Slurm()

@@ -19,14 +19,15 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from sweeps.cluster.executor import ClusterExecutor
-from sweeps.cluster.scheduler import Scheduler, Slurm
-from sweeps.cluster.submission import JobSettings
 from sweeps.curve import default_axis
 from sweeps.errors import UserError
-from sweeps.executor import Executor, InProcessExecutor, LocalExecutor, load_entry
-from sweeps.failure import NEVER
-from sweeps.failure import retries as retry_policy
+from sweeps.executor.base import Executor, load_entry
+from sweeps.executor.failure import NEVER
+from sweeps.executor.failure import retries as retry_policy
+from sweeps.executor.local import InProcessExecutor, LocalExecutor
+from sweeps.executor.scheduler import Scheduler, Slurm
+from sweeps.executor.slurm import ClusterExecutor
+from sweeps.executor.submission import JobSettings
 from sweeps.ledger import MemberState
 from sweeps.redact import MASK, redact
 from sweeps.run.files import write_atomically

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sweeps.cluster.attempts import Attempt, attempts
-from sweeps.cluster.scheduler import ENDED, QUEUED, JobInfo, Scheduler
 from sweeps.errors import UserError
+from sweeps.executor.attempts import Attempt, attempts
+from sweeps.executor.scheduler import ENDED, QUEUED, JobInfo, Scheduler
 from sweeps.ledger import LEDGER_FILE, Ledger, MemberState
 from sweeps.redact import redact
 from sweeps.run.journal import LOG_FILE, find_runs

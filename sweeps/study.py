@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sweeps.errors import UserError
-from sweeps.executor import Executor, Launch, Outcome
-from sweeps.failure import BLAMES_NODE, NEVER, may_retry
+from sweeps.executor.base import Executor, Launch, Outcome
+from sweeps.executor.failure import BLAMES_NODE, NEVER, may_retry
 from sweeps.ledger import Ledger, MemberState, after
 from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError
 from sweeps.run.progress import is_done, last_metrics, why_failed, written
@@ -107,7 +107,7 @@ class Study:
         Args:
             executor: starts members; with one whose members outlive their controller, what is under way is adopted.
             observers: told.
-            retries: attempts after the first, by kind of failure (`sweeps.failure`); None is no limit.
+            retries: attempts after the first, by kind of failure (`sweeps.executor.failure`); None is no limit.
             detach: leave once everything that can be is submitted, and what ended meanwhile is dealt with.
             again: whether members that were given up get another chance.
             begin: called once the study is ours, before anything is written.

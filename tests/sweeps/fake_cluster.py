@@ -1,7 +1,7 @@
 """A SLURM cluster without SLURM: virtual time, members that do what is written for them, and every fault at will.
 
-`FakeCluster` answers what `sweeps.cluster.scheduler.Scheduler` asks. It reads the batch script that was submitted, runs
-members at virtual times (a journal and an attempts file each, as `sweeps.cluster.job` leaves them) and ends them as
+`FakeCluster` answers what `sweeps.executor.scheduler.Scheduler` asks. It reads the batch script that was submitted, runs
+members at virtual times (a journal and an attempts file each, as `sweeps.executor.job` leaves them) and ends them as
 their `Fate` says. Nothing here waits, forks or looks at a clock.
 """
 
@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 
 import sweeps.study
-from sweeps.cluster.attempts import AttemptLog
-from sweeps.cluster.executor import ClusterExecutor
-from sweeps.cluster.job import checkpoint_step
-from sweeps.cluster.scheduler import ENDED, JobInfo, RefusedError
-from sweeps.cluster.submission import STARTED, JobSettings
-from sweeps.failure import retries as retry_policy
+from sweeps.executor.attempts import AttemptLog
+from sweeps.executor.failure import retries as retry_policy
+from sweeps.executor.job import checkpoint_step
+from sweeps.executor.scheduler import ENDED, JobInfo, RefusedError
+from sweeps.executor.slurm import ClusterExecutor
+from sweeps.executor.submission import STARTED, JobSettings
 from sweeps.ledger import Ledger, MemberState
 from sweeps.run.journal import JOURNAL_FILE, Journal, read_journal
 from sweeps.run.lease import Lease
@@ -726,5 +726,5 @@ def nothing() -> Iterator[None]:
 def light(patch: pytest.MonkeyPatch) -> None:
     """Leave out what costs time and is tested elsewhere: disks that sync, the code's commit."""
     patch.setattr("os.fsync", lambda descriptor: None)
-    patch.setattr("sweeps.cluster.submission.freeze_code", lambda folder: {"commit": None})
+    patch.setattr("sweeps.executor.submission.freeze_code", lambda folder: {"commit": None})
     patch.setattr(sweeps.study, "Lease", MortalLease)

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sweeps.cluster.attempts import attempts
-from sweeps.cluster.executor import ClusterExecutor
-from sweeps.cluster.submission import JobSettings
 from sweeps.errors import UserError
-from sweeps.failure import KINDS, NEVER
-from sweeps.failure import retries as retry_policy
+from sweeps.executor.attempts import attempts
+from sweeps.executor.failure import KINDS, NEVER
+from sweeps.executor.failure import retries as retry_policy
+from sweeps.executor.slurm import ClusterExecutor
+from sweeps.executor.submission import JobSettings
 from sweeps.ledger import Ledger, MemberState
 from sweeps.run.lease import Lease, LeaseLostError
 from sweeps.run.spec import RunSpec

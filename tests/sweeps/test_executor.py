@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from sweeps.errors import UserError
-from sweeps.executor import Launch, LocalExecutor, Outcome, load_entry
+from sweeps.executor.base import Launch, Outcome, load_entry
+from sweeps.executor.local import LocalExecutor
 from sweeps.run.journal import LOG_FILE
 
 HERE = Path(__file__).parent
@@ -259,7 +260,7 @@ def test_a_second_attempt_writes_behind_the_first(tmp_path: Path) -> None:
 CONTROLLER = """
 import sys, time
 from pathlib import Path
-from sweeps.executor import Launch, LocalExecutor
+from sweeps.executor.base import Launch, LocalExecutor
 entry, *run_dirs = sys.argv[1:]
 executor = LocalExecutor(entry, max_parallel=9, threads=3)
 for run_dir in run_dirs:

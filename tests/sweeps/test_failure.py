@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sweeps.cluster.attempts import Attempt
-from sweeps.cluster.executor import said, verdict
-from sweeps.cluster.scheduler import ENDED, JobInfo
 from sweeps.errors import UserError
-from sweeps.failure import BLAMES_NODE, KINDS, NEVER, first_line, kind_of, may_retry, retries
+from sweeps.executor.attempts import Attempt
+from sweeps.executor.failure import BLAMES_NODE, KINDS, NEVER, first_line, kind_of, may_retry, retries
+from sweeps.executor.scheduler import ENDED, JobInfo
+from sweeps.executor.slurm import said, verdict
 
 
 class OutOfMemoryError(RuntimeError):

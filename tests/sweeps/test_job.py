@@ -1,6 +1,6 @@
 """Truths about what runs on a compute node: which member, what it leaves behind, and how it ends, whatever it does.
 
-`sweeps.cluster.job` runs in a process of its own with SLURM's variables faked; its members come from this module.
+`sweeps.executor.job` runs in a process of its own with SLURM's variables faked; its members come from this module.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from sweeps.cluster import job
-from sweeps.cluster.attempts import ATTEMPTS_DIR, Attempt, AttemptLog, attempts
-from sweeps.cluster.job import DISK_FULL_CODE, idle_attempts
-from sweeps.failure import MAX_IDLE_ATTEMPTS
+from sweeps.executor import job
+from sweeps.executor.attempts import ATTEMPTS_DIR, Attempt, AttemptLog, attempts
+from sweeps.executor.failure import MAX_IDLE_ATTEMPTS
+from sweeps.executor.job import DISK_FULL_CODE, idle_attempts
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.journal import LOG_FILE, Journal
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.cluster.scheduler import JobInfo
-from sweeps.cluster.submission import JobSettings
 from sweeps.errors import UserError
+from sweeps.executor.scheduler import JobInfo
+from sweeps.executor.submission import JobSettings
 from sweeps.ledger import Ledger
 from sweeps.overview import STATES, MemberView, counts, log_tail, overview, to_json
 from sweeps.run.journal import LOG_FILE, Journal

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from sweeps.cluster.attempts import AttemptLog, attempts
+from sweeps.executor.attempts import AttemptLog, attempts
 from sweeps.ledger import Ledger
 from sweeps.redact import MASK, redact, redact_config
 

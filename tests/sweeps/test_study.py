@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from sweeps.errors import UserError
-from sweeps.executor import Launch, Outcome
+from sweeps.executor.base import Launch, Outcome
 from sweeps.ledger import Ledger, MemberState
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, Journal, read_journal
 from sweeps.run.lease import LeaseLostError

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import yaml
 
-from sweeps.cluster import submission
-from sweeps.cluster.submission import JobSettings, freeze, freeze_code, harmless, new_folder
 from sweeps.errors import UserError
-from sweeps.executor import Launch
-from sweeps.failure import KINDS
+from sweeps.executor import submission
+from sweeps.executor.base import Launch
+from sweeps.executor.failure import KINDS
+from sweeps.executor.submission import JobSettings, freeze, freeze_code, harmless, new_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "conf/hydra/launcher/scalerl_slurm.yaml"
@@ -170,7 +170,7 @@ def test_the_script_of_a_study_with_any_name_starts_its_member_and_nothing_else(
     assert node.run(script, code=0) == 0, node.said
     (call,) = node.calls("srun")
     folder = str(study.resolve() / "jobs" / NAME)
-    assert call[-5:] == [sys.executable, "-u", "-m", "sweeps.cluster.job", folder]
+    assert call[-5:] == [sys.executable, "-u", "-m", "sweeps.executor.job", folder]
     assert call[:-5] == ["--unbuffered", "--output", f"{folder}/%j_%t_log.out"]
     assert node.environment()["SCALERL_REQUEUE_FILE"] == f"{folder}/requeue-77-0"
     assert node.said == ""
@@ -541,7 +541,7 @@ def test_the_code_that_runs_is_written_down(tmp_path: Path, monkeypatch: pytest.
     """In a repository of its own: commit, changes beyond it, no secret among them."""
     repository = tmp_path / "repository"
     (repository / "sweeps/cluster").mkdir(parents=True)
-    source = repository / "sweeps/cluster/submission.py"
+    source = repository / "sweeps/executor/submission.py"
     source.write_text("one\n")
 
     def git(*arguments: str) -> str:

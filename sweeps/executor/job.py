@@ -1,6 +1,6 @@
 """What runs on a compute node: one member of a submission, as one task of SLURM's.
 
-`python -m sweeps.cluster.job <folder of the submission>`, started by the batch script for each task of an array and
+`python -m sweeps.executor.job <folder of the submission>`, started by the batch script for each task of an array and
 each rank of a job. The signals are ours alone: SLURM's warning (submitit's choice, SIGUSR2, sent before a time limit
 or a preemption) and SIGTERM leave a note, the run saves itself at its next clean border, and the batch script
 requeues the job. submitit's own handler would leave in the middle of a step, and Lightning's would requeue as well.
@@ -21,10 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sweeps.cluster.attempts import Attempt, AttemptLog, attempts
-from sweeps.cluster.submission import MANIFEST_FILE, REQUEUE_VARIABLE
-from sweeps.executor import load_entry
-from sweeps.failure import MAX_IDLE_ATTEMPTS, first_line, kind_of
+from sweeps.executor.attempts import Attempt, AttemptLog, attempts
+from sweeps.executor.base import load_entry
+from sweeps.executor.failure import MAX_IDLE_ATTEMPTS, first_line, kind_of
+from sweeps.executor.submission import MANIFEST_FILE, REQUEUE_VARIABLE
 from sweeps.redact import redact
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.journal import LOG_FILE, JournalError, read_journal

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sweeps.cluster.attempts import Attempt, attempts
-from sweeps.cluster.job import DISK_FULL_CODE
-from sweeps.cluster.scheduler import ENDED, QUEUED, JobInfo, RefusedError, Scheduler
-from sweeps.cluster.submission import JOBS_DIR, MANIFEST_FILE, STARTED, JobSettings, freeze, new_folder
 from sweeps.errors import UserError
-from sweeps.executor import Launch, Outcome
-from sweeps.failure import KINDS, MEMORY_GROWTH
+from sweeps.executor.attempts import Attempt, attempts
+from sweeps.executor.base import Launch, Outcome
+from sweeps.executor.failure import KINDS, MEMORY_GROWTH
+from sweeps.executor.job import DISK_FULL_CODE
+from sweeps.executor.scheduler import ENDED, QUEUED, JobInfo, RefusedError, Scheduler
+from sweeps.executor.submission import JOBS_DIR, MANIFEST_FILE, STARTED, JobSettings, freeze, new_folder
 
 _log = logging.getLogger(__name__)
 

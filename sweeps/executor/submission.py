@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError
-from sweeps.executor import Launch
+from sweeps.executor.base import Launch
 from sweeps.redact import redact, redact_config
 from sweeps.run.files import write_atomically
 
@@ -34,7 +34,7 @@ SCRIPT_FILE = "submit.sh"
 DIFF_FILE = "code.diff"
 STARTED = "started-"
 REQUEUE_VARIABLE = "SCALERL_REQUEUE_FILE"
-JOB_MODULE = "sweeps.cluster.job"
+JOB_MODULE = "sweeps.executor.job"
 
 # What sbatch is asked for, under the names of the stock launcher (hydra-submitit-launcher) and of submitit.
 _RESOURCES = (
