@@ -188,7 +188,7 @@ def ranking(options: argparse.Namespace) -> str:
     """`scalerl rank`: reading, fitting, ranking."""
     from sweeps.fit import fit_curves
     from sweeps.rank import rank
-    from sweeps.source.study import load
+    from sweeps.source.load import load
 
     started()
     fits = fit_curves(load([str(options.folder / "study")]).curves, workers=options.workers, regions=False)

@@ -4,7 +4,7 @@
 """
 
 from sweeps.run.journal import finite
-from sweeps.source.points import LoadedStudy
-from sweeps.source.study import load
+from sweeps.source.collected import LoadedStudy
+from sweeps.source.load import load
 
 __all__ = ["LoadedStudy", "finite", "load"]

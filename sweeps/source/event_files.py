@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from sweeps.errors import UserError
+from sweeps.source.collected import Collected
 from sweeps.source.log import Log, Series, add_logs
-from sweeps.source.points import Collected
 from sweeps.source.text import File, short
 
 NAME = "TensorBoard event files"

@@ -11,7 +11,7 @@ from typing import Any
 from sweeps.curve import FLOPS, default_axis
 from sweeps.errors import UserError
 from sweeps.run.journal import CONFIG_FILE, JournalError, JournalView, Record, finite, read_journal
-from sweeps.source.points import ALL, Collected, Points
+from sweeps.source.collected import ALL, Collected, Points
 from sweeps.source.text import listed, short
 
 _PASS_RATE = re.compile(r"eval/(.+)/pass_rate")

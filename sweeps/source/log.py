@@ -15,7 +15,7 @@ import numpy as np
 from sweeps.curve import Array
 from sweeps.errors import UserError
 from sweeps.source.cells import Rows, is_empty, numbers
-from sweeps.source.points import ALL, Collected
+from sweeps.source.collected import ALL, Collected
 from sweeps.source.text import listed, short
 from sweeps.source.vocabulary import STEP_NAMES, Vocabulary, first_match, vocabulary_of
 

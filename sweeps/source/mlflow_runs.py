@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sweeps.errors import UserError
+from sweeps.source.collected import Collected
 from sweeps.source.log import Log, Series, add_logs
-from sweeps.source.points import Collected
 from sweeps.source.text import listed, short
 
 if TYPE_CHECKING:

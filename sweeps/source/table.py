@@ -13,7 +13,7 @@ import numpy as np
 from sweeps.curve import Array
 from sweeps.errors import UserError
 from sweeps.source.cells import Rows, numbers, read_rows
-from sweeps.source.points import ALL, Collected
+from sweeps.source.collected import ALL, Collected
 from sweeps.source.text import File, listed, short
 
 NAME = "table"

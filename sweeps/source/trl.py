@@ -13,8 +13,8 @@ from typing import Any
 from sweeps.errors import UserError
 from sweeps.run.journal import finite
 from sweeps.source.cells import is_empty
+from sweeps.source.collected import Collected
 from sweeps.source.log import Log, add_logs, series_of_records
-from sweeps.source.points import Collected
 from sweeps.source.text import File, short
 from sweeps.source.vocabulary import TRL
 

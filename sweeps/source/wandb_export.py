@@ -16,8 +16,8 @@ import numpy as np
 
 from sweeps.errors import UserError
 from sweeps.source.cells import Rows, numbers, read_rows
+from sweeps.source.collected import Collected
 from sweeps.source.log import Column, Log, Series, add_logs, logs_of_rows, series_of_rows
-from sweeps.source.points import Collected
 from sweeps.source.table import is_table
 from sweeps.source.text import File, listed, short
 from sweeps.source.vocabulary import STEP_NAMES, vocabulary_of

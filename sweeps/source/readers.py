@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sweeps.source import event_files, table, trl, verl, wandb_export
-from sweeps.source.points import Collected
+from sweeps.source.collected import Collected
 from sweeps.source.text import File
 
 

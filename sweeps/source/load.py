@@ -8,8 +8,8 @@ from pathlib import Path
 from sweeps.errors import UserError
 from sweeps.run.journal import JOURNAL_FILE, find_runs
 from sweeps.source import event_files, journals, mlflow_runs
-from sweeps.source.formats import READERS
-from sweeps.source.points import Asked, Collected, LoadedStudy
+from sweeps.source.collected import Asked, Collected, LoadedStudy
+from sweeps.source.readers import READERS
 from sweeps.source.text import File, short
 
 
