@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.errors import UserError
-from sweeps.profile import Array
 
 Array = NDArray[np.float64]
 

@@ -1,8 +1,8 @@
 """A SLURM cluster without SLURM: virtual time, members that do what is written for them, and every fault at will.
 
-`FakeCluster` answers what `sweeps.executor.scheduler.Scheduler` asks. It reads the batch script that was submitted, runs
-members at virtual times (a journal and an attempts file each, as `sweeps.executor.job` leaves them) and ends them as
-their `Fate` says. Nothing here waits, forks or looks at a clock.
+`FakeCluster` answers what `sweeps.executor.scheduler.Scheduler` asks. It reads the batch script that was submitted,
+runs members at virtual times (a journal and an attempts file each, as `sweeps.executor.job` leaves them) and ends them
+as their `Fate` says. Nothing here waits, forks or looks at a clock.
 """
 
 from __future__ import annotations
