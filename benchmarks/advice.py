@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from sweeps.allocate import Step, chosen_recipe, settle
 from sweeps.curve import Curve, make_curve
-from sweeps.fit import Fit, fit_curve
+from sweeps.fit.fit import Fit, fit_curve
 
 Array = NDArray[np.float64]
 R0, WHITE, WANDER, RHO, SEED_SD, STEP = 0.3, 0.006, 0.004, 0.6, 0.015, 250.0

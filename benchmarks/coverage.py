@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sweeps import interval, noise
 from sweeps.curve import Curve, make_curve
-from sweeps.fit import Fit, fit_curve, fit_curves
-from sweeps.seeds import BORROWED_SEED_SD
+from sweeps.fit import interval, noise
+from sweeps.fit.fit import Fit, fit_curve, fit_curves
+from sweeps.fit.seeds import BORROWED_SEED_SD
 
 Array = NDArray[np.float64]
 A, B, C_MID, R0, SD = 0.61, 1.8, 2000.0, 0.2, 0.01

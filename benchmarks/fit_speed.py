@@ -89,8 +89,8 @@ def parts(path: Path, compared: int) -> dict[str, Any]:
     import sweeps.cli  # noqa: F401  (what the command imports)
 
     imported = time.process_time()
-    from sweeps.fit import fit_curve, fit_curves
-    from sweeps.literal import fit_literal
+    from sweeps.fit.fit import fit_curve, fit_curves
+    from sweeps.fit.published import fit_literal
     from sweeps.source import load
 
     before = time.process_time()

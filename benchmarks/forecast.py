@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from sweeps.curve import UNITS, Curve
-from sweeps.fit import fit_curves
-from sweeps.predict import predict_mean
+from sweeps.fit.fit import fit_curves
+from sweeps.fit.predict import predict_mean
 from sweeps.run.health import mechanism_counters
 from sweeps.run.journal import find_runs, read_journal
 from sweeps.run.spec import RunSpec

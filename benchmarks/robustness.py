@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from sweeps.curve import make_curve
-from sweeps.fit import FitOptions, fit_curve
+from sweeps.fit.fit import FitOptions, fit_curve
 
 A, B, C_MID, R0, SD = 0.645, 1.70, 10909.0, 0.30, 0.004
 # window in GPU-hours, family, published B and A

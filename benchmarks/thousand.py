@@ -186,7 +186,7 @@ def collecting(options: argparse.Namespace) -> str:
 
 def ranking(options: argparse.Namespace) -> str:
     """`scalerl rank`: reading, fitting, ranking."""
-    from sweeps.fit import fit_curves
+    from sweeps.fit.fit import fit_curves
     from sweeps.rank import rank
     from sweeps.source.load import load
 

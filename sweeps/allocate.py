@@ -25,10 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.errors import UserError
-from sweeps.fit import Fit, Interval
-from sweeps.plan import support, total_draws
-from sweeps.predict import predict
-from sweeps.profile import Array
+from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.least_squares import Array
+from sweeps.fit.predict import predict, support, total_draws
 from sweeps.rank import CONFIDENCE, margin_of, pairing_of
 
 # Recipes with a rising curve. Where A is not identifiable its draws spread up to the reward's bound: enough to

@@ -16,18 +16,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sweeps.compare import compare
 from sweeps.errors import UserError
-from sweeps.family import FAMILIES
-from sweeps.fit import Fit, FitOptions, fit_curves, shown
-from sweeps.literal import METHOD, fit_literal
+from sweeps.fit.compare import compare
+from sweeps.fit.family import FAMILIES
+from sweeps.fit.fit import Fit, FitOptions, fit_curves, shown
+from sweeps.fit.points import R0Mode
+from sweeps.fit.published import METHOD, fit_literal
+from sweeps.fit.sensitivity import Row as SensitivityRow
+from sweeps.fit.sensitivity import sensitivity, signed, summary
 from sweeps.parallel import cores
-from sweeps.points import R0Mode
 from sweeps.rank import MARGIN, Ranking, rank
 from sweeps.run.health import idle_variants, mechanism_counters
 from sweeps.run.lease import LeaseLostError
-from sweeps.sensitivity import Row as SensitivityRow
-from sweeps.sensitivity import sensitivity, signed, summary
 from sweeps.source import LoadedStudy, load
 
 if TYPE_CHECKING:

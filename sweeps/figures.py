@@ -21,8 +21,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from sweeps.curve import Array, Curve
-from sweeps.fit import Fit
-from sweeps.predict import predict
+from sweeps.fit.fit import Fit
+from sweeps.fit.predict import predict
 from sweeps.rank import Ranking
 
 # Okabe and Ito's colours: told apart by most colour-blind readers, legible on white and on near-black.

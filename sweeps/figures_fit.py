@@ -9,17 +9,13 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sweeps.curve import Array
 from sweeps.figures import REFUSED, RULE, STYLE, colours, draw_points, label, limits, log_axis, multiples
-from sweeps.fit import Fit
-from sweeps.interval import asymptote_confidence
-from sweeps.live import Snapshot
-from sweeps.points import select
+from sweeps.fit.fit import Fit
+from sweeps.fit.history import Snapshot
+from sweeps.fit.points import select
+from sweeps.fit.predict import confidence_curve, fitted
 from sweeps.rank import Ranking
 
-# How far beyond its interval a confidence curve is drawn, in units of the interval's half.
-_BEYOND = 1.7
-_LOOKS = 61
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 
 
@@ -58,21 +54,6 @@ def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: st
     residual = points.reward - fitted(fit, points.compute)
     draw_points(panel, points.compute, residual, points.seed, left, colour)
     return max(float(np.abs(residual).max()), 1e-6)
-
-
-def fitted(fit: Fit, compute: Array) -> Array:
-    """The least-squares curve itself, not the mean of its draws. Shapes: (n,) -> (n,).
-
-    Raises:
-        ValueError: there is no fit.
-    """
-    if fit.allowed is None:
-        raise ValueError(f"recipe {fit.recipe!r} has no fit: {fit.verdict}, {fit.reason}")
-    best, family = fit.allowed.best, fit.allowed.problem.family
-    with np.errstate(divide="ignore"):
-        g = family.at(np.log(compute), best.u, best.v)
-    result: Array = best.r0 * (1 - g) + best.a * g
-    return result
 
 
 # --- the confidence curve of A ------------------------------------------------------------------------------
@@ -139,23 +120,6 @@ def _legend(recipe: str) -> str:
     """A name in a legend; one that begins with `_` would be left out."""
     text = label(recipe, 40)
     return "\u200b" + text if text.startswith("_") else text
-
-
-def confidence_curve(fit: Fit) -> tuple[Array, Array]:
-    """Values of A from well below its interval to well above, or to the bound where it is open, and their p value.
-
-    Raises:
-        ValueError: the fit names no A.
-    """
-    if fit.allowed is None or fit.A.value is None:
-        raise ValueError(f"recipe {fit.recipe!r} names no asymptote: {fit.verdict}, {fit.reason}")
-    low, high, best = fit.A.low, fit.A.high, fit.A.value
-    first = fit.bounds[0] if low is None else max(best - _BEYOND * (best - low), fit.bounds[0])
-    last = fit.bounds[1] if high is None else min(best + _BEYOND * (high - best), fit.bounds[1])
-    # Both sides reach the estimate itself: an open interval is long, and its peak is narrow.
-    t = np.linspace(0, 1, _LOOKS) ** 2
-    x = np.unique(np.clip(np.concatenate([best - (best - first) * t, best + (last - best) * t]), first, last))
-    return x, asymptote_confidence(fit.allowed, x)
 
 
 # --- A as compute grew --------------------------------------------------------------------------------------

@@ -8,15 +8,15 @@ from html import escape
 
 from sweeps import page_tables as tables
 from sweeps.allocate import Settlement
-from sweeps.compare import Comparison
 from sweeps.curve import Curve
 from sweeps.figures import inline_svg
-from sweeps.fit import Fit
-from sweeps.live import Snapshot, departure
+from sweeps.fit.compare import Comparison
+from sweeps.fit.fit import Fit
+from sweeps.fit.history import Snapshot, departure
+from sweeps.fit.sensitivity import Row, summary
 from sweeps.rank import Ranking
 from sweeps.run.health import idle_variants, mechanism_counters, truncation_alarms
 from sweeps.run.journal import JournalView
-from sweeps.sensitivity import Row, summary
 
 _CSS = """
 :root{color-scheme:light dark;--ink:#1b1f24;--soft:#5b636e;--rule:#d7dadf;--page:#fff;

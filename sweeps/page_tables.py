@@ -8,14 +8,14 @@ from html import escape
 from typing import Any
 
 from sweeps.allocate import Settlement, Step
-from sweeps.compare import Comparison
-from sweeps.family import FAMILIES
 from sweeps.figures import colours
-from sweeps.fit import Fit, Interval
-from sweeps.live import Snapshot, departure
+from sweeps.fit.compare import Comparison
+from sweeps.fit.family import FAMILIES
+from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.history import Snapshot, departure
+from sweeps.fit.sensitivity import MAIN, Row, signed
 from sweeps.rank import Ranking
 from sweeps.run.journal import JournalView
-from sweeps.sensitivity import MAIN, Row, signed
 
 # Verdicts with a curve beyond its bend: those whose A is worth shaking at.
 NAMED = ("identifiable", "open")

@@ -10,7 +10,6 @@ observed needs no asymptote.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +17,10 @@ from typing import Any
 import numpy as np
 
 from sweeps.errors import UserError
-from sweeps.fit import Fit, Interval
-from sweeps.profile import Array
-from sweeps.seeds import SeedSpread
+from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.least_squares import Array
+from sweeps.fit.predict import _REACH, FAR, SUPPORT, chance, quantiles, support, total_draws
 
-# Beyond this many times the window's end a forecast is no plan; the source extrapolates 2 to 3 times.
-FAR = 100.0
-# How far past the window's end the curve itself is known although A is not: what docs/forecast.md has tested.
-SUPPORT = 2.0
-# Verdicts under which there is a rising curve to read at all, and how far past the window.
-_REACH = {"identifiable": FAR, "open": SUPPORT, "at_bound": SUPPORT, "pre_inflection": 1.0}
 # A run is near its asymptote with this share of A - R0 gained: of a gain of 0.3 that leaves 0.015, the spread
 # between seeds.
 NEAR = 0.95
@@ -85,31 +78,6 @@ class Asymptote:
             "gain_2x": self.gain_2x.to_json(),
             "reason": self.reason,
         }
-
-
-def support(fit: Fit) -> float | None:
-    """The largest compute, in the curve's unit, at which the fit may be read; None if it may not at all."""
-    if fit.draws is None or fit.window is None or fit.verdict not in _REACH:
-        return None
-    return _REACH[fit.verdict] * fit.window[1]
-
-
-def total_draws(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
-    """Draws of a recipe's A over seeds, or of a new run's. (K,), in reward units.
-
-    The mean over the seeds given is off by sd / sqrt(seeds); a new seed is off from the recipe's mean by sd
-    again. spread: between seeds, the fit's own if not given (where recipes are compared in pairs it is less).
-
-    Raises:
-        ValueError: the fit has no draws.
-    """
-    if fit.draws is None:
-        raise ValueError(f"recipe {fit.recipe!r} has no draws: {fit.verdict}")
-    rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 3)
-    spread, count = spread or fit.seed_spread, len(fit.draws.A)
-    noise = rng.standard_normal(count) if np.isinf(spread.dof) else rng.standard_t(spread.dof, count)
-    total: Array = fit.draws.A + spread.sd * np.sqrt(1 / fit.informing + new_run) * noise
-    return total
 
 
 def compute_to_reach(fit: Fit, target: float) -> Reach:
@@ -172,13 +140,6 @@ def _inverse(fit: Fit, asymptote: Array, target: float, far: float) -> Array:
     return result
 
 
-def quantiles(values: Array) -> Interval:
-    """Median and 95% bounds of draws that may be infinite; None for what is. (K,)."""
-    # "lower" and "higher" interpolate nothing: half-way to infinity is NaN.
-    low, value, high = np.quantile(values, [0.025, 0.5, 0.975], method="inverted_cdf")
-    return Interval(*(float(v) if np.isfinite(v) else None for v in (value, low, high)))
-
-
 def _within(compute: Interval, fit: Fit, limit: float) -> Interval:
     """Without bounds that lie where the fit may not be read."""
     if fit.identifiable:
@@ -205,11 +166,6 @@ def _reach_reason(fit: Fit, compute: Interval, p_never: float, reached: bool) ->
     if not reached and p_never >= 0.005:
         text += f"; {chance(p_never)} that its runs never get there"
     return text
-
-
-def chance(p: float) -> str:
-    """A probability as text: two thousand draws do not tell 1 from 0.999."""
-    return f"P = {p:.2f}" if 0.01 <= p <= 0.99 else "P > 0.99" if p > 0.5 else "P < 0.01"
 
 
 def near_asymptote(fit: Fit) -> Asymptote:

@@ -10,7 +10,7 @@ import numpy as np
 
 from sweeps.allocate import Settlement, Split, Step, comparable, reward_at, settle, split_budget
 from sweeps.errors import UserError
-from sweeps.fit import Fit, Interval, shown
+from sweeps.fit.fit import Fit, Interval, shown
 from sweeps.plan import Asymptote, Reach, check_target, compute_to_reach, near_asymptote
 from sweeps.rollouts import RolloutPlan, best_rollouts
 from sweeps.scaling import parse_size, sized

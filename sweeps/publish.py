@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from sweeps.errors import UserError
-from sweeps.fit import Fit, fit_curves
-from sweeps.predict import predict
+from sweeps.fit.fit import Fit, fit_curves
+from sweeps.fit.predict import predict
 from sweeps.rank import Ranking, rank
 from sweeps.run.journal import find_runs, read_journal
 from sweeps.run.spec import SPEC_FILE, RunSpec

@@ -17,16 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from sweeps.compare import Comparison, compare
 from sweeps.curve import Curve
 from sweeps.errors import UserError
-from sweeps.fit import Fit, Interval, refit
+from sweeps.fit.compare import Comparison, compare
+from sweeps.fit.fit import Fit, Interval, refit
+from sweeps.fit.least_squares import Array
+from sweeps.fit.points import FitOptions
+from sweeps.fit.predict import chance, predict, total_draws
+from sweeps.fit.seeds import Pairing, SeedSpread, paired_seed_spread
 from sweeps.parallel import mapped
-from sweeps.plan import chance, total_draws
-from sweeps.points import FitOptions
-from sweeps.predict import predict
-from sweeps.profile import Array
-from sweeps.seeds import Pairing, SeedSpread, paired_seed_spread
 
 MARGIN = 0.02
 # What counts as decided.

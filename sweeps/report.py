@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 
 from sweeps.allocate import comparable, settle
-from sweeps.compare import Comparison
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.figures import asymptotes_figure, curves_figure, png, svg
 from sweeps.figures_fit import history_figure, profile_figure, residuals_figure
-from sweeps.fit import Fit, Interval
-from sweeps.live import GROWTH, Snapshot, history
+from sweeps.fit.compare import Comparison
+from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.history import GROWTH, Snapshot, history
+from sweeps.fit.sensitivity import sensitivity
+from sweeps.fit.verdict import MIN_COMPUTES
 from sweeps.page import Findings, render
 from sweeps.page_tables import NAMED
 from sweeps.rank import Ranking
 from sweeps.run.journal import JournalView
-from sweeps.sensitivity import sensitivity
-from sweeps.verdict import MIN_COMPUTES
 
 # Fits a recipe in `histories`, about: they are most of a report's time.
 _PREFIXES = 12

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from sweeps.errors import UserError
-from sweeps.fit import Fit, Interval
-from sweeps.plan import chance, quantiles, support, total_draws
-from sweeps.profile import Array
+from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.least_squares import Array
+from sweeps.fit.predict import chance, quantiles, support, total_draws
 from sweeps.rank import CONFIDENCE
 
 

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from sweeps.errors import UserError
-from sweeps.fit import Fit, Interval
-from sweeps.plan import quantiles
-from sweeps.profile import Array
+from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.least_squares import Array
+from sweeps.fit.predict import quantiles
 
 _DRAWS = 2000
 # N_0 from a hundredth of the smallest size (all saturated) to a hundred times the largest (k proportional to N).

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from sweeps.errors import UserError
-from sweeps.fit import Fit, Interval, fit_curve
-from sweeps.plan import FAR, chance, check_target, compute_to_reach, quantiles, support, total_draws
-from sweeps.predict import predict
-from sweeps.profile import Array
+from sweeps.fit.fit import Fit, Interval, fit_curve
+from sweeps.fit.least_squares import Array
+from sweeps.fit.predict import FAR, chance, predict, quantiles, support, total_draws
+from sweeps.plan import check_target, compute_to_reach
 from sweeps.rank import CONFIDENCE
 from sweeps.scaling import PowerLaw, fit_power_law
 

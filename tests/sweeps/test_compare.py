@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from sweeps.compare import compare
 from sweeps.curve import make_curve
 from sweeps.errors import UserError
-from sweeps.family import FAMILIES
-from sweeps.fit import FitOptions, fit_curve, fit_curves
+from sweeps.fit.compare import compare
+from sweeps.fit.family import FAMILIES
+from sweeps.fit.fit import FitOptions, fit_curve, fit_curves
 from sweeps.rank import rank
 from tests.sweeps.simulate import curve, law
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sweeps.curve import make_curve
 from sweeps.errors import UserError
-from sweeps.fit import fit_curves
+from sweeps.fit.fit import fit_curves
 from sweeps.run.health import idle_variants, mechanism_counters
 from sweeps.run.journal import Journal
 from sweeps.source import load

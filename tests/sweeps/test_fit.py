@@ -11,12 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import coverage
-from sweeps import profile
 from sweeps.curve import Curve, make_curve
 from sweeps.errors import UserError
-from sweeps.fit import FitOptions, fit_curve, fit_curves, refit
-from sweeps.points import select, weighted
-from sweeps.predict import predict, predict_mean
+from sweeps.fit import least_squares as profile
+from sweeps.fit.fit import FitOptions, fit_curve, fit_curves, refit
+from sweeps.fit.points import select, weighted
+from sweeps.fit.predict import predict, predict_mean
 from sweeps.source import load
 from tests.sweeps.simulate import curve, law
 

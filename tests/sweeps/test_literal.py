@@ -12,8 +12,8 @@ import pytest
 from sweeps import cli
 from sweeps.curve import Curve, make_curve
 from sweeps.errors import UserError
-from sweeps.fit import FitOptions
-from sweeps.literal import A_GRID, C_MID_GRID, fit_literal
+from sweeps.fit.fit import FitOptions
+from sweeps.fit.published import A_GRID, C_MID_GRID, fit_literal
 from tests.sweeps.simulate import curve, law
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "curves.csv"

@@ -19,9 +19,10 @@ import pytest
 from sweeps import cli, live
 from sweeps.curve import Curve, make_curve
 from sweeps.errors import UserError
-from sweeps.fit import FitOptions, Interval, fit_curve
-from sweeps.live import Check, Snapshot, Watch, departure, history
-from sweeps.predict import predict, predict_mean
+from sweeps.fit.fit import FitOptions, Interval, fit_curve
+from sweeps.fit.history import Check, Snapshot, departure, history
+from sweeps.fit.predict import predict, predict_mean
+from sweeps.live import Watch
 from sweeps.run.journal import Journal
 from sweeps.source import load
 from tests.sweeps.simulate import curve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sweeps.fit import fit_curves
+from sweeps.fit.fit import fit_curves
 from sweeps.parallel import cores, mapped
 from sweeps.rank import rank
 from tests.sweeps.simulate import curve

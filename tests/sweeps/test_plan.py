@@ -15,11 +15,12 @@ from sweeps import cli
 from sweeps.allocate import settle, split_budget
 from sweeps.curve import Curve, make_curve
 from sweeps.errors import UserError
-from sweeps.fit import Fit, fit_curve, fit_curves
-from sweeps.plan import FAR, compute_to_reach, near_asymptote, quantiles, total_draws
+from sweeps.fit.fit import Fit, fit_curve, fit_curves
+from sweeps.fit.predict import FAR, quantiles, total_draws
+from sweeps.fit.seeds import SeedSpread
+from sweeps.plan import compute_to_reach, near_asymptote
 from sweeps.planning import Factors, make_plan
 from sweeps.rollouts import best_rollouts, parse_rollouts
-from sweeps.seeds import SeedSpread
 from tests.sweeps.simulate import curve, law
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import pytest
 
 from sweeps.curve import Curve, make_curve
 from sweeps.errors import UserError
-from sweeps.fit import fit_curves
+from sweeps.fit.fit import fit_curves
 from sweeps.rank import Ranking, rank
 from tests.sweeps.simulate import curve, law
 

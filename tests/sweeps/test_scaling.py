@@ -10,10 +10,10 @@ import pytest
 
 from sweeps.curve import Curve, make_curve
 from sweeps.errors import UserError
-from sweeps.fit import Fit, Interval, fit_curves
-from sweeps.plan import quantiles
+from sweeps.fit.fit import Fit, Interval, fit_curves
+from sweeps.fit.predict import quantiles
+from sweeps.fit.seeds import SeedSpread
 from sweeps.scaling import fit_power_law, parse_size, sized
-from sweeps.seeds import SeedSpread
 from sweeps.sizes import compare_sizes, crossovers, held_out, overtakes
 from tests.sweeps.simulate import law as sigmoid
 

@@ -12,8 +12,8 @@ import pytest
 from sweeps import cli
 from sweeps.curve import Curve, make_curve
 from sweeps.errors import UserError
-from sweeps.fit import FitOptions, fit_curve
-from sweeps.sensitivity import CUT, END, MAIN, R0, ROBUST, sensitivity, signed, summary
+from sweeps.fit.fit import FitOptions, fit_curve
+from sweeps.fit.sensitivity import CUT, END, MAIN, R0, ROBUST, sensitivity, signed, summary
 from tests.sweeps.simulate import curve
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "curves.csv"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sweeps import cli
 from sweeps.errors import UserError
-from sweeps.fit import fit_curves
+from sweeps.fit.fit import fit_curves
 from sweeps.source import LoadedStudy, load
 from sweeps.source.vocabulary import VOCABULARIES
 from tests.sweeps.event_log import TRL_SCALARS, events

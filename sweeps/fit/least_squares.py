@@ -1,6 +1,6 @@
 """The least-squares core of a fit: variable projection of a compute curve.
 
-    R(C) = R0 (1 - g) + A g,   g = g(C; u, v)          (`sweeps.family`; u = ln B, v = ln C_mid of a sigmoid)
+    R(C) = R0 (1 - g) + A g,   g = g(C; u, v)          (`sweeps.fit.family`; u = ln B, v = ln C_mid of a sigmoid)
 
 Given (u, v) the rest is linear and solved exactly within its bounds, so only two dimensions are searched, on a
 grid that is the same whatever the data's units: nothing depends on a starting value.
@@ -24,7 +24,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from sweeps.family import SIGMOID, Box, Family
+from sweeps.fit.family import SIGMOID, Box, Family
 
 Array = NDArray[np.float64]
 _COARSE = (30, 48)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sweeps.curve import Curve
-from sweeps.fit import R0_STEP, Fit, FitOptions, Interval, fit_curve
-from sweeps.points import R0Mode, select
+from sweeps.fit.fit import R0_STEP, Fit, FitOptions, Interval, fit_curve
+from sweeps.fit.points import R0Mode, select
 
 _CUTS = (0.05, 0.10, 0.20, 0.30)
 _ENDS = (0.75, 0.50)

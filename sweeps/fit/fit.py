@@ -2,8 +2,8 @@
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)            arXiv 2510.13786, eq. 1
 
-or another family of `sweeps.family`. Intervals are 95%, from the profile likelihood (`sweeps.interval`), for the
-runs given, and allow for autocorrelated evaluations (`sweeps.noise`). Only arrays come in here: no files, no torch.
+or another family of `sweeps.fit.family`. Intervals are 95%, from the profile likelihood (`sweeps.fit.interval`), for the
+runs given, and allow for autocorrelated evaluations (`sweeps.fit.noise`). Only arrays come in here: no files, no torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sweeps import interval, noise, profile, verdict
 from sweeps.curve import Curve
 from sweeps.errors import UserError
-from sweeps.interval import Draws
+from sweeps.fit import interval, noise, verdict
+from sweeps.fit import least_squares as profile
+from sweeps.fit.interval import Draws
+from sweeps.fit.least_squares import Array, Optimum, Problem
+from sweeps.fit.points import FitOptions as FitOptions
+from sweeps.fit.points import Points, bounds_of, pooled, select, weighted
+from sweeps.fit.seeds import BORROWED_SEED_SD, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
 from sweeps.parallel import mapped
-from sweeps.points import FitOptions as FitOptions
-from sweeps.points import Points, bounds_of, pooled, select, weighted
-from sweeps.profile import Array, Optimum, Problem
-from sweeps.seeds import BORROWED_SEED_SD, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
 
 _DRAWS = 2000
 # How far R0 is moved, in units of the reward's range, to show what it does to A and B.

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from sweeps import profile, verdict
 from sweeps.curve import Curve
-from sweeps.family import FAMILIES
-from sweeps.fit import fits_r0, point_prediction
-from sweeps.points import FitOptions, Points, bounds_of, pooled, problem_of, select, weighted
-from sweeps.profile import Array
+from sweeps.fit import least_squares as profile
+from sweeps.fit import verdict
+from sweeps.fit.family import FAMILIES
+from sweeps.fit.fit import fits_r0, point_prediction
+from sweeps.fit.least_squares import Array
+from sweeps.fit.points import FitOptions, Points, bounds_of, pooled, problem_of, select, weighted
 
 ORIGINS = (0.5, 0.6, 0.7, 0.8, 0.9)
 # Fewer held-out points than this say nothing about skill.
@@ -81,7 +82,7 @@ def compare(curve: Curve, options: FitOptions | None = None, brief: bool = False
             whether any does is all that a ranking asks.
 
     Raises:
-        UserError: as for `sweeps.fit.fit_curve`.
+        UserError: as for `sweeps.fit.fit.fit_curve`.
     """
     options = options or FitOptions()
     curve = _started(curve)

@@ -2,7 +2,7 @@
 
 Under a known autocorrelation rho of the noise, a parameter's profile likelihood gives a confidence distribution: at
 a trial value the sum of squares exceeds its minimum by D estimated variances, and the signed root of D is a t
-statistic. rho being unknown, the distributions are averaged with its weights (`sweeps.noise`), and a bound is where
+statistic. rho being unknown, the distributions are averaged with its weights (`sweeps.fit.noise`), and a bound is where
 the average passes 2.5% or 97.5%; a bound that the average never passes is open. It does not depend on how a
 parameter is written, and has tails as heavy as the uncertainty of rho makes them. With few points it is never taken
 to be much sharper than under independent noise (`noise.least_stretch`).
@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import fdtrc, stdtr, stdtrit
 
-from sweeps import noise
-from sweeps.family import SIGMOID, Family
-from sweeps.noise import Noise
-from sweeps.profile import (
+from sweeps.fit import noise
+from sweeps.fit.family import SIGMOID, Family
+from sweeps.fit.least_squares import (
     Array,
     Optimum,
     Problem,
@@ -35,6 +34,7 @@ from sweeps.profile import (
     shifted,
     sums,
 )
+from sweeps.fit.noise import Noise
 
 _FINE = (30, 40)
 _ZOOMS = 6

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from sweeps.curve import UNNAMED
-from sweeps.profile import Array, Optimum, Problem, ar1_inverse
+from sweeps.fit.least_squares import Array, Optimum, Problem, ar1_inverse
 
 # Three ScaleRL runs lay within +-0.015 (arXiv 2510.13786, A.7).
 BORROWED_SEED_SD = 0.015
@@ -60,7 +60,7 @@ def seed_excess(
     if (information <= 0).any():
         return SeedExcess()
     offset = np.bincount(problem.seed, w * g * residual, problem.seeds)[informing] / information
-    # The information on an offset under each rho; see `sweeps.profile` for the three metrics.
+    # The information on an offset under each rho; see `sweeps.fit.least_squares` for the three metrics.
     parts = np.stack([np.bincount(problem.seed, row * g, problem.seeds)[informing] for row in problem.applied(g)])
     sampling = float(share @ (scale[:, None] / np.maximum(ar1_inverse(rho) @ parts, 1e-300)).mean(1))
     offset = offset - offset.mean()

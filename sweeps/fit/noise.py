@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sweeps.profile import Array, Problem, ar1_inverse
+from sweeps.fit.least_squares import Array, Problem, ar1_inverse
 
 RHOS = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.87, 0.93])
 # Before the data: independent evaluations, with this weight, or a wandering policy with a correlation about 0.65.

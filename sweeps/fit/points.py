@@ -17,11 +17,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sweeps import noise, profile
 from sweeps.curve import Curve
 from sweeps.errors import UserError
-from sweeps.family import FAMILIES, Family
-from sweeps.profile import Array, Problem
+from sweeps.fit import least_squares as profile
+from sweeps.fit import noise
+from sweeps.fit.family import FAMILIES, Family
+from sweeps.fit.least_squares import Array, Problem
 
 # The penalty on offsets between the seeds given: twice the published spread of A, weak on purpose.
 _RIDGE_SD = 0.03
@@ -42,7 +43,7 @@ class FitOptions:
     """How to fit.
 
     min_compute and max_compute are inclusive, in the curve's unit; asymptote fixes A; family is a name of
-    `sweeps.family.FAMILIES`; robust gives points far from the curve less weight.
+    `sweeps.fit.family.FAMILIES`; robust gives points far from the curve less weight.
     """
 
     r0: R0Mode = "first"

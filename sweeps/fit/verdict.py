@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from sweeps.profile import Array
+from sweeps.fit.least_squares import Array
 
 MIN_COMPUTES = 6
 # A window narrower than this factor shows one point of a curve on log compute, not its shape.

@@ -1,6 +1,6 @@
 """The published fit procedure to the letter (arXiv 2510.13786, A.5): a grid over A and C_mid, B alone by SciPy.
 
-For comparison with published numbers. It gives no interval, so nothing it finds is `identifiable`; `sweeps.fit`
+For comparison with published numbers. It gives no interval, so nothing it finds is `identifiable`; `sweeps.fit.fit`
 is what to rank on. Two traps of the grids as printed are reported: a ceiling outside [0.45, 0.80] comes out on
 the grid's edge (a GSM8K curve at 0.93 as 0.80), and C_mid's grid is bound to GPU-hours, in steps of 403.
 """
@@ -15,9 +15,9 @@ import numpy as np
 
 from sweeps.curve import Array, Curve
 from sweeps.errors import UserError
-from sweeps.fit import Fit, FitOptions, Interval
-from sweeps.points import bounds_of
-from sweeps.seeds import SeedSpread
+from sweeps.fit.fit import Fit, FitOptions, Interval
+from sweeps.fit.points import bounds_of
+from sweeps.fit.seeds import SeedSpread
 
 METHOD = "scalerl-a5"
 # Rounded, so that 0.61 is printed as that.

@@ -1,0 +1,252 @@
+"""A fit re-done as compute grew, and every forecast held against what then came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sweeps.curve import Curve
+from sweeps.errors import UserError
+from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curve
+from sweeps.fit.predict import predict, predict_mean
+from sweeps.fit.verdict import MIN_COMPUTES
+
+# Compute grows by this factor from one snapshot to the next; also how far apart two must be to confirm another.
+GROWTH = 1.15
+
+
+# A check looks at the evaluations of the last tenth; a forecast reaches half as far again as its fit.
+RECENT = 1.1
+
+
+REACH = 1.5
+
+
+# How far outside the 95% interval counts, in units of the interval's half. Snapshots are correlated and many, so
+# the interval itself would ring in every fifth good run.
+_WIDER = 1.25
+
+
+@dataclass(frozen=True)
+class Check:
+    """A forecast and what came: means over `evaluations`, predicted (95%) by the fit up to compute `made_at`."""
+
+    made_at: float
+    evaluations: int
+    actual: float
+    predicted: float
+    low: float
+    high: float
+
+    @property
+    def inside(self) -> bool:
+        """Whether the interval held what came."""
+        return self.low <= self.actual <= self.high
+
+    @property
+    def side(self) -> int:
+        """1 or -1 where what came lies clearly above or below the forecast, else 0."""
+        if self.actual > self.predicted + _WIDER * (self.high - self.predicted):
+            return 1
+        return -1 if self.actual < self.predicted - _WIDER * (self.predicted - self.low) else 0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One recipe's fit up to `compute_end`, with `n` evaluations up to there, over all seeds.
+
+    ahead: compute and one evaluation's predicted reward there, 95%. ahead and check are None where a fit names
+    no curve to predict from.
+    """
+
+    recipe: str
+    compute_end: float
+    n: int
+    verdict: str
+    A: Interval
+    ahead: tuple[float, Interval] | None = None
+    check: Check | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What a line of `fits.jsonl` says of the fit."""
+        ahead, check = self.ahead, self.check
+        return {
+            "recipe": self.recipe,
+            "compute": self.compute_end,
+            "n": self.n,
+            "verdict": self.verdict,
+            "A": self.A.to_json(),
+            "next": None if ahead is None else {"compute": ahead[0], **ahead[1].to_json()},
+            "check": None
+            if check is None
+            else {
+                "made_at": check.made_at,
+                "evaluations": check.evaluations,
+                "actual": check.actual,
+                "predicted": check.predicted,
+                "low": check.low,
+                "high": check.high,
+                "inside": check.inside,
+            },
+        }
+
+    @staticmethod
+    def from_json(entry: Mapping[str, Any]) -> Snapshot:
+        """The snapshot of a line.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        ahead, check = entry["next"], entry["check"]
+        return Snapshot(
+            str(entry["recipe"]),
+            float(entry["compute"]),
+            int(entry["n"]),
+            str(entry["verdict"]),
+            _interval(entry["A"]),
+            None if ahead is None else (float(ahead["compute"]), _interval(ahead)),
+            None
+            if check is None
+            else Check(
+                float(check["made_at"]),
+                int(check["evaluations"]),
+                *(float(check[key]) for key in ("actual", "predicted", "low", "high")),
+            ),
+        )
+
+
+def _interval(entry: Mapping[str, Any]) -> Interval:
+    return Interval(*(None if entry[key] is None else float(entry[key]) for key in ("value", "low", "high")))
+
+
+def history(
+    curve: Curve,
+    options: FitOptions | None = None,
+    every: float = GROWTH,
+    known: Sequence[Snapshot] = (),
+) -> list[Snapshot]:
+    """The fit re-done at growing compute, to the curve's end; only what is not known yet.
+
+    Args:
+        curve: a recipe's evaluations so far.
+        options: as for a fit; `max_compute` ends the history.
+        every: compute grows at least by this factor from one snapshot to the next (a dozen for 40 evenly
+            spaced evaluations, 5 more for each doubling), the last excepted; 1: after every evaluation.
+        known: the snapshots taken so far, the oldest first. What came since is added after them; once more at
+            the last one's compute if all that came lies below it (a seed that lags behind).
+
+    Raises:
+        UserError: `every` is below 1, or as of `fit_curve`.
+    """
+    return list(_history(curve, options or FitOptions(), every, known))
+
+
+def _history(curve: Curve, options: FitOptions, every: float, known: Sequence[Snapshot]) -> Iterator[Snapshot]:
+    """One by one, for who writes each down before the next is computed."""
+    if not every >= 1:
+        raise UserError(f"every {every:g}: compute cannot shrink between snapshots; give a factor of 1 or more")
+    fits = _Fits(curve, options)
+    for end in _ends(fits.computes, curve, every, known):
+        yield fits.snapshot(end)
+
+
+def _ends(computes: list[float], curve: Curve, every: float, known: Sequence[Snapshot]) -> list[float]:
+    """Where to take snapshots; a rule that looks only backwards, so that growth does not move earlier ones."""
+    if not computes:
+        return []
+    last = known[-1].compute_end if known else 0.0
+    ends: list[float] = []
+    for at, compute in enumerate(computes):
+        if compute > last and (at + 1 >= MIN_COMPUTES or known) and compute >= every * last:
+            ends.append(compute)
+            last = compute
+    end = computes[-1]
+    lagging = not ends and end == last and int((curve.compute <= end).sum()) > known[-1].n
+    if end > last or lagging or not (ends or known):
+        ends.append(end)
+    return ends
+
+
+class _Fits:
+    """Fits of one curve up to any compute, each done once."""
+
+    def __init__(self, curve: Curve, options: FitOptions) -> None:
+        low = 0.0 if options.min_compute is None else options.min_compute
+        high = np.inf if options.max_compute is None else options.max_compute
+        within = (curve.compute > 0) & (curve.compute >= low) & (curve.compute <= high)
+        self.computes: list[float] = np.unique(curve.compute[within]).tolist()
+        self._curve, self._options = curve, options
+        self._fits: dict[float, Fit] = {}
+
+    def up_to(self, end: float) -> Fit:
+        if end not in self._fits:
+            self._fits[end] = fit_curve(self._curve, replace(self._options, max_compute=end))
+        return self._fits[end]
+
+    def snapshot(self, end: float) -> Snapshot:
+        fit = self.up_to(end)
+        ahead = None
+        if _names_a_curve(fit):
+            band = predict(fit, [REACH * end], observations=1)
+            ahead = REACH * end, Interval(float(band.mean[0]), float(band.low[0]), float(band.high[0]))
+        n = int((self._curve.compute <= end).sum())
+        return Snapshot(fit.recipe, end, n, fit.verdict, fit.A, ahead, self._check(end))
+
+    def _check(self, end: float) -> Check | None:
+        """The latest evaluations against a fit that has not seen them."""
+        earlier = [compute for compute in self.computes if compute <= end / RECENT]
+        if not earlier:
+            return None
+        # Sparse evaluations: the latest earlier one, though its forecast has to reach further.
+        made_at = next((compute for compute in earlier if compute >= end / REACH), earlier[-1])
+        fit = self.up_to(made_at)
+        if not _names_a_curve(fit):
+            return None
+        came = (self._curve.compute > end / RECENT) & (self._curve.compute <= end)
+        value, low, high = predict_mean(fit, self._curve.compute[came])
+        # Where some seeds have ended, the mean of those left is off from the mean of all by the seeds' spread.
+        seen = len(np.unique(self._curve.seed[self._curve.compute <= made_at]))
+        left = len(np.unique(self._curve.seed[came]))
+        if left < seen:
+            reach = fit.seed_spread.quantile() * fit.seed_spread.sd * np.sqrt(1 / left - 1 / seen)
+            low, high = value - float(np.hypot(value - low, reach)), value + float(np.hypot(high - value, reach))
+        return Check(made_at, int(came.sum()), float(self._curve.reward[came].mean()), value, low, high)
+
+
+def _names_a_curve(fit: Fit) -> bool:
+    """Whether there is something to predict from: to data that fall or stay level a sigmoid is not a law."""
+    return fit.draws is not None and fit.A.value is not None
+
+
+def departure(snapshots: Sequence[Snapshot]) -> str | None:
+    """A warning if the run's latest evaluations lie outside what earlier fits predicted, else None.
+
+    Two snapshots in a row, at compute apart by `GROWTH`, are needed, and the same side throughout; false alarms
+    and misses are given in the module's docstring.
+
+    Args:
+        snapshots: of one recipe, the oldest first.
+    """
+    if not snapshots or snapshots[-1].check is None:
+        return None
+    last, check = snapshots[-1], snapshots[-1].check
+    since = last
+    for snapshot in reversed(snapshots):
+        if snapshot.check is None or snapshot.check.side != check.side or not check.side:
+            break
+        since = snapshot
+    if since.compute_end * GROWTH > last.compute_end * (1 + 1e-9):
+        return None
+    where, remedy = (
+        ("above", "the law of its beginning no longer holds; fit the later part with --min-compute")
+        if check.side > 0
+        else ("below", "look at the run's health (entropy, truncation, KL)")
+    )
+    return (
+        f"reward lies {where} its forecast since compute {since.compute_end:.4g}: {check.actual:.3f} at "
+        f"{last.compute_end:.4g}, where the fit up to {check.made_at:.4g} gave {check.predicted:.3f} "
+        f"[{check.low:.3f}, {check.high:.3f}]; {remedy}"
+    )
