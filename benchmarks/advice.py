@@ -15,8 +15,8 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from sweeps.allocate import Step, chosen_recipe, settle
 from sweeps.curve import Curve, make_curve
+from sweeps.decide.next_run import Step, chosen_recipe, settle
 from sweeps.fit.fit import Fit, fit_curve
 
 Array = NDArray[np.float64]

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from sweeps.curve import FLOPS, VIRTUAL_HOURS, Curve
+from sweeps.decide.rank import Ranking, rank
 from sweeps.figures import curves_figure, png
 from sweeps.fit.fit import Fit, Interval, fit_curves
-from sweeps.rank import Ranking, rank
 from sweeps.run.journal import JournalView
 from sweeps.source import LoadedStudy, load
 

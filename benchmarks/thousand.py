@@ -186,8 +186,8 @@ def collecting(options: argparse.Namespace) -> str:
 
 def ranking(options: argparse.Namespace) -> str:
     """`scalerl rank`: reading, fitting, ranking."""
+    from sweeps.decide.rank import rank
     from sweeps.fit.fit import fit_curves
-    from sweeps.rank import rank
     from sweeps.source.load import load
 
     started()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sweeps.decide.rank import MARGIN, Ranking, rank
 from sweeps.errors import UserError
 from sweeps.fit.compare import compare
 from sweeps.fit.family import FAMILIES
@@ -25,14 +26,13 @@ from sweeps.fit.published import METHOD, fit_literal
 from sweeps.fit.sensitivity import Row as SensitivityRow
 from sweeps.fit.sensitivity import sensitivity, signed, summary
 from sweeps.parallel import cores
-from sweeps.rank import MARGIN, Ranking, rank
 from sweeps.run.health import idle_variants, mechanism_counters
 from sweeps.run.lease import LeaseLostError
 from sweeps.source import LoadedStudy, load
 
 if TYPE_CHECKING:
+    from sweeps.decide.watch import News
     from sweeps.executor.scheduler import Scheduler
-    from sweeps.live import News
     from sweeps.overview import MemberView
 
 Handler = Callable[[argparse.Namespace], int]
@@ -467,7 +467,7 @@ def _ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from sweeps.planning import Factors, make_plan, sections
+    from sweeps.decide.plan import Factors, make_plan, sections
 
     more = tuple(text for text in options.sizes.split(",") if text.strip())
     factors = Factors(options.size, options.rollouts, options.difficulty, more)
@@ -520,7 +520,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    from sweeps.live import Watch, default_path, waiting
+    from sweeps.decide.watch import Watch, default_path, waiting
 
     if not options.interval > 0:
         raise UserError(f"--interval {options.interval:g}: must be positive; give seconds")

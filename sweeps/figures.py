@@ -21,9 +21,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from sweeps.curve import Array, Curve
+from sweeps.decide.rank import Ranking
 from sweeps.fit.fit import Fit
 from sweeps.fit.predict import predict
-from sweeps.rank import Ranking
 
 # Okabe and Ito's colours: told apart by most colour-blind readers, legible on white and on near-black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C28F00", "#56A0D9")

@@ -9,12 +9,12 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from sweeps.decide.rank import Ranking
 from sweeps.figures import REFUSED, RULE, STYLE, colours, draw_points, label, limits, log_axis, multiples
 from sweeps.fit.fit import Fit
 from sweeps.fit.history import Snapshot
 from sweeps.fit.points import select
 from sweeps.fit.predict import confidence_curve, fitted
-from sweeps.rank import Ranking
 
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 

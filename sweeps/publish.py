@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from sweeps.decide.rank import Ranking, rank
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curves
 from sweeps.fit.predict import predict
-from sweeps.rank import Ranking, rank
 from sweeps.run.journal import find_runs, read_journal
 from sweeps.run.spec import SPEC_FILE, RunSpec
 from sweeps.source import LoadedStudy, load

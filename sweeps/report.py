@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from sweeps.allocate import comparable, settle
 from sweeps.curve import Curve
+from sweeps.decide.next_run import comparable, settle
+from sweeps.decide.rank import Ranking
 from sweeps.errors import UserError
 from sweeps.figures import asymptotes_figure, curves_figure, png, svg
 from sweeps.figures_fit import history_figure, profile_figure, residuals_figure
@@ -22,7 +23,6 @@ from sweeps.fit.sensitivity import sensitivity
 from sweeps.fit.verdict import MIN_COMPUTES
 from sweeps.page import Findings, render
 from sweeps.page_tables import NAMED
-from sweeps.rank import Ranking
 from sweeps.run.journal import JournalView
 
 # Fits a recipe in `histories`, about: they are most of a report's time.

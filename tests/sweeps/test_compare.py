@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from sweeps.curve import make_curve
+from sweeps.decide.rank import rank
 from sweeps.errors import UserError
 from sweeps.fit.compare import compare
 from sweeps.fit.family import FAMILIES
 from sweeps.fit.fit import FitOptions, fit_curve, fit_curves
-from sweeps.rank import rank
 from tests.sweeps.simulate import curve, law
 
 COMPUTE = np.linspace(0.0, 16000.0, 41)

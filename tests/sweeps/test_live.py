@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sweeps import cli, live
+from sweeps import cli
 from sweeps.curve import Curve, make_curve
+from sweeps.decide import watch as live
+from sweeps.decide.watch import Watch
 from sweeps.errors import UserError
 from sweeps.fit.fit import FitOptions, Interval, fit_curve
 from sweeps.fit.history import Check, Snapshot, departure, history
 from sweeps.fit.predict import predict, predict_mean
-from sweeps.live import Watch
 from sweeps.run.journal import Journal
 from sweeps.source import load
 from tests.sweeps.simulate import curve

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from sweeps.decide.rank import rank
 from sweeps.fit.fit import fit_curves
 from sweeps.parallel import cores, mapped
-from sweeps.rank import rank
 from tests.sweeps.simulate import curve
 
 

@@ -12,15 +12,15 @@ from scipy.stats import norm
 
 from benchmarks.advice import one_study
 from sweeps import cli
-from sweeps.allocate import settle, split_budget
 from sweeps.curve import Curve, make_curve
+from sweeps.decide.next_run import settle, split_budget
+from sweeps.decide.plan import Factors, make_plan
+from sweeps.decide.reach import compute_to_reach, near_asymptote
+from sweeps.decide.rollout_counts import best_rollouts, parse_rollouts
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curve, fit_curves
 from sweeps.fit.predict import FAR, quantiles, total_draws
 from sweeps.fit.seeds import SeedSpread
-from sweeps.plan import compute_to_reach, near_asymptote
-from sweeps.planning import Factors, make_plan
-from sweeps.rollouts import best_rollouts, parse_rollouts
 from tests.sweeps.simulate import curve, law
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +182,7 @@ def test_advice_goes_to_what_is_poorly_known() -> None:
 
 
 def test_more_compute_tells_more() -> None:
-    from sweeps.allocate import Step, _Future
+    from sweeps.decide.next_run import Step, _Future
 
     future = _Future(contested(), 0.02)
     after = [future.p_after({1: Step("short", "extend", to, to - 4500, None, "")}) for to in (4800, 9000, 27000)]
@@ -211,7 +211,7 @@ def test_the_gain_of_a_seed_is_that_of_two_normals() -> None:
 
 
 def test_a_truth_does_not_vouch_for_itself() -> None:
-    from sweeps.allocate import _weights
+    from sweeps.decide.next_run import _weights
 
     truth = np.arange(0, 300, 3)
     signal = np.random.default_rng(0).standard_normal((300, 2)) * 30

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from sweeps.curve import Curve, make_curve
+from sweeps.decide.rank import Ranking, rank
 from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
-from sweeps.rank import Ranking, rank
 from tests.sweeps.simulate import curve, law
 
 

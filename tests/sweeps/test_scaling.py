@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from sweeps.curve import Curve, make_curve
+from sweeps.decide.power_law import fit_power_law, parse_size, sized
+from sweeps.decide.sizes import compare_sizes, crossovers, held_out, overtakes
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, fit_curves
 from sweeps.fit.predict import quantiles
 from sweeps.fit.seeds import SeedSpread
-from sweeps.scaling import fit_power_law, parse_size, sized
-from sweeps.sizes import compare_sizes, crossovers, held_out, overtakes
 from tests.sweeps.simulate import law as sigmoid
 
 K_MAX, N_0, SLOPE, LEVEL, START = 0.35, 1e9, 0.12, np.log(0.55), 300.0

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sweeps.decide.rank import CONFIDENCE, margin_of, pairing_of
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import predict, support, total_draws
-from sweeps.rank import CONFIDENCE, margin_of, pairing_of
 
 # Recipes with a rising curve. Where A is not identifiable its draws spread up to the reward's bound: enough to
 # say that the recipe may still be best and what an extension would tell, not to choose it.
@@ -123,7 +123,7 @@ class _Future:
 
     def __init__(self, fits: Sequence[Fit], margin: float) -> None:
         self.fits, self.margin = fits, margin
-        # Compared in pairs where the recipes share their seeds, as in `sweeps.rank`.
+        # Compared in pairs where the recipes share their seeds, as in `sweeps.decide.rank`.
         pairing = pairing_of([fit for fit in fits if fit.identifiable])
         paired = None if pairing is None else pairing.spread
         self.theta = [total_draws(fit, spread=paired if fit.identifiable else None) for fit in fits]

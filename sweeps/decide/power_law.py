@@ -9,7 +9,7 @@ its prefactor K(N) is exp(E) here, and its exponent E(N) is k here (the one that
 E is free for each size seen; for others it is a straight line in log N, taken at a reference compute in the
 middle of the data (a line at X = 1 would depend on the unit), and marked as extrapolation. Given N_0 the rest
 is linear, so only N_0 is searched. A power law in 1 - R has no ceiling below R = 1, at odds with the sigmoid:
-`sweeps.sizes` fits both and says which to trust.
+`sweeps.decide.sizes` fits both and says which to trust.
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from sweeps.allocate import Settlement, Split, Step, comparable, reward_at, settle, split_budget
+from sweeps.decide.next_run import Settlement, Split, Step, comparable, reward_at, settle, split_budget
+from sweeps.decide.power_law import parse_size, sized
+from sweeps.decide.reach import Asymptote, Reach, check_target, compute_to_reach, near_asymptote
+from sweeps.decide.rollout_counts import RolloutPlan, best_rollouts
+from sweeps.decide.sizes import Sizes, compare_sizes
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, shown
-from sweeps.plan import Asymptote, Reach, check_target, compute_to_reach, near_asymptote
-from sweeps.rollouts import RolloutPlan, best_rollouts
-from sweeps.scaling import parse_size, sized
-from sweeps.sizes import Sizes, compare_sizes
 
 # A heading, the head of a table and its rows; a table without rows is a line of text.
 Section = tuple[str, list[str], list[list[str]]]

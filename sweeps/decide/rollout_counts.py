@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from sweeps.decide.rank import CONFIDENCE
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import chance, quantiles, support, total_draws
-from sweeps.rank import CONFIDENCE
 
 
 @dataclass(frozen=True)

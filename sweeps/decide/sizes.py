@@ -1,6 +1,6 @@
 """Model sizes compared: when the larger one overtakes, which is best for a budget, and which law to trust.
 
-Two laws answer, the power law of `sweeps.scaling` and a sigmoid per size (arXiv 2510.13786, eq. 1). They
+Two laws answer, the power law of `sweeps.decide.power_law` and a sigmoid per size (arXiv 2510.13786, eq. 1). They
 disagree far out: the first has no ceiling below R = 1. Which predicts the last quarter of every size's compute
 better, from the rest, is said beside every answer.
 """
@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from sweeps.decide.power_law import PowerLaw, fit_power_law
+from sweeps.decide.rank import CONFIDENCE
+from sweeps.decide.reach import check_target, compute_to_reach
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, fit_curve
 from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import FAR, chance, predict, quantiles, support, total_draws
-from sweeps.plan import check_target, compute_to_reach
-from sweeps.rank import CONFIDENCE
-from sweeps.scaling import PowerLaw, fit_power_law
 
 _HELD_OUT = 0.25
 _GRID = 400
@@ -169,7 +169,7 @@ def compare_sizes(
     """One recipe across model sizes: the law, crossovers, and the best size for a budget or the way to a target.
 
     Args:
-        by_size: fits by size in parameters, ascending, as `sweeps.scaling.sized` gives them.
+        by_size: fits by size in parameters, ascending, as `sweeps.decide.power_law.sized` gives them.
         recipe: its name.
         budget: compute of one run, in the curves' unit.
         target: reward.

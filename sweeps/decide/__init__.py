@@ -1,0 +1,1 @@
+"""Fits -> a ranking, a plan, what to run next, model sizes, a watch over what comes."""
