@@ -20,8 +20,9 @@ import numpy as np
 
 from sweeps.curve import FLOPS, VIRTUAL_HOURS, Curve
 from sweeps.decide.rank import Ranking, rank
-from sweeps.figures import curves_figure, png
 from sweeps.fit.fit import Fit, Interval, fit_curves
+from sweeps.report.drawing import png
+from sweeps.report.figures import curves_figure
 from sweeps.run.journal import JournalView
 from sweeps.source import LoadedStudy, load
 

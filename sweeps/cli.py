@@ -467,7 +467,8 @@ def _ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from sweeps.decide.plan import Factors, make_plan, sections
+    from sweeps.decide.plan import Factors, make_plan
+    from sweeps.report.text import sections
 
     more = tuple(text for text in options.sizes.split(",") if text.strip())
     factors = Factors(options.size, options.rollouts, options.difficulty, more)
@@ -489,7 +490,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     # Matplotlib takes a second to import: only where something is drawn.
-    from sweeps.report import histories, write_ranking_csv, write_report
+    from sweeps.report.write import histories, write_ranking_csv, write_report
 
     study, fits = _fitted(options)
     ranking = rank(fits, margin=options.margin, budget=options.budget)
@@ -583,7 +584,7 @@ def _print_news(news: News, as_json: bool) -> None:
 
 def _publish(options: argparse.Namespace) -> int:
     # MLflow is slow to import and not needed elsewhere.
-    from sweeps.publish import publish
+    from sweeps.report.publish import publish
 
     publish(options.sources, options.mlflow)
     return 0

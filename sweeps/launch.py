@@ -146,7 +146,7 @@ def run_study(
     observers: list[Observer] = [Progress(len(study.specs), max(spec.steps for spec in study.specs))]
     if plan.tracking:
         # MLflow is slow to import and optional.
-        from sweeps.publish import TrackingObserver
+        from sweeps.report.publish import TrackingObserver
 
         observers.append(TrackingObserver(study, plan.tracking, axis=plan.axis))
     states = study.run(executor, observers, plan.retries, detach, again, begin)
@@ -157,7 +157,7 @@ def run_study(
 
 def _publish(study: Study, tracking: str) -> None:
     """The finished chart in MLflow, and the link to it; a study that cannot be fitted yet is no failure."""
-    from sweeps.publish import publish
+    from sweeps.report.publish import publish
 
     try:
         publish([str(study.directory)], tracking)

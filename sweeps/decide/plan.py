@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,7 @@ from sweeps.decide.reach import Asymptote, Reach, check_target, compute_to_reach
 from sweeps.decide.rollout_counts import RolloutPlan, best_rollouts
 from sweeps.decide.sizes import Sizes, compare_sizes
 from sweeps.errors import UserError
-from sweeps.fit.fit import Fit, Interval, shown
-
-# A heading, the head of a table and its rows; a table without rows is a line of text.
-Section = tuple[str, list[str], list[list[str]]]
+from sweeps.fit.fit import Fit, Interval
 
 
 @dataclass(frozen=True)
@@ -170,114 +167,3 @@ def _budget_row(fit: Fit, budget: float | None) -> Row:
 
 
 # --- text ---------------------------------------------------------------------------------------------------
-
-
-def sections(plan: Plan) -> Iterator[Section]:
-    """What `scalerl plan` prints, in order."""
-    if plan.target is not None:
-        yield _target_section(plan)
-    else:
-        yield _budget_section(plan)
-    for sizes in plan.sizes:
-        yield from _size_sections(sizes)
-    for rollouts in plan.rollouts:
-        yield _rollout_section(rollouts)
-    if not plan.sizes and not plan.rollouts:
-        for settlement in plan.settlements:
-            yield settlement.sentence, [], []
-    if plan.next:
-        head = ["recipe", "action", "compute", "cost", "expected gain", "why"]
-        rows = [
-            [s.recipe, s.action, f"{s.compute:.4g}", f"{s.cost:.4g}", _gain(s.expected_gain), s.reason]
-            for s in plan.next
-        ]
-        yield "what to run next (gain: by how much the chance of a wrong choice is expected to fall):", head, rows
-    if plan.split is not None:
-        yield plan.split.sentence, [], []
-
-
-def _gain(gain: float | None) -> str:
-    return "not known" if gain is None else "< 0.01" if gain < 0.01 else f"{gain:.2f}"
-
-
-def _target_section(plan: Plan) -> Section:
-    head = ["recipe", f"compute to {plan.target:g}", "a new run", "near its asymptote", "why"]
-    rows = []
-    for row in plan.rows:
-        assert row.reach is not None
-        compute, fresh = shown(row.compute, ".4g"), shown(row.reach.new_run, ".4g")
-        rows.append([row.recipe, compute, fresh, row.asymptote.verdict, row.reason])
-    return f"compute to reach {plan.target:g}, in {plan.unit}, 95% intervals:", head, rows
-
-
-def _budget_section(plan: Plan) -> Section:
-    head = ["recipe", "gets", "to compute", "R there", "near its asymptote", "why"]
-    rows = []
-    for row in plan.rows:
-        assert row.compute is not None and row.compute.value is not None
-        gets, to = f"{row.compute.value:.4g}", "-" if row.to is None else f"{row.to:.4g}"
-        rows.append([row.recipe, gets, to, shown(row.R, ".3f"), row.asymptote.verdict, row.reason])
-    what = "compute still to spend" if plan.split is not None else "compute of one run"
-    return f"a budget of {plan.budget:.4g} ({plan.unit}; {what}), 95% intervals:", head, rows
-
-
-def _size_sections(sizes: Sizes) -> Iterator[Section]:
-    law = sizes.law
-    yield (
-        f"{sizes.recipe}: log loss = E(N) - k(N) log compute, k(N) = k_max / (1 + N_0 / N): "
-        f"k_max {shown(law.k_max, '.3f')}, N_0 {shown(law.N_0, '.3g')}; {law.points} points",
-        [],
-        [],
-    )
-    if sizes.choices:
-        head = ["size", "seen", "R, power law", "P(best)", "R, sigmoid", "P(best)"]
-        rows = [
-            [
-                f"{choice.size:.4g}",
-                "no: extrapolation" if choice.extrapolation else "yes",
-                shown(choice.R, ".3f"),
-                f"{choice.p_best:.2f}",
-                shown(choice.R_sigmoid, ".3f"),
-                "-" if choice.p_best_sigmoid is None else f"{choice.p_best_sigmoid:.2f}",
-            ]
-            for choice in sizes.choices
-        ]
-        yield sizes.sentence, head, rows
-    if sizes.reach:
-        head = ["size", "seen", "compute, power law", "compute, sigmoid"]
-        rows = [
-            [
-                f"{reach.size:.4g}",
-                "no: extrapolation" if reach.extrapolation else "yes",
-                shown(reach.power_law, ".4g"),
-                shown(reach.sigmoid, ".4g"),
-            ]
-            for reach in sizes.reach
-        ]
-        yield "compute to the target by size:", head, rows
-    rows = [
-        [f"{c.smaller:.4g}", f"{c.larger:.4g}", shown(c.power_law, ".4g"), shown(c.sigmoid, ".4g"), c.reason]
-        for c in sizes.crossovers
-    ]
-    head = ["smaller", "larger", "power law", "sigmoid", "why"]
-    yield "compute from which the larger size wins:", head, rows
-    held = sizes.held_out
-    if held.power_law is None or held.sigmoid is None:
-        yield "the last quarter held out: not enough to compare the two laws", [], []
-    else:
-        yield (
-            f"the last quarter held out: error {held.power_law:.4f} (power law), {held.sigmoid:.4f} (sigmoid) over "
-            f"{held.runs} runs; predicts better: {held.better.replace('_', ' ')}",
-            [],
-            [],
-        )
-
-
-def _rollout_section(plan: RolloutPlan) -> Section:
-    where = plan.recipe if plan.difficulty is None else f"{plan.recipe}, {plan.difficulty}"
-    head = ["rollouts a prompt", "R at the budget", "P(best)", "why"]
-    rows = [
-        [str(v.rollouts), shown(v.R, ".3f"), "-" if v.p_best is None else f"{v.p_best:.2f}", v.reason or "-"]
-        for v in plan.values
-    ]
-    return f"{where}: {plan.sentence}", head, rows

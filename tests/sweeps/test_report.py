@@ -16,13 +16,13 @@ from sweeps import cli
 from sweeps.curve import Curve, make_curve
 from sweeps.decide.rank import rank
 from sweeps.errors import UserError
-from sweeps.figures_fit import history_figure, profile_figure, residuals_figure
 from sweeps.fit.compare import compare
 from sweeps.fit.fit import FitOptions, fit_curve, fit_curves
 from sweeps.fit.interval import asymptote_confidence
 from sweeps.fit.points import select
 from sweeps.fit.predict import confidence_curve, fitted
-from sweeps.report import histories, write_ranking_csv, write_report
+from sweeps.report.figures import history_figure, profile_figure, residuals_figure
+from sweeps.report.write import histories, write_ranking_csv, write_report
 from sweeps.run.journal import Journal
 from sweeps.source import load
 from tests.sweeps.simulate import curve

@@ -1,6 +1,6 @@
 """The figures of a report: compute curves as small multiples, asymptotes with their intervals; how figures look.
 
-Those about the fits themselves are in `sweeps.figures_fit`.
+Those about the fits themselves are in `sweeps.report.figures`.
 
 Drawn without pyplot, so no global state and no display. Text stays text in the SVG, and ink and rules carry
 marker colours that `inline_svg` turns into the page's own, so that one drawing serves light and dark.
@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 
 from sweeps.curve import Array, Curve
 from sweeps.decide.rank import Ranking
-from sweeps.fit.fit import Fit
-from sweeps.fit.predict import predict
 
 # Okabe and Ito's colours: told apart by most colour-blind readers, legible on white and on near-black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C28F00", "#56A0D9")
@@ -55,26 +53,6 @@ def label(text: str, limit: int = 34) -> str:
     """A recipe's name as drawn: printable and short."""
     line = "".join(ch if ch.isprintable() else "?" for ch in text)
     return line if len(line) <= limit else line[: limit - 1] + "…"
-
-
-def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking) -> Figure:
-    """One panel a recipe on shared axes: points by seed, fitted curve, 95% band, A; the baseline in grey."""
-    by_recipe = {fit.recipe: fit for fit in fits}
-    points = {curve.recipe: curve for curve in curves}
-    order = [entry.recipe for entry in ranking.ranking]
-    left, right = limits(curves)
-    colour = colours(ranking)
-    with rc_context(STYLE):
-        figure, panels = multiples(order, curves[0].unit, curves[0].metric)
-        for recipe, panel in zip(order, panels, strict=True):
-            log_axis(panel, left, right)
-            base = by_recipe.get(ranking.baseline or "")
-            if base is not None and base.recipe != recipe:
-                _draw_fit(panel, base, left, right, REFUSED, ghost=True)
-            _draw_fit(panel, by_recipe[recipe], left, right, colour[recipe], ghost=False)
-            curve = points[recipe]
-            draw_points(panel, curve.compute, curve.reward, curve.seed, left, colour[recipe])
-    return figure
 
 
 def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]:
@@ -130,63 +108,6 @@ def draw_points(panel: Axes, compute: Array, y: Array, seed: NDArray[Any], left:
             color=colour,
             markersize=4,
         )
-
-
-def _draw_fit(panel: Axes, fit: Fit, left: float, right: float, colour: str, ghost: bool) -> None:
-    """The fitted curve, solid within the window and dashed beyond it, with its band and A at the right."""
-    if fit.draws is None or fit.window is None:
-        return
-    x = np.geomspace(left, right, 120)
-    band = predict(fit, x)
-    if ghost:
-        panel.plot(x, band.mean, color=colour, linewidth=0.9, alpha=0.8)
-        return
-    inside = x <= fit.window[1]
-    panel.fill_between(x, band.low, band.high, color=colour, alpha=0.16, linewidth=0)
-    panel.plot(x[inside], band.mean[inside], color=colour, linewidth=1.6)
-    panel.plot(x[~inside], band.mean[~inside], color=colour, linewidth=1.3, linestyle=(0, (4, 2)))
-    if fit.identifiable and fit.A.value is not None:
-        panel.axhline(fit.A.value, color=colour, linewidth=0.7, linestyle=":")
-        note = f"A {fit.A.value:.3f}"
-        where = (x[2], fit.A.value)
-        panel.annotate(note, where, color=colour, fontsize=8.5, xytext=(0, 3), textcoords="offset points")
-    else:
-        panel.text(0.03, 0.94, fit.verdict, transform=panel.transAxes, va="top", fontsize=8.5, color=colour)
-
-
-def _named(fit: Fit) -> float:
-    assert fit.A.value is not None, "only identifiable recipes are ranked"
-    return fit.A.value
-
-
-def asymptotes_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
-    """A of every ranked recipe: thick its 95% interval for these runs, thin with the spread between seeds.
-
-    None if no recipe is ranked. The shaded strip is the margin below the best A.
-    """
-    by_recipe = {fit.recipe: fit for fit in fits}
-    ranked = [by_recipe[entry.recipe] for entry in ranking.ranking if entry.rank is not None]
-    if not ranked:
-        return None
-    colour = colours(ranking)
-    best = max(_named(fit) for fit in ranked)
-    with rc_context(STYLE):
-        figure = Figure(figsize=(6.6, 0.36 * len(ranked) + 0.95), layout="constrained")
-        panel = figure.subplots()
-        panel.axvspan(best - ranking.margin, best, color=REFUSED, alpha=0.15, linewidth=0)
-        for row, fit in enumerate(ranked):
-            for ends, width in ((fit.A_total, 1.1), ((fit.A.low, fit.A.high), 4.0)):
-                at = np.array(ends, dtype=float)
-                panel.plot(at, np.full(2, row), color=colour[fit.recipe], linewidth=width, alpha=0.7)
-            panel.plot([_named(fit)], [row], "o", color=colour[fit.recipe], markersize=5)
-        panel.set_yticks(range(len(ranked)))
-        panel.set_yticklabels([label(fit.recipe).replace("$", r"\$") for fit in ranked])
-        panel.set_ylim(len(ranked) - 0.5, -0.5)
-        panel.grid(axis="x", color=RULE, linewidth=0.6)
-        panel.tick_params(axis="y", length=0)
-        panel.spines["left"].set_visible(False)
-        panel.set_xlabel(f"asymptote A (shaded: within {ranking.margin:g} of the best)")
-    return figure
 
 
 def svg(figure: Figure) -> str:

@@ -14,15 +14,15 @@ from sweeps.curve import Curve
 from sweeps.decide.next_run import comparable, settle
 from sweeps.decide.rank import Ranking
 from sweeps.errors import UserError
-from sweeps.figures import asymptotes_figure, curves_figure, png, svg
-from sweeps.figures_fit import history_figure, profile_figure, residuals_figure
 from sweeps.fit.compare import Comparison
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.history import GROWTH, Snapshot, history
 from sweeps.fit.sensitivity import sensitivity
 from sweeps.fit.verdict import MIN_COMPUTES
-from sweeps.page import Findings, render
-from sweeps.page_tables import NAMED
+from sweeps.report.drawing import png, svg
+from sweeps.report.figures import asymptotes_figure, curves_figure, history_figure, profile_figure, residuals_figure
+from sweeps.report.page import Findings, render
+from sweeps.report.tables import NAMED
 from sweeps.run.journal import JournalView
 
 # Fits a recipe in `histories`, about: they are most of a report's time.

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from sweeps import page_tables as tables
 from sweeps.curve import Curve
 from sweeps.decide.next_run import Settlement
 from sweeps.decide.rank import Ranking
-from sweeps.figures import inline_svg
 from sweeps.fit.compare import Comparison
 from sweeps.fit.fit import Fit
 from sweeps.fit.history import Snapshot, departure
 from sweeps.fit.sensitivity import Row, summary
+from sweeps.report import tables
+from sweeps.report.drawing import inline_svg
 from sweeps.run.health import idle_variants, mechanism_counters, truncation_alarms
 from sweeps.run.journal import JournalView
 

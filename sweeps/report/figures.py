@@ -9,12 +9,13 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from sweeps.curve import Curve
 from sweeps.decide.rank import Ranking
-from sweeps.figures import REFUSED, RULE, STYLE, colours, draw_points, label, limits, log_axis, multiples
 from sweeps.fit.fit import Fit
 from sweeps.fit.history import Snapshot
 from sweeps.fit.points import select
-from sweeps.fit.predict import confidence_curve, fitted
+from sweeps.fit.predict import confidence_curve, fitted, predict
+from sweeps.report.drawing import REFUSED, RULE, STYLE, colours, draw_points, label, limits, log_axis, multiples
 
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 
@@ -170,3 +171,80 @@ def _draw_history(panel: Axes, snapshots: Sequence[Snapshot], colour: str) -> No
         panel.axhline(snapshots[-1].A.value or 0.0, color=colour, linewidth=0.7, linestyle=":")
     panel.set_axisbelow(True)
     panel.grid(axis="x", color=RULE, linewidth=0.4)
+
+
+def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking) -> Figure:
+    """One panel a recipe on shared axes: points by seed, fitted curve, 95% band, A; the baseline in grey."""
+    by_recipe = {fit.recipe: fit for fit in fits}
+    points = {curve.recipe: curve for curve in curves}
+    order = [entry.recipe for entry in ranking.ranking]
+    left, right = limits(curves)
+    colour = colours(ranking)
+    with rc_context(STYLE):
+        figure, panels = multiples(order, curves[0].unit, curves[0].metric)
+        for recipe, panel in zip(order, panels, strict=True):
+            log_axis(panel, left, right)
+            base = by_recipe.get(ranking.baseline or "")
+            if base is not None and base.recipe != recipe:
+                _draw_fit(panel, base, left, right, REFUSED, ghost=True)
+            _draw_fit(panel, by_recipe[recipe], left, right, colour[recipe], ghost=False)
+            curve = points[recipe]
+            draw_points(panel, curve.compute, curve.reward, curve.seed, left, colour[recipe])
+    return figure
+
+
+def _draw_fit(panel: Axes, fit: Fit, left: float, right: float, colour: str, ghost: bool) -> None:
+    """The fitted curve, solid within the window and dashed beyond it, with its band and A at the right."""
+    if fit.draws is None or fit.window is None:
+        return
+    x = np.geomspace(left, right, 120)
+    band = predict(fit, x)
+    if ghost:
+        panel.plot(x, band.mean, color=colour, linewidth=0.9, alpha=0.8)
+        return
+    inside = x <= fit.window[1]
+    panel.fill_between(x, band.low, band.high, color=colour, alpha=0.16, linewidth=0)
+    panel.plot(x[inside], band.mean[inside], color=colour, linewidth=1.6)
+    panel.plot(x[~inside], band.mean[~inside], color=colour, linewidth=1.3, linestyle=(0, (4, 2)))
+    if fit.identifiable and fit.A.value is not None:
+        panel.axhline(fit.A.value, color=colour, linewidth=0.7, linestyle=":")
+        note = f"A {fit.A.value:.3f}"
+        where = (x[2], fit.A.value)
+        panel.annotate(note, where, color=colour, fontsize=8.5, xytext=(0, 3), textcoords="offset points")
+    else:
+        panel.text(0.03, 0.94, fit.verdict, transform=panel.transAxes, va="top", fontsize=8.5, color=colour)
+
+
+def _named(fit: Fit) -> float:
+    assert fit.A.value is not None, "only identifiable recipes are ranked"
+    return fit.A.value
+
+
+def asymptotes_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
+    """A of every ranked recipe: thick its 95% interval for these runs, thin with the spread between seeds.
+
+    None if no recipe is ranked. The shaded strip is the margin below the best A.
+    """
+    by_recipe = {fit.recipe: fit for fit in fits}
+    ranked = [by_recipe[entry.recipe] for entry in ranking.ranking if entry.rank is not None]
+    if not ranked:
+        return None
+    colour = colours(ranking)
+    best = max(_named(fit) for fit in ranked)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(6.6, 0.36 * len(ranked) + 0.95), layout="constrained")
+        panel = figure.subplots()
+        panel.axvspan(best - ranking.margin, best, color=REFUSED, alpha=0.15, linewidth=0)
+        for row, fit in enumerate(ranked):
+            for ends, width in ((fit.A_total, 1.1), ((fit.A.low, fit.A.high), 4.0)):
+                at = np.array(ends, dtype=float)
+                panel.plot(at, np.full(2, row), color=colour[fit.recipe], linewidth=width, alpha=0.7)
+            panel.plot([_named(fit)], [row], "o", color=colour[fit.recipe], markersize=5)
+        panel.set_yticks(range(len(ranked)))
+        panel.set_yticklabels([label(fit.recipe).replace("$", r"\$") for fit in ranked])
+        panel.set_ylim(len(ranked) - 0.5, -0.5)
+        panel.grid(axis="x", color=RULE, linewidth=0.6)
+        panel.tick_params(axis="y", length=0)
+        panel.spines["left"].set_visible(False)
+        panel.set_xlabel(f"asymptote A (shaded: within {ranking.margin:g} of the best)")
+    return figure

@@ -9,12 +9,12 @@ from typing import Any
 
 from sweeps.decide.next_run import Settlement, Step
 from sweeps.decide.rank import Ranking
-from sweeps.figures import colours
 from sweeps.fit.compare import Comparison
 from sweeps.fit.family import FAMILIES
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.history import Snapshot, departure
 from sweeps.fit.sensitivity import MAIN, Row, signed
+from sweeps.report.drawing import colours
 from sweeps.run.journal import JournalView
 
 # Verdicts with a curve beyond its bend: those whose A is worth shaking at.

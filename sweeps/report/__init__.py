@@ -1,0 +1,1 @@
+"""Fits and decisions -> page, figures, tables, text, MLflow artifacts."""
