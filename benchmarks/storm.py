@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sweeps.executor.attempts import attempts
-from sweeps.ledger import Ledger
+from sweeps.launch.ledger import Ledger
 from tests.slurm.cluster import Lab, Sweep, baseline, by_run
 from tests.test_study_kill import Place
 

@@ -32,10 +32,10 @@ from sweeps.executor.attempts import AttemptLog
 from sweeps.executor.failure import retries
 from sweeps.executor.scheduler import JobInfo
 from sweeps.executor.submission import JobSettings
-from sweeps.launch import LaunchPlan, run_study
-from sweeps.overview import counts, overview
+from sweeps.launch.settings import LaunchPlan, run_study
+from sweeps.launch.status import counts, overview
+from sweeps.launch.study import Study
 from sweeps.run.spec import RunSpec
-from sweeps.study import Study
 
 EVALUATIONS = 33
 # A base model that is made in a moment: making it is no part of planning.

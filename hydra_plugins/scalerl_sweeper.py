@@ -9,8 +9,8 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
+from sweeps.launch.study import make_private
 from sweeps.redact import redact
-from sweeps.study import make_private
 
 
 class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]

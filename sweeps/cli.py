@@ -33,7 +33,7 @@ from sweeps.source import LoadedStudy, load
 if TYPE_CHECKING:
     from sweeps.decide.watch import News
     from sweeps.executor.scheduler import Scheduler
-    from sweeps.overview import MemberView
+    from sweeps.launch.status import MemberView
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -591,7 +591,7 @@ def _publish(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from sweeps.overview import counts, log_tail, overview, to_json
+    from sweeps.launch.status import counts, log_tail, overview, to_json
 
     study = Path(options.study)
     views = overview(study, _scheduler(study))
@@ -608,7 +608,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _status_rows(views: Sequence[MemberView], limit: int | None) -> tuple[list[str], list[list[str]]]:
-    from sweeps.overview import STATES
+    from sweeps.launch.status import STATES
 
     views = sorted(views, key=lambda view: STATES.index(view.state))
     rows = []
@@ -625,7 +625,7 @@ def _status_rows(views: Sequence[MemberView], limit: int | None) -> tuple[list[s
 
 def _scheduler(study: Path) -> Scheduler | None:
     """Of the cluster that a study was launched on, if it was, and can be asked from here."""
-    from sweeps.launch import LAUNCH_FILE, LaunchPlan
+    from sweeps.launch.settings import LAUNCH_FILE, LaunchPlan
 
     if not (study / LAUNCH_FILE).is_file() or LaunchPlan.kind_of(study) != "slurm":
         return None
@@ -639,9 +639,9 @@ def _scheduler(study: Path) -> Scheduler | None:
 
 
 def _collect(options: argparse.Namespace) -> int:
-    from sweeps.launch import LAUNCH_FILE, LaunchPlan, report_failures, run_study
-    from sweeps.overview import counts, overview
-    from sweeps.study import Study
+    from sweeps.launch.settings import LAUNCH_FILE, LaunchPlan, report_failures, run_study
+    from sweeps.launch.status import counts, overview
+    from sweeps.launch.study import Study
 
     directory = Path(options.study)
     states = None

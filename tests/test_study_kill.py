@@ -22,7 +22,7 @@ import pytest
 
 from lightning_scalerl.member.identify import plan
 from lightning_scalerl.member.run import run_member
-from sweeps.ledger import Ledger
+from sweeps.launch.ledger import Ledger
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, JournalView, find_runs, read_journal
 from sweeps.run.progress import is_done
 

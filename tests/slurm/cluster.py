@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.executor.attempts import Attempt, attempts
-from sweeps.ledger import Ledger, MemberState
+from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.run.journal import JournalView, read_journal
 from sweeps.run.spec import RunSpec
 from tests.test_study_kill import Place

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from sweeps.ledger import Ledger
+from sweeps.launch.ledger import Ledger
 from tests.slurm.cluster import Lab, Sweep, baseline, by_run, eventually
 from tests.test_study_kill import STEPS, Place
 
@@ -70,7 +70,7 @@ def test_a_leave_one_out_is_the_local_one_bit_for_bit(tmp_path: Path, whole: Lab
 KILLED_AFTER_A_LINE = """
 import os, signal, sys
 from pathlib import Path
-from sweeps.ledger import Ledger
+from sweeps.launch.ledger import Ledger
 write, deaths = Ledger.append_all, Path("deaths.txt")
 def append_all(self, event, entries):
     write(self, event, entries)

@@ -21,19 +21,20 @@ from typing import Any
 
 import pytest
 
-import sweeps.study
+import sweeps.launch.study
 from sweeps.executor.attempts import AttemptLog
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.job import checkpoint_step
 from sweeps.executor.scheduler import ENDED, JobInfo, RefusedError
 from sweeps.executor.slurm import ClusterExecutor
 from sweeps.executor.submission import STARTED, JobSettings
-from sweeps.ledger import Ledger, MemberState
+from sweeps.launch.ledger import Ledger, MemberState
+from sweeps.launch.observer import Observer
+from sweeps.launch.study import Study
 from sweeps.run.journal import JOURNAL_FILE, Journal, read_journal
 from sweeps.run.lease import Lease
 from sweeps.run.progress import is_done
 from sweeps.run.spec import RunSpec, make_spec
-from sweeps.study import Observer, Study
 
 STEPS = 4
 NODES = ("n0", "n1", "n2", "n3", "n4", "n5", "n6", "n7")
@@ -727,4 +728,4 @@ def light(patch: pytest.MonkeyPatch) -> None:
     """Leave out what costs time and is tested elsewhere: disks that sync, the code's commit."""
     patch.setattr("os.fsync", lambda descriptor: None)
     patch.setattr("sweeps.executor.submission.freeze_code", lambda folder: {"commit": None})
-    patch.setattr(sweeps.study, "Lease", MortalLease)
+    patch.setattr(sweeps.launch.study, "Lease", MortalLease)

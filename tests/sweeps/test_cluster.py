@@ -24,7 +24,7 @@ from sweeps.executor.failure import KINDS, NEVER
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.slurm import ClusterExecutor
 from sweeps.executor.submission import JobSettings
-from sweeps.ledger import Ledger, MemberState
+from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.run.lease import Lease, LeaseLostError
 from sweeps.run.spec import RunSpec
 from tests.sweeps.fake_cluster import (

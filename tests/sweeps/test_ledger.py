@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sweeps.ledger import LEDGER_FILE, Ledger, MemberState
+from sweeps.launch.ledger import LEDGER_FILE, Ledger, MemberState
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ EVENTS = ("planned", "started", "finished", "failed")
     )
 )
 def test_any_history_folds_run_by_run(history: list[tuple[str, Any]]) -> None:
-    with tempfile.TemporaryDirectory() as folder, patch("sweeps.ledger.os.fsync"):
+    with tempfile.TemporaryDirectory() as folder, patch("sweeps.launch.ledger.os.fsync"):
         ledger = Ledger(Path(folder))
         for number, (event, what) in enumerate(history):
             if event == "torn":

@@ -12,11 +12,11 @@ import pytest
 from sweeps.errors import UserError
 from sweeps.executor.scheduler import JobInfo
 from sweeps.executor.submission import JobSettings
-from sweeps.ledger import Ledger
-from sweeps.overview import STATES, MemberView, counts, log_tail, overview, to_json
+from sweeps.launch.ledger import Ledger
+from sweeps.launch.status import STATES, MemberView, counts, log_tail, overview, to_json
+from sweeps.launch.study import LEASE_NAME
 from sweeps.run.journal import LOG_FILE, Journal
 from sweeps.run.lease import Lease
-from sweeps.study import LEASE_NAME
 from tests.sweeps.fake_cluster import (
     IS_CANCELLED,
     IS_FORGOTTEN,

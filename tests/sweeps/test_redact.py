@@ -12,7 +12,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from sweeps.executor.attempts import AttemptLog, attempts
-from sweeps.ledger import Ledger
+from sweeps.launch.ledger import Ledger
 from sweeps.redact import MASK, redact, redact_config
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

@@ -12,12 +12,13 @@ import pytest
 
 from sweeps.errors import UserError
 from sweeps.executor.base import Launch, Outcome
-from sweeps.ledger import Ledger, MemberState
+from sweeps.launch.ledger import Ledger, MemberState
+from sweeps.launch.observer import Progress
+from sweeps.launch.study import LEASE_NAME, Study
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, Journal, read_journal
 from sweeps.run.lease import LeaseLostError
 from sweeps.run.progress import is_done, last_metrics, why_failed
 from sweeps.run.spec import RunSpec, make_spec
-from sweeps.study import LEASE_NAME, Progress, Study
 
 # What a member does between its start and its end: writes into its directory, returns its exit code.
 Behaviour = Callable[[Path], int]
@@ -578,7 +579,7 @@ def test_progress_says_how_a_member_ended(tmp_path: Path, said: list[str]) -> No
 
 def test_progress_is_silent_until_it_is_time(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("sweeps.study.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("sweeps.launch.study.time", SimpleNamespace(monotonic=lambda: now[0]))
     progress = Progress(total=1, steps=4, every_s=10, write=said.append)
     progress.started(member("cispo"), tmp_path)
     for seconds, lines in ((5, 0), (9.9, 0), (10, 1), (15, 1), (20, 2), (75, 3)):

@@ -15,13 +15,13 @@ from typing import Any
 from sweeps.errors import UserError
 from sweeps.executor.attempts import Attempt, attempts
 from sweeps.executor.scheduler import ENDED, QUEUED, JobInfo, Scheduler
-from sweeps.ledger import LEDGER_FILE, Ledger, MemberState
+from sweeps.launch.ledger import LEDGER_FILE, Ledger, MemberState
+from sweeps.launch.study import LEASE_NAME, RUNS_DIR
 from sweeps.redact import redact
 from sweeps.run.journal import LOG_FILE, find_runs
 from sweeps.run.lease import held
 from sweeps.run.progress import is_done, journal_or_none, last_metrics
 from sweeps.run.spec import RunSpec
-from sweeps.study import LEASE_NAME, RUNS_DIR
 
 # In the order in which people look for them.
 STATES = ("failed", "cancelled", "stopped", "ended", "running", "queued", "waiting", "finished")

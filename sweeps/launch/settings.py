@@ -28,11 +28,12 @@ from sweeps.executor.local import InProcessExecutor, LocalExecutor
 from sweeps.executor.scheduler import Scheduler, Slurm
 from sweeps.executor.slurm import ClusterExecutor
 from sweeps.executor.submission import JobSettings
-from sweeps.ledger import MemberState
+from sweeps.launch.ledger import MemberState
+from sweeps.launch.observer import Observer, Progress
+from sweeps.launch.study import Study
 from sweeps.redact import MASK, redact
 from sweeps.run.files import write_atomically
 from sweeps.run.spec import RunSpec
-from sweeps.study import Observer, Progress, Study
 
 LAUNCH_FILE = "launch.json"
 
@@ -146,7 +147,7 @@ def run_study(
     observers: list[Observer] = [Progress(len(study.specs), max(spec.steps for spec in study.specs))]
     if plan.tracking:
         # MLflow is slow to import and optional.
-        from sweeps.report.publish import TrackingObserver
+        from sweeps.launch.tracked import TrackingObserver
 
         observers.append(TrackingObserver(study, plan.tracking, axis=plan.axis))
     states = study.run(executor, observers, plan.retries, detach, again, begin)

@@ -1,0 +1,102 @@
+"""A study's members in MLflow, as they run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from sweeps.errors import UserError
+from sweeps.launch.study import Study
+from sweeps.report.publish import STATUS, _log
+from sweeps.run.spec import RunSpec
+from sweeps.tracking import Member, Shipper, Tracker
+from sweeps.tracking.store import IDS_FILE
+
+RETRY_S = 60.0
+
+
+class TrackingObserver:
+    """Tells MLflow about a study as it runs: members created before they start, fed as they go.
+
+    A tracking server that is slow or away delays what is seen there, never the study.
+
+    Args:
+        study: whose members to track.
+        uri: tracking URI.
+        axis: compute axis of the charts.
+    """
+
+    def __init__(self, study: Study, uri: str, axis: str) -> None:
+        self._study = study
+        self._tracker = Tracker(uri, experiment=study.directory.resolve().name, axis=axis)
+        self._shipper: Shipper | None = None
+        self._statuses: dict[str, str] = {}
+        self._next_try = 0.0
+
+    def open(self) -> None:
+        """Make schema, experiment, parent and members, once, before any member starts; then feed them.
+
+        A study that is tracked already goes on although the store is away, and is tracked again once it answers.
+
+        Raises:
+            UserError: the store cannot be reached, and the study has never been in it.
+        """
+        try:
+            self._open()
+        except UserError as error:
+            if not (self._study.directory / IDS_FILE).is_file():
+                raise
+            _log.warning("%s; the study goes on, and is told to MLflow later", error)
+            self._next_try = time.monotonic() + RETRY_S
+
+    def _open(self) -> None:
+        study = self._study
+        members = [Member(spec.run, spec.recipe, spec.seed, study.run_dir(spec)) for spec in study.specs]
+        sweep = self._tracker.open_sweep(study.directory, members, name=study.directory.resolve().name)
+        self._shipper = Shipper(self._tracker, sweep)
+        for run, status in self._statuses.items():
+            self._shipper.set_status(run or sweep.key, status)
+        self._shipper.start()
+
+    def _set(self, run: str, status: str) -> None:
+        """Of a member, or of the sweep (""); kept as long as there is nobody to tell."""
+        self._statuses[run] = status
+        if self._shipper is not None:
+            self._shipper.set_status(run or self._shipper.sweep.key, status)
+
+    def queued(self, spec: RunSpec, run_dir: Path) -> None:
+        """SCHEDULED."""
+        self._set(spec.run, "SCHEDULED")
+
+    def started(self, spec: RunSpec, run_dir: Path) -> None:
+        """RUNNING."""
+        self._set(spec.run, "RUNNING")
+
+    def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
+        """SCHEDULED again."""
+        self._set(spec.run, "SCHEDULED")
+
+    def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
+        """FINISHED, FAILED or KILLED."""
+        self._set(spec.run, STATUS[state])
+
+    def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
+        """Look for a store that was away; the shipper has a pace of its own."""
+        if self._shipper is None and time.monotonic() >= self._next_try:
+            self._next_try = time.monotonic() + RETRY_S
+            with suppress(UserError):
+                self._open()
+
+    def close(self, failed: int, left: int) -> None:
+        """Ship what is there, then say how the sweep ended, if it has."""
+        if not left:
+            self._set("", "FAILED" if failed else "FINISHED")
+        if self._shipper is None:
+            with suppress(UserError):
+                self._open()
+        if self._shipper is None:
+            _log.warning("MLflow was away all the time; `scalerl collect` or `scalerl publish` sends what is missing")
+        else:
+            self._shipper.stop(final=True)
