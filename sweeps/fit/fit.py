@@ -2,8 +2,8 @@
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)            arXiv 2510.13786, eq. 1
 
-or another family of `sweeps.fit.family`. Intervals are 95%, from the profile likelihood (`sweeps.fit.interval`), for the
-runs given, and allow for autocorrelated evaluations (`sweeps.fit.noise`). Only arrays come in here: no files, no torch.
+or another family of `fit.family`. Intervals are 95%, from the profile likelihood (`fit.interval`), for the runs given,
+and allow for autocorrelated evaluations (`fit.noise`). Only arrays come in here: no files, no torch.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import numpy as np
 from sweeps.curve import Array
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.interval import asymptote_confidence
-from sweeps.fit.least_squares import Array
 from sweeps.fit.seeds import SeedSpread
 
 
