@@ -86,7 +86,7 @@ def on_one_core(command: Sequence[str]) -> tuple[str, float, float]:
 def parts(path: Path, compared: int) -> dict[str, Any]:
     """CPU seconds of the command's parts in this process, and per curve of both procedures, side by side."""
     start = time.process_time()
-    import sweeps.cli  # noqa: F401  (what the command imports)
+    import sweeps.cli.main  # noqa: F401  (what the command imports)
 
     imported = time.process_time()
     from sweeps.fit.fit import fit_curve, fit_curves

@@ -1,6 +1,6 @@
 """Where Hydra looks for plugins: only this namespace may hold them. The launchers themselves are in `sweeps.launch.settings`."""
 
-from sweeps.launch.settings import DebugStudyLauncher, SlurmStudyLauncher, StudyLauncher
+from sweeps.cli.launchers import DebugStudyLauncher, SlurmStudyLauncher, StudyLauncher
 
 
 class ScaleRLLauncher(StudyLauncher):

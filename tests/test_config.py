@@ -140,7 +140,7 @@ def test_the_wheel_carries_conf(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"lightning_scalerl/conf/{p.relative_to(CONF)}" for p in CONF.rglob("*.yaml")} <= names
-    assert {"sweeps/cli.py", "hydra_plugins/scalerl_launcher.py"} <= names
+    assert {"sweeps/cli/main.py", "hydra_plugins/scalerl_launcher.py"} <= names
 
 
 def test_the_leave_one_out_is_the_papers() -> None:

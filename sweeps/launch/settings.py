@@ -9,21 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
-
-from sweeps.curve import default_axis
 from sweeps.errors import UserError
-from sweeps.executor.base import Executor, load_entry
+from sweeps.executor.base import Executor
 from sweeps.executor.failure import NEVER
-from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.local import InProcessExecutor, LocalExecutor
 from sweeps.executor.scheduler import Scheduler, Slurm
 from sweeps.executor.slurm import ClusterExecutor
@@ -33,14 +25,8 @@ from sweeps.launch.observer import Observer, Progress
 from sweeps.launch.study import Study
 from sweeps.redact import MASK, redact
 from sweeps.run.files import write_atomically
-from sweeps.run.spec import RunSpec
 
 LAUNCH_FILE = "launch.json"
-
-
-def gpu_here() -> bool:
-    """Whether members started here will find an NVIDIA GPU, and so train on it."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 class MemberFailedError(UserError):
@@ -166,103 +152,6 @@ def _publish(study: Study, tracking: str) -> None:
         print(f"no chart in MLflow yet: {error}", file=sys.stderr)
 
 
-class StudyLauncher(Launcher):  # type: ignore[misc]
-    """Runs a grid as a study, on this machine.
-
-    Args:
-        planner: `module:function`, from a list of override lists to run specs; checks everything.
-        entry: `module:function`, runs one member from its directory.
-        preload: modules imported once for all members.
-    """
-
-    kind = "local"
-
-    def __init__(self, planner: str, entry: str, preload: Sequence[str] = (), **settings: Any) -> None:
-        self._planner = planner
-        self._entry = entry
-        self._preload = tuple(preload)
-        self._tracking: str | None = None
-        self._settings: dict[str, Any] = {
-            key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            for key, value in settings.items()
-        }
-
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep MLflow's address as it was given: a member's frozen configuration holds it without a login."""
-        self._tracking = OmegaConf.select(config, "mlflow.uri")
-
-    def plan(self, config: Mapping[str, Any]) -> LaunchPlan:
-        """How to run the members, from the configuration that they share and our own settings."""
-        return LaunchPlan(
-            kind=self.kind,
-            entry=self._entry,
-            preload=self._preload,
-            max_parallel=config["launch"]["max_parallel"],
-            threads=config["launch"]["threads"],
-            tracking=self._tracking,
-            axis=default_axis(gpu_here()),
-        )
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Plan, check, run what is not done.
-
-        Raises:
-            UserError: a member that cannot run; nothing is started then.
-            MemberFailedError: after all others are done, if some member failed.
-        """
-        # Where a member runs is no part of what it is.
-        lists = [[each for each in overrides if not each.startswith("cluster=")] for overrides in job_overrides]
-        specs: list[RunSpec] = load_entry(self._planner)(lists)
-        config = specs[0].config
-        plan = self.plan(config)
-        study = Study(Path(config["output_dir"]), specs)
-        detach = bool(self._settings.get("detach"))
-        try:
-            states = run_study(study, plan, detach=detach, begin=lambda: plan.write(study.directory))
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            if plan.kind == "slurm":
-                print(_on_its_own(study), file=sys.stderr)
-            raise
-        report_failures(study, states)
-        if detach and any(state.state not in ("finished", "failed") for state in states.values()):
-            print(_on_its_own(study), file=sys.stderr)
-        return [_job_return(spec, overrides) for spec, overrides in zip(specs, job_overrides, strict=True)]
-
-
-class SlurmStudyLauncher(StudyLauncher):
-    """Runs a grid as a study on a SLURM cluster.
-
-    Takes the keys of `hydra-submitit-launcher` (`partition`, `timeout_min`, `gpus_per_node`, ...) and a few more:
-    `detach`, `python`, `teardown`, `srun_args`, `array_size`, `retries`, `poll_s`, `lost_after_s`.
-    """
-
-    kind = "slurm"
-
-    def plan(self, config: Mapping[str, Any]) -> LaunchPlan:
-        """The jobs' settings, checked before anything is submitted."""
-        given = {key: value for key, value in self._settings.items() if key not in ("detach", "retries")}
-        settings = JobSettings.of(given)
-        return replace(
-            super().plan(config),
-            axis=default_axis(asks_for_gpus(settings.resources)),
-            settings=settings,
-            retries=retry_policy(self._settings.get("retries")),
-        )
-
-
-class DebugStudyLauncher(StudyLauncher):
-    """Runs a grid as a study in this process, one member after the other: for a debugger."""
-
-    kind = "debug"
-
-
-def asks_for_gpus(resources: Mapping[str, Any]) -> bool:
-    """Whether a job with these resources gets GPUs."""
-    named = any(resources.get(key) for key in ("gpus_per_node", "gpus_per_task"))
-    return named or "gpu" in str(resources.get("gres") or "")
-
-
 def report_failures(study: Study, states: Mapping[str, MemberState]) -> None:
     """Nothing if no member failed.
 
@@ -278,19 +167,3 @@ def report_failures(study: Study, states: Mapping[str, MemberState]) -> None:
         f"{len(failed)} of {len(states)} members failed ({redact(reasons)}{more}); their logs are in "
         f"{study.directory}/runs/; the same command continues what is not done"
     )
-
-
-def _on_its_own(study: Study) -> str:
-    return (
-        f"The jobs go on without this process. See how they are with\n    scalerl status {study.directory}\n"
-        f"and gather what they have brought, or submit what is left, with\n    scalerl collect {study.directory}"
-    )
-
-
-def _job_return(spec: RunSpec, overrides: Sequence[str]) -> JobReturn:
-    result = JobReturn()
-    result.overrides = list(overrides)
-    result.cfg = DictConfig(dict(spec.config))
-    result.status = JobStatus.COMPLETED
-    result.return_value = None
-    return result

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from sweeps.decide.plan import Plan
+from sweeps.decide.rank import Ranking
 from sweeps.decide.rollout_counts import RolloutPlan
 from sweeps.decide.sizes import Sizes
 from sweeps.fit.fit import shown
+from sweeps.fit.sensitivity import Row as SensitivityRow
+from sweeps.fit.sensitivity import signed
+
+if TYPE_CHECKING:
+    pass
 
 # A heading, the head of a table and its rows; a table without rows is a line of text.
 Section = tuple[str, list[str], list[list[str]]]
@@ -122,3 +129,49 @@ def _rollout_section(plan: RolloutPlan) -> Section:
         for v in plan.values
     ]
     return f"{where}: {plan.sentence}", head, rows
+
+
+def one_line(text: str) -> str:
+    """A message on one printable line, whatever a file name or cell in it holds."""
+    return "".join(ch if ch.isprintable() else " " for ch in text)
+
+
+def refit_row(row: SensitivityRow) -> list[str]:
+    return [
+        row.setting,
+        shown(row.A, ".3f"),
+        "-" if row.shift is None else signed(row.shift),
+        shown(row.B, ".3g"),
+        shown(row.C_mid, ".4g"),
+        str(row.n),
+        row.verdict,
+    ]
+
+
+def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
+    head = ["rank", "recipe", "P(best)", "A", "B at shared A"]
+    if ranking.budget is not None:
+        head.append(f"R at {ranking.budget:.4g}")
+    head.append("why")
+    rows = []
+    for entry in ranking.ranking:
+        named = entry.rank is not None
+        row = [
+            str(entry.rank) if named else "-",
+            entry.recipe,
+            "-" if entry.p_best is None else f"{entry.p_best:.2f}",
+            shown(entry.A if named else None, ".3f"),
+            shown(entry.B_at_shared_A, ".3g"),
+        ]
+        if ranking.budget is not None:
+            row.append(shown(entry.R_at_budget, ".3f"))
+        rows.append([*row, entry.reason if named else f"{entry.verdict}: {entry.reason}"])
+    return head, rows
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns, never cut: a pipe has no width, and a terminal wraps the last column only."""
+    cells = [[one_line(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return "\n".join(lines)

@@ -133,7 +133,7 @@ class Sweep:
     def scalerl(self, *words: str, extra: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """The console script, from a later shell."""
         return subprocess.run(
-            [sys.executable, "-m", "sweeps.cli", *words],
+            [sys.executable, "-m", "sweeps.cli.main", *words],
             cwd=self.place.root,
             env=self.environment(0.0, extra),
             capture_output=True,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sweeps import cli
+from sweeps.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "curves.csv"
@@ -20,7 +20,7 @@ EXAMPLE = ROOT / "examples" / "curves.csv"
 
 def scalerl(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "sweeps.cli", *map(str, arguments)],
+        [sys.executable, "-m", "sweeps.cli.main", *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
@@ -52,7 +52,7 @@ def test_example_is_what_its_script_makes() -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, sweeps.cli, sweeps.report.write; sys.exit('torch' in sys.modules)"
+    code = "import sys, sweeps.cli.main, sweeps.report.write; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
@@ -150,7 +150,7 @@ def test_help_has_an_example_that_works(tmp_path: Path, capsys: pytest.CaptureFi
     assert found is not None and found[1].split()[0] == command
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     done = subprocess.run(
-        [sys.executable, "-m", "sweeps.cli", *found[1].split()],
+        [sys.executable, "-m", "sweeps.cli.main", *found[1].split()],
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
@@ -193,7 +193,7 @@ def test_train_becomes_the_training_process(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_closed_pipe_is_no_error() -> None:
     done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {sys.executable} -m sweeps.cli fit {EXAMPLE} --json | head -n 1"],
+        ["bash", "-c", f"set -o pipefail; {sys.executable} -m sweeps.cli.main fit {EXAMPLE} --json | head -n 1"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stderr == "" and done.stdout == "[\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sweeps import cli
+from sweeps.cli import main as cli
 from sweeps.curve import Curve, make_curve
 from sweeps.errors import UserError
 from sweeps.fit.fit import FitOptions

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sweeps import cli
+from sweeps.cli import main as cli
 from sweeps.curve import Curve, make_curve
 from sweeps.decide import watch as live
 from sweeps.decide.watch import Watch
@@ -334,7 +334,7 @@ def test_stopped_between_or_within_lines(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_kill_neither_loses_nor_repeats_a_line(tmp_path: Path) -> None:
     write(tmp_path / "run", curve(points=100, seeds=1, wander=0.006))
     path = tmp_path / "run" / "fits.jsonl"
-    command = [sys.executable, "-m", "sweeps.cli", "watch", str(tmp_path / "run"), "--once"]
+    command = [sys.executable, "-m", "sweeps.cli.main", "watch", str(tmp_path / "run"), "--once"]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     deadline = time.time() + 60
     while time.time() < deadline and (not path.exists() or path.read_bytes().count(b"\n") < 2):
@@ -356,7 +356,7 @@ def test_a_kill_neither_loses_nor_repeats_a_line(tmp_path: Path) -> None:
 
 def test_two_watchers_do_not_both_write(tmp_path: Path) -> None:
     write(tmp_path / "run", curve(points=60, seeds=1, wander=0.006))
-    command = [sys.executable, "-m", "sweeps.cli", "watch", str(tmp_path / "run"), "--once"]
+    command = [sys.executable, "-m", "sweeps.cli.main", "watch", str(tmp_path / "run"), "--once"]
     both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     first, second = (process.communicate(timeout=120)[0] for process in both)
     assert first == second and len(first.splitlines()) == len(lines(tmp_path / "run" / "fits.jsonl")) > 10
@@ -453,7 +453,7 @@ def test_it_waits_for_the_first_evaluation_and_for_more(
         elif turn == 7:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("sweeps.cli.time.sleep", sleep)
+    monkeypatch.setattr("sweeps.cli.main.time.sleep", sleep)
     assert cli.main(["watch", str(tmp_path), "--interval", "7"]) == 0
     captured = capsys.readouterr()
     assert slept == [7.0] * 7
@@ -498,7 +498,7 @@ def test_what_is_said_of_the_sources_is_said_once(
         os.utime(tmp_path / "a" / "metrics.jsonl", ns=(0, 0))
         (tmp_path / "b" / "metrics.jsonl").touch()
 
-    monkeypatch.setattr("sweeps.cli.time.sleep", sleep)
+    monkeypatch.setattr("sweeps.cli.main.time.sleep", sleep)
     assert cli.main(["watch", str(tmp_path)]) == 0
     assert capsys.readouterr().err.count("no evaluation yet") == 1
 
@@ -506,7 +506,7 @@ def test_what_is_said_of_the_sources_is_said_once(
 def test_a_run_without_evaluations_is_an_error_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sweeps.cli.time.sleep", None)
+    monkeypatch.setattr("sweeps.cli.main.time.sleep", None)
     open_journal(tmp_path / "run").close()
     assert cli.main(["watch", str(tmp_path / "run"), "--once"]) == 1
     assert "no evaluations to fit" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import norm
 
 from benchmarks.advice import one_study
-from sweeps import cli
+from sweeps.cli import main as cli
 from sweeps.curve import Curve, make_curve
 from sweeps.decide.next_run import settle, split_budget
 from sweeps.decide.plan import Factors, make_plan

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from sweeps import cli
+from sweeps.cli import main as cli
 from sweeps.curve import Curve, make_curve
 from sweeps.decide.rank import rank
 from sweeps.errors import UserError

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sweeps import cli
+from sweeps.cli import main as cli
 from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
 from sweeps.source import LoadedStudy, load

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sweeps import cli
+from sweeps.cli import main as cli
 from sweeps.errors import UserError
 from sweeps.run.journal import Journal
 from sweeps.source import load

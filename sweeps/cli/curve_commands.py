@@ -1,0 +1,270 @@
+"""Commands about curves: fit, rank, plan, report, watch, publish."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sweeps.cli.output import _print_json, _warn
+from sweeps.decide.rank import rank
+from sweeps.errors import UserError
+from sweeps.fit.compare import compare
+from sweeps.fit.family import FAMILIES
+from sweeps.fit.fit import Fit, FitOptions, fit_curves, shown
+from sweeps.fit.published import METHOD, fit_literal
+from sweeps.fit.sensitivity import sensitivity, summary
+from sweeps.parallel import cores
+from sweeps.report.text import one_line, ranking_rows, refit_row, table
+from sweeps.run.health import idle_variants, mechanism_counters
+from sweeps.source import LoadedStudy, load
+
+if TYPE_CHECKING:
+    from sweeps.decide.watch import News
+
+
+def _fit_options(options: argparse.Namespace) -> FitOptions:
+    low, high = options.min_compute, options.max_compute
+    if low is not None and high is not None and low >= high:
+        raise UserError(f"--min-compute {low:g} is not below --max-compute {high:g}; nothing lies between them")
+    return FitOptions(
+        r0=options.r0,
+        min_compute=low,
+        max_compute=high,
+        family=getattr(options, "family", "sigmoid").replace("all", "sigmoid"),
+        robust=options.robust,
+    )
+
+
+def _load(options: argparse.Namespace) -> LoadedStudy:
+    factors = [name for name in (options.size, *options.group) if name is not None]
+    return load(options.sources, metric=options.metric, x=options.x, y=options.y, by=options.by, factors=factors)
+
+
+def _fitted(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
+    how = _fit_options(options)
+    study = _load(options)
+    for line in study.shown:
+        print(f"source: {one_line(line)}", file=sys.stderr)
+    if getattr(options, "method", "profile") == METHOD:
+        return study, [fit_literal(curve, how) for curve in study.curves]
+    # What only figures need costs a megabyte a recipe.
+    return study, fit_curves(study.curves, how, workers=cores(), regions=options.handler is _report)
+
+
+def _fit(options: argparse.Namespace) -> int:
+    if options.sensitivity and options.method == METHOD:
+        raise UserError(f"--sensitivity: refits with intervals; leave out --method {METHOD}")
+    study, fits = _fitted(options)
+    _warn(study.warnings)
+    comparisons = [compare(fit.curve, fit.options) for fit in fits] if options.family == "all" else []
+    refitted = [sensitivity(fit.curve, fit.options) for fit in fits] if options.sensitivity else []
+    if options.json:
+        objects = [fit.to_json() for fit in fits]
+        for entry, refits in zip(objects, refitted, strict=False):
+            entry["sensitivity"] = [row.to_json() for row in refits]
+        for entry, found in zip(objects, comparisons, strict=False):
+            entry["families"] = found.to_json()
+        _print_json(objects)
+        return 0
+    head = ["recipe", "verdict", "A", *_shape_names(fits), "R0", "rmse", "n", "seeds"]
+    rows = [
+        [
+            fit.recipe,
+            fit.verdict,
+            shown(fit.A, ".3f"),
+            *(shown(fit.shape.get(name), ".4g") for name in _shape_names(fits)),
+            "-" if fit.R0 is None else f"{fit.R0:.3f}",
+            "-" if fit.rmse is None else f"{fit.rmse:.4f}",
+            str(fit.n),
+            str(fit.seeds),
+        ]
+        for fit in fits
+    ]
+    print(table(head, rows))
+    bounds = "the published procedure, no intervals" if options.method == METHOD else "95% intervals, within these runs"
+    print(f"\ncompute: {fits[0].curve.unit}; reward: {fits[0].curve.metric}; {bounds}")
+    for fit in fits:
+        print(f"{one_line(fit.recipe)}: {fit.reason}{_r0_effect(fit)}")
+        _warn([f"{fit.recipe}: {note}" for note in fit.warnings])
+    for found in comparisons:
+        print(f"\n{one_line(found.recipe)}: {found.sentence}")
+        lines = [
+            [
+                row.family,
+                "-" if row.A is None else f"{row.A:.3f}",
+                f"{row.delta_aicc:.1f}",
+                "-" if row.held_out is None else f"{row.held_out:.4f}",
+                "-" if row.r2 is None else f"{row.r2:.4f}",
+            ]
+            for row in found.rows
+        ]
+        print(table(["family", "A", "AICc above least", "error on later compute", "R^2"], lines))
+    for fit, refits in zip(fits, refitted, strict=False):
+        print(f"\n{one_line(fit.recipe)}: {summary(refits)}")
+        print(table(["setting", "A", "shift", "B", "C_mid", "n", "verdict"], [refit_row(row) for row in refits]))
+    return 0
+
+
+def _r0_effect(fit: Fit) -> str:
+    """What a shifted R0 does to a named A; nothing where there is none."""
+    effect = fit.R0_effect
+    if effect is None or not fit.identifiable:
+        return ""
+    sides = zip(("lower", "higher"), effect.A, effect.B, strict=True)
+    moved = [f"{side} A {a:.3f}, B {b:.3g}" for side, a, b in sides if a is not None and b is not None]
+    return f"; with R0 {effect.step:g} {'; '.join(moved)}" if moved else ""
+
+
+def _shape_names(fits: Sequence[Fit]) -> list[str]:
+    """Shape parameters of the fitted family, whatever could be named."""
+    return list(FAMILIES[fits[0].family].names)
+
+
+def _rank(options: argparse.Namespace) -> int:
+    study, fits = _fitted(options)
+    ranking = rank(fits, margin=options.margin, budget=options.budget, workers=cores(), brief=not options.json)
+    _warn(study.warnings)
+    if options.json:
+        _print_json(ranking.to_json())
+        return 0
+    print(f"{one_line(ranking.sentence)}\n")
+    print(table(*ranking_rows(ranking)))
+    if ranking.leave_one_out:
+        print(f"\nagainst {one_line(ranking.baseline or '')}:")
+        rows = [
+            [entry.recipe, shown(entry.delta_a, "+.3f"), shown(entry.delta_b, "+.3g"), entry.reason]
+            for entry in ranking.leave_one_out
+        ]
+        print(table(["variant", "delta A", "delta B at shared A", "note"], rows))
+    for note in idle_variants(mechanism_counters(study.runs)):
+        _warn([note])
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from sweeps.decide.plan import Factors, make_plan
+    from sweeps.report.text import sections
+
+    more = tuple(text for text in options.sizes.split(",") if text.strip())
+    factors = Factors(options.size, options.rollouts, options.difficulty, more)
+    options.group = [name for name in (options.rollouts, options.difficulty, *options.group) if name is not None]
+    study, fits = _fitted(options)
+    plan = make_plan(fits, options.target, options.budget, options.margin, factors)
+    _warn(study.warnings)
+    if options.json:
+        _print_json(plan.to_json())
+        return 0
+    blocks = []
+    for heading, head, rows in sections(plan):
+        blocks.append(one_line(heading) + ("\n" + table(head, rows) if rows else ""))
+    print("\n\n".join(blocks))
+    for sizes in plan.sizes:
+        _warn([f"{sizes.recipe}: {note}" for note in sizes.warnings])
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    # Matplotlib takes a second to import: only where something is drawn.
+    from sweeps.report.write import histories, write_ranking_csv, write_report
+
+    study, fits = _fitted(options)
+    ranking = rank(fits, margin=options.margin, budget=options.budget)
+    first = options.sources[0]
+    title = options.title or (first.rpartition("#")[2] if first.startswith("mlflow:") else Path(first).resolve().stem)
+    page = Path(options.output)
+    known = {found.recipe: found for found in ranking.comparisons}
+    written = write_report(
+        page,
+        study.curves,
+        fits,
+        ranking,
+        study.runs,
+        title,
+        study.warnings,
+        comparisons=[
+            known.get(fit.recipe) or compare(fit.curve, fit.options) for fit in fits if fit.A.value is not None
+        ],
+        mapping=study.mapping,
+        histories=histories(fits) if options.history else None,
+    )
+    written.append(write_ranking_csv(page.with_name("ranking.csv"), fits, ranking))
+    _warn(study.warnings)
+    print(one_line(ranking.sentence))
+    for path in written:
+        print(path)
+    return 0
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from sweeps.decide.watch import Watch, default_path, waiting
+
+    if not options.interval > 0:
+        raise UserError(f"--interval {options.interval:g}: must be positive; give seconds")
+    path = default_path(options.sources) if options.out is None else Path(options.out)
+    told: set[str] = set()
+
+    def read() -> LoadedStudy:
+        """What is to be said about the sources is said once, not at every poll."""
+        study = _load(options)
+        for note in (*(f"source: {line}" for line in study.shown), *(f"warning: {note}" for note in study.warnings)):
+            if note not in told:
+                told.add(note)
+                print(one_line(note), file=sys.stderr)
+        return study
+
+    watch = Watch(read, options.sources, _fit_options(options), path)
+    said: str | None = None
+    started = False
+    try:
+        while True:
+            try:
+                if options.once or started or not waiting(options.sources):
+                    for news in watch.poll():
+                        _print_news(news, options.json)
+                    started, said = True, None
+                elif said is None:
+                    said = "no evaluation yet; waiting for the first"
+                    _warn([said])
+            except UserError as error:
+                # What could be read once may be unreadable while it is rewritten; at the start it is a mistake.
+                if options.once or not started:
+                    raise
+                if str(error) != said:
+                    said = str(error)
+                    _warn([said])
+            if options.once:
+                return 0
+            time.sleep(options.interval)
+    except KeyboardInterrupt:
+        # How one stops watching.
+        return 0
+
+
+def _print_news(news: News, as_json: bool) -> None:
+    """One line, at once: what watches this may be a pipe."""
+    snapshot, check = news.snapshot, news.snapshot.check
+    if as_json:
+        print(json.dumps({**snapshot.to_json(), "warning": news.warning}, allow_nan=False), flush=True)
+    else:
+        parts = [f"{snapshot.n} evaluations", snapshot.verdict, f"A {shown(snapshot.A, '.3f')}"]
+        if check is not None:
+            parts.append(
+                f"came {check.actual:.3f}, predicted {check.predicted:.3f} [{check.low:.3f}, {check.high:.3f}] "
+                f"at {check.made_at:.4g}{'' if check.inside else ', outside'}"
+            )
+        print(one_line(f"{snapshot.recipe}: compute {snapshot.compute_end:.4g}, {', '.join(parts)}"), flush=True)
+    if news.warning:
+        _warn([f"{snapshot.recipe}: {news.warning}"])
+
+
+def _publish(options: argparse.Namespace) -> int:
+    # MLflow is slow to import and not needed elsewhere.
+    from sweeps.report.publish import publish
+
+    publish(options.sources, options.mlflow)
+    return 0

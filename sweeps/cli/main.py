@@ -1,0 +1,298 @@
+"""The console script `scalerl`.
+
+Exit codes: 0 done (a refusal to name an asymptote is an answer), 1 a failure with one line that says what and
+the remedy, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from sweeps.cli.curve_commands import _fit, _plan, _publish, _rank, _report, _watch
+from sweeps.cli.study_commands import ROWS, _collect, _status, _train
+from sweeps.decide.rank import MARGIN
+from sweeps.errors import UserError
+from sweeps.fit.family import FAMILIES
+from sweeps.fit.points import R0Mode
+from sweeps.fit.published import METHOD
+from sweeps.report.text import one_line
+from sweeps.run.lease import LeaseLostError
+
+if TYPE_CHECKING:
+    pass
+
+Handler = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code is returned, for `sys.exit`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Hydra's own options (--multirun, --cfg) must arrive untouched, so argparse does not see them.
+    if arguments[:1] == ["train"] and arguments[1:] not in (["-h"], ["--help"]):
+        return _train(arguments[1:])
+    options = _parser().parse_args(arguments)
+    handler: Handler = options.handler
+    try:
+        code = handler(options)
+        sys.stdout.flush()
+        return code
+    except (UserError, LeaseLostError) as error:
+        print(f"scalerl: {one_line(str(error))}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader (`head`, a pager) has seen enough; Python must not complain at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("scalerl: interrupted", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scalerl",
+        description="Run RL recipes, fit their compute curves, rank them and say how sure that is.",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name,
+            help=summary,
+            description=summary[:1].upper() + summary[1:] + ".",
+            epilog=f"example: {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        added.set_defaults(handler=handler)
+        return added
+
+    train = command(
+        "train",
+        lambda options: _train(options.overrides),
+        "train one run, or a grid with --multirun (Hydra's overrides and options)",
+        "scalerl train variant=loss_dapo seed=1 --cfg job   (shows the configuration; without --cfg job it trains)",
+    )
+    train.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m lightning_scalerl.train")
+
+    fit = command(
+        "fit",
+        _fit,
+        "fit a compute curve per recipe: A, B, C_mid with intervals, and a verdict",
+        "scalerl fit examples/curves.csv --max-compute 8000",
+    )
+    _add_source(fit)
+    fit.add_argument("--json", action="store_true", help="print a JSON list, an object a recipe")
+    fit.add_argument(
+        "--family",
+        choices=[*FAMILIES, "all"],
+        default="sigmoid",
+        metavar="F",
+        help=f"{', '.join(FAMILIES)}; all: the sigmoid, and how every family compares on forecasts and AICc",
+    )
+    fit.add_argument(
+        "--method",
+        choices=["profile", METHOD],
+        default="profile",
+        help=f"{METHOD}: the published procedure, its grid included, in GPU-hours (seconds a recipe; no intervals); "
+        "default: %(default)s",
+    )
+    fit.add_argument(
+        "--sensitivity",
+        action="store_true",
+        help="also refit with early cuts, other rules for R0, robust weights and less of the window: does A hold?",
+    )
+
+    ranking = command(
+        "rank",
+        _rank,
+        "rank recipes by asymptote, ties by efficiency; says undecided when the data do not decide",
+        "scalerl rank examples/curves.csv --budget 16000",
+    )
+    _add_source(ranking)
+    _add_ranking(ranking)
+    ranking.add_argument("--json", action="store_true", help="print a JSON object")
+
+    planning = command(
+        "plan",
+        _plan,
+        "say what a target or a budget takes: compute, what to run next to settle the choice, model size",
+        "scalerl plan examples/curves.csv --target 0.6",
+    )
+    _add_source(planning)
+    _add_planning(planning)
+    planning.add_argument("--json", action="store_true", help="print a JSON object")
+
+    report = command(
+        "report",
+        _report,
+        "write one self-contained HTML page, with figures and ranking.csv beside it",
+        "scalerl report examples/study -o report.html",
+    )
+    _add_source(report)
+    _add_ranking(report)
+    report.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: %(default)s")
+    report.add_argument("--title", help="the study's name; default: the first source's")
+    report.add_argument(
+        "--history",
+        action="store_true",
+        help="also A as fitted at growing compute, and its forecasts against what came (about a second a recipe)",
+    )
+
+    watch = command(
+        "watch",
+        _watch,
+        "re-fit as evaluations come: A over time, forecasts against what came, a warning on departure",
+        "scalerl watch examples/curves.csv --once",
+    )
+    _add_source(watch)
+    watch.add_argument("--interval", type=_number, default=30.0, metavar="S", help="seconds; default: %(default)g")
+    watch.add_argument("--once", action="store_true", help="go through what is there and exit")
+    watch.add_argument("--json", action="store_true", help="print a JSON object a line")
+    watch.add_argument(
+        "--out",
+        metavar="FILE",
+        help="append every snapshot to this and adopt what it holds; default: fits.jsonl in a run or sweep directory, "
+        "nothing for tables and several sources",
+    )
+
+    publish = command(
+        "publish",
+        _publish,
+        "put fits, bands and figures into MLflow and print the link to the chart",
+        "scalerl publish examples/study --mlflow sqlite:///mlflow.db",
+    )
+    publish.add_argument("sources", nargs="+", metavar="SOURCE", help="a run or sweep directory")
+    publish.add_argument("--mlflow", required=True, metavar="URI", help="tracking URI")
+
+    status = command(
+        "status",
+        _status,
+        "say what runs, waits, is done or failed and why; only looks",
+        "scalerl status examples/study",
+    )
+    status.add_argument("study", metavar="SWEEP", help="the folder that a --multirun wrote to")
+    status.add_argument("--all", action="store_true", help=f"every member; default: the {ROWS} that matter most")
+    status.add_argument("--json", action="store_true", help="print a JSON object")
+
+    collect = command(
+        "collect",
+        _collect,
+        "take stock of a study on a cluster: judge what ended, submit what is left, feed MLflow, rank",
+        "scalerl collect examples/study",
+    )
+    collect.add_argument("study", metavar="SWEEP", help="the folder that a --multirun wrote to")
+    collect.add_argument("--wait", action="store_true", help="stay until everything is done")
+    collect.add_argument("--again", action="store_true", help="give members that failed another chance")
+    return parser
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    """What to read, and how to fit it."""
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="a run or sweep directory, mlflow:URI#experiment, a CSV, JSONL or Parquet table, TensorBoard event files, "
+        "or a log of TRL, verl or W&B (docs/sources.md)",
+    )
+    parser.add_argument(
+        "--r0",
+        type=_r0,
+        default="first",
+        metavar="X|first|free",
+        help="reward before training: a number, the first evaluation (default), or fitted",
+    )
+    parser.add_argument("--robust", action="store_true", help="give evaluations far from the curve less weight")
+    parser.add_argument("--min-compute", type=_number, metavar="C", help="leave out what lies below")
+    parser.add_argument("--max-compute", type=_number, metavar="C", help="leave out what lies above")
+    parser.add_argument(
+        "--metric",
+        metavar="M",
+        help="the reward: eval/<set>/pass_rate of journals (default: the first set), a metric of a log; "
+        "all: a curve a set",
+    )
+    parser.add_argument("--x", metavar="COL", help="compute column (default: compute), or axis of journals and logs")
+    parser.add_argument("--y", metavar="COL", help="reward column (default: reward)")
+    parser.add_argument("--by", metavar="COL", help="recipe column (default: recipe), or tag or parameter in MLflow")
+    parser.add_argument("--size", metavar="COL", help="model size: a column or configuration key; a curve a size")
+    parser.add_argument(
+        "--group", action="append", default=[], metavar="COL", help="a curve for every value of this too; repeatable"
+    )
+
+
+def _add_ranking(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--budget", type=_number, metavar="C", help="also give the reward at this compute")
+    parser.add_argument(
+        "--margin",
+        type=_number,
+        metavar="A",
+        help=f"A within this are tied; default: {MARGIN:g} of the reward's scale",
+    )
+
+
+def _add_planning(parser: argparse.ArgumentParser) -> None:
+    goal = parser.add_mutually_exclusive_group(required=True)
+    goal.add_argument("--target", type=_finite, metavar="R", help="reward to reach")
+    goal.add_argument(
+        "--budget",
+        type=_number,
+        metavar="C",
+        help="compute still to spend over all recipes; with --size, --rollouts or --group, compute of one run",
+    )
+    parser.add_argument(
+        "--margin",
+        type=_number,
+        metavar="A",
+        help=f"A within this of the best is no wrong choice; default: {MARGIN:g} of the reward's scale",
+    )
+    parser.add_argument(
+        "--sizes", default="", metavar="LIST", help="model sizes not seen to answer for, with --size: 1e9,14B"
+    )
+    parser.add_argument("--rollouts", metavar="COL", help="rollouts a prompt, where varied: a column or key")
+    parser.add_argument("--difficulty", metavar="COL", help="difficulty of the evaluated prompts, with --rollouts")
+
+
+def _number(text: str) -> float:
+    """A finite number that is not negative."""
+    value = _finite(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return value
+
+
+def _finite(text: str) -> float:
+    """A number, and no infinity."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
+
+
+def _r0(text: str) -> R0Mode:
+    """`first`, `free` or a reward."""
+    if text == "first":
+        return "first"
+    if text == "free":
+        return "free"
+    try:
+        return _finite(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor first or free") from error
+
+
+# --- commands -----------------------------------------------------------------------------------------------
+
+
+# --- text ---------------------------------------------------------------------------------------------------
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Commands about a study's members: train, status, collect."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sweeps.cli.output import _warn
+from sweeps.decide.rank import rank
+from sweeps.errors import UserError
+from sweeps.fit.fit import fit_curves
+from sweeps.parallel import cores
+from sweeps.report.text import one_line, ranking_rows, table
+from sweeps.source import load
+
+if TYPE_CHECKING:
+    from sweeps.executor.scheduler import Scheduler
+    from sweeps.launch.status import MemberView
+
+
+ROWS = 40  # members in a table
+
+
+FAILURES = 3  # members whose logs are shown
+
+
+def _train(overrides: Sequence[str]) -> int:
+    """Become the training process, so that signals and the exit code are its own."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "lightning_scalerl.train", *overrides])
+
+
+def _status(options: argparse.Namespace) -> int:
+    from sweeps.launch.status import counts, log_tail, overview, to_json
+
+    study = Path(options.study)
+    views = overview(study, _scheduler(study))
+    if options.json:
+        print(to_json(study, views))
+        return 0
+    print(f"{study}: {counts(views)}\n")
+    print(table(*_status_rows(views, None if options.all else ROWS)))
+    for view in [view for view in views if view.state == "failed"][:FAILURES]:
+        print(f"\n{view.recipe} seed {view.seed}, the end of {study}/runs/{view.run}/log.txt:")
+        for line in log_tail(study, view):
+            print(f"    {one_line(line)}")
+    return 0
+
+
+def _status_rows(views: Sequence[MemberView], limit: int | None) -> tuple[list[str], list[list[str]]]:
+    from sweeps.launch.status import STATES
+
+    views = sorted(views, key=lambda view: STATES.index(view.state))
+    rows = []
+    for view in views[:limit]:
+        step = "-" if view.step is None else f"{view.step}/{view.steps}" if view.steps else str(view.step)
+        rate = "-" if view.pass_rate is None else f"{view.pass_rate:.3f}"
+        place = " on ".join(filter(None, (view.job, view.node)))
+        row = [view.state, view.recipe, str(view.seed), step, rate, str(view.attempts), place or "-"]
+        rows.append([*row, view.reason or ""])
+    if limit is not None and len(views) > limit:
+        rows.append([f"and {len(views) - limit} more (--all)", *[""] * 7])
+    return ["state", "recipe", "seed", "step", "pass rate", "attempts", "job", "why"], rows
+
+
+def _scheduler(study: Path) -> Scheduler | None:
+    """Of the cluster that a study was launched on, if it was, and can be asked from here."""
+    from sweeps.launch.settings import LAUNCH_FILE, LaunchPlan
+
+    if not (study / LAUNCH_FILE).is_file() or LaunchPlan.kind_of(study) != "slurm":
+        return None
+    from sweeps.executor.scheduler import Slurm
+
+    try:
+        return Slurm()
+    except UserError as error:
+        _warn([str(error)])
+        return None
+
+
+def _collect(options: argparse.Namespace) -> int:
+    from sweeps.launch.settings import LAUNCH_FILE, LaunchPlan, report_failures, run_study
+    from sweeps.launch.status import counts, overview
+    from sweeps.launch.study import Study
+
+    directory = Path(options.study)
+    states = None
+    if (directory / LAUNCH_FILE).is_file():
+        study = Study.read(directory)
+        plan = LaunchPlan.read(directory)
+        if plan.kind != "slurm" and not options.wait:
+            _warn([f"{directory} runs on one machine; --wait goes on with what is not done"])
+        else:
+            states = run_study(study, plan, detach=not options.wait, again=options.again)
+    views = overview(directory, _scheduler(directory))
+    print(f"{directory}: {counts(views)}\n")
+    print(table(*_status_rows(views, ROWS)))
+    if any(view.step is not None for view in views):
+        try:
+            fits = fit_curves(load([str(directory)]).curves, workers=cores(), regions=False)
+            ranking = rank(fits, workers=cores(), brief=True)
+        except UserError as error:
+            _warn([f"no ranking yet: {error}"])
+        else:
+            print(f"\n{one_line(ranking.sentence)}\n")
+            print(table(*ranking_rows(ranking)))
+    if states is not None:
+        report_failures(study, states)
+    return 0
