@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sweeps.executor.attempts import attempts
 from sweeps.launch.ledger import Ledger
+from tests.place import Place
 from tests.slurm.cluster import Lab, Sweep, baseline, by_run
-from tests.test_study_kill import Place
 
 FAULTS = ("kill a member", "warn a job", "power a node off", "kill a slurmd", "kill slurmctld", "kill the controller")
 # Bad luck may strike one member many times; what is tested here is that nothing is lost.

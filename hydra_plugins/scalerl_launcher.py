@@ -1,4 +1,4 @@
-"""Where Hydra looks for plugins: only this namespace may hold them. The launchers themselves are in `sweeps.launch.settings`."""
+"""Where Hydra looks for plugins: only this namespace may hold them. The launchers are in `sweeps.cli.launchers`."""
 
 from sweeps.cli.launchers import DebugStudyLauncher, SlurmStudyLauncher, StudyLauncher
 

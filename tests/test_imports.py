@@ -1,74 +1,127 @@
-"""Imports point one way, and the heavy ones stay out of the light packages."""
+"""Imports point one way, between rooms and inside them, and the heavy ones stay out of the light packages."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from lightning_scalerl.choice import AXES
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-# Later layers may import earlier ones, never the other way round.
-LAYERS = [
-    {"rollout", "clock", "flops"},
-    {"choice", "state"},
-    set(AXES),
-    {"task", "policy", "optim", "prompts", "truncation_alarm"},
-    {"generator", "credit", "step_metrics"},
-    {"cost_model", "distributed"},
-    {"rollout_stream", "recipe"},
-    {"compute_meter", "mechanism", "semantics", "data"},
-    {"callbacks"},
-    {"module"},
-    {"plan", "member"},
-    {"train"},
-]
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+# Floors of the house, from the ground up: a room may import rooms of lower floors, never of its own or a higher one.
+FLOORS = {
+    "sweeps": [
+        {"errors", "redact", "parallel"},
+        {"curve", "run"},
+        {"executor", "tracking", "fit"},
+        {"source"},
+        {"decide", "launch"},
+        {"report"},
+        {"cli"},
+    ],
+    "lightning_scalerl": [
+        {"rollout"},
+        {"choice", "state"},
+        {"axes"},
+        {"task", "model", "optim", "distributed"},
+        {"generator"},
+        {"stream"},
+        {"recipe", "measure"},
+        {"composition", "callbacks"},
+        {"data", "module"},
+        {"member"},
+        {"train"},
+    ],
+}
+FLOOR = {package: {room: n for n, rooms in enumerate(floors) for room in rooms} for package, floors in FLOORS.items()}
 
 
-def imports_of(path: Path) -> set[str]:
-    """Dotted names a file imports, type-checking-only ones included."""
+def files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of a module or package."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def is_module(name: str) -> bool:
+    """Whether a dotted name is a module of ours."""
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def imports_of(path: Path, at_import_only: bool = False) -> set[str]:
+    """Dotted names a file imports, type-checking-only ones included unless only those at import time are asked for."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in tree.body if at_import_only else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
+            # Of `from package.room import module` it is the module that is meant, not the room.
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if is_module(name) else node.module for name in names}
     return found
 
 
-def modules() -> list[tuple[str, Path]]:
-    """Every module of the plugin with the unit (top-level module or folder) it belongs to."""
-    package = ROOT / "lightning_scalerl"
-    found = []
-    for path in sorted(package.rglob("*.py")):
-        unit = path.relative_to(package).parts[0].removesuffix(".py")
-        if unit != "__init__":
-            found.append((unit, path))
-    return found
+@pytest.mark.parametrize("package", FLOORS)
+def test_imports_point_one_way(package: str) -> None:
+    floor = FLOOR[package]
+    for path in files(package):
+        room = path.relative_to(ROOT / package).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        assert room in floor, f"{path} is in no room of the house: give it its floor in FLOORS"
+        for name in imports_of(path):
+            parts = name.split(".")
+            if parts[0] == package and len(parts) > 1 and parts[1] in floor and parts[1] != room:
+                assert floor[parts[1]] < floor[room], f"{path} imports {name}, which is not below it"
 
 
-@pytest.mark.parametrize(("unit", "path"), modules(), ids=lambda value: str(value).rsplit("/", 1)[-1])
-def test_imports_point_one_way(unit: str, path: Path) -> None:
-    assert unit in RANK, f"{path} belongs to no layer: give it its place in LAYERS"
-    for name in imports_of(path):
-        parts = name.split(".")
-        if parts[0] == "lightning_scalerl" and len(parts) > 1 and parts[1] != unit:
-            assert RANK[parts[1]] <= RANK[unit], f"{path} imports {name}, which stands above it"
-            assert not (unit in AXES and parts[1] in AXES), f"{path}: axes never import each other ({name})"
+@pytest.mark.parametrize("package", FLOORS)
+def test_no_circle_inside_a_room(package: str) -> None:
+    known = {name_of(path) for path in files(package)}
+    graph = {name_of(path): imports_of(path, at_import_only=True) & known for path in files(package)}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+
+
+def test_axes_never_import_each_other() -> None:
+    folder = ROOT / "lightning_scalerl" / "axes"
+    for path in sorted(folder.rglob("*.py")):
+        axis = path.relative_to(folder).parts[0].removesuffix(".py")
+        for name in imports_of(path):
+            parts = name.split(".")
+            if parts[:2] == ["lightning_scalerl", "axes"] and len(parts) > 2:
+                assert parts[2] == axis, f"{path} imports {name}: axes know nothing of each other"
 
 
 def test_sweeps_knows_nothing_of_training() -> None:
-    for path in sorted((ROOT / "sweeps").rglob("*.py")):
+    for path in files("sweeps"):
         for name in imports_of(path):
-            assert name.split(".")[0] not in {"lightning_scalerl", "torch", "lightning", "transformers"}, (
-                path,
-                name,
-            )
+            assert name.split(".")[0] not in {"lightning_scalerl", "torch", "lightning", "transformers"}, (path, name)
+
+
+def test_fitting_knows_arrays_only() -> None:
+    for path in files("sweeps/fit"):
+        for name in imports_of(path):
+            parts = name.split(".")
+            assert parts[0] not in {"json", "pathlib", "hydra", "mlflow"}, (path, name)
+            assert parts[0] != "sweeps" or parts[1] in {"fit", "curve", "errors", "parallel"}, (path, name)
+
+
+def test_training_meets_the_study_in_a_runs_directory_only() -> None:
+    for path in files("lightning_scalerl"):
+        for name in imports_of(path):
+            parts = name.split(".")
+            assert parts[0] != "sweeps" or parts[1] in {"run", "errors"}, (path, name)
 
 
 def run_python(code: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sweeps.cli.output import _print_json, _warn
+from sweeps.cli.output import print_json, warn
 from sweeps.decide.rank import rank
 from sweeps.errors import UserError
 from sweeps.fit.compare import compare
@@ -53,14 +53,15 @@ def _fitted(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
     if getattr(options, "method", "profile") == METHOD:
         return study, [fit_literal(curve, how) for curve in study.curves]
     # What only figures need costs a megabyte a recipe.
-    return study, fit_curves(study.curves, how, workers=cores(), regions=options.handler is _report)
+    return study, fit_curves(study.curves, how, workers=cores(), regions=options.handler is report_command)
 
 
-def _fit(options: argparse.Namespace) -> int:
+def fit_command(options: argparse.Namespace) -> int:
+    """`scalerl fit`."""
     if options.sensitivity and options.method == METHOD:
         raise UserError(f"--sensitivity: refits with intervals; leave out --method {METHOD}")
     study, fits = _fitted(options)
-    _warn(study.warnings)
+    warn(study.warnings)
     comparisons = [compare(fit.curve, fit.options) for fit in fits] if options.family == "all" else []
     refitted = [sensitivity(fit.curve, fit.options) for fit in fits] if options.sensitivity else []
     if options.json:
@@ -69,7 +70,7 @@ def _fit(options: argparse.Namespace) -> int:
             entry["sensitivity"] = [row.to_json() for row in refits]
         for entry, found in zip(objects, comparisons, strict=False):
             entry["families"] = found.to_json()
-        _print_json(objects)
+        print_json(objects)
         return 0
     head = ["recipe", "verdict", "A", *_shape_names(fits), "R0", "rmse", "n", "seeds"]
     rows = [
@@ -90,7 +91,7 @@ def _fit(options: argparse.Namespace) -> int:
     print(f"\ncompute: {fits[0].curve.unit}; reward: {fits[0].curve.metric}; {bounds}")
     for fit in fits:
         print(f"{one_line(fit.recipe)}: {fit.reason}{_r0_effect(fit)}")
-        _warn([f"{fit.recipe}: {note}" for note in fit.warnings])
+        warn([f"{fit.recipe}: {note}" for note in fit.warnings])
     for found in comparisons:
         print(f"\n{one_line(found.recipe)}: {found.sentence}")
         lines = [
@@ -125,12 +126,13 @@ def _shape_names(fits: Sequence[Fit]) -> list[str]:
     return list(FAMILIES[fits[0].family].names)
 
 
-def _rank(options: argparse.Namespace) -> int:
+def rank_command(options: argparse.Namespace) -> int:
+    """`scalerl rank`."""
     study, fits = _fitted(options)
     ranking = rank(fits, margin=options.margin, budget=options.budget, workers=cores(), brief=not options.json)
-    _warn(study.warnings)
+    warn(study.warnings)
     if options.json:
-        _print_json(ranking.to_json())
+        print_json(ranking.to_json())
         return 0
     print(f"{one_line(ranking.sentence)}\n")
     print(table(*ranking_rows(ranking)))
@@ -142,11 +144,12 @@ def _rank(options: argparse.Namespace) -> int:
         ]
         print(table(["variant", "delta A", "delta B at shared A", "note"], rows))
     for note in idle_variants(mechanism_counters(study.runs)):
-        _warn([note])
+        warn([note])
     return 0
 
 
-def _plan(options: argparse.Namespace) -> int:
+def plan_command(options: argparse.Namespace) -> int:
+    """`scalerl plan`."""
     from sweeps.decide.plan import Factors, make_plan
     from sweeps.report.text import sections
 
@@ -155,20 +158,21 @@ def _plan(options: argparse.Namespace) -> int:
     options.group = [name for name in (options.rollouts, options.difficulty, *options.group) if name is not None]
     study, fits = _fitted(options)
     plan = make_plan(fits, options.target, options.budget, options.margin, factors)
-    _warn(study.warnings)
+    warn(study.warnings)
     if options.json:
-        _print_json(plan.to_json())
+        print_json(plan.to_json())
         return 0
     blocks = []
     for heading, head, rows in sections(plan):
         blocks.append(one_line(heading) + ("\n" + table(head, rows) if rows else ""))
     print("\n\n".join(blocks))
     for sizes in plan.sizes:
-        _warn([f"{sizes.recipe}: {note}" for note in sizes.warnings])
+        warn([f"{sizes.recipe}: {note}" for note in sizes.warnings])
     return 0
 
 
-def _report(options: argparse.Namespace) -> int:
+def report_command(options: argparse.Namespace) -> int:
+    """`scalerl report`."""
     # Matplotlib takes a second to import: only where something is drawn.
     from sweeps.report.write import histories, write_ranking_csv, write_report
 
@@ -193,14 +197,15 @@ def _report(options: argparse.Namespace) -> int:
         histories=histories(fits) if options.history else None,
     )
     written.append(write_ranking_csv(page.with_name("ranking.csv"), fits, ranking))
-    _warn(study.warnings)
+    warn(study.warnings)
     print(one_line(ranking.sentence))
     for path in written:
         print(path)
     return 0
 
 
-def _watch(options: argparse.Namespace) -> int:
+def watch_command(options: argparse.Namespace) -> int:
+    """`scalerl watch`."""
     from sweeps.decide.watch import Watch, default_path, waiting
 
     if not options.interval > 0:
@@ -229,14 +234,14 @@ def _watch(options: argparse.Namespace) -> int:
                     started, said = True, None
                 elif said is None:
                     said = "no evaluation yet; waiting for the first"
-                    _warn([said])
+                    warn([said])
             except UserError as error:
                 # What could be read once may be unreadable while it is rewritten; at the start it is a mistake.
                 if options.once or not started:
                     raise
                 if str(error) != said:
                     said = str(error)
-                    _warn([said])
+                    warn([said])
             if options.once:
                 return 0
             time.sleep(options.interval)
@@ -259,10 +264,11 @@ def _print_news(news: News, as_json: bool) -> None:
             )
         print(one_line(f"{snapshot.recipe}: compute {snapshot.compute_end:.4g}, {', '.join(parts)}"), flush=True)
     if news.warning:
-        _warn([f"{snapshot.recipe}: {news.warning}"])
+        warn([f"{snapshot.recipe}: {news.warning}"])
 
 
-def _publish(options: argparse.Namespace) -> int:
+def publish_command(options: argparse.Namespace) -> int:
+    """`scalerl publish`."""
     # MLflow is slow to import and not needed elsewhere.
     from sweeps.report.publish import publish
 

@@ -18,6 +18,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from sweeps.cli.output import show_chart
 from sweeps.curve import default_axis
 from sweeps.executor.base import load_entry
 from sweeps.executor.failure import retries as retry_policy
@@ -84,7 +85,9 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         study = Study(Path(config["output_dir"]), specs)
         detach = bool(self._settings.get("detach"))
         try:
-            states = run_study(study, plan, detach=detach, begin=lambda: plan.write(study.directory))
+            states = run_study(
+                study, plan, detach=detach, begin=lambda: plan.write(study.directory), finished=show_chart
+            )
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             if plan.kind == "slurm":

@@ -11,10 +11,16 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from sweeps.cli.curve_commands import _fit, _plan, _publish, _rank, _report, _watch
-from sweeps.cli.study_commands import ROWS, _collect, _status, _train
+from sweeps.cli.curve_commands import (
+    fit_command,
+    plan_command,
+    publish_command,
+    rank_command,
+    report_command,
+    watch_command,
+)
+from sweeps.cli.study_commands import ROWS, collect_command, status_command, train_command
 from sweeps.decide.rank import MARGIN
 from sweeps.errors import UserError
 from sweeps.fit.family import FAMILIES
@@ -22,9 +28,6 @@ from sweeps.fit.points import R0Mode
 from sweeps.fit.published import METHOD
 from sweeps.report.text import one_line
 from sweeps.run.lease import LeaseLostError
-
-if TYPE_CHECKING:
-    pass
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -34,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Hydra's own options (--multirun, --cfg) must arrive untouched, so argparse does not see them.
     if arguments[:1] == ["train"] and arguments[1:] not in (["-h"], ["--help"]):
-        return _train(arguments[1:])
+        return train_command(arguments[1:])
     options = _parser().parse_args(arguments)
     handler: Handler = options.handler
     try:
@@ -73,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = command(
         "train",
-        lambda options: _train(options.overrides),
+        lambda options: train_command(options.overrides),
         "train one run, or a grid with --multirun (Hydra's overrides and options)",
         "scalerl train variant=loss_dapo seed=1 --cfg job   (shows the configuration; without --cfg job it trains)",
     )
@@ -81,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
     fit = command(
         "fit",
-        _fit,
+        fit_command,
         "fit a compute curve per recipe: A, B, C_mid with intervals, and a verdict",
         "scalerl fit examples/curves.csv --max-compute 8000",
     )
@@ -109,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 
     ranking = command(
         "rank",
-        _rank,
+        rank_command,
         "rank recipes by asymptote, ties by efficiency; says undecided when the data do not decide",
         "scalerl rank examples/curves.csv --budget 16000",
     )
@@ -119,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
     planning = command(
         "plan",
-        _plan,
+        plan_command,
         "say what a target or a budget takes: compute, what to run next to settle the choice, model size",
         "scalerl plan examples/curves.csv --target 0.6",
     )
@@ -129,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
 
     report = command(
         "report",
-        _report,
+        report_command,
         "write one self-contained HTML page, with figures and ranking.csv beside it",
         "scalerl report examples/study -o report.html",
     )
@@ -145,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
 
     watch = command(
         "watch",
-        _watch,
+        watch_command,
         "re-fit as evaluations come: A over time, forecasts against what came, a warning on departure",
         "scalerl watch examples/curves.csv --once",
     )
@@ -162,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
 
     publish = command(
         "publish",
-        _publish,
+        publish_command,
         "put fits, bands and figures into MLflow and print the link to the chart",
         "scalerl publish examples/study --mlflow sqlite:///mlflow.db",
     )
@@ -171,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
 
     status = command(
         "status",
-        _status,
+        status_command,
         "say what runs, waits, is done or failed and why; only looks",
         "scalerl status examples/study",
     )
@@ -181,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
 
     collect = command(
         "collect",
-        _collect,
+        collect_command,
         "take stock of a study on a cluster: judge what ended, submit what is left, feed MLflow, rank",
         "scalerl collect examples/study",
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sweeps.cli.output import _warn
+from sweeps.cli.output import show_chart, warn
 from sweeps.decide.rank import rank
 from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
@@ -28,13 +28,14 @@ ROWS = 40  # members in a table
 FAILURES = 3  # members whose logs are shown
 
 
-def _train(overrides: Sequence[str]) -> int:
+def train_command(overrides: Sequence[str]) -> int:
     """Become the training process, so that signals and the exit code are its own."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "lightning_scalerl.train", *overrides])
 
 
-def _status(options: argparse.Namespace) -> int:
+def status_command(options: argparse.Namespace) -> int:
+    """`scalerl status`."""
     from sweeps.launch.status import counts, log_tail, overview, to_json
 
     study = Path(options.study)
@@ -78,11 +79,12 @@ def _scheduler(study: Path) -> Scheduler | None:
     try:
         return Slurm()
     except UserError as error:
-        _warn([str(error)])
+        warn([str(error)])
         return None
 
 
-def _collect(options: argparse.Namespace) -> int:
+def collect_command(options: argparse.Namespace) -> int:
+    """`scalerl collect`."""
     from sweeps.launch.settings import LAUNCH_FILE, LaunchPlan, report_failures, run_study
     from sweeps.launch.status import counts, overview
     from sweeps.launch.study import Study
@@ -93,9 +95,9 @@ def _collect(options: argparse.Namespace) -> int:
         study = Study.read(directory)
         plan = LaunchPlan.read(directory)
         if plan.kind != "slurm" and not options.wait:
-            _warn([f"{directory} runs on one machine; --wait goes on with what is not done"])
+            warn([f"{directory} runs on one machine; --wait goes on with what is not done"])
         else:
-            states = run_study(study, plan, detach=not options.wait, again=options.again)
+            states = run_study(study, plan, detach=not options.wait, again=options.again, finished=show_chart)
     views = overview(directory, _scheduler(directory))
     print(f"{directory}: {counts(views)}\n")
     print(table(*_status_rows(views, ROWS)))
@@ -104,7 +106,7 @@ def _collect(options: argparse.Namespace) -> int:
             fits = fit_curves(load([str(directory)]).curves, workers=cores(), regions=False)
             ranking = rank(fits, workers=cores(), brief=True)
         except UserError as error:
-            _warn([f"no ranking yet: {error}"])
+            warn([f"no ranking yet: {error}"])
         else:
             print(f"\n{one_line(ranking.sentence)}\n")
             print(table(*ranking_rows(ranking)))

@@ -5,7 +5,7 @@ what the fit up to C / 1.5 predicted of their mean. It depends on the evaluation
 anybody looked. A run has departed if two snapshots apart by a factor 1.15, and all between them, lie on one side
 of a 95% interval widened by a quarter. On simulated runs (31 to 75 evaluations, one or two seeds, a policy that
 wanders with lag-1 correlation 0.6, looked at after every evaluation) that rang in 1 to 3% of 150 that follow the
-law and in 92 to 100% of 50 that fall by 0.1 after half their compute; `tests/sweeps/test_live.py` measures it.
+law and in 92 to 100% of 50 that fall by 0.1 after half their compute; `tests/sweeps/decide/test_watch.py` measures it.
 """
 
 from __future__ import annotations

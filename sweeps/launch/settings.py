@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -127,8 +126,12 @@ def run_study(
     again: bool = True,
     scheduler: Scheduler | None = None,
     begin: Callable[[], None] = lambda: None,
+    finished: Callable[[Path, str], None] = lambda directory, tracking: None,
 ) -> dict[str, MemberState]:
-    """Run a study as planned, with progress on stderr and MLflow if it is tracked."""
+    """Run a study as planned, with progress on stderr and MLflow if it is tracked.
+
+    `finished` is called with the folder and MLflow's address of a tracked study whose members are all done.
+    """
     executor = plan.executor(study.directory, scheduler)
     observers: list[Observer] = [Progress(len(study.specs), max(spec.steps for spec in study.specs))]
     if plan.tracking:
@@ -138,18 +141,8 @@ def run_study(
         observers.append(TrackingObserver(study, plan.tracking, axis=plan.axis))
     states = study.run(executor, observers, plan.retries, detach, again, begin)
     if plan.tracking and all(state.state == "finished" for state in states.values()):
-        _publish(study, plan.tracking)
+        finished(study.directory, plan.tracking)
     return states
-
-
-def _publish(study: Study, tracking: str) -> None:
-    """The finished chart in MLflow, and the link to it; a study that cannot be fitted yet is no failure."""
-    from sweeps.report.publish import publish
-
-    try:
-        publish([str(study.directory)], tracking)
-    except UserError as error:
-        print(f"no chart in MLflow yet: {error}", file=sys.stderr)
 
 
 def report_failures(study: Study, states: Mapping[str, MemberState]) -> None:

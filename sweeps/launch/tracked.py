@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,10 +10,11 @@ from pathlib import Path
 
 from sweeps.errors import UserError
 from sweeps.launch.study import Study
-from sweeps.report.publish import STATUS, _log
 from sweeps.run.spec import RunSpec
 from sweeps.tracking import Member, Shipper, Tracker
-from sweeps.tracking.store import IDS_FILE
+from sweeps.tracking.store import IDS_FILE, STATUS
+
+_log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
 

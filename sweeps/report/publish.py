@@ -18,11 +18,11 @@ from sweeps.run.spec import SPEC_FILE, RunSpec
 from sweeps.source import LoadedStudy, load
 from sweeps.tracking import FitSummary, Member, TrackedSweep, Tracker, ship, ui_command
 from sweeps.tracking import publish as publish_fits
+from sweeps.tracking.store import STATUS
 
 _log = logging.getLogger(__name__)
 
 CURVE_POINTS = 75
-STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 ARTIFACTS = ("report.html", "ranking.csv", "report_curves.png", "report_curves.svg", "report_asymptotes.png")
 
 

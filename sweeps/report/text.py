@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from sweeps.decide.plan import Plan
 from sweeps.decide.rank import Ranking
@@ -12,9 +11,6 @@ from sweeps.decide.sizes import Sizes
 from sweeps.fit.fit import shown
 from sweeps.fit.sensitivity import Row as SensitivityRow
 from sweeps.fit.sensitivity import signed
-
-if TYPE_CHECKING:
-    pass
 
 # A heading, the head of a table and its rows; a table without rows is a line of text.
 Section = tuple[str, list[str], list[list[str]]]
@@ -137,6 +133,7 @@ def one_line(text: str) -> str:
 
 
 def refit_row(row: SensitivityRow) -> list[str]:
+    """A row of the table of `fit --sensitivity`."""
     return [
         row.setting,
         shown(row.A, ".3f"),
@@ -149,6 +146,7 @@ def refit_row(row: SensitivityRow) -> list[str]:
 
 
 def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the ranking's table."""
     head = ["rank", "recipe", "P(best)", "A", "B at shared A"]
     if ranking.budget is not None:
         head.append(f"R at {ranking.budget:.4g}")

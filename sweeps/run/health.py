@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sweeps.run.journal import JournalView
-from sweeps.source import finite
+from sweeps.run.journal import JournalView, finite
 
 
 def mechanism_counters(runs: Sequence[JournalView]) -> dict[str, dict[str, float]]:

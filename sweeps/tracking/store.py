@@ -261,3 +261,6 @@ class Tracker:
         items = [RunTag(key, str(value)[:8000]) for key, value in tags.items()]
         for start in range(0, len(items), 100):
             self.client.log_batch(mlflow_run_id, tags=items[start : start + 100])
+
+
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}

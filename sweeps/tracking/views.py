@@ -1,7 +1,7 @@
 """Saved views: a finished chart behind one link, no clicks.
 
 A view is an experiment tag `mlflow.sharedViewState.<id>` holding the state of MLflow's run page. That state
-is internal to MLflow's interface, not an API; tests/sweeps/test_mlflow_browser.py tries it with the pinned
+is internal to MLflow's interface, not an API; tests/sweeps/tracking/test_browser.py tries it with the pinned
 version.
 """
 

@@ -18,9 +18,9 @@ from sweeps.executor.attempts import Attempt, attempts
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.run.journal import JournalView, read_journal
 from sweeps.run.spec import RunSpec
-from tests.test_study_kill import Place
+from tests.paths import ROOT
+from tests.place import Place
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 240.0
 
 

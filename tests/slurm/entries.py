@@ -6,7 +6,7 @@ import os
 import resource
 import time
 
-from tests.test_study_kill import odd_digits
+from tests.place import odd_digits
 
 _calls = 0
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.place import STEPS, Place
 from tests.slurm.cluster import Lab, Sweep, baseline, by_run, eventually
-from tests.test_study_kill import STEPS, Place
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

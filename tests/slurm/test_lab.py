@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "slurm/lab/lab.py"
+from tests.paths import ROOT
+
+SCRIPT = ROOT / "slurm/lab/lab.py"
 PORT = "27300"
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(os.geteuid() != 0, reason="a SLURM cluster needs root")]

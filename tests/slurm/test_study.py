@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from sweeps.launch.ledger import Ledger
+from tests.place import STEPS, Place
 from tests.slurm.cluster import Lab, Sweep, baseline, by_run, eventually
-from tests.test_study_kill import STEPS, Place
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -107,8 +107,7 @@ def test_the_controller_is_killed_after_each_line_of_the_ledger(place: Place, wh
 
 def test_members_that_raise_or_run_out_of_memory_say_so_and_touch_no_other(place: Place, whole: Lab) -> None:
     verifiers = ",".join(
-        [f"tests.slurm.entries:{name}" for name in ("explode", "hoard", "starve")]
-        + ["tests.test_study_kill:odd_digits"]
+        [f"tests.slurm.entries:{name}" for name in ("explode", "hoard", "starve")] + ["tests.place:odd_digits"]
     )
     sweep = Sweep(place, whole, ("variant=none", "seed=0", f"task.verifier={verifiers}"))
     assert sweep.launch(extra={"SERVICE_PASSWORD": "correct horse"}) == 1
@@ -225,7 +224,7 @@ def test_the_tracking_server_is_away_for_a_while(place: Place, whole: Lab, serve
     """It dies while members train, and comes back: nothing is lost there, nothing doubled, and all states are true."""
     from mlflow import MlflowClient
 
-    verifiers = "tests.test_study_kill:odd_digits,tests.slurm.entries:explode"
+    verifiers = "tests.place:odd_digits,tests.slurm.entries:explode"
     sweep = Sweep(place, whole, ("variant=none", "seed=0", f"task.verifier={verifiers}", f"mlflow.uri={server.uri}"))
     secret = {"SERVICE_PASSWORD": "correct horse", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     with sweep.launched(verifier_s=0.1, extra=secret) as process:

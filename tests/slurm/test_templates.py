@@ -21,9 +21,9 @@ import pytest
 
 from sweeps.run.journal import JournalView, read_journal
 from sweeps.run.progress import is_done
+from tests.distributed.test_ranks import OF_ROLLOUTS
+from tests.place import STEPS, Place
 from tests.slurm.cluster import PATIENCE_S, ROOT, Lab, Sweep, baseline, by_run, eventually
-from tests.test_distributed import OF_ROLLOUTS
-from tests.test_study_kill import STEPS, Place
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

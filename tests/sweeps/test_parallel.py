@@ -7,7 +7,7 @@ import pytest
 from sweeps.decide.rank import rank
 from sweeps.fit.fit import fit_curves
 from sweeps.parallel import cores, mapped
-from tests.sweeps.simulate import curve
+from tests.sweeps.fit.simulate import curve
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from sweeps.executor.attempts import AttemptLog, attempts
 from sweeps.launch.ledger import Ledger
 from sweeps.redact import MASK, redact, redact_config
+from tests.paths import ROOT
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+CONF = ROOT / "conf"
 few = settings(max_examples=40, deadline=None, derandomize=True)
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 

@@ -1,0 +1,186 @@
+"""Axis `truncated`: masked completions leave the loss and its denominators, never the baseline."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_scalerl.axes.filter import ZeroVariance
+from lightning_scalerl.axes.loss import CISPO
+from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
+from lightning_scalerl.axes.truncated import KeepTruncated, MaskTruncated
+from lightning_scalerl.rollout import Group, TrainBatch
+from lightning_scalerl.stream.credit import assemble, loss_weights
+from tests.axes.test_contract import CREDIT, each_aggregation, each_loss, total_loss
+from tests.helpers import make_group
+
+MASK = {**CREDIT, "truncated": MaskTruncated()}
+REWARDS = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]]
+# By group: the rollouts that hit the limit. All of the third; the second has none.
+TRUNCATED = [{1, 2}, set(), {0, 1, 2, 3}, {3}]
+
+
+def groups_of(truncated: list[set[int]], rewards: list[list[float]] = REWARDS) -> list[Group]:
+    """Groups of random lengths; in some rollouts, credited and truncated ones, the second token was forced."""
+    groups = [make_group(row, admission=number, prompt_length=3 + number) for number, row in enumerate(rewards)]
+    for group, cut in zip(groups, truncated, strict=True):
+        for index, rollout in enumerate(group.rollouts):
+            rollout.finish_reason = "length" if index in cut else "stop"
+            if index % 2 and len(rollout.tokens) > 2:
+                rollout.forced[1] = True
+    return groups
+
+
+def credited(groups: list[Group]) -> list[tuple[int, int]]:
+    return [(g, i) for g, group in enumerate(groups) for i, r in enumerate(group.rollouts) if r.finish_reason == "stop"]
+
+
+def sampled(groups: list[Group], g: int, i: int) -> int:
+    return sum(not forced for forced in groups[g].rollouts[i].forced)
+
+
+def test_masked_rollouts_leave_the_loss_and_everything_it_is_divided_by() -> None:
+    groups = groups_of(TRUNCATED)
+    batch = assemble(groups, MASK, max_new_tokens=8)
+    rows = credited(groups)
+    assert len(rows) == 9
+    assert batch.row.tolist() == [4 * g + i for g, i in rows]
+    assert batch.groups is groups and sum(len(group.rollouts) for group in batch.groups) == 16
+    counts = [sampled(groups, g, i) for g, i in rows]
+    assert batch.forced_mask.any()
+    assert batch.loss_mask.sum(1).tolist() == batch.sample_tokens.tolist() == counts
+    of_group = [sum(count for (g, _), count in zip(rows, counts, strict=True) if g == number) for number in range(4)]
+    assert of_group[2] == 0
+    assert batch.group_tokens.tolist() == [of_group[g] for g, _ in rows]
+    assert vars(batch.denominators) == {"prompts": 3, "samples": 9, "tokens": sum(counts), "max_tokens": 8}
+    for place, (g, i) in enumerate(rows):
+        tokens = groups[g].prompt_tokens + groups[g].rollouts[i].tokens
+        assert batch.tokens[place, : batch.lengths[place]].tolist() == tokens
+
+
+def test_masked_rewards_stay_in_baseline_and_scale() -> None:
+    """By hand: one group of two masked failures and two successes, another without any truncation."""
+    rewards = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0]]
+    groups = groups_of([{1, 2}, set()], rewards)
+
+    def advantages(normalization: Any) -> list[float]:
+        batch = assemble(groups, {**MASK, "normalization": normalization}, max_new_tokens=8)
+        return [round(value, 5) for value in batch.advantages[:, 0].tolist()]
+
+    assert advantages(NoNormalization()) == [0.5, 0.5, 0.25, 0.25, 0.25, -0.75]
+    # Squares: four of 1/4 (two of them masked), three of 1/16, one of 9/16; together 7/4 over 8 - 1.
+    assert advantages(CREDIT["normalization"]) == [1.0, 1.0, 0.5, 0.5, 0.5, -1.5]
+    one, two = math.sqrt(1 / 3), 0.5
+    expected = [0.5 / one, 0.5 / one, 0.25 / two, 0.25 / two, 0.25 / two, -0.75 / two]
+    assert advantages(PromptNormalization(ddof=1, eps=0.0)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_masked_rewards_count_for_the_filter() -> None:
+    """Only the truncated rollout differs; and in a dropped group nothing is counted."""
+    groups = groups_of([{3}, {0}], [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    batch = assemble(groups, {**MASK, "filter": ZeroVariance(), "normalization": NoNormalization()}, max_new_tokens=8)
+    assert (batch.denominators.prompts, batch.denominators.samples) == (1, 3)
+    assert batch.advantages[:, 0].tolist() == [0.25, 0.25, 0.25]
+
+
+def plain(groups: list[Group], logprobs: dict[tuple[int, int], list[float]], aggregation: str) -> tuple[float, Any]:
+    """CISPO with a cap of 5, loss and gradient, written out in plain numbers from the groups."""
+    centred = [[r.reward - sum(x.reward for x in g.rollouts) / len(g.rollouts) for r in g.rollouts] for g in groups]
+    everything = [value for row in centred for value in row]
+    mean = sum(everything) / len(everything)
+    std = math.sqrt(sum((value - mean) ** 2 for value in everything) / (len(everything) - 1))
+    rows = credited(groups)
+    prompts = {g for g, _ in rows}
+    loss, gradient = 0.0, {}
+    for g, i in rows:
+        rollout = groups[g].rollouts[i]
+        divisor = {
+            "PromptAggregation": len(prompts) * sum(sampled(groups, *other) for other in rows if other[0] == g),
+            "SampleAggregation": len(rows) * sampled(groups, g, i),
+            "TokenAggregation": sum(sampled(groups, *other) for other in rows),
+        }[aggregation]
+        for t, logprob in enumerate(logprobs[g, i]):
+            if not rollout.forced[t]:
+                ratio = min(5.0, math.exp(logprob - rollout.generator_logprobs[t]))
+                gradient[4 * g + i, t] = -ratio * centred[g][i] / (std + 1e-6) / divisor
+                loss += gradient[4 * g + i, t] * logprob
+    return loss, gradient
+
+
+def laid_out(batch: TrainBatch, logprobs: dict[tuple[int, int], list[float]]) -> Tensor:
+    table = torch.zeros_like(batch.generator_logprobs)
+    for place, row in enumerate(batch.row.tolist()):
+        values = logprobs[divmod(row, 4)]
+        table[place, : len(values)] = torch.tensor(values)
+    return table
+
+
+@each_aggregation
+@pytest.mark.parametrize("truncated", [TRUNCATED, [set()] * 4, [{0}, {1}, {2}, {3}]], ids=["some", "none", "each"])
+def test_loss_and_gradient_are_those_of_a_plain_computation(aggregation: Any, truncated: list[set[int]]) -> None:
+    groups = groups_of(truncated)
+    source = torch.Generator().manual_seed(3)
+    logprobs = {
+        (g, i): [value + float(torch.randn((), generator=source)) for value in rollout.generator_logprobs]
+        for g, group in enumerate(groups)
+        for i, rollout in enumerate(group.rollouts)
+    }
+    expected, expected_gradient = plain(groups, logprobs, type(aggregation).__name__)
+    choices = {**MASK, "loss": CISPO(max_ratio=5.0), "aggregation": aggregation}
+    batch = assemble(groups, choices, max_new_tokens=8)
+    trainer_logprobs = laid_out(batch, logprobs)
+    loss = total_loss(batch, trainer_logprobs, choices["loss"], aggregation, batch.denominators)
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+    # A row for every rollout, also for those without credit: theirs are zero.
+    weights = loss_weights(batch, trainer_logprobs, choices)
+    assert weights.shape == (16, max(len(r.tokens) for group in groups for r in group.rollouts))
+    table = torch.zeros_like(weights)
+    for place, value in expected_gradient.items():
+        table[place] = value
+    assert torch.allclose(weights, table, rtol=1e-4, atol=1e-7)
+
+
+@each_loss
+@each_aggregation
+def test_a_batch_of_only_truncated_rollouts_is_a_step_without_loss(loss: Any, aggregation: Any) -> None:
+    choices = {**MASK, "loss": loss, "aggregation": aggregation}
+    batch = assemble(groups_of([{0, 1, 2, 3}] * 4), choices, max_new_tokens=8)
+    assert (batch.rollouts, len(batch.groups)) == (0, 4)
+    assert vars(batch.denominators) == {"prompts": 0, "samples": 0, "tokens": 0, "max_tokens": 8}
+    logprobs = batch.generator_logprobs.clone().requires_grad_(True)
+    value = total_loss(batch, logprobs, loss, aggregation, batch.denominators)
+    assert value.item() == 0
+    assert torch.equal(loss_weights(batch, logprobs, choices), torch.zeros(16, 7))
+    assert list(batch.micro_batches(4)) == []
+
+
+def assert_same(one: TrainBatch, two: TrainBatch) -> None:
+    for entry in fields(TrainBatch):
+        a, b = getattr(one, entry.name), getattr(two, entry.name)
+        if isinstance(a, Tensor):
+            assert torch.equal(a, b), entry.name
+        elif entry.name != "groups":
+            assert a == b, entry.name
+
+
+def test_keep_is_the_batch_without_the_axis() -> None:
+    """As if nothing had been truncated, where `mask` has nothing to do; the sums are counted by hand."""
+    groups = groups_of(TRUNCATED)
+    kept = assemble(groups, CREDIT, max_new_tokens=8)
+    assert_same(kept, assemble(groups_of([set()] * 4), CREDIT, max_new_tokens=8))
+    assert_same(kept, assemble(groups_of([set()] * 4), MASK, max_new_tokens=8))
+    assert kept.row.tolist() == list(range(16))
+    tokens = [sampled(groups, g, i) for g in range(4) for i in range(4)]
+    assert vars(kept.denominators) == {"prompts": 4, "samples": 16, "tokens": sum(tokens), "max_tokens": 8}
+    assert kept.group_tokens.tolist() == [sum(tokens[4 * g : 4 * g + 4]) for g in range(4) for _ in range(4)]
+
+
+def test_both_say_where_a_truncated_reward_counts() -> None:
+    assert MaskTruncated().semantics() == {"choice": "MaskTruncated", "truncated_reward_in_baseline": True}
+    assert KeepTruncated().semantics()["truncated_reward_in_baseline"] is True
+    assert not MaskTruncated().same_as(KeepTruncated())

@@ -1,0 +1,476 @@
+"""Training over several ranks: the same curve as on one, the same weights on all, one journal, one way to end.
+
+Ranks are forked from this process, which has imported everything already, and talk over gloo.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+
+from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
+from lightning_scalerl.axes.aggregation import TokenAggregation
+from lightning_scalerl.axes.loss import DAPO
+from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint
+from lightning_scalerl.callbacks.evaluate import Evaluate
+from lightning_scalerl.callbacks.run_log import RunLog
+from lightning_scalerl.distributed.ranks import LeaderFailedError, Ranks, check_strategy
+from lightning_scalerl.distributed.start import process_rank, trainer_settings
+from lightning_scalerl.model.load import load_model, load_tokenizer
+from lightning_scalerl.rollout import whole
+from lightning_scalerl.task.base import RewardError
+from sweeps.run.interruption import interruption
+from sweeps.run.journal import JournalView, read_journal
+from tests.axes.test_contract import batch_of
+from tests.helpers import SMALL, CountingTask
+
+LIMIT_S = 60.0
+
+
+def fit(
+    model_path: str,
+    run_dir: Path,
+    ranks: int,
+    steps: int = 4,
+    callbacks: Sequence[Callback] = (),
+    overrides: Sequence[str] = (),
+    task: CountingTask | None = None,
+    checkpoint_every: int = 1000,
+    resume: bool = False,
+    recipe: str = "scalerl",
+    dropout: float = 0.0,
+) -> ScaleRL:
+    torch.manual_seed(7)
+    model = load_model(model_path)
+    model.config.attention_dropout = dropout
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = dropout
+    module = ScaleRL(model, recipe, [*SMALL, "precision=fp32", *overrides], load_tokenizer(model_path))
+    settings: dict[str, Any] = {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
+    directory = run_dir / "checkpoints"
+    trainer = Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            *callbacks,
+            Evaluate(2, 2),
+            RunLog(run_dir),
+            ResumableCheckpoint(directory, checkpoint_every),
+        ],
+        **settings,
+    )
+    data = RolloutDataModule(task or CountingTask())
+    trainer.fit(module, datamodule=data, ckpt_path=newest_checkpoint(directory) if resume else None, weights_only=True)
+    return module
+
+
+def on_ranks(count: int, work: Callable[[int], str]) -> list[str]:
+    """What `work(rank)` returns on each of `count` forked ranks; "<error>: ..." if it raises."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(count):
+        inlet, outlet = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            try:
+                said = work(rank)
+            except BaseException as error:
+                traceback.print_exc()
+                said = f"{type(error).__name__}: {error}"
+            os.write(outlet, said.encode())
+            sys.stderr.flush()
+            os._exit(0)
+        os.close(outlet)
+        children.append((child, inlet))
+    deadline = time.monotonic() + LIMIT_S
+    waiting = [child for child, _ in children]
+    while waiting and time.monotonic() < deadline:
+        waiting = [child for child in waiting if os.waitpid(child, os.WNOHANG)[0] == 0]
+        time.sleep(0.02)
+    for child in waiting:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert not waiting, "ranks hang"
+    return [os.read(inlet, 1 << 16).decode() for _, inlet in children]
+
+
+def fingerprint(module: ScaleRL) -> str:
+    digest = hashlib.sha256()
+    for tensor in module.policy.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """A forked child has none of its parent's worker threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# Metrics that only depend on what was sampled, not on how sums over ranks are rounded.
+OF_ROLLOUTS = (
+    "pass_rate",
+    "reward",
+    "completion_tokens",
+    "truncated",
+    "interrupted",
+    "groups_kept",
+    "staleness",
+    "epoch",
+)
+
+
+def check_same_curve(one: JournalView, several: JournalView, steps: int) -> None:
+    for kind in ("train", "eval"):
+        expected, actual = one.of_kind(kind), several.of_kind(kind)
+        assert [record.step for record in expected] == [record.step for record in actual]
+        for a, b in zip(expected, actual, strict=True):
+            if a.step > steps:
+                continue
+            _, _, these = a.deterministic()
+            _, _, those = b.deterministic()
+            assert set(these) == set(those)
+            assert those == pytest.approx(these, rel=1e-5, abs=1e-6), f"{kind} {a.step}"
+            if kind == "train":
+                same = [key for key in these if key.startswith(tuple(f"train/{name}" for name in OF_ROLLOUTS))]
+                assert len(same) >= 10
+                assert [these[key] for key in same] == [those[key] for key in same]
+
+
+def test_two_ranks_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
+    """The same rollouts, loss, gradient norm, entropies, clipping and mechanism counters; one weight on both ranks."""
+
+    def callbacks() -> list[Callback]:
+        return [DAPO(clip_low=0.05, clip_high=0.05), TokenAggregation()]
+
+    fit(tiny_model_path, tmp_path / "one", 1, callbacks=callbacks())
+
+    def work(rank: int) -> str:
+        module = fit(tiny_model_path, tmp_path / "two", 2, callbacks=callbacks())
+        assert hasattr(module, "generator") == hasattr(module, "prompts") == (rank == 0)
+        assert torch.initial_seed() == 7 + rank  # dropout differs
+        assert ("eval/heldout/pass_rate" in module.trainer.callback_metrics) == (rank == 0)
+        return fingerprint(module)
+
+    said = on_ranks(2, work)
+    assert said[0] == said[1] and len(said[0]) == 64
+    assert read_journal(tmp_path / "two").status == "finished"
+    check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=4)
+    assert any(record.metrics["mechanism/loss"] for record in read_journal(tmp_path / "two").of_kind("train"))
+    hours = [
+        read_journal(tmp_path / name).of_kind("train")[-1].metrics["compute/device_hours"] for name in ("one", "two")
+    ]
+    assert hours[1] > hours[0]
+
+
+def test_a_rank_without_rows_takes_part(tiny_model_path: str, tmp_path: Path) -> None:
+    """Two rollouts for three ranks, and steps in which there are none for any."""
+
+    class Sometimes(CountingTask):
+        calls = 0
+
+        def reward(self, prompt: Any, completion: str) -> float:
+            self.calls += 1
+            return self.calls % 2 if int(prompt.prompt_id[1:]) % 2 else 1.0
+
+    options: dict[str, Any] = {
+        "recipe": "scalerl_core",
+        "overrides": ["batch.prompts=1", "batch.completions=2", "async_mode.k=1"],
+        "steps": 7,
+    }
+    fit(tiny_model_path, tmp_path / "one", 1, task=Sometimes(), **options)
+    said = on_ranks(
+        3, lambda rank: fingerprint(fit(tiny_model_path, tmp_path / "three", 3, task=Sometimes(), **options))
+    )
+    assert len(set(said)) == 1 and len(said[0]) == 64
+    view = read_journal(tmp_path / "three")
+    check_same_curve(read_journal(tmp_path / "one"), view, steps=7)
+    kept = [record.metrics["train/groups_kept"] for record in view.of_kind("train")]
+    assert kept[0] == 0 and 1 in kept[:-2], kept
+
+
+class AskedToStop(Recorder):
+    """Asks this process to stop when it has trained `step` steps; works on ranks that record nothing."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_record(self, kind: str, step: int, metrics: Any) -> None: ...
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        if pl_module.completed_steps == self.step:
+            interruption.request("SIGUSR2")
+
+
+def test_asked_on_any_rank_all_stop_and_go_on_bit_for_bit(tiny_model_path: str, tmp_path: Path) -> None:
+    """With dropout, so that every rank's random state matters; two numbers have one sum, whatever the order."""
+
+    def whole_run(rank: int) -> str:
+        return fingerprint(fit(tiny_model_path, tmp_path / "whole", 2, steps=5, dropout=0.3))
+
+    def first(rank: int) -> str:
+        stop = [AskedToStop(3)] if rank == 1 else []
+        fit(tiny_model_path, tmp_path / "parts", 2, steps=5, dropout=0.3, callbacks=stop)
+        return "went on"
+
+    def second(rank: int) -> str:
+        return fingerprint(fit(tiny_model_path, tmp_path / "parts", 2, steps=5, dropout=0.3, resume=True))
+
+    expected = on_ranks(2, whole_run)
+    assert on_ranks(2, first) == ["RunInterruptedError: step 3: SIGUSR2"] * 2
+    between = read_journal(tmp_path / "parts")
+    assert (between.status, between.checkpoint_step) == ("running", 3)
+    assert on_ranks(2, second) == expected
+    view = read_journal(tmp_path / "parts")
+    assert view.status == "finished"
+    assert view.deterministic() == read_journal(tmp_path / "whole").deterministic()
+
+
+def test_sigterm_to_one_rank_disturbs_no_sum(tiny_model_path: str, tmp_path: Path) -> None:
+    """It comes in the middle of a step, where Lightning's own handler would broadcast."""
+
+    class Terminated(Callback):
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+            if pl_module.completed_steps == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def work(rank: int) -> str:
+        with interruption.on_signals([signal.SIGTERM]):
+            fit(tiny_model_path, tmp_path / "two", 2, callbacks=[Terminated()] if rank == 1 else [])
+        return "went on"
+
+    assert on_ranks(2, work) == ["RunInterruptedError: step 2: SIGTERM"] * 2
+    said = on_ranks(2, lambda rank: fingerprint(fit(tiny_model_path, tmp_path / "two", 2, resume=True)))
+    assert said[0] == said[1]
+    fit(tiny_model_path, tmp_path / "one", 1)
+    check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=4)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tiny_model_path: str, tmp_path: Path) -> None:
+    fit(tiny_model_path, tmp_path / "one", 1)
+    fit(tiny_model_path, tmp_path / "both", 1, steps=2)
+    said = on_ranks(2, lambda rank: fingerprint(fit(tiny_model_path, tmp_path / "both", 2, resume=True)))
+    assert said[0] == said[1] and len(said[0]) == 64
+    check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "both"), steps=4)
+
+
+def test_when_rank_0_fails_all_stop(tiny_model_path: str, tmp_path: Path) -> None:
+    class Breaks(CountingTask):
+        calls = 0
+
+        def reward(self, prompt: Any, completion: str) -> float:
+            self.calls += 1
+            return float("nan") if self.calls > 60 else super().reward(prompt, completion)
+
+    def work(rank: int) -> str:
+        with pytest.raises(RewardError if rank == 0 else LeaderFailedError, match="returned nan"):
+            fit(tiny_model_path, tmp_path, 2, steps=50, task=Breaks())
+        return "stopped"
+
+    assert on_ranks(2, work) == ["stopped", "stopped"]
+    view = read_journal(tmp_path)
+    assert view.status == "failed" and str(view.reason).startswith("RewardError")
+
+
+def test_what_only_rank_0_sees_stops_all(tiny_model_path: str, tmp_path: Path) -> None:
+    fit(tiny_model_path, tmp_path, 1, steps=1)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    said = on_ranks(2, lambda rank: str(fit(tiny_model_path, tmp_path, 2)))
+    assert said[0].startswith("ConfigurationError: run_dir: ") and "holds a finished run" in said[0]
+    assert said[1] == f"LeaderFailedError: rank 0 failed: {said[0]}"
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_stops_all_ranks(tiny_model_path: str, tmp_path: Path) -> None:
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+    def work(rank: int) -> str:
+        class Full(TorchCheckpointIO):
+            def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+                if checkpoint["global_step"] > 2:
+                    Path(path).write_bytes(b"half")
+                    raise OSError(28, "No space left on device")
+                super().save_checkpoint(checkpoint, path, storage_options)
+
+        TorchCheckpointIO.__new__ = lambda cls, *a, **k: object.__new__(Full)  # type: ignore[method-assign]
+        fit(tiny_model_path, tmp_path, 2, checkpoint_every=2)
+        return "trained"
+
+    said = on_ranks(2, work)
+    assert said[0].startswith("OSError: [Errno 28]")
+    assert said[1].startswith("LeaderFailedError: rank 0 failed: OSError: [Errno 28]")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002.ckpt"]
+    assert "No space left" in str(read_journal(tmp_path).reason)
+
+
+def test_ranks_that_read_different_checkpoints_write_nothing(tiny_model_path: str, tmp_path: Path) -> None:
+    fit(tiny_model_path, tmp_path, 1, steps=2)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    said = on_ranks(2, lambda rank: str(fit(tiny_model_path, tmp_path, 2, resume=rank == 0)))
+    assert all("completed steps: differs between ranks, [2, 0]" in text for text in said)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+class Other(DDPStrategy):
+    pass
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, Other, lambda: DDPStrategy(start_method="spawn")])
+def test_other_strategies_are_refused(strategy: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r'strategy: .* is not supported; use strategy="ddp"') as caught:
+        check_strategy(strategy())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_trainer_with_another_strategy_is_refused(tiny_model_path: str) -> None:
+    module = ScaleRL(tiny_model_path, overrides=SMALL)
+
+    def work(rank: int) -> str:
+        trainer = Trainer(max_steps=1, accelerator="cpu", devices=1, strategy=Other(), logger=False)
+        trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+        return "trained"
+
+    assert "ConfigurationError: strategy: Other is not supported" in on_ranks(1, work)[0]
+
+
+@pytest.mark.parametrize("count", [2, 3, 20])
+def test_rows_of_all_ranks_are_the_batch(count: int) -> None:
+    batch = batch_of()
+    own = [Ranks(number, count).rows(batch) for number in range(count)]
+    assert sorted(int(row) for part in own for row in part.row) == sorted(batch.row.tolist())
+    assert all(part.denominators == batch.denominators for part in own)
+    if count == 2:
+        assert abs(int(own[0].lengths.sum() - own[1].lengths.sum())) < 7
+    parts = [(part, part.generator_logprobs, part.advantages) for part in own]
+    logprobs, advantages = whole(batch, parts)
+    real = torch.arange(logprobs.shape[1]) < (batch.lengths - batch.completion_start).unsqueeze(1)
+    assert torch.equal(logprobs, batch.generator_logprobs)
+    assert torch.equal(advantages[real], batch.advantages[real])
+
+
+def test_one_rank_is_handed_through() -> None:
+    ranks, batch = Ranks(), batch_of()
+    assert ranks.leads and ranks.rows(batch) is batch and ranks.share_batch(lambda: batch) is batch
+    assert ranks.gather(3) == [3] and ranks.agree(None) is None and ranks.agree("x") == "x"
+    assert dataclasses.asdict(ranks) == {"number": 0, "count": 1, "hosts": None, "strategy": None}
+
+
+# --- how processes are started -------------------------------------------------------------------------------
+
+BATCH_SCRIPT = {"SLURM_JOB_ID": "70123", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_PROCID": "0"}
+STEP = {**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "1"}
+ONE_NODE = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2"}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_", "LOCAL_RANK", "RANK", "WORLD_SIZE")):
+            monkeypatch.delenv(name)
+    # What trainer_settings itself sets is put back as well.
+    for name in ("SLURM_NTASKS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+    def set_all(variables: dict[str, str]) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_all
+
+
+def test_started_by_hand(launched: Any) -> None:
+    assert trainer_settings() == {"accelerator": "auto", "devices": 1}
+    assert process_rank() == 0
+
+
+@pytest.mark.parametrize("variables", [BATCH_SCRIPT, {**ONE_NODE, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}])
+def test_a_slurm_job_with_one_task_trains_on_one_device(launched: Any, variables: dict[str, str]) -> None:
+    """Whatever the job has been given: Lightning must neither wait for other ranks nor take the job's signals."""
+    launched(variables)
+    settings = trainer_settings()
+    assert settings["devices"] == 1 and "strategy" not in settings
+    assert [type(plugin) for plugin in settings["plugins"]] == [LightningEnvironment]
+    trainer = Trainer(logger=False, **{**settings, "accelerator": "cpu"})
+    assert trainer.world_size == 1
+    assert process_rank() == 0
+
+
+def test_slurm_tasks_on_one_node(launched: Any) -> None:
+    launched(ONE_NODE)
+    settings = trainer_settings()
+    assert (settings["devices"], settings["num_nodes"]) == (2, 1)
+    (environment,) = settings["plugins"]
+    assert isinstance(environment, SLURMEnvironment) and not environment.auto_requeue
+    assert environment.main_address == "127.0.0.1"
+    assert 15000 <= environment.main_port < 32000
+    assert process_rank() == 1
+    trainer = Trainer(logger=False, **{**settings, "accelerator": "cpu"})
+    assert (trainer.world_size, trainer.global_rank) == (2, 1)
+    check_strategy(trainer.strategy)
+
+
+def test_steps_of_one_job_meet_at_different_ports(launched: Any) -> None:
+    ports = set()
+    for step in range(3):
+        launched({**ONE_NODE, "SLURM_STEP_ID": str(step)})
+        trainer_settings()
+        ports.add(os.environ.pop("MASTER_PORT"))
+    assert len(ports) == 3
+
+
+def test_a_step_smaller_than_its_job(launched: Any) -> None:
+    """The job's variables say 4 a node on 3 nodes; this step has 2 on each of two."""
+    launched({**STEP, "SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "3", "SLURM_STEP_NUM_TASKS": "4"})
+    launched({"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NODELIST": "node[7-8]"})
+    settings = trainer_settings()
+    assert (settings["devices"], settings["num_nodes"]) == (2, 2)
+    settings["plugins"][0].validate_settings(2, 2)
+    assert settings["plugins"][0].main_address == "node7"
+
+
+def test_uneven_tasks_are_refused(launched: Any) -> None:
+    launched({**STEP, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "3,1"})
+    with pytest.raises(ConfigurationError, match=r"4 tasks on 2 nodes \(3,1 a node\)"):
+        trainer_settings()
+
+
+def test_torchrun(launched: Any) -> None:
+    launched({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3", "LOCAL_RANK": "1"})
+    settings = trainer_settings()
+    assert (settings["devices"], settings["num_nodes"]) == (2, 2)
+    assert process_rank() == 3
+
+
+def test_too_few_gpus_for_the_tasks(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(ONE_NODE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigurationError, match=r"2 ranks on this node see 1 GPUs; .*--gpus-per-node"):
+        trainer_settings()

@@ -1,0 +1,209 @@
+"""kill -9, and the same command again: no moment of it changes what a run learns, nor how a study ends.
+
+Journals are compared as read, bit for bit, without the wall clock. The task is small but its rewards vary, so
+gradients are not zero and two variants are not the same run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from lightning_scalerl.member.identify import plan
+from lightning_scalerl.member.run import run_member
+from sweeps.launch.ledger import Ledger
+from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs, read_journal
+from sweeps.run.progress import is_done
+from tests.place import PATIENCE_S, STEPS, Deterministic, Place, deterministic, kill_group, kinds, lines, wait_until
+
+
+def study(place: Place, output: str) -> list[str]:
+    """Two variants, both at a time."""
+    return ["--multirun", *place.overrides(output, "variant=none,loss_dapo", "seed=0", "launch.max_parallel=2")]
+
+
+def kill_controller(process: subprocess.Popen[bytes]) -> None:
+    """Only the process that was started; the members have to notice."""
+    process.kill()
+    process.wait()
+
+
+def member_pids(output: Path) -> dict[str, int]:
+    """Processes that write to the log of a run below `output`, by run."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            log = (entry / "fd" / "1").readlink()
+        except OSError:
+            continue
+        if log.name == LOG_FILE and log.is_relative_to(output):
+            found[log.parent.name] = int(entry.name)
+    return found
+
+
+# --- a single run --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """For runs in this process as well as in others."""
+    found = Place(tmp_path)
+    for name, value in found.environment().items():
+        monkeypatch.setenv(name, value)
+    return found
+
+
+def run_here(overrides: Sequence[str]) -> Path:
+    """What `python -m lightning_scalerl.train OVERRIDES...` does, in this process."""
+    (spec,) = plan([list(overrides)])
+    run_dir = Path(spec.config["output_dir"]) / "runs" / spec.run
+    spec.write(run_dir)
+    run_member(run_dir)
+    assert is_done(run_dir, STEPS)
+    return run_dir
+
+
+def test_a_single_run_that_was_killed_continues_bit_for_bit(place: Place) -> None:
+    overrides = place.overrides("killed", "seed=3")
+    with place.command(overrides, verifier_s=0.01) as process:
+        undisturbed = run_here(place.overrides("undisturbed", "seed=3"))
+        run_dir = place.root / "killed" / "runs" / undisturbed.name
+        assert wait_until(lambda: lines(run_dir) >= 11, process), place.said()
+        kill_controller(process)
+    assert kinds(run_dir)["checkpoint"] >= 1
+    assert not is_done(run_dir, STEPS)
+    assert run_here(overrides) == run_dir
+    assert kinds(run_dir)["resume"] == 1
+    assert kinds(undisturbed) == Counter(run=1, eval=5, train=STEPS, checkpoint=4, end=1)
+    expected = read_journal(undisturbed).deterministic()
+    assert read_journal(run_dir).deterministic() == expected
+    gradients = [metrics["train/gradient_norm"] for kind, _, metrics in expected if kind == "train"]
+    assert all(gradients)
+
+
+def test_a_run_that_was_killed_between_its_last_checkpoint_and_its_last_line_is_complete(
+    place: Place,
+) -> None:
+    overrides = place.overrides("out")
+    run_dir = run_here(overrides)
+    journal = (run_dir / JOURNAL_FILE).read_bytes()
+    before = read_journal(run_dir).deterministic()
+    *kept, last = journal.splitlines(keepends=True)
+    assert b'"end"' in last
+    (run_dir / JOURNAL_FILE).write_bytes(b"".join(kept))
+    assert not is_done(run_dir, STEPS)
+    assert run_here(overrides) == run_dir
+    assert read_journal(run_dir).deterministic() == before
+
+
+# --- studies -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """Where all studies of this module run; they share the model."""
+    return Place(tmp_path_factory.mktemp("studies"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(studies: Place) -> dict[str, Deterministic]:
+    """The journals of a study that nobody killed."""
+    with studies.command(study(studies, "undisturbed")) as process:
+        assert process.wait(PATIENCE_S) == 0, studies.said()
+    found = deterministic(studies.root / "undisturbed")
+    one, two = found.values()
+    for journal in (one, two):
+        assert len(journal) == 5 + STEPS
+        assert sum(metrics["train/gradient_norm"] > 0 for kind, _, metrics in journal if kind == "train") > STEPS / 2
+    assert one != two
+    return found
+
+
+def check_study(output: Path, expected: dict[str, Deterministic]) -> None:
+    """Complete, once each, and the same numbers."""
+    assert deterministic(output) == expected
+    ledger = Ledger(output)
+    assert {run: state.state for run, state in ledger.fold().items()} == dict.fromkeys(expected, "finished")
+    finished = Counter(entry["run"] for entry in ledger.entries() if entry["event"] == "finished")
+    assert finished == dict.fromkeys(expected, 1)
+    for run_dir in find_runs(output):
+        assert kinds(run_dir)["end"] == 1
+        assert kinds(run_dir)["run"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [kill_controller, kill_group])
+def test_a_study_that_is_killed_again_and_again_ends_as_if_it_never_was(
+    studies: Place, undisturbed: dict[str, Deterministic], kill: Callable[[subprocess.Popen[bytes]], None]
+) -> None:
+    output = studies.root / kill.__name__
+    overrides = study(studies, kill.__name__)
+    run_dirs = [output / "runs" / run for run in undisturbed]
+    # Before the first checkpoint; past one; as soon as the journals go on; late, so that one may be done already.
+    for more in (4, 15, 1, 17):
+        begin = lines(*run_dirs)
+        with studies.command(overrides, verifier_s=0.01) as process:
+            assert wait_until(lambda: lines(*run_dirs) >= begin + more, process), studies.said()  # noqa: B023
+            members = member_pids(output)
+            assert members
+            kill(process)
+            # Nobody goes on writing into a study that nobody runs.
+            deadline = time.monotonic() + 5
+            while member_pids(output) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert member_pids(output) == {}
+        assert not all(is_done(run_dir, STEPS) for run_dir in run_dirs)
+    with studies.command(overrides) as process:
+        assert process.wait(PATIENCE_S) == 0, studies.said()
+    check_study(output, undisturbed)
+    assert all(kinds(run_dir)["resume"] >= 2 for run_dir in run_dirs)
+    assert max(state.attempts for state in Ledger(output).fold().values()) == 5
+
+
+@pytest.mark.slow
+def test_the_same_command_again_changes_nothing(studies: Place, undisturbed: dict[str, Deterministic]) -> None:
+    output = studies.root / "undisturbed"
+    check_study(output, undisturbed)
+    before = {path: path.read_bytes() for path in (*output.glob("runs/*/*.jsonl"), output / "ledger.jsonl")}
+    assert len(before) == 3
+    with studies.command(study(studies, "undisturbed")) as process:
+        assert process.wait(PATIENCE_S) == 0, studies.said()
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.slow
+def test_a_member_that_is_killed_fails_alone_and_is_continued_by_the_same_command(
+    studies: Place, undisturbed: dict[str, Deterministic]
+) -> None:
+    output = studies.root / "member"
+    overrides = study(studies, "member")
+    victim, other = undisturbed
+    victim_dir, other_dir = (output / "runs" / run for run in (victim, other))
+    already_said = len(studies.said())
+    with studies.command(overrides, verifier_s=0.01) as process:
+        assert wait_until(lambda: lines(victim_dir) >= 9, process), studies.said()
+        os.kill(member_pids(output)[victim], signal.SIGKILL)
+        assert process.wait(PATIENCE_S) == 1
+    states = Ledger(output).fold()
+    assert (states[victim].state, states[victim].reason) == ("failed", "killed by SIGKILL")
+    assert (states[other].state, states[other].reason) == ("finished", None)
+    assert not is_done(victim_dir, STEPS)
+    said = studies.said()[already_said:]
+    assert "Traceback" not in said
+    assert f"1 of 2 members failed ({states[victim].recipe} seed 0: killed by SIGKILL)" in said
+    untouched = (other_dir / JOURNAL_FILE).read_bytes()
+
+    with studies.command(overrides) as process:
+        assert process.wait(PATIENCE_S) == 0, studies.said()
+    check_study(output, undisturbed)
+    assert (other_dir / JOURNAL_FILE).read_bytes() == untouched
+    states = Ledger(output).fold()
+    assert (states[victim].attempts, states[other].attempts) == (2, 1)
+    assert kinds(victim_dir)["resume"] == 1

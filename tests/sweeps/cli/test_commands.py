@@ -1,0 +1,199 @@
+"""Truths about the console script: what it prints, and its exit codes 0, 1 and 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sweeps.cli import main as cli
+from tests.paths import ROOT
+
+EXAMPLE = ROOT / "examples" / "curves.csv"
+
+
+def scalerl(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sweeps.cli.main", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_fit_prints_json() -> None:
+    done = scalerl("fit", EXAMPLE, "--json")
+    assert done.returncode == 0 and done.stderr == ""
+    fits = {entry["recipe"]: entry for entry in json.loads(done.stdout)}
+    assert len(fits) == 4
+    entry = fits["scalerl"]
+    for key in ("verdict", "A", "A_total", "B", "C_mid", "R0", "family", "rmse", "r2", "n", "seeds", "window",
+                "extrapolation_error", "warnings"):  # fmt: skip
+        assert key in entry
+    assert entry["verdict"] == "identifiable" and entry["seeds"] == 2 and entry["R0"]["source"] == "first"
+    assert entry["A"]["low"] < 0.61 < entry["A_total"]["high"]
+    assert fits["scalerl+aggregation=token"]["verdict"] == "pre_inflection"
+    assert fits["scalerl+aggregation=token"]["A"]["high"] is None
+
+
+def test_example_is_what_its_script_makes() -> None:
+    made = subprocess.run(
+        [sys.executable, "examples/make_curves.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert made.stdout == EXAMPLE.read_text()
+
+
+def test_no_torch_is_imported() -> None:
+    code = "import sys, sweeps.cli.main, sweeps.report.write; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    """In this process: as the console script, and quicker."""
+    try:
+        code = cli.main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_fit_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "fit", EXAMPLE, "--r0", "0.3", "--min-compute", "1000")
+    assert code == 0
+    assert "identifiable" in out and "scalerl+normalization=prompt" in out and "open]" in out
+
+
+def test_rank_prints_outcome_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "rank", EXAMPLE, "--budget", "16000")
+    assert code == 0 and "R at 1.6e+04" in out and "delta A" in out
+    code, out, _ = run(capsys, "rank", EXAMPLE, "--json", "--margin", "0.05")
+    ranking = json.loads(out)
+    assert code == 0
+    assert {"baseline", "margin", "undecided", "ranking"} <= set(ranking)
+    assert ranking["baseline"] == "scalerl" and ranking["margin"] == 0.05
+    assert set(ranking["ranking"][0]) >= {
+        "recipe", "rank", "p_best", "tied_with_best", "A", "B_at_shared_A", "R_at_budget", "verdict", "reason"
+    }  # fmt: skip
+    assert ranking["ranking"][-1]["rank"] is None
+
+
+def test_report_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "report", EXAMPLE, "-o", tmp_path / "sub" / "report.html")
+    assert code == 0
+    assert (tmp_path / "sub" / "report.html").stat().st_size > 10000
+    assert (tmp_path / "sub" / "ranking.csv").read_text().startswith("recipe,")
+    assert str(tmp_path / "sub" / "report_curves.png") in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["fit", "nowhere.csv"], "no such file"),
+        (["fit", EXAMPLE, "--x", "gpu_hours"], "no column gpu_hours; found recipe, seed, compute, reward"),
+        (["fit", EXAMPLE, "--min-compute", "5", "--max-compute", "4"], "is not below"),
+        (["fit", EXAMPLE, "--r0", "0.3", "--min-compute", "1e9"], "no points in the window"),
+        (["fit", EXAMPLE, "--r0", "3"], "--r0 3"),
+        (["rank", EXAMPLE, "--budget", "0"], "--budget"),
+        (["report", EXAMPLE, "-o", "/proc/nowhere/report.html"], "cannot be written"),
+        (["fit", "a\nb"], "no such file"),
+    ],
+)
+def test_failures_exit_1_with_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str | Path], words: str
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert code == 1 and out == ""
+    assert words in err and err.startswith("scalerl: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["fit"],
+        ["fit", "x.csv", "--r0", "maybe"],
+        ["fit", "x.csv", "--r0", "nan"],
+        ["fit", "x.csv", "--max-compute", "-1"],
+        ["rank", "x.csv", "--margin", "x"],
+        ["publish", "x"],
+    ],
+)
+def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    code, _, err = run(capsys, *arguments)
+    assert code == 2 and "usage" in err
+
+
+COMMANDS = ("train", "fit", "rank", "plan", "report", "watch", "publish", "status", "collect")
+
+
+def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--help")
+    assert [line.split()[0] for line in out.splitlines() if re.match(r"    [a-z]+ ", line)] == list(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_that_works(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """The example, word for word, in a directory that holds nothing but the repository's examples."""
+    code, out, _ = run(capsys, command, "--help")
+    assert code == 0
+    found = re.search(r"example: scalerl (.+?)(?:   \(|$)", out, re.MULTILINE)
+    assert found is not None and found[1].split()[0] == command
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    done = subprocess.run(
+        [sys.executable, "-m", "sweeps.cli.main", *found[1].split()],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) > 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_refusal_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "few.csv"
+    path.write_text("recipe,seed,compute,reward\na,0,0,0.1\na,0,1,0.2\n")
+    code, out, _ = run(capsys, "rank", path)
+    assert code == 0 and "undecided" in out and "too_few_points" in out
+
+
+def test_train_becomes_the_training_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+
+    def execv(_path: str, arguments: list[str]) -> None:
+        called.append(arguments)
+        raise SystemExit(3)
+
+    monkeypatch.setattr(os, "execv", execv)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--multirun", "seed=1,2", "--cfg", "job", "hydra.sweep.dir=x"])
+    assert stop.value.code == 3
+    assert called == [
+        [
+            sys.executable,
+            "-m",
+            "lightning_scalerl.train",
+            "--multirun",
+            "seed=1,2",
+            "--cfg",
+            "job",
+            "hydra.sweep.dir=x",
+        ]
+    ]
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} -m sweeps.cli.main fit {EXAMPLE} --json | head -n 1"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stderr == "" and done.stdout == "[\n"

@@ -1,0 +1,160 @@
+"""Truths about rankings: the better recipe wins when the data say so, and only then."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sweeps.curve import Curve, make_curve
+from sweeps.decide.rank import Ranking, rank
+from sweeps.errors import UserError
+from sweeps.fit.fit import fit_curves
+from tests.sweeps.fit.simulate import curve, law
+
+
+def ranked(*curves: Curve, **options: float) -> Ranking:
+    result = rank(fit_curves(curves), **options)
+    json.dumps(result.to_json(), allow_nan=False)
+    return result
+
+
+def test_clearly_better_asymptote_wins() -> None:
+    result = ranked(curve("grpo", a=0.5, rng=1), curve("scalerl", a=0.61, rng=2))
+    assert [entry.recipe for entry in result.ranking] == ["scalerl", "grpo"]
+    assert not result.undecided
+    assert (result.ranking[0].p_best or 0) > 0.99
+    assert not result.ranking[0].tied_with_best
+
+
+def test_tie_in_A_is_broken_by_B_at_the_shared_A() -> None:
+    """The paper's rule, on constructed data: A within 0.02, then the higher B."""
+    result = ranked(
+        curve("scalerl", a=0.61, b=2.0, white=0.003, rng=1),
+        curve("scalerl+loss=dapo", a=0.612, b=1.5, white=0.003, rng=2),
+    )
+    first, second = result.ranking
+    assert (first.recipe, second.recipe) == ("scalerl", "scalerl+loss=dapo")
+    assert first.tied_with_best and second.tied_with_best
+    assert first.B_at_shared_A is not None and second.B_at_shared_A is not None
+    assert (first.B_at_shared_A.value or 0) > (second.B_at_shared_A.value or 0)
+    assert not result.undecided
+
+
+def test_equal_recipes_are_undecided() -> None:
+    result = ranked(*(curve(name, rng=i) for i, name in enumerate(("scalerl", "scalerl+kl=fixed"))))
+    assert result.undecided and result.sentence.startswith("undecided")
+
+
+def test_p_best_of_equal_recipes_is_calibrated() -> None:
+    """Seeds differ by 0.015; the winner among two equal recipes must not often look sure."""
+    sure = 0
+    for i in range(20):
+        fits = fit_curves(
+            [curve(n, seed_sd=0.015, white=0.004, points=21, rng=1000 + 2 * i + k) for k, n in enumerate("ab")]
+        )
+        sure += max(entry.p_best or 0 for entry in rank(fits).ranking) > 0.95
+    assert sure <= 5
+
+
+def test_refused_recipes_come_last_with_their_reason() -> None:
+    rng = np.random.default_rng(0)
+    x = np.linspace(0, 16000, 30)
+    flat = Curve("a-flat", x, 0.3 + 0.01 * rng.standard_normal(30), np.full(30, "0"))
+    result = ranked(flat, curve("scalerl", rng=1), curve("scalerl+loss=dapo", end=2000, rng=2), curve("z", a=0.5))
+    last = result.ranking[-2:]
+    assert [entry.rank for entry in result.ranking] == [1, 2, None, None]
+    assert {entry.recipe for entry in last} == {"a-flat", "scalerl+loss=dapo"}
+    assert all(entry.p_best is None and entry.reason for entry in last)
+    assert sum(entry.p_best or 0 for entry in result.ranking) == pytest.approx(1.0)
+    assert "2 of 4 recipes cannot be ranked" in result.sentence
+
+
+def test_nothing_identifiable_is_undecided() -> None:
+    result = ranked(curve("scalerl", end=1500), curve("scalerl+loss=dapo", end=1500, rng=1))
+    assert result.undecided and all(entry.rank is None for entry in result.ranking)
+
+
+def test_reward_at_the_budget_is_better_known_than_A() -> None:
+    result = ranked(curve("scalerl", white=0.01, end=6000, rng=1), budget=6000.0)
+    (entry,) = result.ranking
+    assert entry.R_at_budget is not None
+    low, high = entry.R_at_budget.low, entry.R_at_budget.high
+    assert low is not None and high is not None and entry.A.low is not None
+    assert low <= 0.3 + 0.31 / (1 + (2500 / 6000) ** 1.9) <= high
+    assert high - low < (1 if entry.A.high is None else entry.A.high) - entry.A.low
+
+
+def test_leave_one_out_compares_with_the_baseline() -> None:
+    result = ranked(
+        curve("scalerl", white=0.003, rng=1),
+        curve("scalerl+loss=dapo", b=1.5, white=0.003, rng=2),
+        curve("scalerl+precision=bf16", a=0.52, white=0.003, rng=3),
+        curve("grpo", a=0.5, rng=4),
+    )
+    assert result.baseline == "scalerl"
+    table = {entry.recipe: entry for entry in result.leave_one_out}
+    assert set(table) == {"scalerl+loss=dapo", "scalerl+precision=bf16"}
+    slower = table["scalerl+loss=dapo"].delta_b
+    assert slower is not None and slower.high is not None and slower.high < 0
+    worse = table["scalerl+precision=bf16"]
+    assert worse.delta_b is None
+    assert worse.delta_a is not None and worse.delta_a.value == pytest.approx(-0.09, abs=0.02)
+
+
+def test_impossible_options_are_one_line_errors() -> None:
+    fits = fit_curves([curve(points=15)])
+    for options, word in (({"margin": -1.0}, "--margin"), ({"budget": 0.0}, "--budget")):
+        with pytest.raises(UserError, match=word):
+            rank(fits, **options)
+    with pytest.raises(UserError, match="nothing to rank"):
+        rank([])
+
+
+def seeded(recipe: str, offsets: dict[str, float], rng: int) -> Curve:
+    """One run a seed, each with its own asymptote."""
+    compute = np.linspace(0.0, 16000.0, 33)
+    random = np.random.default_rng(rng)
+    rewards = [law(compute, 0.61 + d, 1.9, 2500.0, 0.3) + 0.003 * random.standard_normal(33) for d in offsets.values()]
+    return make_curve(recipe, np.tile(compute, len(offsets)), np.concatenate(rewards), np.repeat(list(offsets), 33))
+
+
+def test_what_a_seed_does_to_all_recipes_alike_drops_out() -> None:
+    shared = {"0": 0.02, "1": -0.02, "2": 0.0}
+    better = {label: offset + 0.008 for label, offset in shared.items()}
+    paired = rank(fit_curves([seeded("a", better, 1), seeded("b", shared, 2)]), margin=0.0)
+    assert paired.pairing is not None and paired.pairing.seeds == ("0", "1", "2")
+    assert paired.pairing.spread.sd < 0.5 * fit_curves([seeded("b", shared, 2)])[0].seed_spread.sd
+    other = {"7": 0.02, "8": -0.02, "9": 0.0}
+    apart = rank(fit_curves([seeded("a", better, 1), seeded("b", other, 2)]), margin=0.0)
+    assert apart.pairing is None
+    assert (paired.ranking[0].p_best or 0) > 0.9 > (apart.ranking[0].p_best or 0)
+
+
+def test_seeds_that_only_some_recipes_have_are_not_paired() -> None:
+    x = seeded("x", {"0": 0.0, "1": 0.002, "2": 0.03, "3": 0.03}, 1)
+    y = seeded("y", {"0": 0.0, "1": 0.002, "7": -0.03, "8": -0.03}, 2)
+    ranking = rank(fit_curves([x, y]), margin=0.005)
+    assert ranking.pairing is None and ranking.undecided
+
+
+def test_numbers_that_a_reader_gave_runs_are_no_seeds() -> None:
+    numbered = {"run 0": 0.02, "run 1": -0.02, "run 2": 0.0}
+    assert rank(fit_curves([seeded("a", numbered, 1), seeded("b", numbered, 2)])).pairing is None
+
+
+def test_margin_is_carried_over_to_the_rewards_scale() -> None:
+    data = [seeded("a", {"0": 0.0}, 1), seeded("b", {"0": -0.01}, 2)]
+    percent = [make_curve(c.recipe, c.compute, 100 * c.reward, c.seed) for c in data]
+    ours, theirs = rank(fit_curves(data)), rank(fit_curves(percent))
+    assert theirs.margin == 100 * ours.margin
+    assert [e.tied_with_best for e in theirs.ranking] == [e.tied_with_best for e in ours.ranking] == [True, True]
+
+
+def test_evaluation_sets_are_not_ranked_against_each_other() -> None:
+    data = [seeded("a set=math", {"0": 0.0}, 1), seeded("a set=code", {"0": 0.0}, 2)]
+    fits = fit_curves([replace(c, factors={"set": c.recipe[-4:]}) for c in data])
+    with pytest.raises(UserError, match=r"code, math.*--metric"):
+        rank(fits)

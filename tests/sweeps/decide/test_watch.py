@@ -1,0 +1,526 @@
+"""Truths about watching: what a snapshot rests on, when a departure rings, and what the file holds after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sweeps.cli import main as cli
+from sweeps.curve import Curve, make_curve
+from sweeps.decide import watch as live
+from sweeps.decide.watch import Watch
+from sweeps.errors import UserError
+from sweeps.fit.fit import FitOptions, Interval, fit_curve
+from sweeps.fit.history import Check, Snapshot, departure, history
+from sweeps.fit.predict import predict, predict_mean
+from sweeps.run.journal import Journal
+from sweeps.source import load
+from tests.paths import ROOT
+from tests.sweeps.fit.simulate import curve
+
+EXAMPLE = ROOT / "examples" / "curves.csv"
+RATE, HOURS = "eval/heldout/pass_rate", "compute/virtual_device_hours"
+
+
+def until(data: Curve, compute: float) -> Curve:
+    keep = data.compute <= compute
+    return make_curve(data.recipe, data.compute[keep], data.reward[keep], data.seed[keep])
+
+
+def collapsed(data: Curve, size: float = 0.1, ramp: float = 0.0) -> Curve:
+    """The same run, falling by `size` after half its compute, at once or over a share `ramp` of it."""
+    share = np.clip((data.compute / data.compute.max() - 0.5) / max(ramp, 1e-9), 0, 1)
+    return make_curve(data.recipe, data.compute, np.clip(data.reward - size * share, 0, 1), data.seed)
+
+
+# --- snapshots ----------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_holds_a_forecast_against_what_its_fit_has_not_seen() -> None:
+    data = curve(points=33, wander=0.006)
+    snapshots = {s.compute_end: s for s in history(data, every=1)}
+    assert sorted(snapshots) == [500.0 * k for k in range(6, 33)]
+    at = snapshots[9000]
+    fit = fit_curve(data, FitOptions(max_compute=9000))
+    assert (at.verdict, at.A, at.n) == (fit.verdict, fit.A, 38)
+    assert at.ahead is not None and at.ahead[0] == 13500
+    band = predict(fit, [13500], observations=1)
+    assert at.ahead[1] == Interval(float(band.mean[0]), float(band.low[0]), float(band.high[0]))
+    assert at.check is not None and at.check.made_at == 6000 and at.check.evaluations == 4
+    came = (data.compute > 9000 / 1.1) & (data.compute <= 9000)
+    assert at.check.actual == pytest.approx(data.reward[came].mean())
+    # Evaluations after 6000 change nothing about the forecast.
+    value, low, high = predict_mean(fit_curve(until(data, 6000)), data.compute[came])
+    assert (at.check.predicted, at.check.low, at.check.high) == pytest.approx((value, low, high))
+
+
+def test_growth_does_not_move_earlier_snapshots() -> None:
+    data = curve(points=25)
+    whole = history(data)
+    for end in (4000.0, 9000.0):
+        part = history(until(data, end))
+        shared = [s for s in whole if s.compute_end < part[-1].compute_end]
+        assert part[: len(shared)] == shared
+        rest = history(data, known=part)
+        assert (
+            rest
+            and rest[0].compute_end >= live.GROWTH * part[-1].compute_end
+            and rest[-1].compute_end == data.compute.max()
+        )
+
+
+def test_there_are_about_a_dozen_and_the_end_is_among_them() -> None:
+    for points, most in ((41, 14), (161, 24)):
+        ends = [s.compute_end for s in history(curve(points=points, seeds=1, end=points - 1.0, c_mid=6.0))]
+        assert most - 4 <= len(ends) <= most and ends[-1] == points - 1
+        steps = np.array(ends[1:]) / ends[:-1]
+        assert (steps[:-1] >= live.GROWTH).all() and ends == sorted(set(ends))
+    with pytest.raises(UserError, match=r"every 0\.5"):
+        history(curve(), every=0.5)
+
+
+def test_only_new_evaluations_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = curve(points=25)
+    known = history(data)
+    fitted: list[float | None] = []
+
+    def spy(data: Curve, options: FitOptions) -> object:
+        fitted.append(options.max_compute)
+        return fit_curve(data, options)
+
+    monkeypatch.setattr(live, "fit_curve", spy)
+    assert history(data, known=known) == [] and fitted == []
+    history(until(data, 9000), known=history(until(data, 8000)))
+    del fitted[:]
+    history(data, known=[s for s in known if s.compute_end < 16000])
+    assert len(fitted) == 2 and fitted[0] == 16000
+
+
+def test_a_seed_that_lags_behind_is_news() -> None:
+    data = curve(points=17, seeds=2)
+    lagging = make_curve("scalerl", data.compute[:25], data.reward[:25], data.seed[:25])
+    known = history(lagging)
+    more = make_curve("scalerl", data.compute[:27], data.reward[:27], data.seed[:27])
+    (again,) = history(more, known=known)
+    assert again.compute_end == known[-1].compute_end == 16000 and again.n == known[-1].n + 2
+    assert history(more, known=[*known, again]) == []
+
+
+def test_the_window_of_the_options_holds() -> None:
+    data = curve(points=33)
+    ends = [s.compute_end for s in history(data, FitOptions(min_compute=2000, max_compute=9000))]
+    assert ends[0] == 4500 and ends[-1] == 9000
+    assert history(make_curve("x", [0.0], [0.3])) == []
+    (first,) = history(make_curve("x", [0.0, 1.0], [0.3, 0.4]))
+    assert first.verdict == "too_few_points" and first.check is None and first.ahead is None
+
+
+def test_sparse_evaluations_are_checked_too() -> None:
+    data = curve(points=2, seeds=1)
+    compute = np.concatenate([[0.0], 100 * 2.0 ** np.arange(10)])
+    data = make_curve("x", compute, np.interp(compute, [0, 1e4], [0.3, 0.6]))
+    last = history(data)[-1]
+    assert last.check is not None and last.check.made_at == 25600 and last.check.evaluations == 1
+
+
+def test_what_falls_is_not_predicted_from() -> None:
+    falling = make_curve("x", np.arange(20.0), np.linspace(0.6, 0.3, 20))
+    assert all(s.verdict == "decreasing" and s.ahead is None and s.check is None for s in history(falling))
+
+
+# --- departure ----------------------------------------------------------------------------------------------
+
+
+def snapshot(compute: float, actual: float | None) -> Snapshot:
+    check = None if actual is None else Check(compute / 1.5, 3, actual, 0.6, 0.58, 0.62)
+    return Snapshot("x", compute, 10, "identifiable", Interval(0.6, 0.59, 0.61), None, check)
+
+
+@pytest.mark.parametrize(
+    ("actuals", "rings"),
+    [
+        ([(100, 0.50)], False),
+        ([(100, 0.60), (120, 0.50)], False),
+        ([(100, 0.50), (120, 0.50)], True),
+        ([(100, 0.50), (114, 0.50)], False),  # not apart enough: partly the same evaluations
+        ([(100, 0.50), (108, 0.50), (116, 0.50)], True),
+        ([(100, 0.50), (108, 0.60), (116, 0.50)], False),
+        ([(100, 0.50), (100, 0.50)], False),  # the same compute, with a lagging seed
+        ([(100, 0.70), (120, 0.50)], False),
+        ([(100, 0.70), (120, 0.70)], True),
+        ([(100, 0.50), (120, 0.50), (140, 0.60)], False),
+        ([(100, 0.577), (120, 0.577)], False),  # outside the interval, but not by a quarter of its half
+        ([(100, 0.574), (120, 0.574)], True),
+        ([(100, 0.50), (120, None)], False),
+        ([(100, None), (120, 0.50)], False),
+        ([], False),
+    ],
+)
+def test_departure_needs_two_snapshots_in_a_row(actuals: list[tuple[float, float | None]], rings: bool) -> None:
+    assert (departure([snapshot(*pair) for pair in actuals]) is not None) == rings
+
+
+def test_departure_names_numbers_and_remedy() -> None:
+    below = departure([snapshot(100, 0.60), snapshot(120, 0.50), snapshot(150, 0.51)])
+    assert below == (
+        "reward lies below its forecast since compute 120: 0.510 at 150, where the fit up to 100 gave 0.600 "
+        "[0.580, 0.620]; look at the run's health (entropy, truncation, KL)"
+    )
+    above = departure([snapshot(100, 0.70), snapshot(120, 0.70)])
+    assert above is not None and "above its forecast" in above and "--min-compute" in above
+
+
+def ever_rings(data: Curve, every: float) -> bool:
+    snapshots = history(data, every=every)
+    return any(departure(snapshots[:k]) is not None for k in range(1, len(snapshots) + 1))
+
+
+def noisy(rng: int) -> Curve:
+    """As examples/curves.csv: two seeds, sampling error and a wandering policy of sd 0.006 each."""
+    return curve(wander=0.006, seed_sd=0.004, rng=rng)
+
+
+def test_good_runs_stay_silent_and_collapses_ring() -> None:
+    runs = [noisy(3000 + i) for i in range(4)]
+    assert sum(ever_rings(data, live.GROWTH) for data in runs) <= 1
+    assert all(ever_rings(collapsed(data), live.GROWTH) for data in runs[:2])
+    assert all(ever_rings(collapsed(data, ramp=0.15), live.GROWTH) for data in runs[2:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"wander": 0.006, "seed_sd": 0.004},
+        {"wander": 0.006, "seeds": 1},
+        {"wander": 0.01, "seeds": 1, "points": 75, "end": 10000.0},
+        {"a": 0.75, "b": 2.0, "c_mid": 1.0, "r0": 0.12, "end": 5.0, "points": 31, "white": 0.015, "wander": 0.015,
+         "seed_sd": 0.01},
+    ],
+)  # fmt: skip
+def test_false_alarms_and_misses(settings: dict[str, float]) -> None:
+    """The rates of the module's docstring, looked at after every evaluation; with room for chance."""
+    runs = [curve(rng=1000 + i, **settings) for i in range(40)]  # type: ignore[arg-type]
+    assert np.mean([ever_rings(data, 1.0) for data in runs]) <= 0.1
+    for ramp in (0.0, 0.15):
+        assert np.mean([ever_rings(collapsed(data, ramp=ramp), 1.0) for data in runs[:12]]) >= 0.8
+
+
+# --- watching -----------------------------------------------------------------------------------------------
+
+
+def open_journal(run_dir: Path, recipe: str = "scalerl", seed: int = 0) -> Journal:
+    journal = Journal(run_dir)
+    journal.header(run=run_dir.name, curve=recipe, recipe=recipe, seed=seed)
+    return journal
+
+
+def evaluations(data: Curve) -> Iterator[tuple[int, dict[str, float]]]:
+    for step, (compute, reward) in enumerate(zip(data.compute, data.reward, strict=True)):
+        yield step, {HOURS: float(compute), RATE: float(reward)}
+
+
+def write(run_dir: Path, data: Curve) -> None:
+    journal = open_journal(run_dir, data.recipe)
+    for step, metrics in evaluations(data):
+        journal.record("eval", step, metrics)
+    journal.close()
+
+
+def watching(source: Path, **settings: object) -> Watch:
+    path = live.default_path([source])
+    return Watch(partial(load, [source]), [source], path=path, clock=lambda: 0.0, **settings)  # type: ignore[arg-type]
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    """Every line of a file, without its time; each must be whole."""
+    return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in path.read_text().splitlines()]
+
+
+def test_a_growing_run_is_followed(tmp_path: Path) -> None:
+    """Evaluations come one by one; what is on file is at every moment what was given, each once."""
+    sweep = tmp_path / "sweep"
+    data = curve(points=20, seeds=1, wander=0.006)
+    journal = open_journal(sweep / "run")
+    watch = watching(sweep)
+    given: list[Snapshot] = []
+    for step, metrics in evaluations(data):
+        journal.record("train", step, {"train/loss": 1.0})
+        journal.record("eval", step, metrics)
+        with (sweep / "run" / "metrics.jsonl").open("a") as torn:
+            at = torn.tell()
+            torn.write('{"kind": "eval", "step": 99, "metr')
+        news = [n.snapshot for n in watch.poll()]
+        os.truncate(sweep / "run" / "metrics.jsonl", at)
+        assert [s.compute_end for s in news] == ([] if step == 0 else [float(data.compute[step])])
+        given += news
+        assert list(watch.poll()) == []
+        if step:
+            assert lines(sweep / "fits.jsonl")[-1]["n"] == step + 1
+    assert [entry["compute"] for entry in lines(sweep / "fits.jsonl")] == data.compute[1:].tolist()
+    assert [s for s in given if s.compute_end >= data.compute[6]] == history(data, every=1)
+    # Whoever comes later sees the same, and writes nothing.
+    before = (sweep / "fits.jsonl").read_bytes()
+    assert [n.snapshot for n in watching(sweep).poll()] == given
+    assert (sweep / "fits.jsonl").read_bytes() == before
+
+
+def test_nothing_is_read_or_fitted_while_nothing_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "run", curve(points=12, seeds=1))
+    loads: list[int] = []
+
+    def counted() -> object:
+        loads.append(1)
+        return load([tmp_path])
+
+    watch = Watch(counted, [tmp_path])  # type: ignore[arg-type]
+    assert len(list(watch.poll())) > 1
+    monkeypatch.setattr(live, "_history", None)
+    assert list(watch.poll()) == [] and loads == [1]
+    write(tmp_path / "run", curve(points=12, seeds=1))  # the journal grows, the evaluations are the same
+    assert list(watch.poll()) == [] and loads == [1, 1]
+    assert not (tmp_path / "fits.jsonl").exists()
+
+
+def test_two_recipes_and_two_ways_to_fit_share_a_file(tmp_path: Path) -> None:
+    for recipe in ("a", "b"):
+        write(tmp_path / recipe, curve(recipe=recipe, points=12, seeds=1))
+    first = [n.snapshot for n in watching(tmp_path).poll()]
+    given = [n.snapshot for n in watching(tmp_path, options=FitOptions(r0=0.3)).poll()]
+    assert len(first) == len(given) and first != given
+    entries = lines(tmp_path / "fits.jsonl")
+    assert [entry["options"]["r0"] for entry in entries] == ["first"] * len(first) + [0.3] * len(given)  # type: ignore[index]
+    assert [n.snapshot for n in watching(tmp_path).poll()] == first
+    assert len(lines(tmp_path / "fits.jsonl")) == len(entries)
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+@pytest.mark.parametrize("torn", [0, 25])
+def test_stopped_between_or_within_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, torn: int) -> None:
+    for name in ("whole", "stopped"):
+        write(tmp_path / name, curve(points=16, seeds=1))
+    whole = [n.snapshot for n in watching(tmp_path / "whole").poll()]
+    append = live._append
+
+    def stops(path: Path, entry: dict[str, object]) -> None:
+        if path.exists() and len(path.read_bytes().splitlines()) == kept:
+            with path.open("a") as handle:
+                handle.write(json.dumps(entry)[:torn])
+            raise KeyboardInterrupt
+        append(path, entry)
+
+    monkeypatch.setattr(live, "_append", stops)
+    with pytest.raises(KeyboardInterrupt):
+        list(watching(tmp_path / "stopped").poll())
+    monkeypatch.setattr(live, "_append", append)
+    assert [n.snapshot for n in watching(tmp_path / "stopped").poll()] == whole
+    after = (tmp_path / "stopped" / "fits.jsonl").read_text().splitlines()
+    if torn:
+        del after[kept]
+    assert after == (tmp_path / "whole" / "fits.jsonl").read_text().splitlines()
+
+
+def test_a_kill_neither_loses_nor_repeats_a_line(tmp_path: Path) -> None:
+    write(tmp_path / "run", curve(points=100, seeds=1, wander=0.006))
+    path = tmp_path / "run" / "fits.jsonl"
+    command = [sys.executable, "-m", "sweeps.cli.main", "watch", str(tmp_path / "run"), "--once"]
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    deadline = time.time() + 60
+    while time.time() < deadline and (not path.exists() or path.read_bytes().count(b"\n") < 2):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    interrupted = path.read_bytes().count(b"\n")
+    expected = history(make_curve("scalerl", *_arrays(tmp_path / "run")))
+    assert 2 <= interrupted < len(expected)
+    assert cli.main(["watch", str(tmp_path / "run"), "--once"]) == 0
+    found = []
+    for line in path.read_text().splitlines():
+        try:
+            found.append(Snapshot.from_json(json.loads(line)))
+        except ValueError:
+            continue
+    assert found == expected
+
+
+def test_two_watchers_do_not_both_write(tmp_path: Path) -> None:
+    write(tmp_path / "run", curve(points=60, seeds=1, wander=0.006))
+    command = [sys.executable, "-m", "sweeps.cli.main", "watch", str(tmp_path / "run"), "--once"]
+    both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    first, second = (process.communicate(timeout=120)[0] for process in both)
+    assert first == second and len(first.splitlines()) == len(lines(tmp_path / "run" / "fits.jsonl")) > 10
+
+
+def _arrays(run_dir: Path) -> tuple[np.ndarray, np.ndarray]:
+    (data,) = load([run_dir]).curves
+    return data.compute, data.reward
+
+
+def test_lines_come_back_and_what_is_no_line_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "run", curve(points=14, seeds=1))
+    given = [n.snapshot for n in watching(tmp_path / "run").poll()]
+    path = tmp_path / "run" / "fits.jsonl"
+    assert [Snapshot.from_json(json.loads(line)) for line in path.read_text().splitlines()] == given
+    good = json.loads(path.read_text().splitlines()[0])
+    damaged = [b"\0\0\0", b"[1]", b"\xff", b"", json.dumps({**good, "A": None}).encode(), b'{"recipe": "scalerl"']
+    path.write_bytes(b"\n".join(damaged) + b"\n" + path.read_bytes())
+    before = path.read_bytes()
+    assert [n.snapshot for n in watching(tmp_path / "run").poll()] == given
+    assert path.read_bytes() == before
+
+
+def test_a_departure_is_on_file(tmp_path: Path) -> None:
+    write(tmp_path / "run", collapsed(curve(points=33, seeds=1, white=0.004), size=0.15))
+    news = list(watching(tmp_path / "run").poll())
+    rung = [n.warning for n in news if n.warning]
+    assert rung and "below its forecast" in rung[0]
+    assert [e["warning"] for e in lines(tmp_path / "run" / "fits.jsonl")] == [n.warning for n in news]
+    assert [n.warning for n in watching(tmp_path / "run").poll()] == [n.warning for n in news]
+
+
+def test_where_lines_go(tmp_path: Path) -> None:
+    assert live.default_path([tmp_path]) == tmp_path / "fits.jsonl"
+    assert live.default_path([tmp_path / "metrics.jsonl"]) == tmp_path / "fits.jsonl"
+    assert live.default_path([EXAMPLE]) is None and live.default_path([tmp_path, tmp_path]) is None
+    assert live.default_path(["x" * 5000]) is None and not live.waiting(["x" * 5000])
+
+
+# --- the command --------------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_help_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["watch", "--help"])
+    (example,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("example: ")]
+    monkeypatch.chdir(ROOT)
+    assert example == "example: scalerl watch examples/curves.csv --once"
+    assert cli.main(example.split()[2:]) == 0
+    captured = capsys.readouterr()
+    last = [line for line in captured.out.splitlines() if line.startswith("scalerl: compute 1.6e+04, 66 evaluations, ")]
+    assert len(last) == 1 and "identifiable, A 0.6" in last[0] and "came 0." in last[0] and "at 1.1e+04" in last[0]
+    assert len(captured.out.splitlines()) == 44
+    assert not (ROOT / "examples" / "fits.jsonl").exists()
+
+
+def test_json_is_an_object_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "run", collapsed(curve(points=20, seeds=1, white=0.004), size=0.2))
+    assert cli.main(["watch", str(tmp_path), "--once", "--json", "--out", str(tmp_path / "new" / "x.jsonl")]) == 0
+    captured = capsys.readouterr()
+    entries = [json.loads(line) for line in captured.out.splitlines()]
+    assert {"recipe", "compute", "n", "verdict", "A", "next", "check", "warning"} == set(entries[-1])
+    assert len(lines(tmp_path / "new" / "x.jsonl")) == len(entries)
+    assert not (tmp_path / "fits.jsonl").exists()
+    warned = [entry["warning"] for entry in entries if entry["warning"]]
+    assert warned and f"warning: scalerl: {warned[0]}" in captured.err
+
+
+def test_it_waits_for_the_first_evaluation_and_for_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text('{"kind": "run", "rec')
+    data = curve(points=12, seeds=1)
+    rest = list(evaluations(data))
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        """Between polls: the header, six evaluations, nothing, the journal gone for a while, the others, Ctrl-C."""
+        slept.append(seconds)
+        turn = len(slept)
+        if turn == 1:
+            open_journal(run_dir).close()
+        elif turn in (2, 6):
+            journal = Journal(run_dir)
+            for step, metrics in rest[:6] if turn == 2 else rest[6:]:
+                journal.record("eval", step, metrics)
+            journal.close()
+        elif turn == 4:
+            (run_dir / "metrics.jsonl").rename(run_dir / "away")
+        elif turn == 5:
+            (run_dir / "away").rename(run_dir / "metrics.jsonl")
+        elif turn == 7:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("sweeps.cli.main.time.sleep", sleep)
+    assert cli.main(["watch", str(tmp_path), "--interval", "7"]) == 0
+    captured = capsys.readouterr()
+    assert slept == [7.0] * 7
+    head, *found = captured.out.splitlines()
+    assert "6 evaluations, too_few_points" in head
+    assert "12 evaluations" in found[-1] and len(found) == len(lines(tmp_path / "fits.jsonl")) - 1
+    first, second = captured.err.splitlines()
+    assert "waiting for the first" in first and "no run in this directory" in second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.csv"], "no such file"),
+        (["nowhere.csv", "--once"], "no such file"),
+        ([EXAMPLE, "--interval", "0"], "--interval 0: must be positive"),
+        ([EXAMPLE, "--x", "gpu_hours"], "no column gpu_hours"),
+        ([EXAMPLE, "--once", "--out", "/proc/nowhere/x.jsonl"], "cannot be written"),
+        ([EXAMPLE, "--once", "--out", "/"], "cannot be written"),
+        ([EXAMPLE, "--min-compute", "5", "--max-compute", "4"], "is not below"),
+        (["x" * 5000], "no such file"),
+    ],
+)
+def test_failures_exit_1_with_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str | Path], words: str
+) -> None:
+    assert cli.main(["watch", *map(str, arguments)]) == 1
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_what_is_said_of_the_sources_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a", curve(points=8, seeds=1))
+    open_journal(tmp_path / "b").close()
+    polls = iter(range(3))
+
+    def sleep(_seconds: float) -> None:
+        if next(polls) == 2:
+            raise KeyboardInterrupt
+        os.utime(tmp_path / "a" / "metrics.jsonl", ns=(0, 0))
+        (tmp_path / "b" / "metrics.jsonl").touch()
+
+    monkeypatch.setattr("sweeps.cli.main.time.sleep", sleep)
+    assert cli.main(["watch", str(tmp_path)]) == 0
+    assert capsys.readouterr().err.count("no evaluation yet") == 1
+
+
+def test_a_run_without_evaluations_is_an_error_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sweeps.cli.main.time.sleep", None)
+    open_journal(tmp_path / "run").close()
+    assert cli.main(["watch", str(tmp_path / "run"), "--once"]) == 1
+    assert "no evaluations to fit" in capsys.readouterr().err
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as handle:
+        handle.write('{"kind": "nonsense"\n{"kind": "end", "status": "failed"}\n')
+    assert cli.main(["watch", str(tmp_path / "run")]) == 1  # damaged, so it does not wait
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_snapshots_are_json_without_nan() -> None:
+    for data in (curve(points=9), make_curve("x", np.arange(9.0), np.full(9, 0.4))):
+        for item in history(data):
+            text = json.dumps(item.to_json(), allow_nan=False)
+            assert Snapshot.from_json(json.loads(text)) == item
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        Snapshot.from_json({"recipe": "x"})
+    assert replace(item, n=1) != item

@@ -1,0 +1,941 @@
+"""Truths about a study on a cluster, from a cluster that exists only in virtual time (`fake_cluster`).
+
+Whatever happens to jobs, nodes, the scheduler and the controller: each member is done once or given up for its true
+reason, no record of it is lost or doubled, a job that was accepted is never submitted a second time, and whoever
+watches is told what is so, in order.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sweeps.errors import UserError
+from sweeps.executor.attempts import attempts
+from sweeps.executor.failure import KINDS, NEVER
+from sweeps.executor.failure import retries as retry_policy
+from sweeps.executor.slurm import ClusterExecutor
+from sweeps.executor.submission import JobSettings
+from sweeps.launch.ledger import Ledger, MemberState
+from sweeps.run.lease import Lease, LeaseLostError
+from sweeps.run.spec import RunSpec
+from tests.sweeps.executor.fake_cluster import (
+    FILLS_THE_DISK,
+    FINISHES,
+    FINISHES_TOO_EARLY,
+    GIVES_UP,
+    HAUNTS,
+    IS_CANCELLED,
+    IS_FORGOTTEN,
+    IS_FORGOTTEN_AND_FINISHES,
+    IS_KILLED,
+    IS_KILLED_FOR_MEMORY,
+    KIND,
+    NEVER_BEGINS,
+    NODE_FAILS,
+    NODE_FAILS_AND_BACK,
+    NOT_REQUEUED,
+    PREEMPTED,
+    PREEMPTED_AND_BACK,
+    RAISES,
+    RAISES_OUT_OF_MEMORY,
+    REQUEUES,
+    RUNS_OUT_OF_MEMORY,
+    TIMES_OUT,
+    EndlessError,
+    FakeCluster,
+    Fate,
+    Job,
+    Killed,
+    Place,
+    Told,
+    VirtualTime,
+    light,
+    member,
+)
+
+
+@pytest.fixture(autouse=True)
+def _light(monkeypatch: pytest.MonkeyPatch) -> None:
+    light(monkeypatch)
+
+
+def place(
+    directory: Path,
+    fates: Mapping[int, Sequence[Fate]] | None = None,
+    members: int = 1,
+    given: Mapping[str, object] | None = None,
+    retries: Mapping[str, int | None] | None = None,
+    **cluster: object,
+) -> Place:
+    """A study of some members; `fates` by their number."""
+    specs = [member(seed) for seed in range(members)]
+    by_run = {specs[number].run: each for number, each in (fates or {}).items()}
+    fake = FakeCluster(VirtualTime(), by_run, **cluster)  # type: ignore[arg-type]
+    return Place(directory, fake, specs, JobSettings.of(dict(given or {})), retries or retry_policy())
+
+
+def state(states: Mapping[str, MemberState], spec: RunSpec) -> tuple[str, str | None]:
+    return states[spec.run].state, states[spec.run].kind
+
+
+# --- a study that nothing happens to -------------------------------------------------------------------------
+
+
+def test_members_become_one_array_and_are_done_once(tmp_path: Path) -> None:
+    here, told = place(tmp_path, members=5), Told()
+    states = here.run([told])
+    assert here.cluster.sizes() == [5]
+    assert [job.id for job in here.cluster.jobs] == ["1_0", "1_1", "1_2", "1_3", "1_4"]
+    for spec in here.specs:
+        assert state(states, spec) == ("finished", None)
+        here.finished_once(spec.run)
+        assert told.events[spec.run] == ["queued", "started", "finished"]
+        assert here.cluster.started[spec.run] == 1
+    assert (told.opened, told.closed) == (1, [(0, 0)])
+    assert told.ticks[-1] == (0, 0, 5, 0)
+
+
+def test_a_single_member_is_a_job_without_an_index(tmp_path: Path) -> None:
+    here = place(tmp_path)
+    here.run()
+    assert [job.id for job in here.cluster.jobs] == ["1"]
+    assert "--array" not in here.cluster.scripts[0]
+    here.finished_once(here.specs[0].run)
+
+
+def test_what_is_done_is_not_submitted_again(tmp_path: Path) -> None:
+    here = place(tmp_path, members=3)
+    here.run()
+    told = Told()
+    assert {each.state for each in here.run([told]).values()} == {"finished"}
+    assert here.cluster.sizes() == [3]
+    assert all(told.events[spec.run] == ["finished"] for spec in here.specs)
+    for spec in here.specs:
+        here.finished_once(spec.run)
+
+
+def test_a_member_that_was_given_up_gets_another_chance_only_when_asked(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [RAISES]}, members=2)
+    assert state(here.run(), here.specs[0]) == ("failed", "error")
+    assert state(here.run(again=False), here.specs[0]) == ("failed", "error")
+    assert here.cluster.sizes() == [2]
+    assert state(here.run(), here.specs[0]) == ("finished", None)
+    assert here.cluster.sizes() == [2, 1]
+
+
+def test_the_scheduler_is_looked_at_every_poll_and_no_more_often(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [REQUEUES] * 10}, members=2, given={"poll_s": 30})
+    begin = here.time.now
+    here.run()
+    assert here.cluster.looks <= (here.time.now - begin) / 30 + 2
+
+
+# --- how a job ends, and what becomes of the member ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("fate", [fate for fate, kind in KIND.items() if kind is not None], ids=lambda fate: fate.state)
+def test_every_end_is_seen_for_what_it_was(tmp_path: Path, fate: Fate) -> None:
+    here, told = place(tmp_path, {0: [fate]}, members=2, retries=NEVER), Told()
+    states = here.run([told])
+    spec, other = here.specs
+    assert state(states, spec) == ("failed", KIND[fate])
+    reason = states[spec.run].reason
+    assert reason
+    if fate.said is not None and fate.said[2] is not None:
+        assert fate.said[2] in reason
+    assert told.events[spec.run][-1] == ("cancelled" if KIND[fate] == "cancelled" else "failed")
+    assert here.count(spec.run, "failed") == 1
+    assert told.closed == [(1, 0)]
+    here.finished_once(other.run)
+    assert here.cluster.sizes() == [2]
+
+
+@pytest.mark.parametrize("remembers_s", [300.0, 3.0])
+@pytest.mark.parametrize("lag_s", [0.0, 40.0])
+@pytest.mark.parametrize("fate", [fate for fate, kind in KIND.items() if kind is not None], ids=lambda fate: fate.state)
+def test_an_end_that_only_accounting_saw_is_the_same_end(
+    tmp_path: Path, fate: Fate, remembers_s: float, lag_s: float
+) -> None:
+    here = place(tmp_path, {0: [fate]}, retries=NEVER, remembers_s=remembers_s, accounting_lag_s=lag_s)
+    # A job that said itself how it failed need not wait for the accounting that says the same.
+    assert state(here.run(), here.specs[0]) == ("failed", KIND[fate])
+
+
+@pytest.mark.parametrize(
+    "fate", [REQUEUES, PREEMPTED_AND_BACK, NODE_FAILS_AND_BACK, HAUNTS], ids=["asked", "preempted", "node", "copies"]
+)
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_job_that_comes_back_under_its_own_id_is_waited_for(tmp_path: Path, fate: Fate, times: int) -> None:
+    here, told = place(tmp_path, {0: [fate] * times}, members=2), Told()
+    here.run([told])
+    spec = here.specs[0]
+    here.finished_once(spec.run)
+    assert here.count(spec.run, "retried") == 0
+    assert here.cluster.sizes() == [2]
+    assert here.cluster.started[spec.run] == times + 1
+    assert set(told.events[spec.run]) == {"queued", "started", "finished"}
+
+
+def test_a_copy_on_a_node_that_was_taken_for_dead_writes_nothing_twice(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [HAUNTS, FINISHES]})
+    here.run()
+    spec = here.specs[0]
+    here.finished_once(spec.run)
+    assert [(each.job, each.restart) for each in attempts(here.run_dir(spec.run))] == [("1", 0), ("1", 1)]
+
+
+def test_a_job_that_was_forgotten_and_finishes_all_the_same_counts_once(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [IS_FORGOTTEN_AND_FINISHES]})
+    here.run()
+    spec = here.specs[0]
+    here.finished_once(spec.run)
+    assert here.count(spec.run, "retried") == 1
+    assert here.events(spec.run)[3]["kind"] == "lost"
+
+
+def test_a_job_that_was_forgotten_is_lost_only_after_its_time(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [IS_FORGOTTEN]}, given={"lost_after_s": 900})
+    here.run()
+    spec = here.specs[0]
+    here.finished_once(spec.run)
+    assert here.cluster.submit_times[1] - here.cluster.submit_times[0] >= 900
+    assert [event["kind"] for event in here.events(spec.run) if event["event"] == "retried"] == ["lost"]
+
+
+@pytest.mark.parametrize("fate", [RAISES, FILLS_THE_DISK, NOT_REQUEUED, RAISES_OUT_OF_MEMORY, GIVES_UP])
+def test_without_accounting_the_jobs_own_last_word_counts(tmp_path: Path, fate: Fate) -> None:
+    here = place(tmp_path, {0: [fate]}, retries=NEVER, accounting=False, remembers_s=1)
+    begin = here.time.now
+    assert state(here.run(), here.specs[0]) == ("failed", KIND[fate])
+    assert here.time.now - begin < 120, "it was known long before it counted as lost"
+
+
+def test_a_scheduler_that_is_silent_is_no_news(tmp_path: Path) -> None:
+    here, told = place(tmp_path, {0: [REQUEUES]}, members=3), Told()
+    begin = here.time.now
+    here.cluster.silent = lambda now: begin + 20 <= now < begin + 3_000
+    here.run([told])
+    for spec in here.specs:
+        here.finished_once(spec.run)
+        assert here.count(spec.run, "retried") == 0
+    assert here.cluster.sizes() == [3]
+
+
+def test_time_without_an_answer_is_no_time_missing(tmp_path: Path) -> None:
+    """A job that the queue did not show yet when the scheduler fell silent gets its whole time when it is back."""
+    here = place(tmp_path, given={"lost_after_s": 120})
+    begin = here.time.now
+    here.cluster.faults.append("shown_late")
+    here.cluster.late_s = 200
+    here.cluster.silent = lambda now: begin + 1 < now < begin + 150
+    here.run()
+    here.finished_once(here.specs[0].run)
+    assert here.cluster.sizes() == [1]
+
+
+def test_a_job_that_the_queue_shows_late_is_waited_for(tmp_path: Path) -> None:
+    here = place(tmp_path, members=2, given={"lost_after_s": 120})
+    here.cluster.faults.append("shown_late")
+    here.cluster.late_s = 110
+    here.run(detach=True)
+    assert here.time.now > 1_100, "left before it was clear that the jobs are there"
+    here.run()
+    assert here.cluster.sizes() == [2]
+    for spec in here.specs:
+        here.finished_once(spec.run)
+
+
+# --- attempts by kind ----------------------------------------------------------------------------------------
+
+POLICY = retry_policy()
+FATE_OF = {
+    "error": RAISES,
+    "out_of_memory": RUNS_OUT_OF_MEMORY,
+    "disk_full": FILLS_THE_DISK,
+    "preempted": PREEMPTED,
+    "time_limit": TIMES_OUT,
+    "gave_up": GIVES_UP,
+    "node": NODE_FAILS,
+    "killed": IS_KILLED,
+    "launch": NEVER_BEGINS,
+    "lost": IS_FORGOTTEN,
+    "cancelled": IS_CANCELLED,
+    "outgrown": FINISHES_TOO_EARLY,
+}
+
+
+def test_every_kind_has_its_fate_here() -> None:
+    assert FATE_OF.keys() == KINDS.keys()
+
+
+@pytest.mark.parametrize("kind", [kind for kind, limit in POLICY.items() if limit is not None])
+def test_a_member_is_tried_as_often_as_its_kind_of_failure_allows_and_then_given_up(tmp_path: Path, kind: str) -> None:
+    limit = POLICY[kind]
+    assert limit is not None
+    here, told = place(tmp_path, {0: [FATE_OF[kind]] * (limit + 1)}), Told()
+    states = here.run([told])
+    spec = here.specs[0]
+    assert state(states, spec) == ("failed", kind)
+    assert states[spec.run].attempts == limit + 1 == len(here.cluster.jobs_of(spec.run))
+    assert [event["kind"] for event in here.events(spec.run) if event["event"] == "retried"] == [kind] * limit
+    assert told.events[spec.run].count("retried") == limit
+
+
+@pytest.mark.parametrize("kind", [kind for kind, limit in POLICY.items() if limit != 0])
+def test_a_member_that_is_done_at_its_last_try_is_done(tmp_path: Path, kind: str) -> None:
+    times = POLICY[kind] or 12
+    here = place(tmp_path, {0: [FATE_OF[kind]] * times})
+    here.run()
+    here.finished_once(here.specs[0].run)
+    assert here.count(here.specs[0].run, "retried") == times
+    assert len(here.cluster.jobs) == times + 1
+
+
+def test_each_kind_is_counted_by_itself(tmp_path: Path) -> None:
+    fates = [NODE_FAILS, RUNS_OUT_OF_MEMORY, IS_KILLED, NODE_FAILS, NEVER_BEGINS, IS_KILLED, IS_FORGOTTEN, TIMES_OUT]
+    here = place(tmp_path, {0: fates, 1: [*fates, RUNS_OUT_OF_MEMORY]}, members=2)
+    states = here.run()
+    here.finished_once(here.specs[0].run)
+    assert state(states, here.specs[1]) == ("failed", "out_of_memory")
+
+
+def test_another_chance_comes_with_all_attempts_anew(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [NEVER_BEGINS] * 3})
+    assert state(here.run(), here.specs[0]) == ("failed", "launch")
+    here.run()
+    assert here.count(here.specs[0].run, "finished") == 1
+    assert len(here.cluster.jobs) == 4
+
+
+def memory(script: str) -> str | None:
+    match = re.search(r"(?m)^#SBATCH --mem=(\S+)$", script)
+    return match[1] if match else None
+
+
+def excluded(script: str) -> str | None:
+    match = re.search(r"(?m)^#SBATCH --exclude=(\S+)$", script)
+    return match[1].strip("'") if match else None
+
+
+@pytest.mark.parametrize("fate", [RUNS_OUT_OF_MEMORY, RAISES_OUT_OF_MEMORY, IS_KILLED_FOR_MEMORY])
+def test_one_that_ran_out_of_memory_asks_for_half_as_much_again(tmp_path: Path, fate: Fate) -> None:
+    policy = retry_policy({"out_of_memory": 3})
+    here = place(tmp_path, {0: [fate] * 3}, given={"mem_gb": 8}, retries=policy)
+    here.run()
+    here.finished_once(here.specs[0].run)
+    assert [memory(script) for script in here.cluster.scripts] == ["8GB", "12GB", "18GB", "27GB"]
+
+
+def test_memory_that_nobody_named_does_not_grow(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [RUNS_OUT_OF_MEMORY]})
+    here.run()
+    assert [memory(script) for script in here.cluster.scripts] == [None, None]
+
+
+@pytest.mark.parametrize("fate", [NODE_FAILS, IS_KILLED], ids=["node", "killed"])
+def test_nodes_that_are_to_blame_are_kept_off_and_those_given_stay_off(tmp_path: Path, fate: Fate) -> None:
+    here = place(tmp_path, {0: [fate, fate]}, given={"exclude": "n7"})
+    here.run()
+    here.finished_once(here.specs[0].run)
+    used = [each.node for each in attempts(here.run_dir(here.specs[0].run))]
+    assert len(set(used)) == 3
+    assert [excluded(script) for script in here.cluster.scripts] == ["n7", f"n7,{used[0]}", f"n7,{used[0]},{used[1]}"]
+
+
+def test_a_node_on_which_nothing_begins_is_kept_off(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [NEVER_BEGINS]})
+    here.run()
+    here.finished_once(here.specs[0].run)
+    failed_on = here.events(here.specs[0].run)[3]["node"]
+    assert [excluded(script) for script in here.cluster.scripts] == [None, failed_on]
+
+
+@pytest.mark.parametrize("fate", [TIMES_OUT, PREEMPTED, NOT_REQUEUED, RUNS_OUT_OF_MEMORY, IS_FORGOTTEN])
+def test_what_is_not_the_nodes_fault_keeps_off_no_node(tmp_path: Path, fate: Fate) -> None:
+    here = place(tmp_path, {0: [fate]})
+    here.run()
+    assert [excluded(script) for script in here.cluster.scripts] == [None, None]
+
+
+def test_members_with_different_needs_are_submitted_apart(tmp_path: Path) -> None:
+    fates = {0: [RUNS_OUT_OF_MEMORY], 1: [TIMES_OUT], 2: [NODE_FAILS], 3: [RUNS_OUT_OF_MEMORY]}
+    here = place(tmp_path, fates, members=4, given={"mem_gb": 4})
+    here.run()
+    for spec in here.specs:
+        here.finished_once(spec.run)
+    node = next(entry["node"] for entry in here.events(here.specs[2].run) if "node" in entry)
+    needs = {job.run: (memory(script), excluded(script)) for job, script in last_scripts(here)}
+    assert [needs[spec.run] for spec in here.specs] == [("6GB", None), ("4GB", None), ("4GB", node), ("6GB", None)]
+
+
+def last_scripts(here: Place) -> list[tuple[Job, str]]:
+    """Each job with the script that it was submitted with, later ones last."""
+    names = {re.findall(r"(?m)^#SBATCH --job-name=(.*)$", script)[0]: script for script in here.cluster.scripts}
+    return [(job, names[job.name]) for job in here.cluster.jobs]
+
+
+@pytest.mark.parametrize(
+    "before", [REQUEUES, PREEMPTED_AND_BACK, NODE_FAILS_AND_BACK], ids=["asked", "preempted", "node"]
+)
+def test_a_job_that_comes_back_and_does_not_begin_is_one_that_did_not_begin(tmp_path: Path, before: Fate) -> None:
+    here = place(tmp_path, {0: [before, NEVER_BEGINS]}, retries=NEVER)
+    assert state(here.run(), here.specs[0]) == ("failed", "launch")
+
+
+# --- limits of the cluster -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given_size", "limit", "sizes"),
+    [(None, 1001, [7]), (3, 1001, [3, 3, 1]), (None, 4, [4, 3]), (3, 2, [2, 2, 2, 1]), (1, 1001, [1] * 7)],
+)
+def test_arrays_are_as_long_as_allowed_and_none_waits_for_another(
+    tmp_path: Path, given_size: int | None, limit: int, sizes: list[int]
+) -> None:
+    here = place(tmp_path, members=7, given={"array_size": given_size}, array_limit=limit)
+    here.run()
+    assert here.cluster.sizes() == sizes
+    assert len(set(here.cluster.submit_times)) == 1, "all at once, before the first has ended"
+    for spec in here.specs:
+        here.finished_once(spec.run)
+
+
+def test_an_array_that_is_too_large_after_all_is_halved_until_it_is_taken(tmp_path: Path) -> None:
+    here = place(tmp_path, members=8, array_limit=1001, true_array_limit=3)
+    here.run()
+    assert here.cluster.sizes() == [2, 2, 2, 2]
+    assert len(here.cluster.submit_times) == 6
+    for spec in here.specs:
+        here.finished_once(spec.run)
+        assert here.cluster.started[spec.run] == 1
+
+
+def test_a_limit_on_jobs_is_kept_without_bothering_the_scheduler(tmp_path: Path) -> None:
+    here = place(tmp_path, members=6, submit_limit=2)
+    begin = here.time.now
+    here.run()
+    for spec in here.specs:
+        here.finished_once(spec.run)
+        assert here.cluster.started[spec.run] == 1
+    refused = len(here.cluster.submit_times) - len(here.cluster.sizes())
+    minutes = (here.time.now - begin) / 60
+    assert refused <= 4 + 4 * minutes
+    pauses = [b - a for a, b in zip(here.cluster.submit_times, here.cluster.submit_times[1:], strict=False)]
+    assert all(pause == 0 or pause >= 4.9 for pause in pauses)
+
+
+def test_the_pauses_between_refusals_grow_to_minutes(tmp_path: Path) -> None:
+    here = place(tmp_path)
+    here.cluster.faults.extend(["limit"] * 12)
+    here.run()
+    pauses = [b - a for a, b in zip(here.cluster.submit_times, here.cluster.submit_times[1:], strict=False)]
+    assert len(pauses) == 12
+    assert pauses[:4] == pytest.approx([5, 10, 20, 40], abs=11)
+    assert pauses[-1] == pytest.approx(300, abs=11)
+    here.finished_once(here.specs[0].run)
+
+
+def test_a_refusal_for_good_is_an_error_with_a_remedy_and_the_next_try_submits(tmp_path: Path) -> None:
+    here = place(tmp_path, members=2)
+    here.cluster.faults.append("refused")
+    with pytest.raises(UserError, match="partition"):
+        here.run()
+    here.run()
+    for spec in here.specs:
+        here.finished_once(spec.run)
+        assert here.cluster.started[spec.run] == 1
+
+
+def test_jobs_that_run_survive_a_refusal_for_good(tmp_path: Path) -> None:
+    here, told = place(tmp_path, members=4, given={"array_size": 2}), Told()
+    here.cluster.faults.extend([None, "refused"])
+    with pytest.raises(UserError, match="partition"):
+        here.run([told])
+    here.run()
+    for spec in here.specs:
+        here.finished_once(spec.run)
+        assert here.cluster.started[spec.run] == 1
+
+
+# --- submissions without an answer ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_a_submission_whose_answer_was_lost_is_found_in_the_queue(tmp_path: Path, members: int) -> None:
+    here = place(tmp_path, members=members)
+    here.cluster.faults.append("reply_lost")
+    here.run()
+    assert here.cluster.sizes() == [members]
+    assert here.cluster.cancelled == []
+    for spec in here.specs:
+        here.finished_once(spec.run)
+        assert here.cluster.started[spec.run] == 1
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_a_submission_that_never_arrived_is_made_again(tmp_path: Path, members: int) -> None:
+    here = place(tmp_path, members=members)
+    here.cluster.faults.extend(["no_answer", "no_answer"])
+    here.run()
+    assert here.cluster.sizes() == [members]
+    for spec in here.specs:
+        here.finished_once(spec.run)
+
+
+def test_a_submission_that_was_given_up_and_comes_through_late_is_cancelled(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [REQUEUES] * 4}, members=2, wait_s=60)
+    here.cluster.faults.append("late")
+    here.cluster.late_s = 40
+    here.run()
+    assert here.cluster.sizes() == [2, 2]
+    assert set(here.cluster.cancelled) == {"1"}
+    for spec in here.specs:
+        here.finished_once(spec.run)
+        assert here.cluster.started[spec.run] == 1 + 4 * (spec == here.specs[0])
+
+
+# --- another's jobs ------------------------------------------------------------------------------------------
+
+
+def test_an_id_that_now_is_anothers_job_is_not_taken_for_ours(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [IS_FORGOTTEN]})
+
+    def foreign_once_forgotten() -> None:
+        if any(job.forgotten for job in here.cluster.jobs) and len(here.cluster.jobs) == 1:
+            here.cluster.foreign(1, state="RUNNING")
+
+    here.time.then.append(foreign_once_forgotten)
+    here.run()
+    spec = here.specs[0]
+    here.finished_once(spec.run)
+    assert [event["kind"] for event in here.events(spec.run) if event["event"] == "retried"] == ["lost"]
+
+
+def test_an_id_that_became_anothers_while_no_controller_lived_is_not_adopted(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [IS_FORGOTTEN]}, members=2)
+    here.run(detach=True)
+    here.time.sleep(100)
+    here.cluster.foreign(1, state="COMPLETED")
+    here.run()
+    for spec in here.specs:
+        here.finished_once(spec.run)
+    assert here.count(here.specs[0].run, "retried") == 1
+    assert here.count(here.specs[1].run, "retried") == 0
+
+
+def test_what_accounting_says_of_anothers_job_is_not_said_of_ours(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [IS_FORGOTTEN]})
+    here.run(detach=True)
+    here.time.sleep(100)
+    here.cluster.foreign(1, state="OUT_OF_MEMORY")
+    here.run()
+    spec = here.specs[0]
+    here.finished_once(spec.run)
+    assert [event["kind"] for event in here.events(spec.run) if event["event"] == "retried"] == ["lost"]
+
+
+def test_a_member_that_waits_again_is_told_of_again(tmp_path: Path) -> None:
+    """Also when nobody ever saw it run."""
+    short = replace(NEVER_BEGINS, lasts_s=1.0)
+    here, told = place(tmp_path, {0: [short]}, given={"poll_s": 60}), Told()
+    here.run([told])
+    assert told.events[here.specs[0].run][:3] == ["queued", "retried", "queued"]
+
+
+def test_jobs_of_other_studies_are_left_alone(tmp_path: Path) -> None:
+    here = place(tmp_path, members=2)
+    other = here.cluster.foreign(999)
+    here.cluster.faults.append("late")
+    here.run()
+    assert other.state == "RUNNING"
+    assert "999" not in here.cluster.cancelled
+
+
+# --- leaving, and coming back --------------------------------------------------------------------------------
+
+
+def test_a_detached_launch_leaves_when_all_is_submitted_and_a_later_one_settles(tmp_path: Path) -> None:
+    here, told = place(tmp_path, {1: [RAISES], 2: [NODE_FAILS]}, members=4, given={"array_size": 3}), Told()
+    begin = here.time.now
+    states = here.run([told], detach=True)
+    assert here.time.now - begin < 60
+    assert {each.state for each in states.values()} == {"started"}
+    assert here.cluster.sizes() == [3, 1]
+    assert told.closed == [(0, 4)]
+    here.time.sleep(5_000)
+    states, told = here.run([told := Told()], again=False), told
+    assert state(states, here.specs[1]) == ("failed", "error")
+    for spec in (here.specs[0], here.specs[2], here.specs[3]):
+        here.finished_once(spec.run)
+    assert here.count(here.specs[2].run, "retried") == 1
+    assert here.cluster.sizes() == [3, 1, 1]
+
+
+def test_collecting_by_and_by_settles_a_study_without_waiting(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [NODE_FAILS, TIMES_OUT], 1: [REQUEUES]}, members=3)
+    for _ in range(40):
+        states = here.run(detach=True, again=False)
+        if {each.state for each in states.values()} == {"finished"}:
+            break
+        here.time.sleep(120)
+    for spec in here.specs:
+        here.finished_once(spec.run)
+    assert here.cluster.sizes() == [3, 1, 1]
+
+
+def test_a_detached_launch_leaves_behind_what_the_cluster_does_not_take_yet(tmp_path: Path) -> None:
+    here, told = place(tmp_path, members=4, given={"array_size": 2}, submit_limit=2), Told()
+    here.run([told], detach=True)
+    assert here.cluster.sizes() == [2]
+    assert told.closed == [(0, 4)]
+    here.time.sleep(1_000)
+    here.run(again=False)
+    for spec in here.specs:
+        here.finished_once(spec.run)
+        assert here.cluster.started[spec.run] == 1
+
+
+def test_a_detached_launch_submits_all_although_its_arrays_were_too_large(tmp_path: Path) -> None:
+    here = place(tmp_path, members=8, array_limit=1001, true_array_limit=2)
+    here.run(detach=True)
+    assert here.cluster.sizes() == [2, 2, 2, 2]
+
+
+def test_a_controller_without_the_lease_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = place(tmp_path, members=2)
+
+    def lost(lease: Lease) -> None:
+        raise LeaseLostError("taken over")
+
+    monkeypatch.setattr(Lease, "check", lost)
+    with pytest.raises(LeaseLostError):
+        here.run()
+    assert here.cluster.jobs == []
+
+
+# --- a controller that is killed -----------------------------------------------------------------------------
+
+WRITES = 40
+
+
+def kills_once(where: str, number: int) -> Iterator[tuple[str, int] | None]:
+    yield (where, number)
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 30.0, 150.0])
+@pytest.mark.parametrize("members", [1, 3])
+def test_a_controller_killed_at_any_write_is_followed_by_one_that_submits_nothing_twice(
+    tmp_path: Path, members: int, gap_s: float
+) -> None:
+    killed = 0
+    for where in ("before", "after"):
+        for number in range(1, WRITES):
+            here = place(tmp_path / f"{where}{number}", {0: [REQUEUES]}, members=members)
+            here.until_done(kills_once(where, number), gap_s)
+            for spec in here.specs:
+                here.finished_once(spec.run)
+                assert here.cluster.started[spec.run] == 1 + (spec == here.specs[0]), (where, number)
+            assert here.cluster.sizes() == [members], (where, number)
+            writes = len({(entry["event"], entry["time"]) for entry in Ledger(here.directory).entries()})
+            if number > writes + members:
+                break
+            killed += 1
+    assert killed >= 2 * (members + 3)
+
+
+@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.parametrize(("where", "number"), [("after", 1), ("after", 2), ("before", 2), ("before", 3), ("after", 3)])
+@pytest.mark.parametrize("gap_s", [0.0, 45.0])
+def test_controllers_that_are_all_killed_get_there_all_the_same(
+    tmp_path: Path, members: int, where: str, number: int, gap_s: float
+) -> None:
+    fates = {0: [NODE_FAILS, TIMES_OUT], members - 1: [IS_KILLED]}
+    here = place(tmp_path, fates, members=members)
+    here.until_done(repeat((where, number), 60), gap_s)
+    for spec in here.specs:
+        here.finished_once(spec.run)
+        jobs = 1 + here.count(spec.run, "retried")
+        assert len(here.cluster.jobs_of(spec.run)) == jobs == here.cluster.started[spec.run]
+
+
+@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.parametrize("fault", ["killed_before", "killed_after"])
+@pytest.mark.parametrize("gap_s", [0.0, 30.0, 200.0])
+def test_a_controller_killed_while_it_submits_leaves_no_doubt_behind(
+    tmp_path: Path, members: int, fault: str, gap_s: float
+) -> None:
+    here = place(tmp_path, members=members)
+    here.cluster.faults.append(fault)
+    here.until_done(iter(()), gap_s)
+    assert here.cluster.sizes() == [members]
+    for spec in here.specs:
+        here.finished_once(spec.run)
+        assert here.cluster.started[spec.run] == 1
+
+
+@pytest.mark.parametrize("fault", ["killed_before", "killed_after"])
+def test_killed_while_it_submits_the_second_of_three_arrays(tmp_path: Path, fault: str) -> None:
+    here = place(tmp_path, members=6, given={"array_size": 2})
+    here.cluster.faults.extend([None, fault])
+    here.until_done(iter(()))
+    assert sorted(here.cluster.sizes()) == [2, 2, 2]
+    for spec in here.specs:
+        here.finished_once(spec.run)
+        assert here.cluster.started[spec.run] == 1
+
+
+def test_a_retry_that_was_not_written_down_is_found_out_again(tmp_path: Path) -> None:
+    for number in range(1, 12):
+        for where in ("before", "after"):
+            here = place(tmp_path / f"{where}{number}", {0: [NODE_FAILS, IS_KILLED]}, given={"mem_gb": 2})
+            here.until_done(kills_once(where, number), 40.0)
+            spec = here.specs[0]
+            here.finished_once(spec.run)
+            assert [e["kind"] for e in here.events(spec.run) if e["event"] == "retried"] == ["node", "killed"]
+            assert len(here.cluster.jobs_of(spec.run)) == 3
+
+
+def test_a_failure_that_was_not_written_down_is_found_out_again(tmp_path: Path) -> None:
+    for number in range(1, 6):
+        for where in ("before", "after"):
+            here = place(tmp_path / f"{where}{number}", {0: [RAISES]})
+            states = here.until_done(kills_once(where, number), 40.0)
+            assert state(states, here.specs[0]) == ("failed", "error")
+            assert here.count(here.specs[0].run, "failed") == 1
+            assert len(here.cluster.jobs) == 1
+
+
+@pytest.mark.parametrize("fate", [RAISES, TIMES_OUT, REQUEUES])
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_job_that_came_and_went_before_its_id_was_written_down_is_not_run_again(
+    tmp_path: Path, fate: Fate, members: int
+) -> None:
+    """Killed between the acceptance and the ledger; back after the queue has forgotten how the job ended."""
+    here = place(tmp_path, {number: [fate] for number in range(members)}, members=members, remembers_s=60)
+    here.cluster.faults.append("killed_after")
+    here.until_done(iter(()), gap_s=1_000)
+    for spec in here.specs:
+        assert here.cluster.started[spec.run] == 1 + (KIND[fate] == "time_limit") + (fate is REQUEUES)
+        if KIND[fate] is not None:
+            assert [e["kind"] for e in here.events(spec.run) if e["event"] in ("retried", "failed")] == [KIND[fate]]
+
+
+def test_while_the_scheduler_is_silent_nobody_guesses_whether_it_took_a_submission(tmp_path: Path) -> None:
+    here = place(tmp_path, members=2)
+    here.cluster.faults.append("killed_after")
+    with pytest.raises(Killed):
+        here.run()
+    here.cluster.silent = lambda now: True
+    with pytest.raises(UserError, match="does not answer"):
+        here.run()
+    here.cluster.silent = lambda now: False
+    here.run()
+    assert here.cluster.sizes() == [2]
+    for spec in here.specs:
+        here.finished_once(spec.run)
+
+
+@pytest.mark.parametrize("where", ["no_answer", "late"])
+def test_a_submission_given_up_by_a_controller_that_died_is_cancelled_by_the_next(tmp_path: Path, where: str) -> None:
+    here = place(tmp_path, {0: [REQUEUES] * 6}, wait_s=200)
+    here.cluster.faults.append(where)
+    here.cluster.late_s = 60
+    # planned, submitting, submitting again, started: gone after the second submission was taken.
+    with pytest.raises(Killed):
+        here.run(killed_at=("after", 4))
+    assert len(here.cluster.submit_times) == 2
+    here.time.sleep(80)
+    here.run()
+    here.finished_once(here.specs[0].run)
+    assert len({job.id for job in here.cluster.jobs if job.state == "COMPLETED"}) == 1
+    first = here.cluster.jobs[0]
+    assert where == "no_answer" or first.state == "CANCELLED"
+
+
+# --- anything, in any order ----------------------------------------------------------------------------------
+
+HARMLESS = [REQUEUES, PREEMPTED_AND_BACK, NODE_FAILS_AND_BACK]
+ENDS = [fate for fate, kind in KIND.items() if kind is not None]
+
+
+def expected(fates: Sequence[Fate], policy: Mapping[str, int | None]) -> tuple[str, int, int]:
+    """What must become of a member: its kind of failure or `finished`; its starts; its jobs."""
+    spent: dict[str, int] = {}
+    jobs = 1
+    for number, fate in enumerate([*fates, FINISHES], start=1):
+        kind = KIND[fate]
+        if fate is FINISHES:
+            return "finished", number, jobs
+        if kind is None:
+            continue
+        limit = policy[kind]
+        if limit is not None and spent.get(kind, 0) >= limit:
+            return kind, number, jobs
+        spent[kind] = spent.get(kind, 0) + 1
+        jobs += 1
+    raise AssertionError
+
+
+fates_of_a_run = st.lists(st.sampled_from([*HARMLESS, *ENDS]), max_size=4)
+kill_points = st.lists(
+    st.one_of(st.none(), st.tuples(st.sampled_from(["before", "after"]), st.integers(1, 9))), max_size=5
+)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    fates=st.lists(fates_of_a_run, min_size=1, max_size=6),
+    kills=kill_points,
+    gap_s=st.sampled_from([0.0, 7.0, 55.0, 250.0]),
+    array_size=st.sampled_from([None, 1, 2, 4]),
+    poll_s=st.sampled_from([5, 10, 60]),
+    accounting_lag_s=st.sampled_from([0.0, 20.0]),
+    silence=st.lists(st.tuples(st.integers(0, 900), st.integers(1, 400)), max_size=3),
+    limit=st.sampled_from([None, 2, 5]),
+    order=st.lists(st.sampled_from([None, None, None, "limit"]), max_size=4),
+)
+def test_whatever_happens_each_member_is_done_once_or_given_up_for_its_true_reason(
+    tmp_path_factory: pytest.TempPathFactory,
+    fates: list[list[Fate]],
+    kills: list[tuple[str, int] | None],
+    gap_s: float,
+    array_size: int | None,
+    poll_s: int,
+    accounting_lag_s: float,
+    silence: list[tuple[int, int]],
+    limit: int | None,
+    order: list[str | None],
+) -> None:
+    here = place(
+        tmp_path_factory.mktemp("study"),
+        dict(enumerate(fates)),
+        members=len(fates),
+        given={"array_size": array_size, "poll_s": poll_s, "mem_gb": 2},
+        accounting_lag_s=accounting_lag_s,
+        submit_limit=limit,
+        remembers_s=600.0,
+    )
+    begin = here.time.now
+    here.cluster.faults.extend(order)
+    here.cluster.silent = lambda now: any(begin + at <= now < begin + at + length for at, length in silence)
+    controllers = iter([*kills, *repeat(None, 40)])
+    while True:
+        try:
+            states = here.until_done(controllers, gap_s)
+            break
+        except UserError:
+            here.time.sleep(100)  # the scheduler did not answer a controller that had to know
+    assert here.time.now - begin < 60_000
+    for spec, own in zip(here.specs, fates, strict=True):
+        kind, starts, jobs = expected(own, here.retries)
+        assert here.cluster.started[spec.run] == starts
+        assert len(here.cluster.jobs_of(spec.run)) == jobs
+        if kind == "finished":
+            here.finished_once(spec.run)
+        else:
+            assert state(states, spec) == ("failed", kind)
+            assert here.count(spec.run, "failed") == 1
+            assert here.count(spec.run, "finished") == 0
+    assert here.cluster.living() == []
+    if limit is None:
+        assert len(here.cluster.submit_times) <= 8 * len(fates) + len(order) + 5
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    fates=st.lists(
+        st.lists(st.sampled_from([*HARMLESS, HAUNTS, IS_FORGOTTEN_AND_FINISHES, PREEMPTED, TIMES_OUT]), max_size=3),
+        min_size=1,
+        max_size=4,
+    ),
+    faults=st.lists(
+        st.sampled_from([None, "limit", "no_answer", "reply_lost", "late", "killed_before", "killed_after"]), max_size=8
+    ),
+    kills=kill_points,
+    gap_s=st.sampled_from([0.0, 20.0, 150.0]),
+    late_s=st.sampled_from([3.0, 30.0, 200.0]),
+    silence=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 200)), max_size=2),
+)
+def test_whatever_happens_to_submissions_nothing_is_lost_or_doubled(
+    tmp_path_factory: pytest.TempPathFactory,
+    fates: list[list[Fate]],
+    faults: list[str | None],
+    kills: list[tuple[str, int] | None],
+    gap_s: float,
+    late_s: float,
+    silence: list[tuple[int, int]],
+) -> None:
+    policy = retry_policy({"cancelled": 5, "lost": 20})
+    here = place(
+        tmp_path_factory.mktemp("study"),
+        dict(enumerate(fates)),
+        members=len(fates),
+        given={"array_size": 2},
+        retries=policy,
+        remembers_s=600.0,
+    )
+    begin = here.time.now
+    here.cluster.faults.extend(faults)
+    here.cluster.late_s = late_s
+    here.cluster.silent = lambda now: any(begin + at <= now < begin + at + length for at, length in silence)
+    controllers = iter([*kills, *repeat(None, 60)])
+    while True:
+        try:
+            states = here.until_done(controllers, gap_s)
+            break
+        except UserError:
+            here.time.sleep(50)
+    assert here.time.now - begin < 60_000
+    for spec in here.specs:
+        assert state(states, spec) == ("finished", None)
+        here.finished_once(spec.run)
+
+
+# --- what a study says of itself -----------------------------------------------------------------------------
+
+
+def test_what_goes_into_the_ledger_tells_the_whole_story(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [NODE_FAILS]})
+    here.run()
+    entries = here.events(here.specs[0].run)
+    assert [entry["event"] for entry in entries] == [
+        "planned",
+        "submitting",
+        "started",
+        "retried",
+        "submitting",
+        "started",
+        "finished",
+    ]
+    assert entries[1]["submission"] == entries[2]["submission"] != entries[4]["submission"]
+    assert [entries[2]["job"], entries[5]["job"]] == ["1", "2"]
+    assert entries[3]["node"] in [attempt.node for attempt in attempts(here.run_dir(here.specs[0].run))]
+    manifest = here.directory / "jobs" / entries[1]["submission"] / "submission.json"
+    assert json.loads(manifest.read_text())["members"] == [here.specs[0].run]
+
+
+def test_a_bound_on_virtual_time_ends_what_would_wait_for_ever(tmp_path: Path) -> None:
+    here = place(tmp_path, wait_s=1e9)
+    here.time.limit_s = 5_000
+    with pytest.raises(EndlessError):
+        here.run()
+
+
+def test_an_executor_that_polls_before_it_is_time_only_sleeps(tmp_path: Path) -> None:
+    here = place(tmp_path)
+    executor: ClusterExecutor = here.executor()
+    assert executor.poll(1.0) == []
+    looks, before = here.cluster.looks, here.time.now
+    for _ in range(9):
+        assert executor.poll(1.0) == []
+    assert here.cluster.looks == looks
+    assert here.time.now == pytest.approx(before + 9)

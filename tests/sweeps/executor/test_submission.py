@@ -1,0 +1,567 @@
+"""Truths about a submission: its script does what it says and nothing else, whatever the study is called.
+
+The script is run by bash, with `srun`, `squeue`, `scontrol` and `sleep` replaced by programs that write down how they
+were called. No job is submitted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sweeps.errors import UserError
+from sweeps.executor import submission
+from sweeps.executor.base import Launch
+from sweeps.executor.failure import KINDS
+from sweeps.executor.submission import JobSettings, freeze, freeze_code, harmless, new_folder
+from tests.paths import ROOT
+
+YAML = ROOT / "conf/hydra/launcher/scalerl_slurm.yaml"
+NAME = "0123456789ab"
+
+HOSTILE = [
+    "a study",
+    "it's",
+    'so "called"',
+    "$(touch pwned)",
+    "`touch pwned`",
+    "; touch pwned",
+    "&& touch pwned",
+    "a|touch pwned",
+    "> pwned",
+    "$HOME",
+    "!!",
+    "*?[a-z]{1,2}",
+    "#no comment",
+    "~",
+    "-rf",
+    "größe ☃ 学",
+    "'\"$(touch pwned)\"'",
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "freeze_code", lambda folder: {"commit": None})
+
+
+def script_of(study: Path, given: Mapping[str, Any] | None = None, members: int = 1, title: str = "study") -> Path:
+    """Of a submission of some members."""
+    study.mkdir(parents=True, exist_ok=True)
+    launches = [Launch(f"run{number}", study / "runs" / f"run{number}") for number in range(members)]
+    folder = new_folder(study, NAME)
+    return freeze(folder, NAME, launches, JobSettings.of(dict(given or {})), "some.module:entry", 3, title)
+
+
+def options(script: Path) -> dict[str, str]:
+    """What sbatch is asked for."""
+    lines = [line[len("#SBATCH --") :] for line in script.read_text().splitlines() if line.startswith("#SBATCH --")]
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+STUB = """#!/bin/bash
+name=$(/usr/bin/basename "$0")
+printf '%s\\0' "$name" "$@" >> "$STUBS/calls"; printf '\\n\\0' >> "$STUBS/calls"
+case $name in
+srun)
+    env -0 > "$STUBS/environment"
+    [ -z "$STUB_ASKS" ] || /usr/bin/touch "$SCALERL_REQUEUE_FILE"
+    exit "$STUB_CODE" ;;
+squeue)
+    state=$(/usr/bin/head -n 1 "$STUBS/states"); /usr/bin/sed -i 1d "$STUBS/states"
+    [ "$state" != AWAY ] || exit 1
+    [ -z "$state" ] || echo "$state" ;;
+scontrol)
+    [ -z "$STUB_DIES" ] || kill -9 $PPID
+    exit "$STUB_SCONTROL" ;;
+esac
+"""
+
+
+@dataclass
+class Node:
+    """Where a batch script runs.
+
+    Attributes:
+        directory: of the stubs and of what they write down.
+        variables: of the script's environment, over those that SLURM sets.
+    """
+
+    directory: Path
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.bin = self.directory / "bin"
+        self.bin.mkdir(parents=True)
+        self.work = self.directory / "work"
+        self.work.mkdir()
+        for name in ("srun", "squeue", "scontrol", "sleep"):
+            (self.bin / name).write_text(STUB)
+            (self.bin / name).chmod(0o755)
+
+    def run(
+        self,
+        script: Path,
+        code: int = 0,
+        asks: bool = False,
+        states: Sequence[str] = ("RUNNING",) * 9,
+        scontrol: int = 0,
+        dies: bool = False,
+    ) -> int:
+        """Run a script; its exit status."""
+        (self.directory / "states").write_text("".join(f"{state}\n" for state in states))
+        environment = {
+            "PATH": f"{self.bin}:/usr/bin:/bin",
+            "HOME": str(self.directory),
+            "SLURM_JOB_ID": "77",
+            "STUBS": str(self.directory),
+            "STUB_CODE": str(code),
+            "STUB_ASKS": "yes" if asks else "",
+            "STUB_SCONTROL": str(scontrol),
+            "STUB_DIES": "yes" if dies else "",
+            **self.variables,
+        }
+        done = subprocess.run(
+            ["/bin/bash", str(script)], env=environment, cwd=self.work, capture_output=True, text=True, timeout=60
+        )
+        self.said = done.stdout + done.stderr
+        return done.returncode
+
+    def calls(self, name: str) -> list[list[str]]:
+        """Arguments with which a program was called."""
+        path = self.directory / "calls"
+        text = path.read_text() if path.exists() else ""
+        every = [call.split("\0")[:-1] for call in text.split("\n\0") if call]
+        return [arguments[1:] for arguments in every if arguments[0] == name]
+
+    def environment(self) -> dict[str, str]:
+        """Of the member."""
+        entries = (self.directory / "environment").read_text().split("\0")
+        return dict(entry.split("=", 1) for entry in entries if entry)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path / "node")
+
+
+# --- what runs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_script_of_a_study_with_any_name_starts_its_member_and_nothing_else(
+    tmp_path: Path, node: Node, name: str
+) -> None:
+    study = tmp_path / "studies" / name
+    script = script_of(study, title=name)
+    checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert node.run(script, code=0) == 0, node.said
+    (call,) = node.calls("srun")
+    folder = str(study.resolve() / "jobs" / NAME)
+    assert call[-5:] == [sys.executable, "-u", "-m", "sweeps.executor.job", folder]
+    assert call[:-5] == ["--unbuffered", "--output", f"{folder}/%j_%t_log.out"]
+    assert node.environment()["SCALERL_REQUEUE_FILE"] == f"{folder}/requeue-77-0"
+    assert node.said == ""
+    assert list(node.work.iterdir()) == [], "the name was run as a command"
+    assert not list(tmp_path.rglob("pwned"))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_requeue_is_asked_for_whatever_the_study_is_called(tmp_path: Path, node: Node, name: str) -> None:
+    script = script_of(tmp_path / "studies" / name)
+    node.run(script, code=1, asks=True)
+    assert node.calls("scontrol") == [["requeue", "77"]]
+
+
+@pytest.mark.parametrize("name", ["50%", "%j", "two\nlines", "a\tb", "a\\b"])
+def test_names_that_slurm_would_misread_are_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    study = tmp_path / name
+    study.mkdir()
+    with pytest.raises(UserError, match="choose another name"):
+        new_folder(study, NAME)
+    assert list(study.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["comment", "constraint", "account", "mail_user"])
+@pytest.mark.parametrize("value", ["$(touch pwned)", "`touch pwned`", "'; touch pwned; '", "a b"])
+def test_what_a_job_asks_for_is_no_command(tmp_path: Path, node: Node, key: str, value: str) -> None:
+    script = script_of(tmp_path / "study", {key: value})
+    assert node.run(script) == 0
+    assert list(node.work.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["comment", "constraint"])
+def test_a_line_break_in_what_a_job_asks_for_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UserError):
+        JobSettings.of({key: "a\ntouch pwned\n"})
+
+
+def test_an_array_is_as_long_as_its_members_are_many(tmp_path: Path) -> None:
+    script = script_of(tmp_path, {"array_parallelism": 4}, members=6)
+    assert options(script)["array"] == "0-5%4"
+    assert options(script)["output"].strip("'").endswith("%A_%a_0_log.out")
+    manifest = json.loads((script.parent / "submission.json").read_text())
+    assert manifest["members"] == [f"run{number}" for number in range(6)]
+    assert manifest["entry"] == "some.module:entry"
+    assert manifest["submission"] == NAME
+
+
+def test_threads_python_and_the_users_own_commands(tmp_path: Path, node: Node) -> None:
+    given = {
+        "python": "apptainer exec 'my image.sif' python3",
+        "setup": ["export BEFORE=1", "touch before"],
+        "teardown": ["touch after"],
+        "srun_args": ["--cpu-bind=none", "--mpi=pmi2"],
+    }
+    assert node.run(script_of(tmp_path / "study", given), code=3) == 3
+    (call,) = node.calls("srun")
+    assert call[3:5] == ["--cpu-bind=none", "--mpi=pmi2"]
+    assert call[5:11] == ["apptainer", "exec", "my image.sif", "python3", "-u", "-m"]
+    environment = node.environment()
+    assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"], environment["BEFORE"]) == ("3", "3", "1")
+    assert sorted(path.name for path in node.work.iterdir()) == ["after", "before"]
+
+
+def test_several_processes_end_together(tmp_path: Path) -> None:
+    text = script_of(tmp_path / "two", {"nodes": 2}).read_text()
+    assert "--kill-on-bad-exit=1" in text
+    assert "--kill-on-bad-exit" not in script_of(tmp_path / "one").read_text()
+
+
+def test_sbatch_is_asked_for_what_was_set(tmp_path: Path) -> None:
+    given = {
+        "timeout_min": 90,
+        "signal_delay_s": 300,
+        "mem_gb": 7.5,
+        "cpus_per_task": 4,
+        "gpus_per_node": 2,
+        "tasks_per_node": 2,
+        "partition": "gpu,long",
+        "qos": "high",
+        "exclude": "n[1-3]",
+        "additional_parameters": {"reservation": "mine"},
+    }
+    asked = options(script_of(tmp_path, given, title="a title; with $things"))
+    assert asked["time"] == "90"
+    assert asked["signal"] == "USR2@300"
+    assert asked["mem"] == "7680MB"
+    assert asked["cpus-per-task"] == "4"
+    assert asked["gpus-per-node"] == "2"
+    assert asked["ntasks-per-node"] == "2"
+    assert asked["partition"].strip("'") == "gpu,long"
+    assert asked["exclude"].strip("'") == "n[1-3]"
+    assert asked["reservation"] == "mine"
+    assert asked["job-name"] == f"a_title_with_things-{NAME}"
+    assert {"requeue", "open-mode"} <= asked.keys()
+    assert "wckey" not in asked
+
+
+@pytest.mark.parametrize("name", ["", "...", "☃☃", "x" * 300, "a/b c", "-rf", "$(x)"])
+def test_a_jobs_name_is_harmless_and_never_empty(name: str) -> None:
+    made = harmless(name)
+    assert 0 < len(made) <= 60
+    assert all(letter.isascii() and (letter.isalnum() or letter in "_.+=-") for letter in made)
+    assert not made.startswith("-")
+
+
+# --- what becomes of it afterwards ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 137])
+def test_the_members_exit_status_is_the_scripts(tmp_path: Path, node: Node, code: int) -> None:
+    assert node.run(script_of(tmp_path / "study", {"teardown": ["true", "false"]}), code=code) == code
+    assert node.calls("scontrol") == node.calls("squeue") == []
+
+
+def test_a_member_that_asks_for_it_is_requeued_once(tmp_path: Path, node: Node) -> None:
+    assert node.run(script_of(tmp_path / "study"), code=1, asks=True) == 1
+    assert node.calls("scontrol") == [["requeue", "77"]]
+    assert node.calls("squeue") == [["-h", "-j", "77", "-o", "%T"]]
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", "PENDING", "TIMEOUT", ""])
+def test_a_job_that_no_longer_runs_is_not_requeued(tmp_path: Path, node: Node, state: str) -> None:
+    assert node.run(script_of(tmp_path / "study"), code=1, asks=True, states=[state] * 9) == 1
+    assert node.calls("scontrol") == []
+    assert len(node.calls("squeue")) == 1
+
+
+def test_a_scheduler_that_is_away_is_asked_again(tmp_path: Path, node: Node) -> None:
+    states = ["AWAY", "AWAY", "RUNNING"]
+    assert node.run(script_of(tmp_path / "study"), code=1, asks=True, states=states) == 1
+    assert node.calls("sleep")[:2] == [["1"], ["2"]]
+    assert node.calls("scontrol") == [["requeue", "77"]]
+
+
+def test_a_requeue_that_never_succeeds_ends_after_a_while(tmp_path: Path, node: Node) -> None:
+    assert node.run(script_of(tmp_path / "study"), code=1, asks=True, scontrol=1) == 1
+    assert len(node.calls("scontrol")) == 6
+    assert sum(int(call[0]) for call in node.calls("sleep")) < 120
+
+
+def test_the_file_of_an_earlier_start_asks_for_nothing(tmp_path: Path, node: Node) -> None:
+    script = script_of(tmp_path / "study")
+    node.run(script, code=1, asks=True)
+    assert len(node.calls("scontrol")) == 1
+    node.variables["SLURM_RESTART_COUNT"] = "1"
+    node.run(script, code=1)
+    assert len(node.calls("scontrol")) == 1
+    assert node.environment()["SCALERL_REQUEUE_FILE"].endswith("requeue-77-1")
+
+
+@pytest.mark.parametrize("job_id", ["12", "15"])
+def test_a_task_of_an_array_requeues_itself_and_no_other(tmp_path: Path, node: Node, job_id: str) -> None:
+    """One task of each array has the array's id as its own: to `squeue` and `scontrol` that is all of its tasks."""
+    node.variables |= {"SLURM_JOB_ID": job_id, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
+    node.run(script_of(tmp_path / "study", members=4), code=1, asks=True)
+    assert node.calls("squeue") == [["-h", "-j", "12_3", "-o", "%T"]]
+    assert node.calls("scontrol") == [["requeue", "12_3"]]
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        "set -e",
+        "set -u",
+        "set -o pipefail",
+    ],
+)
+def test_a_strict_shell_does_not_keep_a_job_from_its_requeue(tmp_path: Path, node: Node, setup: str) -> None:
+    script = script_of(tmp_path / "study", {"setup": [setup]})
+    assert node.run(script, code=1, asks=True) == 1
+    assert node.calls("scontrol") == [["requeue", "77"]]
+
+
+def test_the_users_commands_after_the_member_run_before_a_requeue_ends_the_script(tmp_path: Path, node: Node) -> None:
+    script = script_of(tmp_path / "study", {"teardown": ["touch after"]})
+    node.run(script, code=1, asks=True, dies=True)
+    assert [path.name for path in node.work.iterdir()] == ["after"]
+
+
+# --- settings ------------------------------------------------------------------------------------------------
+
+# Read by the launcher itself.
+OF_THE_LAUNCHER = {"_target_", "planner", "entry", "preload", "detach", "retries"}
+
+
+def defaults() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(YAML.read_text())
+    return found
+
+
+def test_every_key_of_the_launchers_configuration_is_a_setting(tmp_path: Path) -> None:
+    given = {key: value for key, value in defaults().items() if key not in OF_THE_LAUNCHER}
+    settings = JobSettings.of(given)
+    assert JobSettings.of(settings.given()) == settings
+    assert settings.timeout_min == 60
+    assert settings.signal_delay_s == 120
+    script_of(tmp_path, given)
+
+
+SENSIBLE: dict[str, Any] = {
+    "timeout_min": 30,
+    "signal_delay_s": 60,
+    "nodes": 2,
+    "tasks_per_node": 2,
+    "cpus_per_task": 3,
+    "gpus_per_node": 1,
+    "mem_gb": 3,
+    "cpus_per_gpu": 2,
+    "gpus_per_task": 1,
+    "mem_per_gpu": "4G",
+    "mem_per_cpu": "2G",
+    "dependency": "afterok:3",
+    "exclusive": True,
+    "stderr_to_stdout": False,
+    "array_parallelism": 3,
+    "additional_parameters": {"reservation": "r"},
+    "srun_args": ["-v"],
+    "setup": ["true"],
+    "teardown": ["true"],
+    "python": "python3",
+    "max_num_timeout": 2,
+    "array_size": 5,
+    "poll_s": 3,
+    "lost_after_s": 60,
+}
+
+
+@pytest.mark.parametrize("key", sorted(defaults().keys() - OF_THE_LAUNCHER))
+@pytest.mark.filterwarnings("ignore:.*cpus_per_gpu.*")
+def test_every_key_of_the_launchers_configuration_can_be_set(tmp_path: Path, node: Node, key: str) -> None:
+    given = {key: SENSIBLE.get(key, "some")}
+    settings = JobSettings.of(given)
+    assert JobSettings.of(json.loads(json.dumps(settings.given()))) == settings
+    assert node.run(script_of(tmp_path / "study", given)) == 0
+
+
+def test_the_configuration_says_the_attempts_that_the_code_allows() -> None:
+    assert defaults()["retries"] == {kind: limit for kind, (_, limit) in KINDS.items()}
+
+
+def test_an_unknown_key_is_refused_in_one_line_that_names_the_valid_ones() -> None:
+    with pytest.raises(UserError) as refusal:
+        JobSettings.of({"partitoin": "gpu"})
+    said = str(refusal.value)
+    assert "\n" not in said
+    assert said.startswith("cluster: partitoin is no setting of a job; valid: ")
+    valid = set(said.split("valid: ")[1].split(", "))
+    assert defaults().keys() - OF_THE_LAUNCHER - {"submitit_folder"} <= valid
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"timeout_min": 0},
+        {"timeout_min": True},
+        {"timeout_min": "60"},
+        {"nodes": 0},
+        {"nodes": 1.5},
+        {"tasks_per_node": -1},
+        {"array_size": 0},
+        {"array_size": 1.5},
+        {"poll_s": "soon"},
+        {"lost_after_s": []},
+        {"setup": 3},
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(given: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(given))):
+        JobSettings.of(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"signal_delay_s": "soon"},
+        {"poll_s": 0},
+        {"poll_s": -5},
+        {"poll_s": float("nan")},
+        {"lost_after_s": -1},
+        {"setup": "module load cuda"},
+        {"teardown": "rm -r scratch"},
+        {"max_num_timeout": "often"},
+        {"max_num_timeout": -1},
+        {"array_size": True},
+        {"array_parallelism": 0},
+        {"additional_parameters": "reservation=r"},
+        {"srun_args": "--mpi=pmi2"},
+        {"mem_gb": "8"},
+    ],
+    ids=str,
+)
+def test_more_values_that_cannot_work_are_refused_by_name(given: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(given))):
+        JobSettings.of(given)
+
+
+@pytest.mark.parametrize(
+    ("delay_s", "minutes", "works"),
+    [
+        (120, 60, True),
+        (120, 4, True),
+        (120, 3, False),
+        (30, 1, True),
+        (31, 1, False),
+        (1800, 60, True),
+        (1801, 60, False),
+    ],
+)
+def test_a_warning_leaves_at_least_half_of_a_jobs_time_to_work(delay_s: int, minutes: int, works: bool) -> None:
+    given = {"signal_delay_s": delay_s, "timeout_min": minutes}
+    if works:
+        assert JobSettings.of(given).signal_delay_s == delay_s
+        return
+    with pytest.raises(UserError, match=f"signal_delay_s={delay_s}.*timeout_min={minutes}"):
+        JobSettings.of(given)
+
+
+def test_nothing_is_as_good_as_the_default() -> None:
+    assert JobSettings.of(dict.fromkeys(SENSIBLE)) == JobSettings()
+
+
+# --- who may read it -----------------------------------------------------------------------------------------
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o000])
+def test_folders_and_scripts_are_the_owners_alone(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        script = script_of(tmp_path / "study")
+    finally:
+        os.umask(before)
+    assert mode(script) == 0o600
+    assert mode(script.parent) == 0o700
+    assert mode(script.parents[1]) == 0o700
+
+
+def test_a_submissions_name_is_used_once(tmp_path: Path) -> None:
+    new_folder(tmp_path, NAME)
+    with pytest.raises(FileExistsError):
+        new_folder(tmp_path, NAME)
+
+
+LOGIN = "https://me:hunter2hunter2@mlflow.example:5000"
+TOKEN = "hf_" + "a1" * 15
+
+
+def test_secrets_are_not_in_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", f"mlflow.uri={LOGIN}", f"token={TOKEN}", "key=from-the-environment"])
+    monkeypatch.setenv("WANDB_API_KEY", "from-the-environment")
+    given = {"comment": f"see {LOGIN}", "additional_parameters": {"api_key": "plain-but-secret"}}
+    script = script_of(tmp_path, given)
+    text = (script.parent / "submission.json").read_text()
+    for secret in ("hunter2hunter2", TOKEN, "from-the-environment", "plain-but-secret"):
+        assert secret not in text
+    assert json.loads(text)["command"] == [
+        "train",
+        "mlflow.uri=https://***@mlflow.example:5000",
+        "token=***",
+        "key=***",
+    ]
+
+
+def test_the_code_that_runs_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a repository of its own: commit, changes beyond it, no secret among them."""
+    repository = tmp_path / "repository"
+    (repository / "sweeps/cluster").mkdir(parents=True)
+    source = repository / "sweeps/executor/submission.py"
+    source.write_text("one\n")
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+        done = subprocess.run(["git", "-C", str(repository), *identity, *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    monkeypatch.setattr(submission, "__file__", str(source))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert freeze_code(folder) == {"commit": git("rev-parse", "HEAD"), "changed": False}
+    assert list(folder.iterdir()) == []
+    source.write_text(f"two {TOKEN}\n")
+    assert freeze_code(folder) == {"commit": git("rev-parse", "HEAD"), "changed": True}
+    diff = (folder / "code.diff").read_text()
+    assert "+two ***" in diff
+    shutil.rmtree(repository / ".git")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    assert freeze_code(folder) == {"commit": None}

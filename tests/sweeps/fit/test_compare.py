@@ -1,0 +1,122 @@
+"""Truths about families: the right one is found, a wrong one misleads as published, and no skill means no ranking."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from sweeps.curve import make_curve
+from sweeps.decide.rank import rank
+from sweeps.errors import UserError
+from sweeps.fit.compare import compare
+from sweeps.fit.family import FAMILIES
+from sweeps.fit.fit import FitOptions, fit_curve, fit_curves
+from tests.sweeps.fit.simulate import curve, law
+
+COMPUTE = np.linspace(0.0, 16000.0, 41)
+
+
+def noisy(reward: np.ndarray, sd: float = 0.003, rng: int = 0) -> np.ndarray:
+    return np.asarray(reward + sd * np.random.default_rng(rng).standard_normal(len(reward)))
+
+
+@pytest.mark.parametrize(
+    ("family", "reward", "shape"),
+    [
+        ("sigmoid", law(COMPUTE, 0.6, 2.5, 4000.0, 0.2), {"B": 2.5, "C_mid": 4000.0}),
+        ("sigmoid_zero", law(COMPUTE, 0.6, 1.5, 3000.0, 0.0), {"B": 1.5, "C_mid": 3000.0}),
+        ("logistic", 0.2 + 0.5 / (1 + np.exp(-0.001 * (COMPUTE - 6000))), {"k": 0.001, "c": 6000.0}),
+        ("exponential", 0.2 + 0.5 * (1 - np.exp(-COMPUTE / 3000)), {"tau": 3000.0}),
+        ("power_law", 0.7 - 0.3 * (np.maximum(COMPUTE, 400) / 400) ** -0.8, {"B": 0.8}),
+    ],
+)
+def test_each_family_returns_its_own_parameters_and_wins_on_its_own_data(
+    family: str, reward: np.ndarray, shape: dict[str, float]
+) -> None:
+    fit = fit_curve(make_curve("x", COMPUTE, noisy(reward, 0.001)), FitOptions(family=family))
+    assert fit.family == family
+    json.dumps(fit.to_json(), allow_nan=False)
+    for name, value in shape.items():
+        found = fit.shape[name]
+        assert found.value == pytest.approx(value, rel=0.1)
+        assert found.low is not None and found.high is not None
+        # One in twenty 95% intervals misses, by less than its own width.
+        width = found.high - found.low
+        assert found.low - width <= value <= found.high + width
+    comparison = compare(make_curve("x", COMPUTE, noisy(reward, 0.001)))
+    rows = {row.family: row for row in comparison.rows}
+    assert set(rows) == set(FAMILIES)
+    assert rows[family].delta_aicc < 4
+    assert rows["constant"].delta_aicc > 50
+    assert comparison.beats_last is True
+
+
+def test_power_law_misleads_on_a_saturating_curve_as_published() -> None:
+    """arXiv 2510.13786, A.4, in kind: on half the run the sigmoid keeps its A under every cut, the power law's is 1."""
+    compute = np.arange(0.0, 50001.0, 700.0)
+    data = make_curve("x", compute, noisy(law(compute, 0.645, 1.7, 10909.0, 0.3), 0.002))
+    sigmoid = [fit_curve(data, FitOptions(r0=0.3, min_compute=cut)).A.value for cut in (0.0, 1500.0, 5000.0)]
+    assert all(a is not None and abs(a - 0.645) < 0.012 for a in sigmoid)
+    power = [
+        fit_curve(data, FitOptions(family="power_law", min_compute=low, max_compute=high)).A.value
+        for low, high in ((1500.0, 50000.0), (5000.0, 50000.0))
+    ]
+    assert power[0] is not None and power[0] > 0.9
+    assert power[1] is not None and 0.66 < power[1] < power[0]
+
+
+def test_a_curve_that_foretells_less_than_the_last_value_is_not_ranked() -> None:
+    """A ramp that stops: every fit to its past expects the rise to go on, standing still would have been right."""
+    stopping = 0.2 + ((0.4 * np.maximum(COMPUTE, 1e-3) / 6000.0) ** -6 + 0.4**-6) ** (-1 / 6)
+    ramp = make_curve("ramp", COMPUTE, noisy(stopping, 0.0004))
+    fits = fit_curves([curve("good", white=0.004), ramp])
+    assert [fit.verdict for fit in fits] == ["identifiable", "identifiable"]
+    assert compare(ramp).beats_last is False
+    ranking = rank(fits)
+    entry = {e.recipe: e for e in ranking.ranking}
+    assert entry["good"].rank == 1 and entry["ramp"].rank is None
+    assert "last value" in entry["ramp"].reason
+    assert json.dumps(ranking.to_json(), allow_nan=False)
+
+
+def test_too_few_points_are_not_compared() -> None:
+    found = compare(make_curve("x", [0.0, 1.0, 2.0], [0.1, 0.2, 0.3]))
+    assert found.rows == () and found.beats_last is None and "too few" in found.sentence
+
+
+def test_unknown_family_is_named() -> None:
+    with pytest.raises(UserError, match=r"cubic.*sigmoid"):
+        fit_curve(curve(), FitOptions(family="cubic"))
+
+
+def test_seeds_that_ended_early_do_not_decide_on_skill() -> None:
+    """Two seeds apart by 0.06, one stopped early: the other's later evaluations belong to its own curve."""
+    compute = np.linspace(0.0, 16000.0, 41)
+    parts = [(compute[:15], 0.64, "0"), (compute, 0.58, "1")]
+    rewards = [noisy(law(c, a, 1.9, 2500.0, 0.3), 0.004, i) for i, (c, a, _) in enumerate(parts)]
+    data = make_curve(
+        "x",
+        np.concatenate([c for c, _, _ in parts]),
+        np.concatenate(rewards),
+        np.concatenate([np.full(len(c), s) for c, _, s in parts]),
+    )
+    found = compare(data)
+    assert found.beats_last is True
+    assert min(row.held_out or 1.0 for row in found.rows) < 0.01
+
+
+def test_points_with_errors_weigh_the_same_for_every_family() -> None:
+    compute = np.linspace(0.0, 12000.0, 41)
+    sd = np.where(compute < 6000, 0.002, 0.03)
+    sigmoid_wins = 0
+    for rng in range(10):
+        reward = law(compute, 0.61, 1.9, 2500.0, 0.3) + sd * np.random.default_rng(rng).standard_normal(41)
+        rows = compare(make_curve("x", compute, np.clip(reward, 0, 1), sd=sd)).rows
+        sigmoid_wins += min(rows, key=lambda row: row.aicc).family == "sigmoid"
+    assert sigmoid_wins >= 7
+
+
+def test_a_run_with_its_first_evaluation_only_is_not_compared() -> None:
+    assert compare(make_curve("x", [0.0], [0.3])).rows == ()

@@ -1,0 +1,134 @@
+"""Truths about the refits: they are the fits they say they are, and what breaks the law early on shows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sweeps.cli import main as cli
+from sweeps.curve import Curve, make_curve
+from sweeps.errors import UserError
+from sweeps.fit.fit import FitOptions, fit_curve
+from sweeps.fit.sensitivity import CUT, END, MAIN, R0, ROBUST, sensitivity, signed, summary
+from tests.paths import ROOT
+from tests.sweeps.fit.simulate import curve
+
+EXAMPLE = ROOT / "examples" / "curves.csv"
+
+
+def with_early_bump(height: float) -> Curve:
+    """A curve whose first tenth lies above the law by up to `height`."""
+    base = curve(rng=3)
+    bump = height * np.exp(-(((base.compute - 1000) / 600) ** 2)) * (base.compute > 0)
+    return make_curve("bump", base.compute, base.reward + bump, base.seed)
+
+
+def test_settings_are_the_fits_they_name() -> None:
+    data = curve(rng=1)
+    rows = {row.short: row for row in sensitivity(data)}
+    main = fit_curve(data)
+    assert main.R0 is not None
+    for short, options in (
+        ("as fitted", FitOptions()),
+        ("cut 10%", FitOptions(min_compute=1600)),
+        ("R0 +0.05", FitOptions(r0=main.R0 + 0.05)),
+        ("robust", FitOptions(robust=True)),
+        ("end 50%", FitOptions(max_compute=8000)),
+    ):
+        fit, row = fit_curve(data, options), rows[short]
+        assert (row.A, row.B, row.C_mid, row.verdict, row.n) == (fit.A, fit.B, fit.C_mid, fit.verdict, fit.n)
+        assert fit.A.value is not None and main.A.value is not None
+        assert row.shift == fit.A.value - main.A.value
+    assert {row.kind for row in rows.values()} == {MAIN, CUT, R0, ROBUST, END}
+
+
+def test_a_curve_that_follows_the_law_does_not_move() -> None:
+    for seed in range(1, 5):
+        rows = sensitivity(curve(rng=seed))
+        assert rows[0].kind == MAIN and rows[0].shift == 0
+        assert all(row.verdict == "identifiable" and abs(row.shift or 0) < 0.01 for row in rows if row.kind == CUT)
+        # A third of the points gone moves A a little further than its interval now and then; their own says so.
+        told = summary(rows)
+        assert "within its 95% interval" in told or "but the refit's own holds" in told
+        assert "not identifiable" not in told
+
+
+def test_an_early_part_that_breaks_the_law_shows() -> None:
+    rows = sensitivity(with_early_bump(0.08))
+    most = max((row for row in rows if row.kind == CUT), key=lambda row: abs(row.shift or 0))
+    assert most.short == "cut 20%" and most.shift is not None and most.shift < -0.02
+    assert rows[0].A.value is not None and rows[0].A.value > 0.63 and most.A.value == pytest.approx(0.61, abs=0.005)
+    told = summary(rows)
+    assert f"at most {-most.shift:.3f} (cut 20%), outside its 95% interval" in told
+    assert "the refit's own" not in told and told.endswith("A is not identifiable with cut 5%")
+
+
+def test_what_changes_nothing_is_no_row() -> None:
+    data = curve(rng=1)
+    # The first evaluation is at compute 0, within the window: R0 `first` and `free` are one fit.
+    assert not {"R0 first", "R0 free", "no cut"} & {row.short for row in sensitivity(data)}
+    cut = {row.short for row in sensitivity(data, FitOptions(min_compute=3200))}
+    assert {"no cut", "cut 10%", "cut 30%", "R0 free"} <= cut and "cut 20%" not in cut
+    free = {row.short for row in sensitivity(data, FitOptions(r0="free", min_compute=3200))}
+    assert "R0 first" in free and "R0 free" not in free
+    assert "robust" not in {row.short for row in sensitivity(data, FitOptions(robust=True))}
+
+
+def test_families_without_that_r0_keep_it() -> None:
+    rows = sensitivity(curve(rng=1), FitOptions(family="power_law"))
+    assert {row.kind for row in rows} == {MAIN, CUT, ROBUST, END}
+
+
+def test_too_few_points_leave_the_fit_alone() -> None:
+    rows = sensitivity(curve(points=5, rng=1))
+    assert [row.verdict for row in rows] == ["too_few_points"] and rows[0].shift is None
+    assert "not named" in summary(rows)
+    # Seven positive compute values carry the whole fit and light cuts, but not half of the window.
+    some = sensitivity(curve(points=8, rng=1))
+    assert {row.short for row in some if row.kind in (CUT, END)} == {"cut 20%"}
+
+
+def test_no_possible_r0_is_tried() -> None:
+    rows = sensitivity(curve(r0=0.02, rng=1))
+    assert "R0 -0.05" not in {row.short for row in rows} and "R0 +0.05" in {row.short for row in rows}
+
+
+def test_the_unit_of_compute_does_not_matter() -> None:
+    data = curve(rng=2)
+    small = sensitivity(data)
+    large = sensitivity(replace(data, compute=data.compute * 1e15))
+    assert [row.short for row in small] == [row.short for row in large]
+    np.testing.assert_allclose([row.shift for row in large], [row.shift for row in small], atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_an_empty_window_is_the_users_error() -> None:
+    with pytest.raises(UserError, match="no points"):
+        sensitivity(curve(), FitOptions(r0=0.3, min_compute=1e9))
+
+
+def test_signed_has_no_negative_zero() -> None:
+    assert [signed(x) for x in (-0.0001, 0.0, 0.0123, -0.02)] == ["0.000", "0.000", "+0.012", "-0.020"]
+
+
+def test_fit_refits_only_when_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fit", str(EXAMPLE), "--sensitivity"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("robust: points far off count less") == 4 and "early cuts move A by at most" in out
+    assert cli.main(["fit", str(EXAMPLE), "--sensitivity", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)[0]["sensitivity"]
+    assert first[0]["kind"] == "main" and {"setting", "A", "B", "C_mid", "verdict", "shift", "n"} <= set(first[1])
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("not asked for")
+
+    monkeypatch.setattr(cli, "sensitivity", forbidden)
+    assert cli.main(["fit", str(EXAMPLE), "--json"]) == 0
+    assert "sensitivity" not in json.loads(capsys.readouterr().out)[0]
+
+
+def test_the_published_procedure_has_no_sensitivity(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fit", str(EXAMPLE), "--sensitivity", "--method", "scalerl-a5"]) == 1
+    assert capsys.readouterr().err.startswith("scalerl: --sensitivity")

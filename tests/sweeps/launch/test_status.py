@@ -1,0 +1,270 @@
+"""Truths about the overview of a study: a member is where ledger, scheduler, jobs and journals together say it is."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from sweeps.errors import UserError
+from sweeps.executor.scheduler import JobInfo
+from sweeps.executor.submission import JobSettings
+from sweeps.launch.ledger import Ledger
+from sweeps.launch.status import STATES, MemberView, counts, log_tail, overview, to_json
+from sweeps.launch.study import LEASE_NAME
+from sweeps.run.journal import LOG_FILE, Journal
+from sweeps.run.lease import Lease
+from tests.sweeps.executor.fake_cluster import (
+    IS_CANCELLED,
+    IS_FORGOTTEN,
+    NODE_FAILS,
+    RAISES,
+    REQUEUES,
+    STEPS,
+    FakeCluster,
+    Fate,
+    Killed,
+    Place,
+    VirtualTime,
+    light,
+    member,
+)
+
+
+@pytest.fixture(autouse=True)
+def _light(monkeypatch: pytest.MonkeyPatch) -> None:
+    light(monkeypatch)
+
+
+def place(
+    directory: Path, fates: Mapping[int, Sequence[Fate]] | None = None, members: int = 1, **cluster: object
+) -> Place:
+    specs = [member(seed) for seed in range(members)]
+    by_run = {specs[number].run: each for number, each in (fates or {}).items()}
+    return Place(directory, FakeCluster(VirtualTime(), by_run, **cluster), specs, JobSettings())  # type: ignore[arg-type]
+
+
+def states(here: Place, scheduler: bool = True) -> list[str]:
+    return [view.state for view in overview(here.directory, here.cluster if scheduler else None)]
+
+
+def first(here: Place, scheduler: bool = True) -> MemberView:
+    return overview(here.directory, here.cluster if scheduler else None)[0]
+
+
+# --- on a cluster --------------------------------------------------------------------------------------------
+
+
+def test_a_member_is_followed_from_the_queue_to_its_end(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [REQUEUES]}, wait_s=50)
+    here.run(detach=True)
+    job = here.cluster.jobs[0]
+    assert (first(here).state, first(here).job, first(here).attempts) == ("queued", "1", 1)
+    here.time.sleep(60)
+    assert job.state == "RUNNING"
+    view = first(here)
+    assert (view.state, view.node, view.step, view.steps) == ("running", job.node, None, STEPS)
+    here.time.sleep(60)
+    assert job.state == "PENDING"
+    view = first(here)
+    assert (view.state, view.step, view.pass_rate, view.reason) == ("queued", 1, 0.5, "BeginTime")
+    here.time.sleep(50)
+    assert (first(here).state, first(here).attempts) == ("running", 2)
+    here.time.sleep(100)
+    view = first(here)
+    assert (view.state, view.step, view.kind, view.reason) == ("finished", STEPS, None, None)
+    assert here.count(here.specs[0].run, "finished") == 0, "only looked at"
+
+
+def test_a_job_that_ended_badly_while_nobody_looked_has_ended(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [RAISES], 1: [NODE_FAILS], 2: [IS_CANCELLED]}, members=4)
+    here.run(detach=True)
+    here.time.sleep(100)
+    assert states(here) == ["ended", "ended", "ended", "finished"]
+    assert [view.reason for view in overview(here.directory, here.cluster)][:3] == ["FAILED", "NODE_FAIL", "CANCELLED"]
+    here.time.sleep(1_000)
+    assert states(here) == ["ended", "ended", "ended", "finished"], "also when the queue has forgotten them"
+    here.run(again=False)
+    assert states(here) == ["failed", "finished", "cancelled", "finished"]
+    view = first(here)
+    assert (view.kind, view.reason) == ("error", "ValueError: no good")
+
+
+def test_an_id_that_is_anothers_now_is_not_ours(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [IS_FORGOTTEN]})
+    here.run(detach=True)
+    here.time.sleep(100)
+    here.cluster.foreign(1, state="RUNNING")
+    assert states(here) == ["ended"]
+
+
+def test_without_an_answer_the_jobs_own_word_counts(tmp_path: Path) -> None:
+    here = place(tmp_path, wait_s=50)
+    here.run(detach=True)
+    here.cluster.silent = lambda now: True
+    assert (first(here).state, first(here).reason) == ("queued", "as it was; the scheduler does not answer")
+    here.time.sleep(60)
+    assert states(here) == ["running"]
+    assert states(here, scheduler=False) == ["running"]
+    here.time.sleep(100)
+    assert states(here) == ["finished"]
+
+
+def test_what_is_not_submitted_waits(tmp_path: Path) -> None:
+    here = place(tmp_path, members=3, submit_limit=0)
+    here.run(detach=True)
+    assert states(here) == ["stopped"] * 3, "it was tried, and nobody goes on trying"
+    with Lease(here.directory, LEASE_NAME) as lease:
+        lease.acquire()
+        assert states(here) == ["waiting"] * 3
+
+
+def test_a_member_that_was_being_submitted_when_its_controller_died_is_stopped(tmp_path: Path) -> None:
+    here = place(tmp_path, members=2)
+    with pytest.raises(Killed):
+        here.run(killed_at=("after", 2))
+    assert states(here) == ["stopped"] * 2
+    assert first(here).reason == "was being submitted"
+
+
+def test_why_a_job_waits_is_told_unless_it_is_just_its_turn(tmp_path: Path) -> None:
+    here = place(tmp_path, wait_s=1e6)
+    here.run(detach=True)
+    assert first(here).reason is None
+    here.cluster.jobs[0].reason = "QOSMaxJobsPerUserLimit"
+    assert first(here).reason == "QOSMaxJobsPerUserLimit"
+
+
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [("COMPLETING", "running"), ("SUSPENDED", "running"), ("CONFIGURING", "queued"), ("TIMEOUT", "ended")],
+)
+def test_every_state_of_slurms_is_one_of_ours(tmp_path: Path, said: str, state: str) -> None:
+    here = place(tmp_path)
+    here.run(detach=True)
+    here.cluster.jobs[0].state = said
+    assert states(here) == [state]
+
+
+def test_looking_changes_nothing(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [RAISES], 1: [REQUEUES]}, members=3)
+    here.run(detach=True)
+    here.time.sleep(30)
+
+    def everything() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in here.directory.rglob("*") if path.is_file()}
+
+    before = everything()
+    for view in overview(here.directory, here.cluster):
+        log_tail(here.directory, view)
+    assert everything() == before
+    assert here.cluster.cancelled == []
+
+
+# --- on this machine -----------------------------------------------------------------------------------------
+
+
+def test_members_of_this_machine_live_as_long_as_their_controller(tmp_path: Path) -> None:
+    specs = [member(0), member(1)]
+    ledger = Ledger(tmp_path)
+    ledger.append_all("planned", [{"run": spec.run, "recipe": spec.recipe, "seed": spec.seed} for spec in specs])
+    for spec in specs:
+        spec.write(tmp_path / "runs" / spec.run)
+    ledger.append("started", specs[0].run)
+    with Lease(tmp_path, LEASE_NAME) as lease:
+        lease.acquire()
+        assert [view.state for view in overview(tmp_path)] == ["running", "waiting"]
+    assert [view.state for view in overview(tmp_path)] == ["stopped", "waiting"]
+    ledger.append("failed", specs[0].run, kind="killed", reason="killed by SIGKILL")
+    view = overview(tmp_path)[0]
+    assert (view.state, view.kind, view.reason, view.attempts) == ("failed", "killed", "killed by SIGKILL", 1)
+    ledger.append("failed", specs[1].run, kind="cancelled", reason="by hand")
+    assert overview(tmp_path)[1].state == "cancelled"
+
+
+def test_runs_without_a_ledger_are_as_their_journals_say(tmp_path: Path) -> None:
+    for name, status in (("a", "finished"), ("b", "failed"), ("c", None)):
+        journal = Journal(tmp_path / name)
+        journal.header(run=name, recipe=f"recipe-{name}", seed=3)
+        journal.record("train", 2, {"train/loss": 1.0})
+        journal.record("eval", 2, {"eval/heldout/pass_rate": 0.25})
+        if status:
+            journal.end(2, status, "why" if status == "failed" else None)
+        journal.close()
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "metrics.jsonl").write_text("")
+    views = overview(tmp_path)
+    assert [view.state for view in views] == ["finished", "failed", "running", "waiting"]
+    assert [(view.recipe, view.seed, view.step, view.pass_rate) for view in views[:3]] == [
+        (f"recipe-{name}", 3, 2, 0.25) for name in "abc"
+    ]
+    assert [view.reason for view in views] == [None, "why", None, None]
+
+
+def test_a_folder_without_runs_is_no_study(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no study here"):
+        overview(tmp_path)
+    with pytest.raises(UserError, match="no study here"):
+        overview(tmp_path / "nowhere")
+
+
+# --- for people and programs ---------------------------------------------------------------------------------
+
+
+def view(state: str, run: str = "a") -> MemberView:
+    return MemberView(run, "scalerl", 0, state, None, 4, None, 1)
+
+
+def test_counts_are_complete_and_in_one_line() -> None:
+    views = [view(state) for state in STATES for _ in range(STATES.index(state) + 1)]
+    line = counts(views)
+    found = {part.split(" ")[1]: int(part.split(" ")[0]) for part in line.split(", ")}
+    assert found == Counter(each.state for each in views)
+    assert counts([]) == ""
+
+
+def test_the_json_holds_every_member_and_the_counts(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [RAISES]}, members=3)
+    here.run()
+    said = json.loads(to_json(here.directory, overview(here.directory)))
+    assert said["counts"] == {"failed": 1, "finished": 2}
+    assert [each["run"] for each in said["members"]] == [spec.run for spec in here.specs]
+    assert said["members"][0]["reason"] == "ValueError: no good"
+    assert said["members"][1]["step"] == STEPS
+
+
+def test_the_end_of_a_log_is_short_and_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUR_API_KEY", "something-of-ours")
+    run_dir = tmp_path / "runs" / "a"
+    run_dir.mkdir(parents=True)
+    assert log_tail(tmp_path, view("failed")) == []
+    text = "x" * 40_000 + "\n" + "".join(f"line {number}\n\n" for number in range(9)) + "with something-of-ours\n"
+    (run_dir / LOG_FILE).write_bytes(text.encode() + b"\xff\xfe\n")
+    tail = log_tail(tmp_path, view("failed"), lines=4)
+    assert tail[:3] == ["line 7", "line 8", "with ***"]
+    assert len(tail) == 4
+
+
+def test_a_torn_ledger_and_a_missing_specification_are_not_in_the_way(tmp_path: Path) -> None:
+    here = place(tmp_path, members=2)
+    here.run(detach=True)
+    with here.directory.joinpath("ledger.jsonl").open("a") as handle:
+        handle.write('{"event": "finis')
+    (here.run_dir(here.specs[0].run) / "spec.json").unlink()
+    views = overview(here.directory, here.cluster)
+    assert [each.state for each in views] == ["queued", "queued"]
+    assert [each.steps for each in views] == [None, STEPS]
+
+
+def test_a_job_without_a_name_of_ours_is_never_looked_at(tmp_path: Path) -> None:
+    here = place(tmp_path)
+    here.run(detach=True)
+
+    class Confused(FakeCluster):
+        def queue(self) -> dict[str, JobInfo] | None:
+            return {"1": JobInfo("1", "RUNNING", "n0", "None", "", "")}
+
+    assert overview(here.directory, Confused(VirtualTime()))[0].state == "ended"

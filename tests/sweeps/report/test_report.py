@@ -1,0 +1,339 @@
+"""Truths about the report: self-contained, escaped, readable without the data, and the same every time."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from sweeps.cli import main as cli
+from sweeps.curve import Curve, make_curve
+from sweeps.decide.rank import rank
+from sweeps.errors import UserError
+from sweeps.fit.compare import compare
+from sweeps.fit.fit import FitOptions, fit_curve, fit_curves
+from sweeps.fit.interval import asymptote_confidence
+from sweeps.fit.points import select
+from sweeps.fit.predict import confidence_curve, fitted
+from sweeps.report.figures import history_figure, profile_figure, residuals_figure
+from sweeps.report.write import histories, write_ranking_csv, write_report
+from sweeps.run.journal import Journal
+from sweeps.source import load
+from tests.paths import ROOT
+from tests.sweeps.fit.simulate import curve
+
+EXAMPLE = ROOT / "examples" / "curves.csv"
+TAGS = {
+    *("html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "nav", "a", "code", "b", "br", "span"),
+    *("ul", "li", "figure", "figcaption", "div", "table", "thead", "tbody", "tr", "th", "td"),
+    *("svg", "g", "path", "use", "defs", "text", "tspan", "clippath", "rect"),
+}
+VOID = {"meta", "br", "img", "link"}
+
+
+class Page(HTMLParser):
+    """Collects text and attributes, and checks that every element is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.tags: list[str] = []
+        self.data: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in {"script", "link", "iframe", "img"}
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("href", "xlink:href", "src"):
+                self.references.append(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.data.append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def words(text: str) -> str:
+    """What is read on the page: no tags, no style."""
+    return re.sub(r"<[^>]*>", " ", re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL))
+
+
+def report(tmp_path: Path, *curves: Curve, **options: object) -> tuple[str, list[Path]]:
+    fits = fit_curves(curves)
+    written = write_report(tmp_path / "report.html", curves, fits, rank(fits, budget=20000.0), **options)  # type: ignore[arg-type]
+    return written[0].read_text(encoding="utf-8"), written
+
+
+def test_page_is_self_contained_and_well_formed(tmp_path: Path) -> None:
+    text, written = report(
+        tmp_path, curve("scalerl", rng=1), curve("scalerl+loss=dapo", b=1.5, rng=2), curve("short", end=1500)
+    )
+    page = Page(text)
+    assert len(page.ids) == len(set(page.ids))
+    assert all(reference.startswith("#") and reference[1:] in page.ids for reference in page.references)
+    # Names of XML vocabularies are the only addresses.
+    assert set(re.findall(r"https?://[^\"'\s<)]+", text)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    assert "@import" not in text and "prefers-color-scheme:dark" in text and "@media print" in text
+    # Every section is in the table of contents, in order.
+    links = re.findall(r'<a href="#(section-\d+)">', text)
+    assert links and links == re.findall(r'<h2 id="(section-\d+)">', text)
+    names = ("curves", "asymptotes", "profile", "residuals")
+    figures = {f"report_{name}.{kind}" for name in names for kind in ("svg", "png")}
+    assert {path.name for path in written} == {"report.html", *figures}
+    assert "nan" not in re.sub(r"<[^>]*>", "", text).lower().split()
+    for path in written[1:]:
+        if path.suffix == ".svg":
+            drawing = ElementTree.fromstring(path.read_text(encoding="utf-8"))
+            assert drawing.tag.endswith("svg")
+            assert "NaN" not in path.read_text() and "inf" not in re.findall(r'd="([^"]*)"', path.read_text())
+        else:
+            assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_outcome_tables_and_refusals_are_on_the_page(tmp_path: Path) -> None:
+    text, _ = report(
+        tmp_path,
+        curve("scalerl", rng=1),
+        curve("scalerl+loss=dapo", b=1.5, rng=2),
+        curve("short", end=1500),
+        title="My study",
+    )
+    plain = words(text)
+    for expected in (
+        "My study",
+        "Ranking",
+        "Leave one out",
+        "What to run next",
+        "pre_inflection",
+        "P(best A)",
+        "R at 20000",
+        "Fits",
+        "R²",
+        "What R0 does",
+        "Sensitivity",
+        "early cuts move A by at most",
+        "Families",
+        "Last value",
+        "Provenance",
+        "Fitted: sigmoid, from the first evaluation to the last, R0 first",
+    ):
+        assert expected in plain, expected
+    assert "A over time" not in plain and "How the sources were read" not in plain
+
+
+@pytest.mark.parametrize("evil", ['<script>alert("x")</script>&$\\frac{1}{0}$\x07\u202e', '<b>&"x"', "_'>$x_1$"])
+def test_everything_is_escaped(tmp_path: Path, evil: str) -> None:
+    base = curve(evil, rng=1)
+    curves = (
+        make_curve(evil, base.compute, base.reward, base.seed, axis=evil, metric=evil, warnings=[evil]),
+        curve(f"{evil}+{evil}", a=0.5, rng=2),
+        curve(f"{evil}!", end=1500),
+    )
+    fits = fit_curves(curves)
+    text, written = report(
+        tmp_path, *curves, title=evil, warnings=[evil], mapping=[evil],
+        comparisons=[compare(one) for one in curves], histories=histories(fits),
+    )  # fmt: skip
+    page = Page(text)
+    assert set(page.tags) <= TAGS
+    assert not {"script", "b"} & set(re.findall(r"<(\w+)", text.replace("<b>0", "")))
+    shown = "".join(ch for ch in evil if ch.isprintable())
+    assert sum(shown in data for data in page.data) >= 20
+    for path in written:
+        if path.suffix == ".svg":
+            ElementTree.fromstring(path.read_text(encoding="utf-8"))
+
+
+def test_quality_r0_and_sensitivity_are_the_fits(tmp_path: Path) -> None:
+    data = curve("scalerl", rng=1)
+    fit = fit_curve(data)
+    plain = " ".join(words(report(tmp_path, data, curve("b", a=0.5, rng=2))[0]).split())
+    assert fit.r2 is not None and fit.rmse is not None and fit.extrapolation_error is not None
+    assert f"{fit.r2:.4f} {fit.rmse:.4f} {fit.extrapolation_error:.4f}" in plain
+    effect = fit.R0_effect
+    assert effect is not None and fit.A.value is not None and effect.A[0] is not None and effect.A[1] is not None
+    assert (
+        f"{fit.R0:.3f} first {effect.A[0]:.3f} {effect.A[0] - fit.A.value:+.3f} "
+        f"{effect.A[1]:.3f} {effect.A[1] - fit.A.value:+.3f}"
+    ) in plain
+    cut = fit_curve(data, FitOptions(min_compute=4800))
+    assert cut.A.value is not None
+    assert f"from compute 4800 (30% of the end) {cut.A.value:.3f}" in plain
+
+
+def test_families_show_who_foretells_best(tmp_path: Path) -> None:
+    data = curve("scalerl", rng=1)
+    found = compare(data)
+    plain = words(report(tmp_path, data, curve("b", a=0.5, rng=2), comparisons=[found])[0])
+    assert found.sentence in plain and f"{found.last_value:.4f}" in plain
+    for row in found.rows:
+        assert row.family in plain and f"{row.held_out:.4f}" in plain
+
+
+def test_long_tables_scroll_and_short_ones_do_not(tmp_path: Path) -> None:
+    text, _ = report(tmp_path, curve("a", rng=1), curve("b", a=0.5, rng=2))
+    assert text.count('<div class="wide tall" tabindex="0">') == 1
+    assert "max-height:none" in text.split("@media print")[1].split("</style>")[0]
+
+
+def test_journals_bring_counters_and_provenance(tmp_path: Path) -> None:
+    for recipe in ("scalerl", "scalerl+loss=dapo"):
+        data = curve(recipe, seeds=1)
+        journal = Journal(tmp_path / recipe)
+        journal.header(run=recipe, curve=recipe, recipe=recipe, seed=7, commit="abc<123>", versions={"torch": "2.13"})
+        journal.record("train", 1, {"mechanism/loss": 0.0, "mechanism/kl": 0.5, "alarm/truncated": 0.0})
+        if recipe == "scalerl":
+            journal.record("train", 2, {"mechanism/loss": 0.0, "mechanism/kl": 0.5, "alarm/truncated": 2.0})
+        for step, (c, r) in enumerate(zip(data.compute, data.reward, strict=True)):
+            journal.record("eval", step, {"eval/heldout/pass_rate": r, "compute/flops": c})
+        journal.close()
+    study = load([tmp_path])
+    text, _ = report(tmp_path / "out", *study.curves, runs=study.runs)
+    Page(text)
+    assert "scalerl+loss=dapo: this variant changed nothing" in text
+    assert "scalerl seed 7: 15% or more of the completions were truncated (first at step 2, in 1 of 2 steps)" in text
+    assert "scalerl+loss=dapo seed 7" not in text
+    assert "abc&lt;123&gt;" in text and "2.13" in text and "Did the choices act?" in text
+
+
+def test_page_without_any_ranked_recipe(tmp_path: Path) -> None:
+    points = np.arange(3.0)
+    few = Curve("few", points, 0.1 * points, np.full(3, "0"))
+    only_zero = Curve("zero", np.zeros(2), np.array([0.1, 0.2]), np.full(2, "0"))
+    text, written = report(tmp_path, few, only_zero, curve("short", end=1500))
+    Page(text)
+    assert "undecided" in text
+    # No asymptote to compare; the one curve there is has residuals.
+    assert {path.name for path in written[1:]} == {
+        f"report_{name}.{kind}" for name in ("curves", "residuals") for kind in ("svg", "png")
+    }
+
+
+def test_same_input_same_bytes(tmp_path: Path) -> None:
+    curves = curve("scalerl", rng=1), curve("scalerl+loss=dapo", b=1.5, rng=2)
+    _, first = report(tmp_path / "one", *curves)
+    _, second = report(tmp_path / "two", *curves)
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_ranking_csv(tmp_path: Path) -> None:
+    fits = fit_curves([curve("scalerl", rng=1), curve("a,b", end=1500)])
+    path = write_ranking_csv(tmp_path / "new" / "ranking.csv", fits, rank(fits))
+    with path.open(newline="") as handle:
+        rows = list(csv.DictReader(handle))
+    assert [row["recipe"] for row in rows] == ["scalerl", "a,b"]
+    assert {"verdict", "A", "A_low", "A_high", "B", "C_mid", "p_best"} <= set(rows[0])
+    assert float(rows[0]["A_low"]) < float(rows[0]["A"]) < float(rows[0]["A_high"])
+    assert rows[1]["A_high"] == "" and rows[1]["p_best"] == ""
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    fits = fit_curves([curve(points=12)])
+    with pytest.raises(UserError, match="cannot be written"):
+        write_ranking_csv(tmp_path / "file" / "x.csv", fits, rank(fits))
+
+
+# --- figures about the fits ---------------------------------------------------------------------------------
+
+
+def test_confidence_curve_cuts_five_percent_at_the_interval() -> None:
+    fit = fit_curve(curve(rng=1))
+    assert fit.allowed is not None and fit.A.value is not None
+    ends = np.array([fit.A.low, fit.A.value, fit.A.high])
+    low, middle, high = asymptote_confidence(fit.allowed, ends)
+    assert low == pytest.approx(0.05, abs=0.002) and high == pytest.approx(0.05, abs=0.002) and middle > 0.8
+    x, p = confidence_curve(fit)
+    assert x[0] < ends[0] < ends[2] < x[-1] and (np.diff(x) > 0).all()
+    top = int(p.argmax())
+    assert (np.diff(p[: top + 1]) >= 0).all() and (np.diff(p[top:]) <= 0).all()
+    for bad in (np.array([1.1]), np.array([0.6, 0.5])):
+        with pytest.raises(ValueError, match="must increase"):
+            asymptote_confidence(fit.allowed, bad)
+    fixed = fit_curve(curve(rng=1), FitOptions(asymptote=0.6))
+    assert fixed.allowed is not None
+    with pytest.raises(ValueError, match="fixed"):
+        asymptote_confidence(fixed.allowed, np.array([0.6]))
+
+
+def test_an_open_asymptote_ends_at_its_bound_with_a_mark() -> None:
+    unbent = next(fit for fit in (fit_curve(curve(end=2500, rng=i)) for i in range(9)) if fit.A.high is None)
+    opened = replace(unbent, verdict="open")
+    x, p = confidence_curve(opened)
+    assert x[-1] == 1 and p[-1] > 0.05 and p[0] < 0.05
+    sure = fit_curve(curve("sure", rng=1))
+    fits = [opened, sure]
+    figure = profile_figure(fits, rank(fits))
+    assert figure is not None
+    named, unnamed = figure.axes
+    assert [text.get_text() for text in unnamed.texts] == ["open"] and not named.texts
+    # What is neither ranked nor open is not drawn.
+    alone = profile_figure([unbent], rank([unbent]))
+    assert alone is None
+
+
+def test_residuals_are_about_the_fitted_curve() -> None:
+    data = curve(rng=1)
+    fit = fit_curve(data, FitOptions(min_compute=2000))
+    points = select(data, fit.options)
+    about = points.reward - fitted(fit, points.compute)
+    assert np.sqrt(np.mean(about**2)) == pytest.approx(fit.rmse, rel=1e-9)
+    figure = residuals_figure([fit], rank([fit]))
+    assert figure is not None and fit.noise is not None
+    (panel,) = figure.axes
+    drawn = np.concatenate([line.get_ydata() for line in panel.lines if line.get_linestyle() == "None"])
+    np.testing.assert_allclose(np.sort(drawn), np.sort(about))
+    assert f"lag 1: {fit.noise.correlation:.2f}" in panel.texts[0].get_text()
+
+
+def test_a_over_time_and_departures(tmp_path: Path) -> None:
+    good = curve("good", rng=1)
+    late = good.compute > 11000
+    bad = make_curve("bad", good.compute, good.reward + 0.12 * late, good.seed)
+    fits = fit_curves([good, bad])
+    found = histories(fits)
+    assert all(5 <= len(snapshots) <= 13 for snapshots in found.values())
+    figure = history_figure(found, rank(fits), "compute")
+    assert figure is not None
+    named = [snapshot for snapshot in found["good"] if snapshot.A.value is not None]
+    panel = next(panel for panel in figure.axes if panel.get_title(loc="left") == "good")
+    assert sum(line.get_marker() == "o" for line in panel.lines) == len(named)
+    text, written = report(tmp_path, good, bad, histories=found)
+    Page(text)
+    plain = words(text)
+    assert "A over time" in plain and "bad: reward lies above its forecast" in plain
+    assert "good: reward lies" not in plain and plain.count("departed") == 2
+    assert tmp_path / "report_history.png" in written
+
+
+def test_the_command_brings_mapping_families_and_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(EXAMPLE), "-o", str(page), "--history"]) == 0
+    assert str(tmp_path / "page_history.svg") in capsys.readouterr().out
+    plain = words(page.read_text(encoding="utf-8"))
+    assert "How the sources were read" in plain and "264 rows: 264 points" in plain
+    # A recipe that is not ranked is compared too.
+    assert "scalerl+aggregation=token: exponential foretells" in plain

@@ -1,0 +1,177 @@
+"""Truths about MLflow as a source: what our tracker shipped comes back as it was, and nothing is written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sweeps.cli import main as cli
+from sweeps.errors import UserError
+from sweeps.run.journal import Journal
+from sweeps.source import load
+from sweeps.tracking import Member, Tracker, ship
+from tests.paths import ROOT
+from tests.sweeps.source.event_log import TRL_SCALARS, events
+
+FLOPS = "compute/flops"
+
+
+@pytest.fixture
+def database(schema: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(schema, tmp_path / "mlflow.db"))
+
+
+def journal(run_dir: Path, recipe: str, seed: int, top: float, sets: tuple[str, ...] = ("math", "code")) -> Path:
+    """A finished run with a train record a step and an evaluation every second, one of them at C = 0."""
+    log = Journal(run_dir, clock=lambda: 1e9)
+    log.header(run=run_dir.name, recipe=recipe, seed=seed, device="cpu")
+    for step in range(7):
+        if step:
+            log.record("train", step, {"train/loss": 1.0, FLOPS: 1e6 * step})
+        if step % 2 == 0:
+            rates = {f"eval/{name}/pass_rate": 0.1 + top * step / 10 / (i + 1) for i, name in enumerate(sets)}
+            log.record("eval", step, {**rates, f"eval/{sets[0]}/pass_rate_se": 0.01, FLOPS: 1e6 * step})
+    log.end(6, "finished")
+    log.close()
+    return run_dir
+
+
+def test_what_the_tracker_shipped_is_what_the_journals_hold(database: Path, tmp_path: Path) -> None:
+    tracker = Tracker(f"sqlite:///{database}", "study", axis=FLOPS)
+    members = [
+        Member(f"{recipe}-{seed}", recipe, seed, journal(tmp_path / "sweep" / f"{recipe}-{seed}", recipe, seed, top))
+        for recipe, seed, top in (("scalerl", 0, 0.5), ("scalerl", 1, 0.6), ("scalerl+loss=dapo", 0, 0.3))
+    ]
+    sweep = tracker.open_sweep(tmp_path / "sweep", members)
+    for member in members:
+        ship(member.run_dir, tracker.client, sweep.members[member.run].mlflow_run_id, FLOPS)
+    source = f"mlflow:sqlite:///{database}#study"
+    before = database.read_bytes()
+    with pytest.raises(UserError, match=r"2 rewards could be meant \(eval/"):
+        load([source])
+    for name in ("eval/math/pass_rate", "eval/code/pass_rate"):
+        study, known = load([source], metric=name), load([tmp_path / "sweep"], metric=name, x=FLOPS)
+        assert [curve.recipe for curve in study.curves] == ["scalerl", "scalerl+loss=dapo"]
+        for shipped, kept in zip(study.curves, known.curves, strict=True):
+            assert shipped.axis == kept.axis == FLOPS
+            assert shipped.compute.tolist() == pytest.approx(kept.compute.tolist(), rel=1e-12)
+            assert shipped.reward.tolist() == kept.reward.tolist() and shipped.seed.tolist() == kept.seed.tolist()
+            assert (shipped.sd is None) == (kept.sd is None)
+            assert shipped.sd is None or kept.sd is None or shipped.sd.tolist() == kept.sd.tolist()
+    assert "MLflow" in study.shown[0] and "runs of other kinds (sweeps, fits): 1" in study.shown[0]
+    assert [curve.factors for curve in load([source], metric="all").curves][:2] == [{"set": "code"}, {"set": "math"}]
+    (joined,) = load([source], metric="eval/math/pass_rate", x="train/loss").curves[:1]
+    assert joined.axis == "train/loss"
+    assert database.read_bytes() == before
+
+
+def test_every_documented_command_runs(
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = re.findall(r"^scalerl (.+)$", (ROOT / "docs" / "sources.md").read_text(), flags=re.MULTILINE)
+    assert len(commands) >= 14
+    for folder in ("examples", "tests/data/logs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for run in ("a", "b"):
+        events(tmp_path / "tensorboard_runs" / run, TRL_SCALARS)
+    tracker = Tracker(f"sqlite:///{database}", "study", axis=FLOPS)
+    member = Member("r", "scalerl", 0, journal(tmp_path / "sweep" / "r", "scalerl", 0, 0.5, sets=("code",)))
+    sweep = tracker.open_sweep(tmp_path / "sweep", [member])
+    ship(member.run_dir, tracker.client, sweep.members["r"].mlflow_run_id, FLOPS)
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        assert cli.main(shlex.split(command)) == 0, (command, capsys.readouterr().err)
+        out, err = capsys.readouterr()
+        assert out and ("source: " in err) == ("examples/" not in command), command
+
+
+def foreign(database: Path) -> None:
+    """Runs that another framework logged: metrics by step, parameters and tags."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{database}")
+    experiment = client.create_experiment("theirs")
+    for name, params, top in (
+        ("run-a", {"algo": "grpo", "seed": "3", "model": "7b"}, 0.5),
+        ("run-b", {"algo": "grpo", "seed": "4", "model": "7b"}, 0.6),
+        ("run-c", {"algo": "cispo", "seed": "3", "model": "1b"}, 0.7),
+    ):
+        run = client.create_run(experiment, run_name=name, tags={"team": "x"}).info.run_id
+        for key, value in params.items():
+            client.log_param(run, key, value)
+        for step in range(1, 7):
+            client.log_metric(run, "tokens", 1000.0 * step, step=step)
+            if step % 2 == 0:
+                client.log_metric(run, "acc", top * step / 10, step=step)
+        client.log_metric(run, "acc", 0.9, step=6)
+        client.set_terminated(run, "FAILED" if name == "run-c" else "FINISHED")
+    client.create_run(experiment, run_name="empty")
+
+
+def test_runs_of_others_by_metric_tag_and_parameter(database: Path) -> None:
+    foreign(database)
+    source = f"mlflow:sqlite:///{database}#theirs"
+    curves = load([source], metric="acc", x="tokens").curves
+    assert [curve.recipe for curve in curves] == ["run-a", "run-b", "run-c"]
+    assert curves[0].compute.tolist() == [2000, 4000, 6000] and curves[0].reward.tolist() == [0.1, 0.2, 0.9]
+    assert any("logged again" in note for note in curves[0].warnings)
+    assert any("failed; its points are used" in note for note in curves[2].warnings)
+    cispo, grpo = load([source], y="acc", x="tokens", by="algo", factors=("model", "team")).curves
+    assert grpo.recipe == "grpo model=7b team=x" and sorted(set(grpo.seed.tolist())) == ["3", "4"]
+    assert cispo.factors == {"model": "1b", "team": "x"}
+    for options, message in (
+        ({"metric": "nope"}, r"no metric nope; found acc, tokens"),
+        ({}, "no name of a reward that a reader knows; found acc, tokens"),
+        ({"metric": "acc", "by": "nope"}, r"nothing named nope describes run run-a; found algo"),
+        ({"metric": "acc", "x": "nope"}, "no metric nope"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load([source], **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("mlflow:sqlite:///{0}/missing.db#study", "no such database"),
+        ("mlflow:sqlite:///{0}/text.db#study", "not an MLflow database"),
+        ("mlflow:sqlite:///{0}/other.db#study", "not an MLflow database"),
+        ("mlflow:sqlite:///{0}/mlflow.db#nope", "no experiment 'nope'; found Default, theirs, unused"),
+        ("mlflow:sqlite:///{0}/mlflow.db#", "no experiment is named; found Default, theirs, unused"),
+        ("mlflow:sqlite:///{0}/mlflow.db", "no experiment is named; found Default, theirs, unused"),
+        ("mlflow:sqlite:///{0}/mlflow.db#Default", "no run with metrics"),
+        ("mlflow:sqlite:///{0}/old.db#theirs", "written by another version of MLflow"),
+        ("mlflow:{0}/mlruns#study", "is a file store"),
+        ("mlflow:", "is a file store"),
+        ("mlflow:#", "is a file store"),
+        ("mlflow:sqlite://#", "names no database file"),
+        ("mlflow:nonsense://x#y", "cannot be read"),
+        ("mlflow:http://127.0.0.1:9#y", "cannot be read"),
+    ],
+)
+def test_stores_that_cannot_be_read_say_why_and_stay_as_they_are(
+    database: Path, tmp_path: Path, source: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    foreign(database)
+    shutil.copy(database, tmp_path / "old.db")
+    execute(tmp_path / "old.db", "UPDATE alembic_version SET version_num = 'x'")
+    execute(tmp_path / "other.db", "CREATE TABLE runs (a)")
+    (tmp_path / "text.db").write_text("no database at all, only a line of text that is longer than a header" * 3)
+    before: dict[Path, Any] = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UserError, match=message) as caught:
+        load([source.format(tmp_path)], metric="acc")
+    assert "\n" not in str(caught.value)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def execute(path: Path, statement: str) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute(statement)
+    connection.commit()
+    connection.close()
