@@ -31,7 +31,7 @@ import numpy as np
 from sweeps.executor.attempts import AttemptLog
 from sweeps.executor.failure import retries
 from sweeps.executor.scheduler import JobInfo
-from sweeps.executor.submission import JobSettings
+from sweeps.executor.settings import JobSettings
 from sweeps.launch.settings import LaunchPlan, run_study
 from sweeps.launch.status import counts, overview
 from sweeps.launch.study import Study

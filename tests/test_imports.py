@@ -22,6 +22,7 @@ FLOORS = {
         {"decide", "launch"},
         {"report"},
         {"cli"},
+        {"__main__"},
     ],
     "lightning_scalerl": [
         {"rollout"},

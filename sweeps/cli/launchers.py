@@ -22,7 +22,7 @@ from sweeps.cli.output import show_chart
 from sweeps.curve import default_axis
 from sweeps.executor.base import load_entry
 from sweeps.executor.failure import retries as retry_policy
-from sweeps.executor.submission import JobSettings
+from sweeps.executor.settings import JobSettings
 from sweeps.launch.settings import LaunchPlan, report_failures, run_study
 from sweeps.launch.study import Study
 from sweeps.run.spec import RunSpec

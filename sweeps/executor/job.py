@@ -1,9 +1,9 @@
 """What runs on a compute node: one member of a submission, as one task of SLURM's.
 
-`python -m sweeps.executor.job <folder of the submission>`, started by the batch script for each task of an array and
-each rank of a job. The signals are ours alone: SLURM's warning (submitit's choice, SIGUSR2, sent before a time limit
-or a preemption) and SIGTERM leave a note, the run saves itself at its next clean border, and the batch script
-requeues the job. submitit's own handler would leave in the middle of a step, and Lightning's would requeue as well.
+`python -m sweeps job <folder of the submission>`, started by the batch script for each task of an array and each rank
+of a job. The signals are ours alone: SLURM's warning (SIGUSR2, sent before a time limit or a preemption) and SIGTERM
+leave a note, the run saves itself at its next clean border, and the batch script requeues the job. Lightning's own
+handler would save in the middle of a step, and requeue as well.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sweeps.executor.attempts import Attempt, AttemptLog, attempts
 from sweeps.executor.base import load_entry
 from sweeps.executor.failure import MAX_IDLE_ATTEMPTS, first_line, kind_of
-from sweeps.executor.submission import MANIFEST_FILE, REQUEUE_VARIABLE
+from sweeps.executor.script import REQUEUE_VARIABLE
+from sweeps.executor.submission import MANIFEST_FILE
 from sweeps.redact import redact
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.journal import LOG_FILE, JournalError, read_journal
@@ -41,8 +42,7 @@ _EARLY_S = 75.0
 def main(arguments: list[str]) -> int:
     """Run the member that this task stands for; its exit code."""
     began = time.time()
-    warning = getattr(signal, "SIG" + os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2"))
-    with interruption.on_signals([warning, signal.SIGTERM]):
+    with interruption.on_signals([signal.SIGUSR2, signal.SIGTERM]):
         try:
             folder = Path(arguments[0])
             manifest = _wait_for(folder / MANIFEST_FILE)
@@ -189,9 +189,9 @@ def _log_to(path: Path) -> None:
     os.close(log)
 
 
-if __name__ == "__main__":
-    # Threads of a library that hang at exit must not keep an allocation.
-    code = main(sys.argv[1:])
+def run(arguments: list[str]) -> NoReturn:
+    """`main`, and the end of the process: threads of a library that hang at exit must not keep an allocation."""
+    code = main(arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

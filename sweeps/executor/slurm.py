@@ -18,7 +18,9 @@ from sweeps.executor.base import Launch, Outcome
 from sweeps.executor.failure import KINDS, MEMORY_GROWTH
 from sweeps.executor.job import DISK_FULL_CODE
 from sweeps.executor.scheduler import ENDED, QUEUED, JobInfo, RefusedError, Scheduler
-from sweeps.executor.submission import JOBS_DIR, MANIFEST_FILE, STARTED, JobSettings, freeze, new_folder
+from sweeps.executor.script import STARTED
+from sweeps.executor.settings import JobSettings
+from sweeps.executor.submission import JOBS_DIR, MANIFEST_FILE, freeze, new_folder
 
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from sweeps.executor.base import Executor
 from sweeps.executor.failure import NEVER
 from sweeps.executor.local import InProcessExecutor, LocalExecutor
 from sweeps.executor.scheduler import Scheduler, Slurm
+from sweeps.executor.settings import JobSettings
 from sweeps.executor.slurm import ClusterExecutor
-from sweeps.executor.submission import JobSettings
 from sweeps.launch.ledger import MemberState
 from sweeps.launch.observer import Observer, Progress
 from sweeps.launch.study import Study

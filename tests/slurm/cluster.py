@@ -201,7 +201,7 @@ class Sweep:
             except (OSError, ValueError, IndexError):
                 continue
             ours = any(word.startswith(str(self.directory / "jobs").encode()) for word in words)
-            if b"sweeps.executor.job" in words and ours and name.startswith("slurmstepd"):
+            if b"sweeps" in words and b"job" in words and ours and name.startswith("slurmstepd"):
                 found.append(int(folder.name))
         return found
 

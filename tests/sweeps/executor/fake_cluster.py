@@ -26,8 +26,9 @@ from sweeps.executor.attempts import AttemptLog
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.job import checkpoint_step
 from sweeps.executor.scheduler import ENDED, JobInfo, RefusedError
+from sweeps.executor.script import STARTED
+from sweeps.executor.settings import JobSettings
 from sweeps.executor.slurm import ClusterExecutor
-from sweeps.executor.submission import STARTED, JobSettings
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.observer import Observer
 from sweeps.launch.study import Study

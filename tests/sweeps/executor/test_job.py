@@ -322,12 +322,6 @@ def test_a_member_that_is_asked_to_stop_saves_and_asks_for_a_requeue(tmp_path: P
     assert stat.S_IMODE(here.marker.stat().st_mode) == 0o600
 
 
-def test_the_signal_is_the_one_that_the_batch_script_asked_for(tmp_path: Path) -> None:
-    here = Submission(tmp_path, wait_for_a_signal)
-    assert here.interrupt(signal.SIGUSR1, SUBMITIT_PREEMPT_SIGNAL="USR1") == 1
-    assert here.attempts()[0].reason == "at step 7 (SIGUSR1)"
-
-
 def jump(seconds: float) -> Callable[[], None]:
     """The clock jumps once the job has begun."""
 

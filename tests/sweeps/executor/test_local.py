@@ -17,8 +17,8 @@ from sweeps.errors import UserError
 from sweeps.executor.base import Launch, Outcome, load_entry
 from sweeps.executor.local import LocalExecutor
 from sweeps.run.journal import LOG_FILE
+from tests.paths import ROOT
 
-HERE = Path(__file__).parent
 PATIENCE_S = 60.0
 
 
@@ -260,7 +260,8 @@ def test_a_second_attempt_writes_behind_the_first(tmp_path: Path) -> None:
 CONTROLLER = """
 import sys, time
 from pathlib import Path
-from sweeps.executor.base import Launch, LocalExecutor
+from sweeps.executor.base import Launch
+from sweeps.executor.local import LocalExecutor
 entry, *run_dirs = sys.argv[1:]
 executor = LocalExecutor(entry, max_parallel=9, threads=3)
 for run_dir in run_dirs:
@@ -281,7 +282,7 @@ def test_members_die_with_the_controller_that_is_killed(tmp_path: Path) -> None:
     )
     controller = subprocess.Popen(
         [sys.executable, "-c", CONTROLLER, "both:start", *map(str, run_dirs.values())],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
     )
     members: list[int] = []
     try:

@@ -22,8 +22,8 @@ from sweeps.errors import UserError
 from sweeps.executor.attempts import attempts
 from sweeps.executor.failure import KINDS, NEVER
 from sweeps.executor.failure import retries as retry_policy
+from sweeps.executor.settings import JobSettings
 from sweeps.executor.slurm import ClusterExecutor
-from sweeps.executor.submission import JobSettings
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.run.lease import Lease, LeaseLostError
 from sweeps.run.spec import RunSpec

@@ -24,7 +24,8 @@ from sweeps.errors import UserError
 from sweeps.executor import submission
 from sweeps.executor.base import Launch
 from sweeps.executor.failure import KINDS
-from sweeps.executor.submission import JobSettings, freeze, freeze_code, harmless, new_folder
+from sweeps.executor.settings import JobSettings
+from sweeps.executor.submission import freeze, freeze_code, harmless, new_folder
 from tests.paths import ROOT
 
 YAML = ROOT / "conf/hydra/launcher/scalerl_slurm.yaml"
@@ -170,8 +171,8 @@ def test_the_script_of_a_study_with_any_name_starts_its_member_and_nothing_else(
     assert node.run(script, code=0) == 0, node.said
     (call,) = node.calls("srun")
     folder = str(study.resolve() / "jobs" / NAME)
-    assert call[-5:] == [sys.executable, "-u", "-m", "sweeps.executor.job", folder]
-    assert call[:-5] == ["--unbuffered", "--output", f"{folder}/%j_%t_log.out"]
+    assert call[-6:] == [sys.executable, "-u", "-m", "sweeps", "job", folder]
+    assert call[:-6] == ["--unbuffered", "--output", f"{folder}/%j_%t_log.out"]
     assert node.environment()["SCALERL_REQUEUE_FILE"] == f"{folder}/requeue-77-0"
     assert node.said == ""
     assert list(node.work.iterdir()) == [], "the name was run as a command"
@@ -540,7 +541,7 @@ def test_secrets_are_not_in_what_is_kept(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_code_that_runs_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a repository of its own: commit, changes beyond it, no secret among them."""
     repository = tmp_path / "repository"
-    (repository / "sweeps/cluster").mkdir(parents=True)
+    (repository / "sweeps/executor").mkdir(parents=True)
     source = repository / "sweeps/executor/submission.py"
     source.write_text("one\n")
 

@@ -11,7 +11,7 @@ import pytest
 
 from sweeps.errors import UserError
 from sweeps.executor.scheduler import JobInfo
-from sweeps.executor.submission import JobSettings
+from sweeps.executor.settings import JobSettings
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.status import STATES, MemberView, counts, log_tail, overview, to_json
 from sweeps.launch.study import LEASE_NAME

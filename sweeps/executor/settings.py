@@ -1,0 +1,153 @@
+"""How a cluster runs members: what a job asks for, its limits, the user's own commands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sweeps.errors import UserError
+
+# What sbatch is asked for, under the names of the stock launcher, hydra-submitit-launcher.
+_RESOURCES = (
+    *("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name", "stderr_to_stdout"),
+    # from here on those that are for SLURM alone
+    *("partition", "qos", "comment", "constraint", "exclude", "nodelist", "exclusive", "gres", "cpus_per_gpu"),
+    *("gpus_per_task", "mem_per_gpu", "mem_per_cpu", "account", "dependency", "mail_type", "mail_user", "wckey"),
+    *("signal_delay_s", "array_parallelism", "additional_parameters", "srun_args"),
+)
+
+
+# The stock launcher's, without a meaning here: everything lies in the study's folder.
+_UNUSED = ("submitit_folder",)
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """How a cluster runs members.
+
+    Attributes:
+        resources: keys of the stock launcher (hydra-submitit-launcher).
+        setup, teardown: commands of the batch script before and after the member.
+        python: how a job starts Python: a path, or a container's command that ends in one. None: this interpreter.
+        max_num_timeout: times that a member's job may run into its time limit; None for as often as it takes.
+        array_size: members an array at most; None for what the cluster allows.
+        poll_s: seconds between two looks at the queue.
+        lost_after_s: a job that the scheduler knows nothing of counts as lost after this.
+    """
+
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    setup: tuple[str, ...] = ()
+    teardown: tuple[str, ...] = ()
+    python: str | None = None
+    max_num_timeout: int | None = None
+    array_size: int | None = None
+    poll_s: float = 10.0
+    lost_after_s: float = 120.0
+
+    @property
+    def timeout_min(self) -> int:
+        """The time limit of a job."""
+        return int(self.resources.get("timeout_min") or 60)
+
+    @property
+    def signal_delay_s(self) -> int:
+        """How long before its end a job is told."""
+        return int(self.resources.get("signal_delay_s") or 120)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> JobSettings:
+        """From the launcher's keys, those of the stock launcher and our own mixed.
+
+        Raises:
+            UserError: a value that cannot work; what would.
+        """
+        rest = {key: value for key, value in given.items() if value is not None and key not in _UNUSED}
+        try:
+            settings = cls(
+                setup=_commands("setup", rest.pop("setup", ())),
+                teardown=_commands("teardown", rest.pop("teardown", ())),
+                python=rest.pop("python", None),
+                max_num_timeout=rest.pop("max_num_timeout", None),
+                array_size=rest.pop("array_size", None),
+                poll_s=float(rest.pop("poll_s", cls.poll_s)),
+                lost_after_s=float(rest.pop("lost_after_s", cls.lost_after_s)),
+                resources=rest,
+            )
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"cluster: {error}; poll_s and lost_after_s are seconds, setup and teardown lists"
+            ) from error
+        settings.check()
+        return settings
+
+    def given(self) -> dict[str, Any]:
+        """What `of` makes these settings from."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "resources"}
+        return {**self.resources, **{key: list(v) if isinstance(v, tuple) else v for key, v in own.items()}}
+
+    def check(self) -> None:
+        """Whether these can work at all.
+
+        Raises:
+            UserError: which cannot, and what would.
+        """
+        unknown = sorted(set(self.resources) - set(_RESOURCES))
+        if unknown:
+            own = set(self.__dataclass_fields__) - {"resources"}
+            raise UserError(
+                f"cluster: {unknown[0]} is no setting of a job; valid: {', '.join(sorted({*_RESOURCES, *own}))}"
+            )
+        for name in ("timeout_min", "nodes", "tasks_per_node"):
+            value = self.resources.get(name, 1)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"cluster: {name} is {value!r}; it must be a whole number, 1 or more")
+        for name, value in self.resources.items():
+            if isinstance(value, str) and not value.isprintable():
+                raise UserError(f"cluster: {name} is {value!r}; a line break has no place in an option of sbatch")
+        taken = {str(key).replace("_", "-") for key in self.resources.get("additional_parameters") or {}} & _OURS
+        if taken:
+            raise UserError(f"cluster: additional_parameters.{min(taken)} is set by the launcher itself; leave it out")
+        for name, kind, what in _KINDS_OF_SETTING:
+            value = self.resources.get(name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+                raise UserError(f"cluster: {name} is {value!r}; it must be {what}")
+        for name in ("array_parallelism", "mem_gb", "cpus_per_task"):
+            if self.resources.get(name) is not None and self.resources[name] <= 0:
+                raise UserError(f"cluster: {name} is {self.resources[name]!r}; it must be above 0")
+        if not 0 < self.poll_s < math.inf or not 0 <= self.lost_after_s < math.inf:
+            raise UserError(
+                f"cluster: poll_s is {self.poll_s:g}, lost_after_s {self.lost_after_s:g}; both are seconds, poll_s > 0"
+            )
+        if 2 * self.signal_delay_s > self.timeout_min * 60:
+            raise UserError(
+                f"cluster: signal_delay_s={self.signal_delay_s} leaves a job of timeout_min={self.timeout_min} less "
+                "than half of its time to work; lower signal_delay_s or raise timeout_min"
+            )
+        for name, least in (("array_size", 1), ("max_num_timeout", 0)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise UserError(f"cluster: {name} is {value!r}; it must be a whole number from {least} on, or null")
+
+
+# Options by which jobs are found again, or that would take them where nobody looks.
+_OURS = frozenset({"array", "clusters", "cluster", "M", "output", "error", "job-name", "open-mode", "signal"})
+
+
+# Settings that sbatch would misunderstand, or fail at later than now.
+_KINDS_OF_SETTING: tuple[tuple[str, Any, str], ...] = (
+    ("signal_delay_s", int, "a whole number of seconds"),
+    ("array_parallelism", int, "a whole number"),
+    ("mem_gb", int | float, "a number of gigabytes"),
+    ("gpus_per_node", int | str, "a whole number, or a kind and a number such as 'a100:2'"),
+    ("cpus_per_task", int, "a whole number"),
+    ("additional_parameters", Mapping, "a mapping of sbatch's options"),
+    ("srun_args", list | tuple, "a list of srun's options"),
+)
+
+
+def _commands(name: str, given: Any) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, list | tuple):
+        raise UserError(f"cluster: {name} is {given!r}; it must be a list of commands, such as ['module load cuda']")
+    return tuple(map(str, given))
