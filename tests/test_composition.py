@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_scalerl.choice import AXES, ConfigurationError
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import compose, conf_dir, load_recipe
-from lightning_scalerl.member.identify import plan
+from lightning_scalerl.member.identify import plan_members
 from sweeps.run.spec import science
 
 CONF = conf_dir()
@@ -34,7 +35,7 @@ def test_every_choice_of_an_axis_builds(axis: str) -> None:
     files = sorted(path.stem for path in (CONF / axis).glob("*.yaml"))
     assert files
     for name in files:
-        choice = load_recipe("scalerl_core", [f"{axis}={name}"]).choices[axis]
+        choice = load_recipe("scalerl_core", [f"{axis}={name}"]).choices.on(axis)
         assert choice.axis == axis
         assert choice.semantics()["choice"]
         assert choice.state_key == f"{axis}:{type(choice).__name__}"
@@ -61,8 +62,8 @@ def test_a_variant_changes_one_choice_and_says_which(recipe: str, variant: str) 
     axis, choice = config.label.split("=")
     assert different == [axis]
     assert variant == f"{axis}_{choice}"
-    assert load_recipe(recipe, [f"variant={variant}"]).choices[axis].semantics() != (
-        load_recipe(recipe).choices[axis].semantics()
+    assert load_recipe(recipe, [f"variant={variant}"]).choices.on(axis).semantics() != (
+        load_recipe(recipe).choices.on(axis).semantics()
     )
 
 
@@ -73,16 +74,18 @@ def test_every_experiment_plans(experiment: str) -> None:
     files = [*(OmegaConf.load(CONF / "experiment" / f"{name}.yaml") for name in inherited), own]
     variants = OmegaConf.merge(*files).hydra.sweeper.params.variant.split(",")  # type: ignore[union-attr]
     assert set(variants) <= {"none", *VARIANTS}
-    specs = plan([[f"experiment={experiment}", f"variant={v}", f"seed={s}", *QUICK] for v in variants for s in (0, 1)])
+    specs = plan_members(
+        [[f"experiment={experiment}", f"variant={v}", f"seed={s}", *QUICK] for v in variants for s in (0, 1)]
+    )
     assert len({spec.run for spec in specs}) == 2 * len(variants)
     assert len({spec.curve for spec in specs}) == len({spec.recipe for spec in specs}) == len(variants)
-    assert {spec.axes for spec in specs if "+" not in spec.recipe} == {()}
-    assert all(len(spec.axes) == 1 for spec in specs if "+" in spec.recipe)
+    assert all(not spec.departures for spec in specs if spec.recipe == spec.baseline)
+    assert all(len(spec.departures) == 1 for spec in specs if spec.recipe != spec.baseline)
     assert {spec.config["output_dir"] for spec in specs} == {f"outputs/{experiment}"}
 
 
 def test_labels_and_identity() -> None:
-    same, budget, seed, changed, by_hand = plan(
+    same, budget, seed, changed, by_hand = plan_members(
         [
             [*QUICK],
             [*QUICK, "budget.steps=7", "study=other"],
@@ -98,13 +101,13 @@ def test_labels_and_identity() -> None:
 
 
 def test_swept_settings_are_part_of_the_label() -> None:
-    one, two = plan([[*QUICK, "optimizer.lr=1e-4"], [*QUICK, "optimizer.lr=2e-4"]])
+    one, two = plan_members([[*QUICK, "optimizer.lr=1e-4"], [*QUICK, "optimizer.lr=2e-4"]])
     assert (one.recipe, two.recipe) == ("scalerl+optimizer.lr=1e-4", "scalerl+optimizer.lr=2e-4")
 
 
 def test_a_variant_that_changes_nothing_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="variant: loss=dapo changes nothing"):
-        plan([[*QUICK, "variant=loss_dapo", "loss=cispo"]])
+        plan_members([[*QUICK, "variant=loss_dapo", "loss=cispo"]])
 
 
 @pytest.mark.parametrize(
