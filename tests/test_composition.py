@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from lightning_scalerl import RolloutDataModule
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import compose, conf_dir, load_recipe
@@ -105,9 +106,43 @@ def test_swept_settings_are_part_of_the_label() -> None:
     assert (one.recipe, two.recipe) == ("scalerl+optimizer.lr=1e-4", "scalerl+optimizer.lr=2e-4")
 
 
-def test_a_variant_that_changes_nothing_is_refused() -> None:
+def test_a_variant_that_changes_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="variant: loss=dapo changes nothing"):
-        plan_members([[*QUICK, "variant=loss_dapo", "loss=cispo"]])
+        plan_members([[*QUICK, "recipe=mine", "variant=loss_dapo"]], [with_recipe(tmp_path, "mine", loss="dapo")])
+
+
+def with_recipe(folder: Path, name: str, **choices: str) -> Path:
+    """A user's folder with a recipe that departs from ScaleRL."""
+    (folder / "recipe").mkdir()
+    lines = [
+        "# @package _global_",
+        "defaults:",
+        "  - scalerl",
+        *(f"  - override /{a}: {c}" for a, c in choices.items()),
+    ]
+    (folder / "recipe" / f"{name}.yaml").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["variant=async_mode_pipeline_4", "async_mode.k=0"], "async_mode.k: 0 must be a whole number"),
+        (["variant=async_mode_pipeline_4", "async_mode.k=2"], "async_mode: changed twice, by the variant"),
+        (["loss=dapo", "variant=loss_dapo"], "loss: changed twice, by the variant loss=dapo and by loss=dapo"),
+        (["optimiser.lr=1"], "did you mean optimizer\\?; valid here: .*optimizer"),
+        (["optimizer.lrr=1"], "did you mean optimizer.lr\\?; valid here: _target_, lr"),
+        (["optimizer.lr.deeper=1"], "optimizer.lr is a value, not a group"),
+    ],
+)
+def test_the_real_fault_is_named(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        plan_members([[*QUICK, *overrides]])
+
+
+def test_a_task_without_its_files_says_what_to_give() -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.heldout: needs a value; give task\.heldout="):
+        RolloutDataModule("jsonl")
 
 
 @pytest.mark.parametrize(
