@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.composition import build, compose
+from lightning_scalerl.composition import build, compose, use_folders
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.task.base import Task, check_task
 
@@ -19,14 +20,16 @@ class RolloutDataModule(LightningDataModule):
     Args:
         task: a `Task`, or the name of one in `conf/task/`.
         seed: of prompt order and sampling.
+        config_dir: a folder of yours where tasks are looked for too (docs/extend.md).
 
     Raises:
         ConfigurationError: an unknown task, or one without prompts, held-out set or verifier.
     """
 
-    def __init__(self, task: str | Task, seed: int = 0) -> None:
+    def __init__(self, task: str | Task, seed: int = 0, config_dir: str | Path | None = None) -> None:
         super().__init__()
-        self.task = check_task(build(compose([f"task={task}"]), "task") if isinstance(task, str) else task)
+        folders = use_folders(() if config_dir is None else (config_dir,))
+        self.task = check_task(build(compose([f"task={task}"], folders), "task") if isinstance(task, str) else task)
         self.seed = seed
 
     def train_dataloader(self) -> _StreamLoader:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class ScaleRL(LightningModule):
         model: a local folder or hub id of a causal language model, or the model itself.
         recipe: a name in `conf/recipe/`, or a built recipe.
         overrides: Hydra overrides of a named recipe, such as "optimizer.lr=1e-3".
+        config_dir: a folder of yours where recipes and choices are looked for too (docs/extend.md).
         tokenizer: needed if `model` is not a path.
 
     Raises:
@@ -67,10 +69,12 @@ class ScaleRL(LightningModule):
         recipe: str | Recipe = "scalerl",
         overrides: Sequence[str] = (),
         tokenizer: Any = None,
+        config_dir: str | Path | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.recipe = load_recipe(recipe, overrides) if isinstance(recipe, str) else recipe
+        folders = () if config_dir is None else (config_dir,)
+        self.recipe = load_recipe(recipe, overrides, folders) if isinstance(recipe, str) else recipe
         if isinstance(model, str):
             self.tokenizer = tokenizer or load_tokenizer(model)
             model = load_model(model)

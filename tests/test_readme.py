@@ -24,15 +24,24 @@ def test_the_script_runs_as_printed(tmp_path: Path) -> None:
 
 
 def test_the_tree_names_what_exists() -> None:
-    """Every module of the packages stands in the README's tree, and the tree names nothing else."""
-    for package in ("lightning_scalerl", "sweeps"):
-        for path in sorted((ROOT / package).iterdir()):
-            if path.name.startswith("_") or path.name in ("py.typed", "conf", "errors.py"):
-                continue
-            assert path.name in README, f"{package}/{path.name} is not in the README's tree"
+    """Every room of the packages stands in the README's tree and in CONTRIBUTING, and the tree names nothing else."""
+    (tree,) = re.findall(r"```\n(lightning_scalerl/ .*?)```", README, flags=re.DOTALL)
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    rooms = [
+        path for package in ("lightning_scalerl", "sweeps") for path in (ROOT / package).iterdir() if path.is_dir()
+    ]
+    for room in (path for path in rooms if path.name[0] not in "_." and path.name != "conf"):
+        assert f"{room.name}/" in tree and f"`{room.name}/`" in contributing, f"{room} is in no tree"
+    known = {f"{path.name}/" for path in (*rooms, *ROOT.iterdir())}
+    assert set(re.findall(r"\b\w+/", tree)) <= known
 
 
 def test_links_lead_somewhere() -> None:
-    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for document in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "CHANGELOG.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ]:
         for target in re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"

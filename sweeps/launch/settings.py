@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from sweeps.errors import UserError
@@ -75,7 +75,9 @@ class LaunchPlan:
             UserError: nothing there, not readable, or MLflow's address is to be given again.
         """
         try:
-            values = json.loads((study / LAUNCH_FILE).read_text())
+            known = {each.name for each in fields(cls)}
+            read = json.loads((study / LAUNCH_FILE).read_text())
+            values = {name: value for name, value in read.items() if name in known}
             values["settings"] = JobSettings.of(values["settings"])
             values["preload"] = tuple(values["preload"])
             plan = cls(**values)

@@ -16,7 +16,7 @@ from sweeps.launch.ledger import Ledger, MemberState, after
 from sweeps.launch.observer import Observer
 from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError
 from sweeps.run.progress import is_done, why_failed, written
-from sweeps.run.spec import RunSpec, check_distinct
+from sweeps.run.spec import RunSpec, check_distinct, check_form
 
 LEASE_NAME = "controller"
 RUNS_DIR = "runs"
@@ -77,7 +77,7 @@ class Study:
             The state of each member, by identity.
 
         Raises:
-            UserError: another process is running this study.
+            UserError: another process is running this study, or another version has begun it.
         """
         make_private(self.directory)
         lease = Lease(self.directory, LEASE_NAME)
@@ -92,6 +92,7 @@ class Study:
         failed, left = len(self.specs), 0
         with ExitStack() as stack:
             stack.callback(lease.release)
+            check_form(self.directory / RUNS_DIR / run for run in self.ledger.fold())
             begin()
             for observer in observers:
                 observer.open()

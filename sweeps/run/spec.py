@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,10 @@ from sweeps.run.files import write_atomically
 SPEC_FILE = "spec.json"
 # The form of frozen specifications. The first had module paths in its identities, and no number.
 FORM = 2
+_OTHER_FORM = (
+    "{}: written by another version, whose runs had other identities; fit and rank read its journals, but to go on, "
+    "launch the study into a folder of its own (study=NAME)"
+)
 
 # Top-level keys of the configuration that say how, where or how long, not what.
 OPERATIONAL_KEYS = frozenset(
@@ -89,13 +93,25 @@ class RunSpec:
         try:
             values = json.loads((run_dir / SPEC_FILE).read_text())
             if values.pop("form", 1) != FORM:
-                raise UserError(
-                    f"{run_dir / SPEC_FILE}: written by another version, whose runs had other identities; fit and rank "
-                    "read its journals, but to go on launch the study into a folder of its own (study=NAME)"
-                )
+                raise UserError(_OTHER_FORM.format(run_dir / SPEC_FILE))
             return cls(**{**values, "folders": tuple(values["folders"])})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{run_dir / SPEC_FILE}: not a run's frozen specification ({error})") from error
+
+
+def check_form(run_dirs: Iterable[Path]) -> None:
+    """No run in these directories was frozen by a version whose identities were others.
+
+    Raises:
+        UserError: one was; what can be done with it.
+    """
+    for run_dir in run_dirs:
+        try:
+            form = json.loads((run_dir / SPEC_FILE).read_text()).get("form", 1)
+        except (OSError, ValueError, AttributeError):
+            continue  # nothing frozen, or nothing that can be read: another matter
+        if form != FORM:
+            raise UserError(_OTHER_FORM.format(run_dir / SPEC_FILE))
 
 
 def budget_of(run_dir: Path) -> int | None:

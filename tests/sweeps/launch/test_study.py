@@ -579,7 +579,7 @@ def test_progress_says_how_a_member_ended(tmp_path: Path, said: list[str]) -> No
 
 def test_progress_is_silent_until_it_is_time(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("sweeps.launch.study.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("sweeps.launch.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
     progress = Progress(total=1, steps=4, every_s=10, write=said.append)
     progress.started(member("cispo"), tmp_path)
     for seconds, lines in ((5, 0), (9.9, 0), (10, 1), (15, 1), (20, 2), (75, 3)):
@@ -626,3 +626,19 @@ def test_a_controller_that_lost_the_study_to_another_writes_nothing_more(tmp_pat
     entries = Ledger(tmp_path).entries()
     assert [entry["event"] for entry in entries] == ["planned"] * len(specs) + ["started"]
     assert observer.closed == [0], "none is called failed"
+
+
+def test_a_study_of_another_version_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """Its runs have other identities: it would be run a second time."""
+    study = Study(tmp_path, [member("cispo")])
+    study.run(ScriptedExecutor())
+    spec_file = study.run_dir(study.specs[0]) / "spec.json"
+    old = json.loads(spec_file.read_text())
+    del old["form"]
+    spec_file.write_text(json.dumps(old))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name[0] != "."}
+    began: list[str] = []
+    with pytest.raises(UserError, match=r"another version.*study=NAME"):
+        Study(tmp_path, [member("dapo")]).run(ScriptedExecutor(), begin=lambda: began.append("yes"))
+    assert not began
+    assert {path: path.read_bytes() for path in before} == before

@@ -1,0 +1,164 @@
+"""Identities outlive versions: what stands in identities.json stays as it is, and may only grow.
+
+python -m tests.member.test_identity     adds what is new in CASES; what is there it never changes
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import lightning_scalerl
+from lightning_scalerl.member.identify import plan_members
+from lightning_scalerl.member.identity import identity_of
+from sweeps.executor.script import JOB_COMMAND
+from tests.paths import ROOT
+
+TABLE = Path(__file__).with_name("identities.json")
+CONF = ROOT / "conf"
+QUICK = ("model.batches=2", "model.width=32", "model.layers=1")
+# Which of conf/ were there when the table was begun; later ones are added by hand.
+VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
+OF_CORE = ("precision_bf16",)
+CASES = [
+    # The recipe's own choice is no variant of it.
+    *(f"recipe=scalerl_core variant={name}" if name in OF_CORE else f"variant={name}" for name in VARIANTS),
+    "recipe=scalerl_core",
+    "recipe=scalerl_core variant=loss_gspo",
+    "seed=7",
+    "scale=paper",
+    "cluster=slurm",
+    "budget.steps=9 study=elsewhere",
+    "optimizer.lr=1e-3",
+    "loss=dapo loss.clip_high=0.3",
+    "cost_model.generator_devices=4 generator.slots=512",
+    "task=jsonl task.train=train.jsonl task.heldout={a:heldout.jsonl}",
+    "task=jsonl task.train=train.jsonl task.heldout={a:heldout.jsonl} task.verifier=math:hypot",
+    "model=path model.path=./model",
+    "model=path model.path=org/name",
+]
+
+
+def in_a_place(folder: Path) -> None:
+    """Files that some cases name."""
+    for name in ("train", "heldout"):
+        (folder / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+
+
+def identities(cases: list[str]) -> dict[str, list[str]]:
+    """Run and curve of each case."""
+    lists = [[*case.split(), *(() if "model=path" in case else QUICK)] for case in cases]
+    return {case: [spec.run, spec.curve] for case, spec in zip(cases, plan_members(lists), strict=True)}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    in_a_place(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SCALERL_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_no_identity_has_changed(place: Path) -> None:
+    frozen = json.loads(TABLE.read_text())
+    assert len(frozen) >= 30 and set(CASES) <= set(frozen), "new cases: python -m tests.member.test_identity"
+    assert identities(list(frozen)) == frozen
+
+
+def test_the_table_tells_curves_apart() -> None:
+    """Same run exactly where nothing of science differs."""
+    frozen = json.loads(TABLE.read_text())
+    same = {"variant=none", "cluster=slurm", "budget.steps=9 study=elsewhere"}
+    assert len({tuple(frozen[case]) for case in same}) == 1
+    assert frozen["seed=7"][1] == frozen["variant=none"][1] and frozen["seed=7"][0] != frozen["variant=none"][0]
+    others = [frozen[case][1] for case in frozen if case not in same | {"seed=7"}]
+    assert len(set(others)) == len(others) and frozen["variant=none"][1] not in others
+
+
+def test_data_counts_by_content_wherever_it_lies(place: Path) -> None:
+    (place / "copy").mkdir()
+    for name in ("train.jsonl", "heldout.jsonl"):
+        (place / "copy" / name).write_bytes((place / name).read_bytes())
+    given = ["task=jsonl task.train=train.jsonl task.heldout={a:heldout.jsonl}"]
+    moved = [case.replace("=train", "=copy/train").replace(":heldout", ":copy/heldout") for case in given]
+    (first,) = identities(given).values()
+    assert list(identities(moved).values()) == [first]
+    (place / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "3"}\n')
+    assert list(identities(given).values()) != [first]
+
+
+def test_a_model_counts_by_content_and_a_large_file_by_samples(place: Path) -> None:
+    weights = place / "model" / "model.safetensors"
+    weights.write_bytes(bytes(2**25))
+    config = {"model": {"_target_": "lightning_scalerl.model_path", "path": "./model"}}
+    before = identity_of(config)
+    with weights.open("r+b") as handle:
+        handle.seek(-1, os.SEEK_END)
+        handle.write(b"1")
+    assert identity_of(config) != before
+    (place / "model").rename(place / "moved")
+    moved = {"model": {**config["model"], "path": "./moved"}}
+    weights = place / "moved" / "model.safetensors"
+    weights.write_bytes(bytes(2**25))
+    assert identity_of(moved) == before
+
+
+class Plain:
+    """A class as it was when its identities were frozen, and as it is now."""
+
+    neutral: ClassVar[Mapping[str, Any]] = {"choice": "Plain", "width": 1}
+    added: ClassVar[Mapping[str, Any]] = {"depth": 0}
+    remarks: ClassVar[tuple[str, ...]] = ("why",)
+
+
+def form(**parameters: Any) -> dict[str, Any]:
+    return identity_of({"thing": {"_target_": f"{__name__}.Plain", **parameters}})
+
+
+def test_what_is_left_out() -> None:
+    assert form(width=2) == {"thing": {"choice": "Plain", "width": 2}}
+    assert form(width=2, depth=0, why="because") == form(width=2)
+    assert form(width=2, depth=1) == {"thing": {"choice": "Plain", "width": 2, "depth": 1}}
+    assert form(width=1) == form(width=1, depth=0) == {}
+    assert identity_of({"seed": 1, "study": "x", "nested": {"a": [{"b": 1}]}}) == {"nested": {"a": [{"b": 1}]}}
+
+
+def test_frozen_files_name_what_never_moves() -> None:
+    """Specifications name public classes, launches and jobs public functions: by these names, wherever they stand."""
+    targets = set()
+    for path in CONF.rglob("*.yaml"):
+        if "hydra" not in path.relative_to(CONF).parts:
+            targets |= set(re.findall(r"^_target_: (\S+)", path.read_text(), flags=re.MULTILINE))
+    assert len(targets) > 30
+    for target in targets:
+        package, name = target.split(".")
+        assert package == "lightning_scalerl" and callable(getattr(lightning_scalerl, name))
+    for name in ("scalerl", "scalerl_debug", "scalerl_slurm"):
+        launcher = (CONF / "hydra" / "launcher" / f"{name}.yaml").read_text()
+        assert "planner: lightning_scalerl:plan_members\nentry: lightning_scalerl:run_member\n" in launcher
+    assert JOB_COMMAND == "-m sweeps job"
+
+
+def main() -> None:
+    """Add new cases to the table."""
+    frozen = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SCALERL_CACHE"] = folder + "/cache"
+        os.chdir(folder)
+        in_a_place(Path(folder))
+        cases = [case for case in CASES if case not in frozen]
+        new = identities(cases) if cases else {}
+    TABLE.write_text(json.dumps({**frozen, **new}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""docs/extend.md, written out and run: a user's own loss, axis, task, generator, variants, recipe and experiment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sweeps.run.journal import find_runs, read_journal
+from tests.paths import ROOT
+
+PAGE = (ROOT / "docs" / "extend.md").read_text()
+FILES = dict(re.findall(r"\*\*`(myconf/[^`]+)`\*\*\n\n```\w+\n(.*?)```", PAGE, flags=re.DOTALL))
+SMALL = (
+    "model.batches=2",
+    "model.width=32",
+    "model.layers=1",
+    "batch.prompts=2",
+    "batch.completions=4",
+    "budget.steps=6",
+    "evaluation.every_n_steps=1",
+    "evaluation.samples=1",
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory outside the checkout, with the page's files."""
+    folder = tmp_path_factory.mktemp("place")
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def run(place: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "SCALERL_CACHE": str(place / "cache"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def test_the_page_has_one_of_each() -> None:
+    kinds = {Path(name).parent.name for name in FILES}
+    assert kinds == {"myconf", "loss", "normalization", "decay", "variant", "task", "generator", "recipe", "experiment"}
+
+
+@pytest.mark.slow
+def test_a_users_own_everything_trains_and_ranks_from_the_command_line(place: Path) -> None:
+    train = (sys.executable, "-m", "lightning_scalerl.train", "--config-dir", "myconf", "--multirun", "experiment=mine")
+    done = run(place, *train, "seed=0", *SMALL)
+    assert done.returncode == 0, done.stderr
+    views = {view.header["recipe"]: view for view in map(read_journal, find_runs(place / "outputs" / "mine"))}
+    assert set(views) == {"mine", "mine+loss=root", "mine+normalization=peak", "mine+decay=geometric"}
+    assert {view.header["baseline"] for view in views.values()} == {"mine"}
+    assert views["mine+decay=geometric"].header["departures"] == {"decay": "geometric"}
+    for label, axis in (("loss=root", "loss"), ("normalization=peak", "normalization"), ("decay=geometric", "decay")):
+        (*_, last) = views[f"mine+{label}"].of_kind("train")
+        assert last.metrics[f"mechanism/{axis}"] > 0, label
+    # Neutral is as good as absent: the same run, found done.
+    again = run(place, *train[:-2], "recipe=mine", "+decay=none", "study=mine", "seed=0", *SMALL)
+    assert "done already" in again.stdout, again.stderr
+    ranked = run(place, sys.executable, "-m", "sweeps", "rank", "outputs/mine", "--json")
+    assert ranked.returncode == 0, ranked.stderr
+    answer = json.loads(ranked.stdout)
+    assert answer["baseline"] == "mine" and len(answer["ranking"]) == 4
+
+
+@pytest.mark.slow
+def test_the_same_in_a_script(place: Path) -> None:
+    done = run(place, sys.executable, "myconf/script.py")
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = find_runs(place / "outputs" / "script")
+    view = read_journal(run_dir)
+    assert view.header["departures"] == {"loss": "RootLoss", "decay": "GeometricDecay"}
+    assert view.header["recipe"] == "mine+loss=RootLoss+decay=GeometricDecay"
+    assert len(view.of_kind("train")) == 4
+    semantics = json.loads((run_dir / "semantics.json").read_text())
+    assert semantics["choices"]["decay"] == {"choice": "GeometricDecay", "factor": 0.9}
+
+
+@pytest.mark.slow
+def test_what_is_wrong_with_a_users_file_is_named(place: Path) -> None:
+    peak, geometric = "_target_: my_choices.PeakNormalization", "_target_: my_axis.GeometricDecay"
+    wrong = {
+        "loss/gone.yaml": ("_target_: my_choices.Gone", "loss=gone", "my_choices"),
+        "loss/other.yaml": (peak, "loss=other", "loss: my_choices.PeakNormalization"),
+        "decay/open.yaml": (f"{geometric}\nfactor: ???", "+decay=open", "decay.factor: needs a value"),
+    }
+    for name, (text, override, message) in wrong.items():
+        (place / "myconf" / name).write_text(text)
+        train = (sys.executable, "-m", "lightning_scalerl.train", "--config-dir", "myconf", "recipe=mine", override)
+        done = run(place, *train)
+        (place / "myconf" / name).unlink()
+        assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+        assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    done = run(place, sys.executable, "-m", "lightning_scalerl.train", "--config-dir", "nowhere", "recipe=mine")
+    assert done.returncode == 1 and "nowhere" in done.stderr
