@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.checks import whole_number
+from lightning_scalerl.run import Run, run_of
 from sweeps.run.interruption import RunInterruptedError, interruption
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
@@ -46,8 +47,9 @@ class ResumableCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """A request that came before the first step: all that there is to save is in the checkpoint already."""
-        pl_module.ranks.share(lambda: self._set_aside(pl_module.completed_steps))
-        self._stop_if_asked(pl_module, pl_module.ranks.agree(interruption.reason))
+        run = run_of(pl_module)
+        run.ranks.share(lambda: self._set_aside(run.completed_steps))
+        self._stop_if_asked(run, run.ranks.agree(interruption.reason))
 
     def _set_aside(self, step: int) -> None:
         """Checkpoints beyond the step that the run goes on from (they could not be read) are void from now on."""
@@ -59,21 +61,22 @@ class ResumableCheckpoint(Checkpoint):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if it is time, and stop if the run is asked to and not at its end anyway."""
-        step = pl_module.completed_steps
+        run = run_of(pl_module)
+        step = run.completed_steps
         last = step >= trainer.max_steps
-        reason = pl_module.ranks.agree(interruption.reason)
+        reason = run.ranks.agree(interruption.reason)
         if last or reason is not None or step % self.every_n_steps == 0:
-            self._save(trainer, pl_module, step)
+            self._save(trainer, run, step)
         if not last:
-            self._stop_if_asked(pl_module, reason)
+            self._stop_if_asked(run, reason)
 
     @staticmethod
-    def _stop_if_asked(pl_module: Any, reason: str | None) -> None:
+    def _stop_if_asked(run: Run, reason: str | None) -> None:
         if reason is not None:
-            raise RunInterruptedError(f"step {pl_module.completed_steps}: {reason}")
+            raise RunInterruptedError(f"step {run.completed_steps}: {reason}")
 
-    def _save(self, trainer: Trainer, pl_module: Any, step: int) -> None:
-        with pl_module.meter.phase("checkpoint"):
+    def _save(self, trainer: Trainer, run: Run, step: int) -> None:
+        with run.meter.phase("checkpoint"):
             # A name of its own: a process that has lost the run to another may still be writing.
             unfinished = self.directory / f"step-{step:08d}.{uuid.uuid4().hex[:8]}.part"
             failure: Exception | None = None
@@ -83,7 +86,7 @@ class ResumableCheckpoint(Checkpoint):
                 # The others wait at the barrier that Lightning has after the writing, before they can be told.
                 failure = error
                 trainer.strategy.barrier("Trainer.save_checkpoint")
-            pl_module.ranks.share(lambda: self._put_in_place(trainer, unfinished, step, failure))
+            run.ranks.share(lambda: self._put_in_place(trainer, unfinished, step, failure))
 
     def _put_in_place(self, trainer: Trainer, unfinished: Path, step: int, failure: Exception | None) -> None:
         try:

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_scalerl.checks import whole_number
 from lightning_scalerl.generator.base import Generator, GroupRequest
 from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.run import Run, run_of
 from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.random_streams import EVALUATION_STREAM
 from lightning_scalerl.task.base import score
@@ -45,14 +46,15 @@ class Evaluate(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """The starting point: R0 as an observation."""
-        if pl_module.completed_steps == 0:
-            self._evaluate(trainer, pl_module)
+        run = run_of(pl_module)
+        if run.completed_steps == 0:
+            self._evaluate(run)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """If it is time."""
-        step = pl_module.completed_steps
-        if step % self.every_n_steps == 0 or step == trainer.max_steps:
-            self._evaluate(trainer, pl_module)
+        run = run_of(pl_module)
+        if run.completed_steps % self.every_n_steps == 0 or run.completed_steps == trainer.max_steps:
+            self._evaluate(run)
 
     def state_dict(self) -> dict[str, Any]:
         """The last step evaluated."""
@@ -62,40 +64,38 @@ class Evaluate(Callback):
         """Continue from there."""
         self._last_step = state_dict["last_step"]
 
-    def _evaluate(self, trainer: Trainer, module: Any) -> None:
-        step = module.completed_steps
+    def _evaluate(self, run: Run) -> None:
+        step = run.completed_steps
         if step != self._last_step:
-            module.ranks.share(lambda: self._measure(module, step))
+            run.ranks.share(lambda: self._measure(run, step))
             self._last_step = step
 
-    def _measure(self, module: Any, step: int) -> None:
+    def _measure(self, run: Run, step: int) -> None:
         """On rank 0; the others wait."""
-        with module.meter.phase("evaluate"):
+        with run.meter.phase("evaluate"):
             # A generator of its own: rollouts in flight are not disturbed, and the weights are exactly these.
             if self._generator is None:
-                self._generator = module.new_generator()
-            self._generator.publish(dict(module.policy.model.state_dict()), step)
+                self._generator = run.new_generator()
+            self._generator.publish(dict(run.policy.model.state_dict()), step)
             metrics: dict[str, float] = {}
-            for number, (name, prompts) in enumerate(module.task.eval_sets().items()):
-                metrics |= self._pass_rates(name, number, prompts[: self.prompts], module, step)
-        module.record("eval", {**metrics, **module.meter.evaluation_metrics()})
+            for number, (name, prompts) in enumerate(run.task.eval_sets().items()):
+                metrics |= self._pass_rates(name, number, prompts[: self.prompts], run, step)
+        run.record("eval", {**metrics, **run.meter.evaluation_metrics()})
 
-    def _pass_rates(
-        self, name: str, number: int, prompts: Sequence[Prompt], module: Any, step: int
-    ) -> dict[str, float]:
+    def _pass_rates(self, name: str, number: int, prompts: Sequence[Prompt], run: Run, step: int) -> dict[str, float]:
         generator = self._generator
         assert generator is not None
         for place, prompt in enumerate(prompts):
             key = (self.seed, EVALUATION_STREAM, number, place, step)
-            generator.submit(GroupRequest(place, tuple(module.encode(prompt.text)), self.samples, key))
+            generator.submit(GroupRequest(place, tuple(run.encode(prompt.text)), self.samples, key))
         passes = torch.zeros(len(prompts), dtype=torch.float64)
         while generator.in_flight:
             report = generator.step()
-            module.meter.on_event(Event("decode", 0.0, report))
+            run.meter.on_event(Event("decode", 0.0, report))
             for finished in report.finished:
                 prompt = prompts[finished.key]
-                reward = score(module.task, prompt, module.decode(finished.rollout.tokens))
-                passes[finished.key] += module.task.is_correct(reward)
+                reward = score(run.task, prompt, run.decode(finished.rollout.tokens))
+                passes[finished.key] += run.task.is_correct(reward)
         rates = passes / self.samples
         metrics = {
             f"eval/{name}/pass_rate": float(rates.mean()),

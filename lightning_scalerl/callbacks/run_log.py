@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.run import Run, run_of
 from sweeps.run.interruption import RunInterruptedError
 from sweeps.run.journal import Journal, JournalView, read_journal
 
@@ -53,27 +54,28 @@ class RunLog(Recorder):
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Header, or the note that the run goes on from a checkpoint and what the interruption threw away."""
         # What is written depends on the step the run goes on from.
-        pl_module.ranks.check_alike("checkpoint: completed steps", pl_module.completed_steps)
-        pl_module.ranks.share(lambda: self._begin(pl_module))
+        run = run_of(pl_module)
+        run.ranks.check_alike("checkpoint: completed steps", run.completed_steps)
+        run.ranks.share(lambda: self._begin(run))
 
-    def _begin(self, pl_module: Any) -> None:
+    def _begin(self, run: Run) -> None:
         from lightning_scalerl.measure.semantics import header_fields, write_semantics
 
-        self._last_step = pl_module.completed_steps
-        header = header_fields(pl_module, self.identity)
+        self._last_step = run.completed_steps
+        header = header_fields(run, self.identity)
         earlier = self._earlier()
         if earlier is not None:
             self._check_same_run(earlier, header)
         self._guard()
-        write_semantics(self.run_dir, pl_module)
+        write_semantics(self.run_dir, run)
         if earlier is None:
             self.journal.header(**header)
             return
         lost = [record for record in earlier.records if record.step > self._last_step]
         if lost:
             newest = max(lost, key=lambda record: record.step).metrics
-            now = pl_module.meter.metrics()
-            pl_module.meter.wasted(
+            now = run.meter.metrics()
+            run.meter.wasted(
                 flops=newest["compute/flops"] - now["compute/flops"],
                 device_hours=newest["compute/device_hours"] - now["compute/device_hours"],
             )
@@ -91,7 +93,7 @@ class RunLog(Recorder):
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         """The run is complete. Not `on_train_end`: a run resumed at its very end has nothing left to train."""
-        if self._journal is not None and pl_module.completed_steps >= trainer.max_steps:
+        if self._journal is not None and run_of(pl_module).completed_steps >= trainer.max_steps:
             self.journal.end(self._last_step, "finished")
         self._close()
 

@@ -1,0 +1,77 @@
+"""What a callback and the measurements may ask of a run: the part of `ScaleRL` that others rely on."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choices import Choices
+from lightning_scalerl.distributed.ranks import Ranks
+from lightning_scalerl.generator.base import Generator
+from lightning_scalerl.measure.compute_meter import ComputeMeter
+from lightning_scalerl.measure.mechanism import MechanismCounters
+from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.stream.rollout_stream import RolloutStream
+from lightning_scalerl.task.base import Task
+
+
+class Run(Protocol):
+    """A run under way. `stream` and `mechanism` are rank 0's alone."""
+
+    recipe: Recipe
+    choices: Choices
+    policy: Policy
+    ranks: Ranks
+    meter: ComputeMeter
+    mechanism: MechanismCounters
+    stream: RolloutStream
+
+    @property
+    def task(self) -> Task:
+        """What is trained on."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Of prompt order and sampling."""
+        ...
+
+    @property
+    def completed_steps(self) -> int:
+        """Optimizer steps done: the version of the weights."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank trains."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Prompt text to tokens."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str:
+        """Completion tokens to text, without special tokens."""
+        ...
+
+    def new_generator(self) -> Generator:
+        """A generator with a copy of the current weights."""
+        ...
+
+    def record(self, kind: str, metrics: dict[str, Any]) -> None:
+        """Send one step's metrics, with all compute axes, to Lightning's loggers and to every `Recorder`."""
+        ...
+
+
+def run_of(module: object) -> Run:
+    """The run behind a Lightning module.
+
+    Raises:
+        ConfigurationError: it is no ScaleRL module.
+    """
+    if not hasattr(module, "choices"):
+        raise ConfigurationError(f"callbacks: they need a ScaleRL module, got {type(module).__name__}")
+    return cast(Run, module)
