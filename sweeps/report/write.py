@@ -21,8 +21,7 @@ from sweeps.fit.sensitivity import sensitivity
 from sweeps.fit.verdict import MIN_COMPUTES
 from sweeps.report.drawing import png, svg
 from sweeps.report.figures import asymptotes_figure, curves_figure, history_figure, profile_figure, residuals_figure
-from sweeps.report.page import Findings, render
-from sweeps.report.tables import NAMED
+from sweeps.report.page import NAMED, Findings, render
 from sweeps.run.journal import JournalView
 
 # Fits a recipe in `histories`, about: they are most of a report's time.
