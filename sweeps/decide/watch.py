@@ -17,10 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from sweeps.curve import Curve
-from sweeps.errors import UserError
+from sweeps.errors import UserError, require
 from sweeps.fit.fit import FitOptions
 from sweeps.fit.history import GROWTH, Snapshot, _history, departure
 from sweeps.run.files import append_lines, parse_lines
@@ -94,6 +92,9 @@ class Watch:
         """Two who watch one study must not both write a snapshot."""
         if self._path is None:
             return self._follow(curve)
+        require("filelock", str(self._path))
+        from filelock import FileLock  # only whoever writes needs it
+
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{self._path}.lock"):
