@@ -19,11 +19,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sweeps.as_json import AsJson
 from sweeps.decide.rank import CONFIDENCE, margin_of, pairing_of
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
@@ -47,31 +47,20 @@ _MAX_POINTS = 64
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(AsJson):
     """Something that could be run next.
 
-    action: `extend` (each of the recipe's runs, to `compute`) or `seed` (one more run of `compute`). cost: of
-    all that, in the curves' unit. expected_gain: by how much it is expected to lower the chance of choosing a
-    recipe whose A is lower than the best by more than the margin; None where that cannot be computed.
+    action: `extend` (each of the recipe's runs, to `compute`) or `seed` (one more run of `compute`).
+    expected_gain: by how much it is expected to lower the chance of choosing a recipe whose A is lower than the
+    best by more than the margin; None where that cannot be computed. cost: of all that, in the curves' unit.
     """
 
     recipe: str
     action: str
     compute: float
-    cost: float
     expected_gain: float | None
+    cost: float
     reason: str
-
-    def to_json(self) -> dict[str, Any]:
-        """One entry of `next` of `scalerl plan --json`."""
-        return {
-            "recipe": self.recipe,
-            "action": self.action,
-            "compute": self.compute,
-            "expected_gain": self.expected_gain,
-            "cost": self.cost,
-            "reason": self.reason,
-        }
 
 
 @dataclass(frozen=True)
@@ -305,8 +294,8 @@ def _options(fit: Fit, limit: float | None) -> list[Step]:
     targets = {factor * end for factor in _FACTORS}
     if fit.C_mid.value is not None and 1.1 * end < 4 * fit.C_mid.value < _FACTORS[-1] * end:
         targets.add(4 * fit.C_mid.value)
-    found = [Step(fit.recipe, "extend", to, (to - end) * fit.seeds, None, "") for to in sorted(targets)]
-    found.append(Step(fit.recipe, "seed", end, end, None, ""))
+    found = [Step(fit.recipe, "extend", to, None, (to - end) * fit.seeds, "") for to in sorted(targets)]
+    found.append(Step(fit.recipe, "seed", end, None, end, ""))
     return [step for step in found if limit is None or step.cost <= limit]
 
 
@@ -324,7 +313,7 @@ def _judged(future: _Future, step: Step, before: float, after: float) -> Step:
         what = _cure(fit).reason
         note = f"; to {step.compute / fit.window[1]:.2g} x at first"
     gain = max(before - after, 0.0)
-    return Step(step.recipe, step.action, step.compute, step.cost, gain, what + note)
+    return Step(step.recipe, step.action, step.compute, gain, step.cost, what + note)
 
 
 def _best_step(future: _Future, i: int, limit: float | None) -> Step | None:
@@ -343,7 +332,7 @@ def _cure(fit: Fit) -> Step:
     """What would make a refused recipe's asymptote identifiable; its gain is not known."""
     end = fit.window[1] if fit.window is not None else float(fit.curve.compute.max())
     if fit.verdict == "decreasing":
-        return Step(fit.recipe, "seed", end, end, None, f"{fit.verdict}: {fit.reason}")
+        return Step(fit.recipe, "seed", end, None, end, f"{fit.verdict}: {fit.reason}")
     factor = 2.0
     if fit.verdict == "pre_inflection" and fit.C_mid.value is not None:
         factor = float(np.clip(2 * fit.C_mid.value / end, 1.5, _FACTORS[-1]))
@@ -351,7 +340,7 @@ def _cure(fit: Fit) -> Step:
         reason = f"needs {more} x the compute so far: the bend is not in the window"
     else:
         reason = f"{fit.verdict}: {fit.reason}"
-    return Step(fit.recipe, "extend", factor * end, (factor - 1) * end * fit.seeds, None, reason)
+    return Step(fit.recipe, "extend", factor * end, None, (factor - 1) * end * fit.seeds, reason)
 
 
 def split_budget(fits: Sequence[Fit], budget: float, margin: float | None = None) -> Split:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sweeps.as_json import AsJson, as_json
 from sweeps.decide.next_run import Settlement, Split, Step, comparable, reward_at, settle, split_budget
 from sweeps.decide.power_law import parse_size, sized
 from sweeps.decide.reach import Asymptote, Reach, check_target, compute_to_reach, near_asymptote
@@ -28,7 +29,7 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(AsJson):
     """One recipe of a plan. compute: to the target, or what it gets of the budget; R: the reward there."""
 
     recipe: str
@@ -43,17 +44,17 @@ class Row:
         """One entry of `recipes`."""
         entry: dict[str, Any] = {
             "recipe": self.recipe,
-            "compute": None if self.compute is None else self.compute.to_json(),
+            "compute": as_json(self.compute),
             "reason": self.reason,
             "asymptote": self.asymptote.to_json(),
         }
         if self.reach is not None:
             return {**self.reach.to_json(), "asymptote": self.asymptote.to_json()}
-        return {**entry, "to": self.to, "R": None if self.R is None else self.R.to_json()}
+        return {**entry, "to": self.to, "R": as_json(self.R)}
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(AsJson):
     """The answer of `scalerl plan`. Exactly one of target and budget is given."""
 
     target: float | None
@@ -70,8 +71,8 @@ class Plan:
         """The object of `scalerl plan --json`."""
         entry: dict[str, Any] = {"budget": self.budget} if self.target is None else {"target": self.target}
         entry["unit"] = self.unit
-        entry["recipes"] = [row.to_json() for row in self.rows]
-        entry["next"] = [step.to_json() for step in self.next]
+        entry["recipes"] = as_json(self.rows)
+        entry["next"] = as_json(self.next)
         entry["choice"] = [
             {"leader": s.leader, "p_wrong": s.p_wrong, "margin": s.margin, "sentence": s.sentence}
             for s in self.settlements
@@ -85,9 +86,9 @@ class Plan:
                 "sentence": self.split.sentence,
             }
         if self.sizes:
-            entry["sizes"] = [sizes.to_json() for sizes in self.sizes]
+            entry["sizes"] = as_json(self.sizes)
         if self.rollouts:
-            entry["rollouts"] = [plan.to_json() for plan in self.rollouts]
+            entry["rollouts"] = as_json(self.rollouts)
         return entry
 
 

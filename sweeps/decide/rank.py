@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from sweeps.as_json import AsJson
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.fit.compare import Comparison, compare
@@ -34,7 +35,7 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Ranked:
+class Ranked(AsJson):
     """One recipe's place; rank and p_best are None where A may not be named. Intervals are 95%."""
 
     recipe: str
@@ -51,23 +52,11 @@ class Ranked:
 
     def to_json(self) -> dict[str, Any]:
         """One entry of `scalerl rank --json`."""
-        return {
-            "recipe": self.recipe,
-            "rank": self.rank,
-            "p_best": self.p_best,
-            "tied_with_best": self.tied_with_best,
-            "A": self.A.to_json(),
-            "A_total": {"low": self.A_total[0], "high": self.A_total[1]},
-            "B_at_shared_A": None if self.B_at_shared_A is None else self.B_at_shared_A.to_json(),
-            "C_mid_at_shared_A": None if self.C_mid_at_shared_A is None else self.C_mid_at_shared_A.to_json(),
-            "R_at_budget": None if self.R_at_budget is None else self.R_at_budget.to_json(),
-            "verdict": self.verdict,
-            "reason": self.reason,
-        }
+        return {**super().to_json(), "A_total": {"low": self.A_total[0], "high": self.A_total[1]}}
 
 
 @dataclass(frozen=True)
-class Contrast:
+class Contrast(AsJson):
     """A variant against the baseline: delta_a with the spread between seeds, delta_b at a shared A.
 
     delta_b is None where the two A differ by more than the margin, for B then means different things.
@@ -78,18 +67,11 @@ class Contrast:
     delta_b: Interval | None
     reason: str
 
-    def to_json(self) -> dict[str, Any]:
-        """One entry of `leave_one_out`."""
-        return {
-            "recipe": self.recipe,
-            "delta_A": None if self.delta_a is None else self.delta_a.to_json(),
-            "delta_B_at_shared_A": None if self.delta_b is None else self.delta_b.to_json(),
-            "reason": self.reason,
-        }
+    JSON: ClassVar = {"delta_a": "delta_A", "delta_b": "delta_B_at_shared_A"}
 
 
 @dataclass(frozen=True)
-class Ranking:
+class Ranking(AsJson):
     """All recipes in order.
 
     sentence says the outcome; shared_a is the A at which tied ones were refitted; pairing the seeds by which they were
@@ -107,22 +89,7 @@ class Ranking:
     pairing: Pairing | None = None
     comparisons: tuple[Comparison, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """The object of `scalerl rank --json`."""
-        return {
-            "baseline": self.baseline,
-            "margin": self.margin,
-            "budget": self.budget,
-            "undecided": self.undecided,
-            "sentence": self.sentence,
-            "shared_A": self.shared_a,
-            "ranking": [entry.to_json() for entry in self.ranking],
-            "leave_one_out": [entry.to_json() for entry in self.leave_one_out],
-            "paired": None
-            if self.pairing is None
-            else {"seeds": list(self.pairing.seeds), "seed_sd": self.pairing.spread.sd},
-            "forecasts": [entry.to_json() for entry in self.comparisons],
-        }
+    JSON: ClassVar = {"shared_a": "shared_A", "pairing": "paired", "comparisons": "forecasts"}
 
 
 def rank(

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 
+from sweeps.as_json import AsJson
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.least_squares import Array
@@ -28,7 +29,7 @@ _NOTHING = Interval(None, None, None)
 
 
 @dataclass(frozen=True)
-class Reach:
+class Reach(AsJson):
     """Compute to reach a target.
 
     compute: for the runs given, continued; None where it may not be named. new_run: the same for another seed,
@@ -39,25 +40,16 @@ class Reach:
     recipe: str
     target: float
     compute: Interval | None
-    new_run: Interval | None
-    p_never: float | None
-    reached: bool
     reason: str
+    new_run: Interval | None = None
+    p_never: float | None = None
+    reached: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """One entry of `recipes` of `scalerl plan --target --json`."""
-        return {
-            "recipe": self.recipe,
-            "compute": None if self.compute is None else self.compute.to_json(),
-            "reason": self.reason,
-            "new_run": None if self.new_run is None else self.new_run.to_json(),
-            "p_never": self.p_never,
-            "reached": self.reached,
-        }
+    JSON: ClassVar = {"target": None}
 
 
 @dataclass(frozen=True)
-class Asymptote:
+class Asymptote(AsJson):
     """How near a run is to its asymptote.
 
     verdict: `near` (97.5% sure that the share is `NEAR` or more), `not near` (97.5% sure that it is less),
@@ -70,14 +62,7 @@ class Asymptote:
     gain_2x: Interval
     reason: str
 
-    def to_json(self) -> dict[str, Any]:
-        """The field `asymptote` of a recipe in `scalerl plan --json`."""
-        return {
-            "verdict": self.verdict,
-            "share": self.share.to_json(),
-            "gain_2x": self.gain_2x.to_json(),
-            "reason": self.reason,
-        }
+    JSON: ClassVar = {"recipe": None}
 
 
 def compute_to_reach(fit: Fit, target: float) -> Reach:
@@ -97,7 +82,7 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
     _check_target(target, fit.bounds)
     limit = support(fit)
     if limit is None or fit.draws is None or fit.window is None:
-        return Reach(fit.recipe, target, None, None, None, False, f"{fit.verdict}: {fit.reason}")
+        return Reach(fit.recipe, target, None, f"{fit.verdict}: {fit.reason}")
     end = fit.window[1]
     times = _inverse(fit, fit.draws.A, target, FAR * end)
     fresh = _inverse(fit, total_draws(fit, new_run=True), target, FAR * end)
@@ -105,20 +90,18 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
     raw = quantiles(times)
     reached = raw.high is not None and raw.high <= end
     if raw.value == 0.0:
-        return Reach(
-            fit.recipe, target, Interval(0.0, 0.0, raw.high), quantiles(fresh), p_never, True,
-            f"met before training (R0 {fit.R0:.3f})",
-        )  # fmt: skip
+        met = f"met before training (R0 {fit.R0:.3f})"
+        return Reach(fit.recipe, target, Interval(0.0, 0.0, raw.high), met, quantiles(fresh), p_never, True)
     if not fit.identifiable and (raw.value is None or raw.value > limit):
         where = "within the window" if limit <= end else f"by {SUPPORT:g} x its end"
         reason = f"not reached {where} ({limit:.4g}), and A is not identifiable ({fit.verdict}): {fit.reason}"
-        return Reach(fit.recipe, target, None, None, None, False, reason)
+        return Reach(fit.recipe, target, None, reason)
     if raw.value is None:
         reason = f"never: {chance(p_never)} that its runs do not reach it within {FAR:g} x their compute"
-        return Reach(fit.recipe, target, None, _named(quantiles(fresh)), p_never, False, reason)
+        return Reach(fit.recipe, target, None, reason, _named(quantiles(fresh)), p_never)
     compute, new_run = _within(raw, fit, limit), _within(quantiles(fresh), fit, limit)
     reason = _reach_reason(fit, compute, p_never, reached)
-    return Reach(fit.recipe, target, compute, _named(new_run), p_never, reached, reason)
+    return Reach(fit.recipe, target, compute, reason, _named(new_run), p_never, reached)
 
 
 def _check_target(target: float, bounds: tuple[float, float]) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
+from sweeps.as_json import AsJson
 from sweeps.decide.rank import CONFIDENCE
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
@@ -21,7 +21,7 @@ from sweeps.fit.predict import chance, quantiles, support, total_draws
 
 
 @dataclass(frozen=True)
-class RolloutChoice:
+class RolloutChoice(AsJson):
     """One number of rollouts a prompt at the budget. R and p_best are None where its fit may not be read there."""
 
     rollouts: int
@@ -29,18 +29,9 @@ class RolloutChoice:
     p_best: float | None
     reason: str
 
-    def to_json(self) -> dict[str, Any]:
-        """One entry of `values`."""
-        return {
-            "rollouts": self.rollouts,
-            "R": None if self.R is None else self.R.to_json(),
-            "p_best": self.p_best,
-            "reason": self.reason,
-        }
-
 
 @dataclass(frozen=True)
-class RolloutPlan:
+class RolloutPlan(AsJson):
     """The numbers compared for one recipe and difficulty (None: not divided). best is None if undecided."""
 
     recipe: str
@@ -48,16 +39,6 @@ class RolloutPlan:
     best: int | None
     values: tuple[RolloutChoice, ...]
     sentence: str
-
-    def to_json(self) -> dict[str, Any]:
-        """One entry of `rollouts` of `scalerl plan --rollouts --json`."""
-        return {
-            "recipe": self.recipe,
-            "difficulty": self.difficulty,
-            "best": self.best,
-            "values": [value.to_json() for value in self.values],
-            "sentence": self.sentence,
-        }
 
 
 def parse_rollouts(text: str) -> int:

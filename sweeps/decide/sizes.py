@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from sweeps.as_json import AsJson, as_json
 from sweeps.decide.power_law import PowerLaw, fit_power_law
 from sweeps.decide.rank import CONFIDENCE
 from sweeps.decide.reach import check_target, compute_to_reach
@@ -26,7 +27,7 @@ _GRID = 400
 
 
 @dataclass(frozen=True)
-class Crossover:
+class Crossover(AsJson):
     """The compute from which the larger of two sizes has the lower loss, by both laws.
 
     None where it does not within `FAR` times the data (more than half of the draws), or for the sigmoid where
@@ -39,19 +40,9 @@ class Crossover:
     sigmoid: Interval | None
     reason: str
 
-    def to_json(self) -> dict[str, Any]:
-        """One entry of `crossovers` of `scalerl plan --size --json`."""
-        return {
-            "smaller": self.smaller,
-            "larger": self.larger,
-            "power_law": None if self.power_law is None else self.power_law.to_json(),
-            "sigmoid": None if self.sigmoid is None else self.sigmoid.to_json(),
-            "reason": self.reason,
-        }
-
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOut(AsJson):
     """Error of both laws on the last quarter of every size's compute, unseen: RMS over runs of a run's mean.
 
     better: `power_law`, `sigmoid`, or `neither` where they differ by less than the evaluations' noise. None:
@@ -63,13 +54,9 @@ class HeldOut:
     better: str
     runs: int
 
-    def to_json(self) -> dict[str, Any]:
-        """The field `held_out` of `scalerl plan --size --json`."""
-        return {"power_law": self.power_law, "sigmoid": self.sigmoid, "better": self.better, "runs": self.runs}
-
 
 @dataclass(frozen=True)
-class SizeChoice:
+class SizeChoice(AsJson):
     """One size at a budget. R and p_best by each law; sigmoid's are None where it may not be read there."""
 
     size: float
@@ -92,7 +79,7 @@ class SizeChoice:
 
 
 @dataclass(frozen=True)
-class SizeReach:
+class SizeReach(AsJson):
     """Compute at which one size reaches a target, by each law; None for never within `FAR` times the data."""
 
     size: float
@@ -100,18 +87,9 @@ class SizeReach:
     power_law: Interval | None
     sigmoid: Interval | None
 
-    def to_json(self) -> dict[str, Any]:
-        """One entry of `reach` of `scalerl plan --size --target --json`."""
-        return {
-            "size": self.size,
-            "extrapolation": self.extrapolation,
-            "power_law": None if self.power_law is None else self.power_law.to_json(),
-            "sigmoid": None if self.sigmoid is None else self.sigmoid.to_json(),
-        }
-
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(AsJson):
     """One recipe across sizes. choices is empty without a budget, reach without a target."""
 
     recipe: str
@@ -136,10 +114,10 @@ class Sizes:
             "left_out": law.left_out,
             "rmse_log_loss": law.rmse,
             "lines": [line(law, size) for size in every],
-            "crossovers": [crossover.to_json() for crossover in self.crossovers],
+            "crossovers": as_json(self.crossovers),
             "held_out": self.held_out.to_json(),
-            "best_size": [choice.to_json() for choice in self.choices],
-            "reach": [reach.to_json() for reach in self.reach],
+            "best_size": as_json(self.choices),
+            "reach": as_json(self.reach),
             "sentence": self.sentence,
             "warnings": list(self.warnings),
         }

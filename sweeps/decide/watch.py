@@ -17,12 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from sweeps.curve import Curve
-from sweeps.errors import UserError
+from sweeps.errors import UserError, require
 from sweeps.fit.fit import FitOptions
 from sweeps.fit.history import GROWTH, Snapshot, _history, departure
+from sweeps.run.files import append_lines, parse_lines
 from sweeps.run.journal import JOURNAL_FILE, JournalError, find_runs, read_journal
 from sweeps.source import LoadedStudy
 
@@ -93,6 +92,9 @@ class Watch:
         """Two who watch one study must not both write a snapshot."""
         if self._path is None:
             return self._follow(curve)
+        require("filelock", str(self._path))
+        from filelock import FileLock  # only whoever writes needs it
+
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{self._path}.lock"):
@@ -114,7 +116,7 @@ class Watch:
             news.append(News(snapshot, departure(known)))
             if self._path is not None:
                 line = {"time": self._clock(), **mine, **snapshot.to_json(), "warning": news[-1].warning}
-                _append(self._path, line)
+                append_lines(self._path, [line])
         self._given[curve.recipe] = len(known)
         return news
 
@@ -183,18 +185,9 @@ def _state(sources: Sequence[str | Path]) -> object:
 
 def _read(path: Path, recipe: str) -> list[dict[str, Any]]:
     """The file's entries of one recipe; a torn line, and what is no entry, are passed over."""
-    entries = []
     label = json.dumps(recipe).encode()
-    for line in path.read_bytes().split(b"\n"):
-        if label not in line:  # spares parsing every recipe's lines for each recipe
-            continue
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            entries.append(entry)
-    return entries
+    # Spares parsing every recipe's lines for each recipe.
+    return parse_lines(b"\n".join(line for line in path.read_bytes().split(b"\n") if label in line))
 
 
 def _snapshots(entries: Sequence[dict[str, Any]], identity: Mapping[str, Any]) -> list[Snapshot]:
@@ -207,14 +200,3 @@ def _snapshots(entries: Sequence[dict[str, Any]], identity: Mapping[str, Any]) -
             except (KeyError, TypeError, ValueError):
                 continue
     return found
-
-
-def _append(path: Path, entry: Mapping[str, Any]) -> None:
-    line = json.dumps(entry, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-    with path.open("a+b") as handle:
-        # A torn line of an earlier process must not swallow this one.
-        if handle.tell():
-            handle.seek(-1, 2)
-            if handle.read(1) != b"\n":
-                line = b"\n" + line
-        handle.write(line)

@@ -6,14 +6,13 @@ One writer a file: two copies of a job on two nodes never append to the same one
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sweeps.redact import redact
+from sweeps.run.files import append_lines, parse_lines, read_json, write_json
 
 ATTEMPTS_DIR = "attempts"
 
@@ -63,13 +62,10 @@ class AttemptLog:
         """Another rank than the one that writes the attempt has failed: in a file of its own."""
         said = {"ended": time.time(), "outcome": "failed", "kind": kind, "reason": redact(reason)}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.with_suffix(f".rank{rank}").write_text(json.dumps(said), encoding="utf-8")
+        write_json(self._path.with_suffix(f".rank{rank}"), said)
 
     def _write(self, entry: dict[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(entry, separators=(",", ":")) + "\n")
-            handle.flush()
-            os.fsync(handle.fileno())
+        append_lines(self._path, [entry], durable=True)
 
 
 def attempts(run_dir: Path) -> list[Attempt]:
@@ -84,16 +80,10 @@ def attempts(run_dir: Path) -> list[Attempt]:
             continue
         entry: dict[str, Any] = {}
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError):
+            lines = parse_lines(path.read_bytes())
+        except OSError:
             continue
-        for line in lines:
-            try:
-                said = json.loads(line)
-            except ValueError:
-                continue
-            if not isinstance(said, dict):
-                continue
+        for said in lines:
             # A job that was started again without SLURM counting it: the later attempt counts.
             entry = dict(said) if "began" in said else {**entry, **said}
         if entry.get("kind") == "killed" or "outcome" not in entry:
@@ -108,10 +98,6 @@ def attempts(run_dir: Path) -> list[Attempt]:
 
 def _of_followers(path: Path) -> dict[str, Any]:
     for other in sorted(path.parent.glob(f"{path.stem}.rank*")):
-        try:
-            said = json.loads(other.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(said, dict):
+        if said := read_json(other):
             return said
     return {}

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from sweeps.as_json import AsJson
 from sweeps.curve import Curve
 from sweeps.fit import least_squares as profile
 from sweeps.fit import verdict
@@ -29,7 +30,7 @@ _LEAST_HELD_OUT = 5
 
 
 @dataclass(frozen=True)
-class FamilyRow:
+class FamilyRow(AsJson):
     """One family on one recipe's points.
 
     parameters: fitted ones, seeds' offsets left out. A, sse, r2: on all positive-compute points. aicc: Akaike's
@@ -46,13 +47,9 @@ class FamilyRow:
     held_out: float | None
     r2: float | None
 
-    def to_json(self) -> dict[str, Any]:
-        """One entry of `families`."""
-        return dict(vars(self))
-
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(AsJson):
     """All families on one recipe. beats_last is None where too little was held out to tell."""
 
     recipe: str
@@ -61,15 +58,7 @@ class Comparison:
     beats_last: bool | None
     sentence: str
 
-    def to_json(self) -> dict[str, Any]:
-        """As printed by `scalerl fit --family all --json`."""
-        return {
-            "recipe": self.recipe,
-            "families": [row.to_json() for row in self.rows],
-            "last_value": self.last_value,
-            "beats_last": self.beats_last,
-            "sentence": self.sentence,
-        }
+    JSON: ClassVar = {"rows": "families"}
 
 
 def compare(curve: Curve, options: FitOptions | None = None, brief: bool = False) -> Comparison:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sweeps.as_json import AsJson, as_json
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.fit import interval, noise, verdict
@@ -34,16 +35,12 @@ R0_STEP = 0.05
 
 
 @dataclass(frozen=True)
-class Interval:
+class Interval(AsJson):
     """An estimate with its 95% bounds; None is an open bound, or an estimate that may not be named."""
 
     value: float | None
     low: float | None
     high: float | None
-
-    def to_json(self) -> dict[str, float | None]:
-        """As printed by `scalerl fit --json`."""
-        return {"value": self.value, "low": self.low, "high": self.high}
 
 
 def shown(interval: Interval | None, form: str) -> str:
@@ -55,20 +52,16 @@ def shown(interval: Interval | None, form: str) -> str:
 
 
 @dataclass(frozen=True)
-class R0Effect:
+class R0Effect(AsJson):
     """A and B refitted with R0 fixed `step` lower and higher than it is; None where that is no possible reward."""
 
     step: float
     A: tuple[float | None, float | None]
     B: tuple[float | None, float | None]
 
-    def to_json(self) -> dict[str, Any]:
-        """As printed by `scalerl fit --json`."""
-        return {"step": self.step, "A": list(self.A), "B": list(self.B)}
-
 
 @dataclass(frozen=True, eq=False)
-class Fit:
+class Fit(AsJson):
     """One recipe's fitted curve.
 
     A, B, C_mid hold None where the verdict lets nothing be named; draws and noise are None if no fit was
@@ -136,14 +129,14 @@ class Fit:
             "B": self.B.to_json(),
             "C_mid": self.C_mid.to_json(),
             "R0": {"value": self.R0, "source": self.R0_source},
-            "R0_effect": None if self.R0_effect is None else self.R0_effect.to_json(),
+            "R0_effect": as_json(self.R0_effect),
             "family": self.family,
-            "shape": {name: value.to_json() for name, value in self.shape.items()},
+            "shape": as_json(self.shape),
             "rmse": self.rmse,
             "r2": self.r2,
             "n": self.n,
             "seeds": self.seeds,
-            "window": None if self.window is None else list(self.window),
+            "window": as_json(self.window),
             "extrapolation_error": self.extrapolation_error,
             "compute_axis": self.curve.axis,
             "metric": self.curve.metric,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from sweeps.as_json import AsJson
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curve
@@ -31,7 +32,7 @@ _WIDER = 1.25
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(AsJson):
     """A forecast and what came: means over `evaluations`, predicted (95%) by the fit up to compute `made_at`."""
 
     made_at: float
@@ -46,6 +47,10 @@ class Check:
         """Whether the interval held what came."""
         return self.low <= self.actual <= self.high
 
+    def to_json(self) -> dict[str, Any]:
+        """The forecast and what came, and whether it held."""
+        return {**super().to_json(), "inside": self.inside}
+
     @property
     def side(self) -> int:
         """1 or -1 where what came lies clearly above or below the forecast, else 0."""
@@ -55,7 +60,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(AsJson):
     """One recipe's fit up to `compute_end`, with `n` evaluations up to there, over all seeds.
 
     ahead: compute and one evaluation's predicted reward there, 95%. ahead and check are None where a fit names
@@ -70,28 +75,12 @@ class Snapshot:
     ahead: tuple[float, Interval] | None = None
     check: Check | None = None
 
+    JSON: ClassVar = {"compute_end": "compute", "ahead": "next"}
+
     def to_json(self) -> dict[str, Any]:
         """What a line of `fits.jsonl` says of the fit."""
-        ahead, check = self.ahead, self.check
-        return {
-            "recipe": self.recipe,
-            "compute": self.compute_end,
-            "n": self.n,
-            "verdict": self.verdict,
-            "A": self.A.to_json(),
-            "next": None if ahead is None else {"compute": ahead[0], **ahead[1].to_json()},
-            "check": None
-            if check is None
-            else {
-                "made_at": check.made_at,
-                "evaluations": check.evaluations,
-                "actual": check.actual,
-                "predicted": check.predicted,
-                "low": check.low,
-                "high": check.high,
-                "inside": check.inside,
-            },
-        }
+        ahead = None if self.ahead is None else {"compute": self.ahead[0], **self.ahead[1].to_json()}
+        return {**super().to_json(), "next": ahead}
 
     @staticmethod
     def from_json(entry: Mapping[str, Any]) -> Snapshot:

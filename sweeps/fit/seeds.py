@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit
 
+from sweeps.as_json import AsJson
 from sweeps.curve import UNNAMED
 from sweeps.fit.least_squares import Array, Optimum, Problem, ar1_inverse
 
@@ -72,7 +74,7 @@ def seed_excess(
 
 
 @dataclass(frozen=True)
-class Pairing:
+class Pairing(AsJson):
     """Recipes that share seeds are compared seed by seed: what the seeds do to all of them alike drops out.
 
     seeds: the shared labels. spread: of A between seeds once the shared part is taken off.
@@ -80,6 +82,10 @@ class Pairing:
 
     seeds: tuple[str, ...]
     spread: SeedSpread
+
+    def to_json(self) -> dict[str, Any]:
+        """As printed by `scalerl rank --json`."""
+        return {"seeds": list(self.seeds), "seed_sd": self.spread.sd}
 
 
 def paired_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> Pairing | None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar
 
+from sweeps.as_json import AsJson
 from sweeps.curve import Curve
 from sweeps.fit.fit import R0_STEP, Fit, FitOptions, Interval, fit_curve
 from sweeps.fit.points import R0Mode, select
@@ -28,7 +29,7 @@ MAIN, CUT, R0, ROBUST, END = "main", "early cut", "R0", "robust", "window's end"
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(AsJson):
     """A fit under one setting.
 
     kind: what was changed, `main` for the fit itself, which comes first. setting: in words; short: the head of a
@@ -45,18 +46,7 @@ class Row:
     shift: float | None
     n: int
 
-    def to_json(self) -> dict[str, Any]:
-        """One entry of `sensitivity` of `scalerl fit --json --sensitivity`."""
-        return {
-            "kind": self.kind,
-            "setting": self.setting,
-            "A": self.A.to_json(),
-            "B": self.B.to_json(),
-            "C_mid": self.C_mid.to_json(),
-            "verdict": self.verdict,
-            "shift": self.shift,
-            "n": self.n,
-        }
+    JSON: ClassVar = {"short": None}
 
 
 def sensitivity(curve: Curve, options: FitOptions | None = None) -> tuple[Row, ...]:

@@ -13,9 +13,7 @@ the memory of the process that launched it. Events of a run, in order:
 from __future__ import annotations
 
 import errno
-import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.redact import redact
+from sweeps.run.files import append_lines, parse_lines
 
 LEDGER_FILE = "ledger.jsonl"
 FULL_DISK_PAUSE_S = 5.0
@@ -76,11 +75,11 @@ class Ledger:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         now = self._clock()
-        lines = [_line({"time": now, "event": event, **entry}) for entry in entries]
+        lines = [_redacted({"time": now, "event": event, **entry}) for entry in entries]
         warned = False
         while True:
             try:
-                return self._write(lines)
+                return append_lines(self.path, lines, durable=True)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
@@ -89,39 +88,15 @@ class Ledger:
                 warned = True
                 time.sleep(FULL_DISK_PAUSE_S)
 
-    def _write(self, lines: Sequence[bytes]) -> None:
-        with self.path.open("ab", buffering=0) as handle:
-            # A torn line of an earlier process must not swallow this one.
-            if handle.tell() and not self._ends_with_newline():
-                handle.write(b"\n")
-            whole = handle.tell()
-            try:
-                rest = memoryview(b"".join(lines))
-                while rest:
-                    rest = rest[handle.write(rest) :]
-                os.fsync(handle.fileno())
-            except OSError:
-                os.ftruncate(handle.fileno(), whole)  # a part of the lines would be written twice
-                raise
-
-    def _ends_with_newline(self) -> bool:
-        with self.path.open("rb") as handle:
-            handle.seek(-1, os.SEEK_END)
-            return handle.read(1) == b"\n"
-
     def entries(self) -> list[dict[str, Any]]:
         """All entries, in order; torn lines and what is no entry are passed over."""
         if not self.path.exists():
             return []
-        found = []
-        for line in self.path.read_bytes().split(b"\n"):
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict) and isinstance(entry.get("run"), str) and entry.get("event") in EVENTS:
-                found.append(entry)
-        return found
+        return [
+            entry
+            for entry in parse_lines(self.path.read_bytes())
+            if isinstance(entry.get("run"), str) and entry.get("event") in EVENTS
+        ]
 
     def fold(self) -> dict[str, MemberState]:
         """The state of every run the ledger knows, in order of planning."""
@@ -160,6 +135,5 @@ def after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberSta
     return replace(state, spent={}, excluded=())
 
 
-def _line(entry: Mapping[str, Any]) -> bytes:
-    safe = {key: redact(value) if key == "reason" and value else value for key, value in entry.items()}
-    return json.dumps(safe, separators=(",", ":")).encode() + b"\n"
+def _redacted(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: redact(value) if key == "reason" and value else value for key, value in entry.items()}

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from sweeps.as_json import AsJson, as_json
 from sweeps.errors import UserError
 from sweeps.executor.attempts import Attempt, attempts
 from sweeps.executor.scheduler import ENDED, QUEUED, JobInfo, Scheduler
@@ -28,7 +28,7 @@ STATES = ("failed", "cancelled", "stopped", "ended", "running", "queued", "waiti
 
 
 @dataclass(frozen=True)
-class MemberView:
+class MemberView(AsJson):
     """One member, for people.
 
     Attributes:
@@ -53,10 +53,6 @@ class MemberView:
     node: str | None = None
     kind: str | None = None
     reason: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """As `scalerl status --json` prints it."""
-        return asdict(self)
 
 
 def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView]:
@@ -183,7 +179,7 @@ def to_json(study: Path, views: Sequence[MemberView]) -> str:
         {
             "study": str(study),
             "counts": {state: found[state] for state in STATES if found[state]},
-            "members": [view.to_json() for view in views],
+            "members": as_json(views),
         },
         indent=2,
         allow_nan=False,

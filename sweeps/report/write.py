@@ -13,16 +13,12 @@ import numpy as np
 from sweeps.curve import Curve
 from sweeps.decide.next_run import comparable, settle
 from sweeps.decide.rank import Ranking
-from sweeps.errors import UserError
+from sweeps.errors import UserError, require
 from sweeps.fit.compare import Comparison
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.history import GROWTH, Snapshot, history
 from sweeps.fit.sensitivity import sensitivity
 from sweeps.fit.verdict import MIN_COMPUTES
-from sweeps.report.drawing import png, svg
-from sweeps.report.figures import asymptotes_figure, curves_figure, history_figure, profile_figure, residuals_figure
-from sweeps.report.page import Findings, render
-from sweeps.report.tables import NAMED
 from sweeps.run.journal import JournalView
 
 # Fits a recipe in `histories`, about: they are most of a report's time.
@@ -61,8 +57,20 @@ def write_report(
         What was written, the page first.
 
     Raises:
-        UserError: a file cannot be written.
+        UserError: a file cannot be written, or a package that draws or writes the page is not installed.
     """
+    for package in ("matplotlib", "jinja2"):
+        require(package, "the report")
+    from sweeps.report.drawing import png, svg
+    from sweeps.report.figures import (
+        asymptotes_figure,
+        curves_figure,
+        history_figure,
+        profile_figure,
+        residuals_figure,
+    )
+    from sweeps.report.page import NAMED, Findings, render
+
     page = Path(path)
     findings = Findings(
         {fit.recipe: sensitivity(fit.curve, fit.options) for fit in fits if fit.verdict in NAMED},

@@ -1,10 +1,11 @@
-"""Files that a crash leaves whole: written in one step, read as what they are or not at all."""
+"""Files that a crash leaves whole: replaced in one step, or appended to by whole lines and read line by line."""
 
 from __future__ import annotations
 
 import json
 import os
 import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,20 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
     """
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    unfinished.rename(path)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        unfinished.rename(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON so that a reader, or the next process after a crash, sees the old or the new file whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as handle:
-        json.dump(content, handle, indent=1, sort_keys=True, allow_nan=False)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(path)
+    write_atomically(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -43,3 +43,71 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+# --- a JSON object a line -----------------------------------------------------------------------------------
+
+
+def append_lines(path: Path, entries: Sequence[Mapping[str, Any]], durable: bool = False) -> None:
+    """Append entries, a line each, to a file that others may append to as well; see `append_to`."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        append_to(descriptor, entries, durable)
+    finally:
+        os.close(descriptor)
+
+
+def append_to(descriptor: int, entries: Sequence[Mapping[str, Any]], durable: bool = False) -> None:
+    """Append entries, a line each, to an open file: all of them, or none if the disk is full.
+
+    Args:
+        descriptor: opened for reading and appending (O_RDWR, O_APPEND).
+        entries: of JSON values; numbers are finite.
+        durable: return only once they are on the disk.
+
+    Raises:
+        OSError: they could not be written; what was written of them is taken back, so that nothing is there twice
+            when the caller tries again.
+        ValueError: a number is not finite.
+    """
+    raw = b"".join(json.dumps(entry, allow_nan=False, separators=(",", ":")).encode() + b"\n" for entry in entries)
+    before = os.fstat(descriptor).st_size
+    # A torn line of an earlier process must not swallow the first one.
+    if before and os.pread(descriptor, 1, before - 1) != b"\n":
+        raw = b"\n" + raw
+    rest = memoryview(raw)
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        if durable:
+            os.fsync(descriptor)
+    except OSError:
+        os.ftruncate(descriptor, before)
+        raise
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The object of a line; None for a torn or damaged one, and for what is no object."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def parse_lines(raw: bytes) -> list[dict[str, Any]]:
+    """The objects of a file, in order; torn lines and what is no object are passed over."""
+    return [entry for line in raw.split(b"\n") if (entry := parse_line(line)) is not None]
+
+
+def whole_lines(raw: bytes) -> tuple[list[bytes], int]:
+    """The lines of a file up to its last sound one; also their length in bytes: beyond it a writer was cut off.
+
+    Damaged lines before that are among them, for the reader to name.
+    """
+    end = raw.rfind(b"\n") + 1
+    lines = raw[:end].split(b"\n")[:-1]
+    # A machine that lost power can leave a last line of zeros or half a record that still ends in a newline.
+    while lines and parse_line(lines[-1]) is None:
+        end -= len(lines.pop()) + 1
+    return lines, end

@@ -15,17 +15,18 @@ append. Of two records of one kind and step the later wins.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.redact import redact
+from sweeps.run.files import append_to, parse_line, whole_lines
 
 JOURNAL_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
@@ -81,23 +82,6 @@ class JournalView:
         return [r for r in self.records if r.step <= covered]
 
 
-def _complete_lines(raw: bytes) -> tuple[list[bytes], int]:
-    """Split into complete lines; also the length in bytes of what is complete."""
-    end = raw.rfind(b"\n") + 1
-    lines = raw[:end].split(b"\n")[:-1]
-    # A machine that lost power can leave a last line of zeros or half a record that still ends in a newline.
-    while lines and not _parses(lines[-1]):
-        end -= len(lines.pop()) + 1
-    return lines, end
-
-
-def _parses(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
-
-
 def read_journal(run_dir: str | Path) -> JournalView:
     """Read a run's journal.
 
@@ -114,12 +98,14 @@ def read_journal(run_dir: str | Path) -> JournalView:
         raw = path.read_bytes()
     except OSError as error:
         raise JournalError(f"{path}: cannot read the journal ({error.strerror}); give a run directory") from error
-    lines, _ = _complete_lines(raw)
+    lines, _ = whole_lines(raw)
     view = JournalView(path=path, header={})
     kept: dict[tuple[str, int], Record] = {}
     for number, line in enumerate(lines, start=1):
         try:
-            entry = json.loads(line)
+            entry = parse_line(line)
+            if entry is None:
+                raise ValueError("no JSON object")
             kind = entry["kind"]
             if kind == "run":
                 view.header = entry
@@ -159,17 +145,14 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._clock = clock
         if self.path.exists():
-            _, length = _complete_lines(self.path.read_bytes())
+            _, length = whole_lines(self.path.read_bytes())
             if length < self.path.stat().st_size:
                 with self.path.open("r+b") as handle:
                     handle.truncate(length)
-        self._handle: IO[str] = self.path.open("a", encoding="utf-8")
+        self._handle: FileIO = self.path.open("a+b", buffering=0)
 
     def _append(self, entry: dict[str, Any], durable: bool = False) -> None:
-        self._handle.write(json.dumps(entry, allow_nan=False, separators=(",", ":")) + "\n")
-        self._handle.flush()
-        if durable:
-            os.fsync(self._handle.fileno())
+        append_to(self._handle.fileno(), [entry], durable)
 
     def header(self, **fields: Any) -> None:
         """The first record: who this run is (run, curve, recipe, seed, parameters, ...)."""
@@ -211,7 +194,6 @@ class Journal:
         """Flush to disk and close."""
         if not self._handle.closed:
             try:
-                self._handle.flush()
                 os.fsync(self._handle.fileno())
             finally:
                 self._handle.close()

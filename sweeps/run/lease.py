@@ -19,9 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from sweeps.errors import UserError
+from sweeps.errors import UserError, require
 
 BEAT_S = 5.0
 EXPIRY_S = 30.0
@@ -63,6 +61,9 @@ class Lease:
         beat_s: float = BEAT_S,
         expiry_s: float = EXPIRY_S,
     ) -> None:
+        _need_filelock(directory)
+        from filelock import FileLock
+
         self._directory = directory
         self._file = directory / f".{name}.json"
         self._flock = FileLock(directory / f".{name}.lock", thread_local=False)
@@ -104,6 +105,8 @@ class Lease:
         self._thread.start()
 
     def _try(self, deadline: float | None, give_up: Callable[[], bool]) -> bool:
+        from filelock import Timeout
+
         try:
             self._flock.acquire(timeout=0)
         except Timeout:
@@ -222,6 +225,9 @@ def held(directory: Path, name: str, expiry_s: float = EXPIRY_S) -> bool:
     if facts is None:
         return False
     if facts.get("host") == here():
+        _need_filelock(directory)
+        from filelock import FileLock, Timeout
+
         lock = FileLock(directory / f".{name}.lock")
         try:
             lock.acquire(timeout=0)
@@ -233,3 +239,8 @@ def held(directory: Path, name: str, expiry_s: float = EXPIRY_S) -> bool:
         return time.time() - (directory / f".{name}.json").stat().st_mtime < 2 * expiry_s
     except OSError:
         return False
+
+
+def _need_filelock(directory: Path) -> None:
+    """Only whoever writes or looks at a study needs it: curves are fitted without."""
+    require("filelock", str(directory))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from sweeps.run.files import parse_lines
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, JournalError, JournalView, read_journal
 
 
@@ -58,15 +58,11 @@ def last_metrics(run_dir: Path, tail_bytes: int = 65536) -> dict[str, float]:
         with (run_dir / JOURNAL_FILE).open("rb") as handle:
             handle.seek(0, 2)
             handle.seek(max(0, handle.tell() - tail_bytes))
-            lines = handle.read().split(b"\n")
+            entries = parse_lines(handle.read())
     except OSError:
         return found
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict) and entry.get("kind") in ("train", "eval"):
+    for entry in entries:
+        if entry.get("kind") in ("train", "eval"):
             found["step"] = float(entry["step"])
             found |= {key: value for key, value in entry["metrics"].items() if key.startswith("eval/")}
     return found

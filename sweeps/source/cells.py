@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sweeps.curve import Array
-from sweeps.errors import UserError
+from sweeps.errors import UserError, require
 from sweeps.run.journal import finite
 from sweeps.source.text import File, short
 
@@ -167,22 +167,18 @@ def _json(file: File) -> Rows | None:
 
 def _parquet(file: File) -> Rows:
     """Rows of a Parquet file."""
-    import pandas  # slow to import, and only this format needs it
+    require("pyarrow", f"{file.path} (Parquet)")
+    import pyarrow.parquet  # slow to import, and only this format needs it
 
     try:
-        frame = pandas.read_parquet(io.BytesIO(file.raw))
-    except UserError:
-        raise
+        table = pyarrow.parquet.read_table(io.BytesIO(file.raw))
     except Exception as error:  # whatever the reader makes of a damaged file
         raise UserError(f"{file.path}: not a readable Parquet file ({short(str(error))})") from error
-    names = [str(name) for name in frame.columns]
+    names = [str(name) for name in table.column_names]
 
     def cells(name: str) -> list[Any]:
-        column = frame.iloc[:, names.index(name)].tolist()
-        return ["" if _is_null(cell) else cell for cell in column]
+        """Nulls are empty cells, and so is what pandas wrote for them."""
+        column = table.column(names.index(name)).to_pylist()
+        return ["" if cell is None or (isinstance(cell, float) and cell != cell) else cell for cell in column]
 
-    def _is_null(cell: object) -> bool:
-        """Parquet has nulls, and pandas hands them over as one of these."""
-        return cell is None or cell is pandas.NA or cell is pandas.NaT or (isinstance(cell, float) and cell != cell)
-
-    return Rows(names, len(frame), cells)
+    return Rows(names, table.num_rows, cells)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sweeps.errors import UserError
+from sweeps.errors import UserError, require
 from sweeps.source.collected import Collected
 from sweeps.source.log import Log, Series, add_logs
 from sweeps.source.text import File, short
@@ -56,7 +56,7 @@ def read_directory(directory: Path, files: list[Path], into: Collected) -> None:
 
 
 def _add(runs: dict[str, list[Path]], where: str, into: Collected, named: str) -> None:
-    _need_tensorboard(where)
+    require("tensorboard", f"{where} (event files)", "'lightning-scalerl[tensorboard]'")
     logs = []
     alone = sum(map(len, runs.values())) == 1
     for name, paths in runs.items():
@@ -75,16 +75,6 @@ def _add(runs: dict[str, list[Path]], where: str, into: Collected, named: str) -
     if not logs:
         raise UserError(f"{where}: no scalar in {sum(map(len, runs.values()))} event files; give another source")
     add_logs(logs, NAME, where, into, None, named)
-
-
-def _need_tensorboard(where: str) -> None:
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"{where}: event files are read with the package tensorboard, which is not installed; "
-            "pip install 'lightning-scalerl[tensorboard]'"
-        ) from error
 
 
 def _load(path: Path, scalars: dict[str, list[tuple[float, float, float]]]) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.curve import FLOPS, default_axis
-from sweeps.errors import UserError
+from sweeps.errors import UserError, require
 from sweeps.run.journal import CONFIG_FILE, JournalError, JournalView, Record, finite, read_journal
 from sweeps.source.collected import ALL, Collected, Points
 from sweeps.source.text import listed, short
@@ -114,10 +114,14 @@ def _labels(view: JournalView, into: Collected) -> tuple[str, dict[str, str]]:
 
 
 def _config(run_dir: Path) -> Any:
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        return None
+    require("yaml", str(path), "PyYAML")
     import yaml  # only where a factor is asked for
 
     try:
-        return yaml.safe_load((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
 

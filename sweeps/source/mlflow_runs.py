@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sweeps.errors import UserError
+from sweeps.errors import UserError, require
 from sweeps.source.collected import Collected
 from sweeps.source.log import Log, Series, add_logs
 from sweeps.source.text import listed, short
@@ -41,6 +41,7 @@ def read_experiment(source: str, into: Collected) -> None:
     Raises:
         UserError: a store or experiment that is not there (those that are, are named), or no run with the metric.
     """
+    require("mlflow", short(source, 400))
     from sweeps.tracking.common import one_line, resolve_uri, without_credentials
 
     address, mark, experiment = source.removeprefix(PREFIX).rpartition("#")

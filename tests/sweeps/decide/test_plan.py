@@ -185,7 +185,7 @@ def test_more_compute_tells_more() -> None:
     from sweeps.decide.next_run import Step, _Future
 
     future = _Future(contested(), 0.02)
-    after = [future.p_after({1: Step("short", "extend", to, to - 4500, None, "")}) for to in (4800, 9000, 27000)]
+    after = [future.p_after({1: Step("short", "extend", to, None, to - 4500, "")}) for to in (4800, 9000, 27000)]
     assert after[0] > after[1] > after[2]
     assert after[0] <= future.p_wrong + 0.02
 

@@ -311,19 +311,19 @@ def test_stopped_between_or_within_lines(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("whole", "stopped"):
         write(tmp_path / name, curve(points=16, seeds=1))
     whole = [n.snapshot for n in watching(tmp_path / "whole").poll()]
-    append = live._append
+    append = live.append_lines
 
-    def stops(path: Path, entry: dict[str, object]) -> None:
+    def stops(path: Path, entries: list[dict[str, object]]) -> None:
         if path.exists() and len(path.read_bytes().splitlines()) == kept:
             with path.open("a") as handle:
-                handle.write(json.dumps(entry)[:torn])
+                handle.write(json.dumps(entries[0])[:torn])
             raise KeyboardInterrupt
-        append(path, entry)
+        append(path, entries)
 
-    monkeypatch.setattr(live, "_append", stops)
+    monkeypatch.setattr(live, "append_lines", stops)
     with pytest.raises(KeyboardInterrupt):
         list(watching(tmp_path / "stopped").poll())
-    monkeypatch.setattr(live, "_append", append)
+    monkeypatch.setattr(live, "append_lines", append)
     assert [n.snapshot for n in watching(tmp_path / "stopped").poll()] == whole
     after = (tmp_path / "stopped" / "fits.jsonl").read_text().splitlines()
     if torn:

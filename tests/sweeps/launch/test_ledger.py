@@ -152,7 +152,7 @@ EVENTS = ("planned", "started", "finished", "failed")
     )
 )
 def test_any_history_folds_run_by_run(history: list[tuple[str, Any]]) -> None:
-    with tempfile.TemporaryDirectory() as folder, patch("sweeps.launch.ledger.os.fsync"):
+    with tempfile.TemporaryDirectory() as folder, patch("sweeps.run.files.os.fsync"):
         ledger = Ledger(Path(folder))
         for number, (event, what) in enumerate(history):
             if event == "torn":

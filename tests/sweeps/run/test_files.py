@@ -1,0 +1,78 @@
+"""Truths about files: a reader never sees half of anything, and a full disk leaves what was there."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from sweeps.run.files import append_lines, parse_lines, read_json, whole_lines, write_atomically, write_json
+
+
+def test_lines_come_back_in_order_whoever_wrote_them(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    append_lines(path, [{"n": 0}, {"n": 1, "text": "a\nb ✓"}])
+    append_lines(path, [{"n": 2}], durable=True)
+    assert parse_lines(path.read_bytes()) == [{"n": 0}, {"n": 1, "text": "a\nb ✓"}, {"n": 2}]
+    assert path.read_bytes().count(b"\n") == 3
+
+
+@pytest.mark.parametrize("torn", [b'{"n": 9', b"\0\0\0", b"\xff", b'{"n":9}'])
+def test_a_torn_line_swallows_nothing(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "lines.jsonl"
+    append_lines(path, [{"n": 0}])
+    with path.open("ab") as handle:
+        handle.write(torn)
+    append_lines(path, [{"n": 1}])
+    found = [entry["n"] for entry in parse_lines(path.read_bytes())]
+    assert [n for n in found if n != 9] == [0, 1]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"n": 9'])
+def test_a_full_disk_takes_back_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bytes) -> None:
+    path = tmp_path / "lines.jsonl"
+    append_lines(path, [{"n": 0}])
+    path.write_bytes(path.read_bytes() + torn)
+    before, write, room = path.read_bytes(), os.write, [5]
+
+    def little(descriptor: int, data: memoryview) -> int:
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[: room.pop()])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", little)
+        with pytest.raises(OSError, match="No space"):
+            append_lines(path, [{"n": 1}, {"n": 2}])
+    assert not room and path.read_bytes() == before
+    append_lines(path, [{"n": 1}])
+    assert [entry["n"] for entry in parse_lines(path.read_bytes())] == [0, 1]
+
+
+def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    with pytest.raises(ValueError, match="JSON"):
+        append_lines(path, [{"n": 0}, {"n": math.nan}])
+    assert path.read_bytes() == b""
+
+
+def test_whole_lines_end_with_the_last_sound_one() -> None:
+    good = b'{"n":0}\nrubbish\n{"n":1}\n'
+    for rest in (b"", b'{"n"', b"\0\0\0\n", b'"text"\n[1]\n{"n":'):
+        lines, length = whole_lines(good + rest)
+        assert lines == good.split(b"\n")[:-1] and length == len(good)
+
+
+def test_json_is_replaced_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "ids.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(path, {"a": math.inf})
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")
+    assert read_json(path) == {"a": 1} and list(tmp_path.iterdir()) == [path]
+    path.write_text("[1]")
+    assert read_json(path) == {} and read_json(tmp_path / "none") == {}

@@ -1,0 +1,43 @@
+"""Records as JSON: by field, renamed or left out by a table, and never a number that JSON does not have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from sweeps.as_json import AsJson, as_json
+
+
+@dataclass(frozen=True)
+class Bounds(AsJson):
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Entry(AsJson):
+    recipe: str
+    a: Bounds | None
+    rows: tuple[Bounds, ...]
+    by_name: dict[str, Bounds]
+    hidden: object = None
+
+    JSON: ClassVar = {"a": "A", "hidden": None}
+
+
+def test_fields_by_name_with_what_the_table_says() -> None:
+    bounds = Bounds(0.5, None)
+    entry = Entry("scalerl", None, (bounds, bounds), {"B": bounds}, hidden=object())
+    said = {"low": 0.5, "high": None}
+    assert entry.to_json() == {"recipe": "scalerl", "A": None, "rows": [said, said], "by_name": {"B": said}}
+    assert list(entry.to_json()) == ["recipe", "A", "rows", "by_name"]
+    assert as_json([entry]) == [entry.to_json()]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_an_error_that_names_the_field(value: float) -> None:
+    with pytest.raises(ValueError, match="high"):
+        Entry("x", Bounds(0.0, value), (), {}).to_json()
