@@ -17,6 +17,11 @@ from tests.place import PATIENCE_S, Deterministic, Place, deterministic, made_on
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes minutes comes first: at the end it would keep one worker busy while the others have nothing left."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random Llama of the arithmetic task, saved as a user's model would be."""

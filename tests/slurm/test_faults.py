@@ -22,7 +22,7 @@ import pytest
 from tests.place import STEPS, Deterministic, Place
 from tests.slurm.cluster import Lab, Sweep, by_run, eventually
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 
 ONE = ("variant=none", "seed=0")
 
