@@ -65,6 +65,6 @@ def light_undisturbed_recipe(
 
 
 def _of_recipe(place: Place, journals: dict[str, Deterministic]) -> dict[str, Deterministic]:
-    headers = {run: view.header for run, view in views(place.root / "undisturbed").items()}
-    (recipe,) = [run for run, header in headers.items() if header["recipe"] == "scalerl"]
+    labels = {run: str(view.header["recipe"]) for run, view in views(place.root / "undisturbed").items()}
+    (recipe,) = [run for run, label in labels.items() if "loss=dapo" not in label]
     return {recipe: journals[recipe]}
