@@ -146,9 +146,9 @@ def planning(options: argparse.Namespace) -> str:
     import lightning_scalerl.member.identify as planner
 
     lists = grid(options.members, options.recipes)
-    planner.plan(lists[:1])  # makes the base model
+    planner.plan_members(lists[:1])  # makes the base model
     started()
-    specs = planner.plan(lists)
+    specs = planner.plan_members(lists)
     if not (options.folder / SPECS).exists():
         (options.folder / SPECS).write_bytes(pickle.dumps(specs))
     return f"{len(specs)} members of {len({spec.curve for spec in specs})} recipes"

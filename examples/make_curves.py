@@ -27,7 +27,7 @@ def main() -> None:
     """Write the table to standard output."""
     rng = np.random.default_rng(2510)
     out = csv.writer(sys.stdout, lineterminator="\n")
-    out.writerow(["recipe", "seed", "compute", "reward"])
+    out.writerow(["recipe", "baseline", "seed", "compute", "reward"])
     for recipe, (a, b, c_mid, end) in RECIPES.items():
         for seed in (0, 1):
             own = a + 0.004 * rng.standard_normal()
@@ -35,7 +35,7 @@ def main() -> None:
             for compute in np.linspace(0.0, end, 33):
                 share = 0.0 if compute == 0 else 1 / (1 + (c_mid / compute) ** b)
                 reward = R0 + (own - R0) * share + wander + 0.006 * rng.standard_normal()
-                out.writerow([recipe, seed, f"{compute:g}", f"{np.clip(reward, 0, 1):.4f}"])
+                out.writerow([recipe, "scalerl", seed, f"{compute:g}", f"{np.clip(reward, 0, 1):.4f}"])
                 wander = 0.6 * wander + 0.8 * 0.006 * rng.standard_normal()
 
 

@@ -1,32 +1,93 @@
 """lightning-scalerl: RL post-training with verifiable rewards as a Lightning plugin.
 
 Every design choice (loss, aggregation, normalization, filter, ...) is a swappable Lightning callback.
+
+What is public is imported from here, on first use: `import lightning_scalerl` alone costs nothing. Configurations and
+frozen studies name things by these names too, so a name stays when what it names moves to another module.
 """
 
 from __future__ import annotations
 
+import re
+from functools import cache
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_scalerl.choice import ConfigurationError, DesignChoice
+    from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
+    from lightning_scalerl.callbacks.evaluate import Evaluate
+    from lightning_scalerl.callbacks.run_log import RunLog
+    from lightning_scalerl.checks import ConfigurationError
+    from lightning_scalerl.choice import DesignChoice
+    from lightning_scalerl.choices import Choices
     from lightning_scalerl.data import RolloutDataModule
     from lightning_scalerl.module import ScaleRL
+    from lightning_scalerl.rollout import Group, Prompt, Rollout, TrainBatch
+    from lightning_scalerl.task.base import Task
 
-__all__ = ["ConfigurationError", "DesignChoice", "RolloutDataModule", "ScaleRL"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
+# Public names by module. The choices of all axes are public too, and found by their class in `axes/`.
 _HOMES = {
-    "ConfigurationError": "choice",
-    "DesignChoice": "choice",
-    "RolloutDataModule": "data",
-    "ScaleRL": "module",
+    "callbacks.checkpointing": ["ResumableCheckpoint"],
+    "callbacks.evaluate": ["Evaluate"],
+    "callbacks.run_log": ["RunLog"],
+    "checks": ["ConfigurationError"],
+    "choice": ["DesignChoice"],
+    "choices": ["Choices"],
+    "data": ["RolloutDataModule"],
+    "generator.base": ["Generator"],
+    "generator.torch_generator": ["TorchGenerator"],
+    "member.identify": ["plan_members"],
+    "member.run": ["run_member"],
+    "model.load": ["model_path"],
+    "module": ["ScaleRL"],
+    "optim": ["AdamW", "ConstantSchedule"],
+    "recipe": ["BatchSettings", "ContextSettings", "Recipe"],
+    "rollout": ["Group", "Prompt", "Rollout", "TrainBatch"],
+    "stream.cost_model": ["CostModel"],
+    "task.arithmetic": ["ArithmeticTask"],
+    "task.arithmetic_base": ["arithmetic_base_model"],
+    "task.base": ["Task"],
+    "task.jsonl": ["JsonlTask"],
 }
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Choices",
+    "ConfigurationError",
+    "DesignChoice",
+    "Evaluate",
+    "Group",
+    "Prompt",
+    "ResumableCheckpoint",
+    "Rollout",
+    "RolloutDataModule",
+    "RunLog",
+    "ScaleRL",
+    "Task",
+    "TrainBatch",
+]
+
+
+@cache
+def _axes() -> dict[str, str]:
+    """Modules of `axes/` by the public classes that they define."""
+    here = Path(__file__).parent
+    found: dict[str, str] = {}
+    for path in sorted((here / "axes").rglob("*.py")):
+        names = re.findall(r"^class ([A-Z]\w*)\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+        found |= dict.fromkeys(names, ".".join(path.relative_to(here).with_suffix("").parts))
+    return found
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported on first use: `import lightning_scalerl` alone costs nothing."""
-    if name in _HOMES:
-        from importlib import import_module
+    module = _HOME_OF.get(name) or (_axes().get(name) if name[:1].isupper() else None)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
-        return getattr(import_module(f"lightning_scalerl.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF, *_axes()})

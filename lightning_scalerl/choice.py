@@ -1,48 +1,92 @@
 """A design choice is a Lightning callback that names its axis.
 
-Each axis module derives one abstract class from `DesignChoice` that declares the axis's one method, and thin
-classes that carry the pure functions beside them. `by_axis` refuses two on one axis and `check_conflicts` pairs
-that make no sense, before any compute is spent.
+Each axis module derives one abstract class from `DesignChoice` that declares the axis: its name, its neutral choice,
+the one method that the run calls, and how one sees in a step that two of its choices differ. Thin classes below it
+carry the pure functions beside them. `choices` has the record of a run's choices.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.rollout import Group, Rollout, TrainBatch
+
+C = TypeVar("C", bound="DesignChoice")
 
 
-class ConfigurationError(ValueError):
-    """A configuration that cannot run. One line: the field, the value and what is valid."""
+class ObservedStep(Protocol):
+    """One optimizer step, before it is taken, as a mechanism counter sees it."""
 
+    @property
+    def batch(self) -> TrainBatch:
+        """What is trained on, with all groups that were sampled for it."""
+        ...
 
-# Every axis of the design space that works today, in the order of the data path.
-AXES = (
-    "resampling",
-    "allocation",
-    "async_mode",
-    "length_control",
-    "truncated",
-    "filter",
-    "advantage",
-    "normalization",
-    "precision",
-    "correction",
-    "loss",
-    "aggregation",
-)
+    @property
+    def decode(self) -> Callable[[list[int]], str]:
+        """Tokens to text, special tokens included."""
+        ...
+
+    @property
+    def admitted(self) -> int:
+        """Groups admitted so far."""
+        ...
+
+    @property
+    def completed_steps(self) -> int:
+        """Optimizer steps before this one."""
+        ...
+
+    @property
+    def groups_per_step(self) -> int:
+        """P."""
+        ...
+
+    @property
+    def completions(self) -> int:
+        """Rollouts a group, on average."""
+        ...
+
+    def histories(self) -> Sequence[Sequence[float]]:
+        """Of every prompt: the pass rates of its groups so far."""
+        ...
+
+    def probe_logprobs(self, precision: Any) -> Tensor:
+        """The policy's log-probabilities (R, T) of a few rollouts of the batch in this precision; R may be 0."""
+        ...
+
+    def loss_weights_differ(self, theirs: DesignChoice) -> bool:
+        """Whether the tokens' weights in the update would differ with `theirs` in place of the run's choice."""
+        ...
 
 
 class DesignChoice(Callback):
     """One value on one axis of the design space.
 
-    Subclasses set `axis` and implement the axis's method. Constructor arguments are the choice's parameters and
-    the keys of its YAML file. A choice with memory overrides Lightning's `state_dict` / `load_state_dict`.
+    The abstract class of an axis sets `axis` and, if there is one, `neutral`. Its choices implement the axis's method.
+    Constructor arguments are the choice's parameters and the keys of its YAML file, and are kept under their names.
+    A choice with memory overrides Lightning's `state_dict` / `load_state_dict`.
+
+    An axis of your own, one that `Choices` has no field for, must have a neutral choice. It acts through Lightning's
+    hooks, or through one of `adjust_reward`, `adjust_advantages`, `adjust_loss`, which only such axes are asked for.
+
+    Attributes:
+        axis: name of the axis, of its configuration group and of its column in tables.
+        neutral: semantics of the choice that changes nothing, such as `{"choice": "NoFilter"}`; None if every choice
+            means something. A configuration with it and one without the axis are the same run.
+        added: parameters that came after identities were frozen, each with the value at which nothing changes; at
+            that value they are left out of identities.
     """
 
     axis: ClassVar[str]
+    neutral: ClassVar[Mapping[str, Any] | None] = None
+    added: ClassVar[Mapping[str, Any]] = {}
 
     @property
     def state_key(self) -> str:
@@ -62,9 +106,42 @@ class DesignChoice(Callback):
         """Whether both mean the same."""
         return self.semantics() == other.semantics()
 
+    @classmethod
+    def neutral_choice(cls: type[C]) -> C | None:
+        """The axis's neutral choice, built; None if it has none, or its class is nowhere to be found."""
+        if cls.neutral is None:
+            return None
+        name, parameters = cls.neutral["choice"], {k: v for k, v in cls.neutral.items() if k != "choice"}
+        root = next(one for one in reversed(cls.__mro__) if "axis" in vars(one))
+        found = next((one for one in _descendants(root) if one.__name__ == name), None)
+        return None if found is None else found(**parameters)
+
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
         """One line if this choice cannot be combined with the others (by axis), else None."""
         return None
+
+    def differs(self, theirs: Any, step: ObservedStep) -> bool:
+        """Whether `theirs`, another choice on this axis, would have changed anything in the step.
+
+        By default: the tokens' weights in the update would be others. An axis that acts elsewhere says where to look.
+        """
+        return step.loss_weights_differ(theirs)
+
+    # --- for axes that the project does not have ----------------------------------------------------------
+
+    def adjust_reward(self, reward: float, rollout: Rollout) -> float:
+        """The reward that is trained on, given the verifier's after length control."""
+        return reward
+
+    def adjust_advantages(self, advantages: list[Tensor], groups: Sequence[Group]) -> list[Tensor]:
+        """Normalized advantages, one (G,) tensor a group that passed the filter."""
+        return advantages
+
+    def adjust_loss(self, per_token_loss: Tensor, batch: TrainBatch, trainer_logprobs: Tensor) -> Tensor:
+        """Per-token loss (R, T) before aggregation."""
+        return per_token_loss
+
+    # --- Lightning's --------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """A choice acts through a ScaleRL module; in any other it would silently do nothing."""
@@ -75,59 +152,7 @@ class DesignChoice(Callback):
             )
 
 
-def by_axis(choices: Iterable[DesignChoice]) -> dict[str, DesignChoice]:
-    """Choices by axis.
-
-    Raises:
-        ConfigurationError: an unknown axis, or two choices on one axis (both are named).
-    """
-    found: dict[str, DesignChoice] = {}
-    for choice in choices:
-        if choice.axis not in AXES:
-            raise ConfigurationError(
-                f"axis: {choice.axis!r} of {type(choice).__name__} is unknown; valid: {', '.join(AXES)}"
-            )
-        if choice.axis in found:
-            raise ConfigurationError(
-                f"{choice.axis}: two choices on one axis, {type(found[choice.axis]).__name__} and "
-                f"{type(choice).__name__}; keep one"
-            )
-        found[choice.axis] = choice
-    return found
-
-
-def check_conflicts(choices: Mapping[str, DesignChoice]) -> None:
-    """Every axis has a choice, and no two choices contradict each other.
-
-    Raises:
-        ConfigurationError: names the missing axis or both choices.
-    """
-    missing = [axis for axis in AXES if axis not in choices]
-    if missing:
-        raise ConfigurationError(f"axes: nothing chosen for {', '.join(missing)}; a recipe names every axis")
-    for choice in choices.values():
-        problem = choice.conflict(choices)
-        if problem:
-            raise ConfigurationError(problem)
-
-
-def positive(field: str, value: float) -> float:
-    """`value`, if it is a finite number above zero.
-
-    Raises:
-        ConfigurationError: otherwise.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ConfigurationError(f"{field}: {value!r} must be a number above 0")
-    return value
-
-
-def whole_number(field: str, value: Any) -> int:
-    """`value`, if it is a whole number of 1 or more.
-
-    Raises:
-        ConfigurationError: otherwise.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{field}: {value!r} must be a whole number, 1 or more")
-    return value
+def _descendants(root: type[Any]) -> list[type[Any]]:
+    """All subclasses, the nearest first."""
+    found = root.__subclasses__()
+    return found + [each for one in found for each in _descendants(one)]

@@ -1,14 +1,30 @@
-"""conf/ -> objects: configurations composed by Hydra, and what they stand for."""
+"""conf/ -> objects: configurations composed by Hydra, and what they stand for.
+
+A user's own folders stand beside `conf/`: choices, axes, tasks, recipes, variants and experiments in them are found
+like ours, and the Python modules they name are looked for there too.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_scalerl.choice import AXES, ConfigurationError, by_axis
-from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choices import AXES, Choices
+
+if TYPE_CHECKING:
+    from lightning_scalerl.recipe import Recipe
+
+# What a run consists of besides its choices, by configuration group; each is built, but for `thinking`.
+SETTINGS = frozenset(
+    {"model", "task", "generator", "evaluation", "optimizer", "schedule", "batch", "context", "thinking", "cost_model"}
+)
+
+Folders = Sequence[str | Path]
 
 
 def conf_dir() -> Path:
@@ -24,8 +40,29 @@ def conf_dir() -> Path:
     raise ConfigurationError(f"conf: no configuration folder in {here} or beside it; reinstall lightning-scalerl")
 
 
-def compose(overrides: Sequence[str]) -> Any:
+def use_folders(folders: Iterable[str | Path]) -> tuple[str, ...]:
+    """Make the user's folders known: absolute, and modules in them importable.
+
+    Raises:
+        ConfigurationError: one is not there.
+    """
+    found = []
+    for folder in folders:
+        path = Path(folder).expanduser().resolve()
+        if not path.is_dir():
+            raise ConfigurationError(f"config-dir: {str(folder)!r} is no folder; give one that holds your files")
+        if str(path) not in sys.path:
+            sys.path.append(str(path))
+        found.append(str(path))
+    return tuple(found)
+
+
+def compose(overrides: Sequence[str], folders: Folders = ()) -> Any:
     """Compose `conf/train.yaml` with Hydra overrides.
+
+    Args:
+        overrides: as on the command line.
+        folders: of the user's, beside `conf/`.
 
     Raises:
         ConfigurationError: an unknown key, group or choice; one line that lists what is valid.
@@ -41,33 +78,53 @@ def compose(overrides: Sequence[str]) -> Any:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            return hydra_compose("train", overrides=list(overrides))
+            return hydra_compose("train", overrides=[*_searchpath(folders), *overrides])
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigurationError(explain(error)) from error
+        raise ConfigurationError(explain(error, folders)) from error
     finally:
         GlobalHydra.instance().clear()
         GlobalHydra.instance().hydra = outer
 
 
-def _valid_keys(error: Exception) -> str:
-    """For a key that does not exist: the keys that do, at the same place."""
+def _searchpath(folders: Folders) -> list[str]:
+    quoted = ["'" + f"file://{folder}".replace("\\", "\\\\").replace("'", "\\'") + "'" for folder in folders]
+    return [f"hydra.searchpath=[{','.join(quoted)}]"] if quoted else []
+
+
+def _valid_keys(error: Exception, folders: Folders) -> str:
+    """For a key that does not exist: the keys that do, at the deepest place that does, the nearest first."""
     unknown = re.search(r"Could not override '([^']+)'", str(error))
     if not unknown:
         return ""
-    node: Any = compose([])
-    for part in unknown[1].split(".")[:-1]:
-        node = node.get(part) if part in node else {}
-    return f"; valid here: {', '.join(map(str, node))}"
+    node: Any = compose([], folders)
+    path: list[str] = []
+    wrong = ""
+    for part in unknown[1].split("."):
+        if not hasattr(node, "keys") or part not in node:
+            wrong = part
+            break
+        path.append(part)
+        node = node[part]
+    keys = [str(key) for key in node] if hasattr(node, "keys") else []
+    close = get_close_matches(wrong, keys, n=1)
+    meant = f"; did you mean {'.'.join([*path, close[0]])}?" if close else ""
+    return f"{meant}; valid here: {', '.join(keys)}" if keys else f"; {'.'.join(path)} is a value, not a group"
 
 
-def explain(error: Exception) -> str:
+def explain(error: Exception, folders: Folders = ()) -> str:
     """Hydra's error in one line: what was wrong, with what would be valid."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = error.__cause__
     if cause is not None:
         lines += [line.strip() for line in str(cause).splitlines() if line.strip() and line.strip() not in lines]
     kept = [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type", "Set the env"))]
-    return "; ".join(kept).replace(":;", ":").replace(".;", ";") + _valid_keys(error)
+    return "; ".join(kept).replace(":;", ":").replace(".;", ";") + _valid_keys(error, folders)
+
+
+def axes_of(config: Mapping[str, Any]) -> list[str]:
+    """The axes of a composed configuration: the project's, then the user's own by name."""
+    own = (key for key in config if key not in AXES and key not in SETTINGS)
+    return [*AXES, *sorted(key for key in own if isinstance(config[key], Mapping) and "_target_" in config[key])]
 
 
 def build(config: Any, group: str) -> Any:
@@ -78,18 +135,28 @@ def build(config: Any, group: str) -> Any:
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
+    from omegaconf import OmegaConf
 
-    node = config[group]
+    node = config.get(group)
     if not node or "_target_" not in node:
         raise ConfigurationError(f"{group}: nothing chosen; select one of the files in conf/{group}/")
+    missing = sorted(OmegaConf.missing_keys(node)) if OmegaConf.is_config(node) else []
+    if missing:
+        raise ConfigurationError(f"{group}.{missing[0]}: needs a value; give {group}.{missing[0]}=...")
     try:
-        return instantiate(node, _convert_="all")
+        built = instantiate(node, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, ConfigurationError):
             raise cause from None
         first = str(cause or error).splitlines()[0]
         raise ConfigurationError(f"{group}: {first}") from error
+    if group not in SETTINGS and getattr(built, "axis", None) != group:
+        raise ConfigurationError(
+            f"{group}: {node['_target_']} is no choice on this axis, but {getattr(built, 'axis', 'none at all')!r}; a "
+            f"choice derives from the axis's class, whose `axis` is {group!r}"
+        )
+    return built
 
 
 def build_recipe(config: Any, name: str, build: Callable[[Any, str], Any] = build) -> Recipe:
@@ -98,9 +165,11 @@ def build_recipe(config: Any, name: str, build: Callable[[Any, str], Any] = buil
     Raises:
         ConfigurationError: a value that a choice or setting refuses.
     """
+    from lightning_scalerl.recipe import Recipe
+
     return Recipe(
         name=name,
-        choices=by_axis(build(config, axis) for axis in AXES),
+        choices=Choices.of(build(config, axis) for axis in axes_of(config)),
         optimizer=build(config, "optimizer"),
         schedule=build(config, "schedule"),
         batch=build(config, "batch"),
@@ -110,10 +179,11 @@ def build_recipe(config: Any, name: str, build: Callable[[Any, str], Any] = buil
     )
 
 
-def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe `conf/recipe/<name>.yaml`, with overrides such as `optimizer.lr=1e-3`.
+def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ()) -> Recipe:
+    """The recipe `recipe/<name>.yaml` of `conf/` or a folder of the user's, with overrides such as `optimizer.lr=1e-3`.
 
     Raises:
         ConfigurationError: an unknown recipe, key or value.
     """
-    return build_recipe(compose([f"recipe={name}", *overrides]), name)
+    folders = use_folders(folders)
+    return build_recipe(compose([f"recipe={name}", *overrides], folders), name)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, compose
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.task.base import Task, check_task

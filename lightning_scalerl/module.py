@@ -20,7 +20,9 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lightning_scalerl.callbacks.base import Recorder
-from lightning_scalerl.choice import ConfigurationError, DesignChoice, by_axis
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.choices import Choices, by_axis
 from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.distributed.ranks import Follower, Ranks, check_strategy
 from lightning_scalerl.generator.base import Generator
@@ -77,8 +79,8 @@ class ScaleRL(LightningModule):
         else:
             self.tokenizer = tokenizer
         check_head(model)
-        self.policy = Policy(model.train(), self.recipe.choices["precision"], self.recipe.context.temperature)  # type: ignore[arg-type]
-        self.choices: dict[str, Any] = {}
+        self.policy = Policy(model.train(), self.recipe.choices.precision, self.recipe.context.temperature)
+        self.choices = self.recipe.choices
         self.ranks = Ranks()
         self._state = StateRegistry()
         self._random = TorchRandomState()
@@ -101,11 +103,13 @@ class ScaleRL(LightningModule):
             with self.ranks.unsynchronized():
                 for micro_batch in self.ranks.rows(batch).micro_batches(self.recipe.batch.micro_batch):
                     trainer_logprobs, entropies = self.policy(micro_batch)
-                    anchor_logprobs = self.choices["correction"].anchor(micro_batch)
-                    per_token_loss = self.choices["loss"].per_token(
+                    anchor_logprobs = self.choices.correction.anchor(micro_batch)
+                    per_token_loss = self.choices.loss.per_token(
                         trainer_logprobs, anchor_logprobs, micro_batch.advantages, micro_batch.loss_mask
                     )
-                    loss = self.choices["aggregation"].reduce(per_token_loss, micro_batch, batch.denominators)
+                    for own in self.choices.own.values():
+                        per_token_loss = own.adjust_loss(per_token_loss, micro_batch, trainer_logprobs)
+                    loss = self.choices.aggregation.reduce(per_token_loss, micro_batch, batch.denominators)
                     self.manual_backward(loss)
                     total += loss.detach()
                     own_parts.append((micro_batch, trainer_logprobs.detach(), entropies))
@@ -147,7 +151,7 @@ class ScaleRL(LightningModule):
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """The recipe's choices for every axis that the Trainer's callbacks leave open; the same ones each time."""
-        own = set(map(id, self.recipe.choices.values()))
+        own = set(map(id, self.recipe.choices))
         given = [c for c in self.trainer.callbacks if isinstance(c, DesignChoice) and id(c) not in own]  # type: ignore[attr-defined]
         claimed = by_axis(given)
         return [choice for axis, choice in self.recipe.choices.items() if axis not in claimed]
@@ -160,9 +164,9 @@ class ScaleRL(LightningModule):
         """Resolve the choices and build the data path; every mistake surfaces here, before any compute."""
         self._check_trainer()
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
-        self.choices = {**by_axis(c for c in self.trainer.callbacks if isinstance(c, DesignChoice))}  # type: ignore[attr-defined]
+        self.choices = Choices.of(c for c in self.trainer.callbacks if isinstance(c, DesignChoice))  # type: ignore[attr-defined]
         self.recipe.check(self.choices)
-        self.policy.precision = self.choices["precision"]
+        self.policy.precision = self.choices.precision
         # Lightning moves the module to its device after this hook; the generator copies it in this one.
         self.policy.to(self.trainer.strategy.root_device)
         self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=self.trainer.world_size)
@@ -176,7 +180,7 @@ class ScaleRL(LightningModule):
     def _build_data_path(self) -> None:
         """All that comes before and after the training step, and its state."""
         self.generator = self.new_generator()
-        self.prompts = PromptSource(self.task.train_prompts(), (self.seed, PROMPT_STREAM), self.choices["resampling"])
+        self.prompts = PromptSource(self.task.train_prompts(), (self.seed, PROMPT_STREAM), self.choices.resampling)
         self.stream = RolloutStream(
             prompts=self.prompts,
             task=self.task,
@@ -245,14 +249,14 @@ class ScaleRL(LightningModule):
 
     def new_generator(self) -> Generator:
         """A generator with a copy of the current weights."""
-        control = self.choices["length_control"]
+        control = self.choices.length_control
         phrase = self.encode(control.phrase) if control.phrase else []
         problem = control.check_limit(self.recipe.context.max_new_tokens, len(phrase))
         if problem:
             raise ConfigurationError(problem)
         return self.recipe.generator(
             model=self.policy.model,
-            precision=self.choices["precision"],
+            precision=self.choices.precision,
             max_prompt_tokens=self.recipe.context.max_prompt_tokens,
             max_new_tokens=self.recipe.context.max_new_tokens,
             stop_tokens=[self.tokenizer.eos_token_id],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_scalerl.choice import ConfigurationError, positive
+from lightning_scalerl.checks import ConfigurationError, positive
 
 
 @dataclass(frozen=True)

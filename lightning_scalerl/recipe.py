@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from lightning_scalerl.choice import ConfigurationError, DesignChoice, check_conflicts, whole_number
+from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.optim import AdamW, ConstantSchedule
 from lightning_scalerl.stream.cost_model import CostModel
@@ -45,7 +45,7 @@ class Recipe:
     """A named row of choices with the settings that go with them."""
 
     name: str
-    choices: Mapping[str, DesignChoice]
+    choices: Choices
     optimizer: AdamW
     schedule: ConstantSchedule
     batch: BatchSettings
@@ -53,17 +53,16 @@ class Recipe:
     cost_model: CostModel
     generator: Callable[..., Generator]
 
-    def check(self, choices: Mapping[str, Any]) -> None:
-        """Whether these choices, by axis, can run with these settings.
+    def check(self, choices: Choices) -> None:
+        """Whether these choices can run with these settings.
 
         Raises:
             ConfigurationError: what contradicts what, in one line.
         """
-        check_conflicts(choices)
-        control = choices["length_control"]
+        control = choices.length_control
         problems = [
-            choices["advantage"].check_group_size(self.batch.completions),
-            self.cost_model.conflict(choices["async_mode"].drains),
+            choices.advantage.check_group_size(self.batch.completions),
+            self.cost_model.conflict(choices.async_mode.drains),
             control.check_limit(self.context.max_new_tokens),
         ]
         for problem in filter(None, problems):

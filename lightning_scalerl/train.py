@@ -17,11 +17,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.composition import conf_dir, explain
-from lightning_scalerl.stream.prompts import PoolExhaustedError
-from lightning_scalerl.task.base import RewardError
 from sweeps.errors import UserError
+from sweeps.run.folders import user_folders
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.lease import LeaseLostError
 from sweeps.run.progress import is_done
@@ -40,8 +39,8 @@ def main() -> None:
     try:
         _hydra_main()
         with interruption.on_signals([signal.SIGUSR2, signal.SIGTERM] if _single_runs else []):
-            for overrides in _single_runs:
-                _train(overrides)
+            for overrides, folders in _single_runs:
+                _train(overrides, folders)
     except KeyboardInterrupt:
         sys.exit(EXIT_CTRL_C)
     except RunInterruptedError as stop:
@@ -49,7 +48,7 @@ def main() -> None:
         sys.exit(EXIT_INTERRUPTED)
     except LeaseLostError as error:
         sys.exit(_complain(str(error)))
-    except (ConfigurationError, UserError, RewardError, PoolExhaustedError) as error:
+    except (ConfigurationError, UserError, CannotGoOnError) as error:
         sys.exit(_complain(str(error)))
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(_complain(explain(error)))
@@ -62,26 +61,29 @@ def _complain(message: str) -> int:
 
 # Hydra reads the command line (and answers --help and --cfg); the work is done outside of it, where its own
 # reports cannot get in the way of ours.
-_single_runs: list[list[str]] = []
+_single_runs: list[tuple[list[str], list[str]]] = []
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")  # type: ignore[untyped-decorator]
 def _hydra_main(config: DictConfig) -> None:
-    _single_runs.append(list(HydraConfig.get().overrides.task))
+    given = HydraConfig.get()
+    _single_runs.append((list(given.overrides.task), user_folders(given)))
 
 
-def _train(overrides: list[str]) -> None:
-    from lightning_scalerl.member.identify import plan
-    from lightning_scalerl.member.run import run_member
+def _train(overrides: list[str], folders: list[str]) -> None:
+    # Heavy: only once the command line is known to be one that composes.
+    from lightning_scalerl.member.identify import plan_members
 
     elsewhere = [word for word in overrides if word.startswith("cluster=") and word not in HERE]
     if elsewhere:
         raise UserError(f"{elsewhere[0]}: a single run runs in this process; add --multirun to submit it")
-    (spec,) = plan([overrides])
+    (spec,) = plan_members([overrides], folders)
     run_dir = Path(spec.config["output_dir"]) / "runs" / spec.run
     if is_done(run_dir, spec.steps):
         print(f"{spec.title}: done already, {run_dir}; a larger budget.steps continues it")
         return
+    from lightning_scalerl.member.run import run_member
+
     spec.write(run_dir)
     print(f"{spec.title}: {run_dir}")
     run_member(run_dir, progress=True)

@@ -36,7 +36,8 @@ class Curve:
 
     Shapes: compute, reward, seed (labels) and sd are (n,). sd is the standard error of each reward, None if
     unknown. axis and metric name the columns; compute is in the unit of the axis. factors: what else groups the
-    points, as text by name (`size`, say), where the source was asked to group by it.
+    points, as text by name (`size`, say), where the source was asked to group by it. baseline: the recipe that this one
+    departs from, or is; None where the source does not say.
     """
 
     recipe: str
@@ -48,6 +49,7 @@ class Curve:
     metric: str = "reward"
     warnings: tuple[str, ...] = ()
     factors: Mapping[str, str] = field(default_factory=dict)
+    baseline: str | None = None
 
     @property
     def scale(self) -> float:
@@ -77,6 +79,7 @@ def make_curve(
     metric: str = "reward",
     warnings: Sequence[str] = (),
     factors: Mapping[str, str] | None = None,
+    baseline: str | None = None,
 ) -> Curve:
     """A curve from arrays: checked, sorted, repeated rows dropped with a warning.
 
@@ -112,7 +115,7 @@ def make_curve(
         raise UserError(f"recipe {recipe!r}: {axis} or {metric} exceeds {_LARGEST:g}; give it in a larger unit")
     kept = order[~repeated]
     sd = None if e is None else e[kept]
-    return Curve(recipe, c[kept], y[kept], s[kept], sd, axis, metric, tuple(notes), dict(factors or {}))
+    return Curve(recipe, c[kept], y[kept], s[kept], sd, axis, metric, tuple(notes), dict(factors or {}), baseline)
 
 
 # Begins the label of a run whose seed is not known.

@@ -11,9 +11,23 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lightning_scalerl import RolloutDataModule, ScaleRL
+from lightning_scalerl.axes.advantage import GroupAdvantage
+from lightning_scalerl.axes.aggregation import PromptAggregation
+from lightning_scalerl.axes.allocation import FixedAllocation
+from lightning_scalerl.axes.async_mode import OnPolicy
+from lightning_scalerl.axes.correction import Behaviour
+from lightning_scalerl.axes.filter import NoFilter
+from lightning_scalerl.axes.length_control import NoLengthControl
+from lightning_scalerl.axes.loss import CISPO
+from lightning_scalerl.axes.normalization import NoNormalization
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.axes.resampling import UniformResampling
+from lightning_scalerl.axes.truncated import KeepTruncated
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint
 from lightning_scalerl.callbacks.evaluate import Evaluate
 from lightning_scalerl.callbacks.run_log import RunLog
+from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollout import Group, Prompt, Rollout
 from lightning_scalerl.task.base import Task
 
@@ -32,6 +46,26 @@ SMALL = (
     "optimizer.lr=3e-3",
     "async_mode.k=3",
 )
+
+
+def row(*given: DesignChoice) -> Choices:
+    """A complete row: these, and elsewhere the neutral choice or the plainest there is."""
+    plain: list[DesignChoice] = [
+        UniformResampling(),
+        FixedAllocation(),
+        OnPolicy(),
+        NoLengthControl(),
+        KeepTruncated(),
+        NoFilter(),
+        GroupAdvantage(),
+        NoNormalization(),
+        Precision("fp32", fp32_head_trainer=True, fp32_head_generator=True),
+        Behaviour(),
+        CISPO(max_ratio=5.0),
+        PromptAggregation(),
+    ]
+    claimed = {choice.axis for choice in given}
+    return Choices.of([*given, *(choice for choice in plain if choice.axis not in claimed)])
 
 
 def make_group(

@@ -5,25 +5,21 @@ starts many. Both the planner and what runs a member are keys of the launcher; `
 does to its run's directory what a real one does: one writer, a journal line by line, checkpoints that it goes on from,
 a request to stop honoured after the step. Its numbers depend on all of its state, so that two runs agree bit for bit
 only if nothing was lost, doubled or restored wrongly.
-
-    python -m tests.light --multirun OVERRIDES...
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import hydra
 from omegaconf import OmegaConf
 
-from sweeps.errors import UserError
+from lightning_scalerl.composition import compose
 from sweeps.executor.base import load_entry
 from sweeps.run.files import write_atomically
 from sweeps.run.interruption import RunInterruptedError, interruption
@@ -32,74 +28,45 @@ from sweeps.run.lease import Lease
 from sweeps.run.progress import is_done
 from sweeps.run.spec import RunSpec, make_spec
 from sweeps.run.writer import sole_writer
-from tests.paths import ROOT
 
-CONF = str(ROOT / "conf")
 KEEP = 2
 
 
 def overrides(cluster: str) -> list[str]:
     """What makes a study on this machine (`local`) or on a cluster a light one."""
-    preload = ["hydra.launcher.preload=[hydra]"] if cluster == "local" else []
+    preload = ["hydra.launcher.preload=[tests.light]"] if cluster == "local" else []
     return ["hydra.launcher.planner=tests.light:plan", "hydra.launcher.entry=tests.light:run", *preload]
-
-
-# --- the command ---------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    """As `lightning_scalerl.train` does for `--multirun`: a user's error is one line and exit code 1."""
-    sys.argv[1:] = ["hydra.launcher.detach=true" if word == "--detach" else word for word in sys.argv[1:]]
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        _hydra_main()
-    except UserError as error:
-        print(f"scalerl train: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(1)
-
-
-@hydra.main(version_base="1.3", config_path=CONF, config_name="train")  # type: ignore[untyped-decorator]
-def _hydra_main(config: Any) -> None:
-    raise UserError("light members are for studies: add --multirun")
 
 
 # --- the planner ---------------------------------------------------------------------------------------------
 
 
-def plan(override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+def plan(override_lists: Sequence[Sequence[str]], folders: Sequence[str] = ()) -> list[RunSpec]:
     """Identify members, labelled as the real planner does; nothing is checked or made for them."""
     everywhere = set.intersection(*map(set, override_lists))
-    composed: dict[tuple[str, ...], dict[str, Any]] = {}
 
-    def compose(words: Sequence[str]) -> dict[str, Any]:
-        if tuple(words) not in composed:
-            composed[tuple(words)] = _compose(words)
-        return composed[tuple(words)]
+    @cache
+    def resolved(words: tuple[str, ...]) -> dict[str, Any]:
+        return dict(OmegaConf.to_container(compose(words), resolve=True))  # type: ignore[arg-type]
 
     specs = []
     for given in override_lists:
-        config = compose(given)
+        config = resolved(tuple(given))
+        reference = resolved(tuple(word for word in given if not word.startswith("variant=")))
         variant = config["label"]
-        own = [word for word in given if word not in everywhere and not word.startswith(("variant=", "seed="))]
-        reference = compose([word for word in given if not word.startswith("variant=")])
-        label = "+".join(["scalerl", *([variant] if variant else []), *own])
-        specs.append(make_spec(config, reference, label, "scalerl"))
+        axis, _, choice = (variant or "").partition("=")
+        settings = [word for word in given if word not in everywhere and not word.startswith(("variant=", "seed="))]
+        specs.append(
+            make_spec(
+                config,
+                reference,
+                label="+".join(["scalerl", *([variant] if variant else []), *settings]),
+                baseline="scalerl",
+                departures={axis: choice} if variant else {},
+                settings=dict(word.split("=", 1) for word in settings),
+            )
+        )
     return specs
-
-
-def _compose(words: Sequence[str]) -> dict[str, Any]:
-    from hydra.core.global_hydra import GlobalHydra
-
-    # Inside a Hydra application its own state must survive our composing.
-    outer = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_dir(CONF, version_base="1.3"):
-            config = hydra.compose("train", overrides=list(words))
-            return dict(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
-    finally:
-        GlobalHydra.instance().clear()
-        GlobalHydra.instance().hydra = outer
 
 
 # --- a member ------------------------------------------------------------------------------------------------
@@ -242,7 +209,3 @@ class _Member:
             if saved.pop("whole", False):
                 return State(**saved)
         return State()
-
-
-if __name__ == "__main__":
-    main()

@@ -77,8 +77,8 @@ class Place:
 
     def study(self, output: str, *more: str, cluster: str = "local") -> list[str]:
         """Arguments of Python that launch a study."""
-        module, extra = ("tests.light", light.overrides(cluster)) if self.light else ("lightning_scalerl.train", [])
-        return ["-m", module, "--multirun", *self.overrides(output, *more), *extra]
+        own = light.overrides(cluster) if self.light else []
+        return ["-m", "lightning_scalerl.train", "--multirun", *self.overrides(output, *more), *own]
 
     def overrides(self, output: str, *more: str) -> list[str]:
         return [

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_scalerl.choice import AXES, ConfigurationError
+from lightning_scalerl import RolloutDataModule
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import build_recipe, compose, conf_dir, load_recipe
-from lightning_scalerl.member.identify import plan
+from lightning_scalerl.member.identify import plan_members
 from sweeps.run.spec import science
 
 CONF = conf_dir()
@@ -36,7 +38,7 @@ def test_every_choice_of_an_axis_builds(axis: str) -> None:
     files = sorted(path.stem for path in (CONF / axis).glob("*.yaml"))
     assert files
     for name in files:
-        choice = load_recipe("scalerl_core", [f"{axis}={name}"]).choices[axis]
+        choice = load_recipe("scalerl_core", [f"{axis}={name}"]).choices.on(axis)
         assert choice.axis == axis
         assert choice.semantics()["choice"]
         assert choice.state_key == f"{axis}:{type(choice).__name__}"
@@ -57,7 +59,8 @@ def resolved(recipe: str) -> dict[str, Any]:
 @cache
 def meanings(recipe: str) -> dict[str, dict[str, Any]]:
     """What each of a recipe's choices means, by axis."""
-    return {axis: choice.semantics() for axis, choice in load_recipe(recipe).choices.items()}
+    choices = load_recipe(recipe).choices
+    return {axis: choices.on(axis).semantics() for axis in AXES}
 
 
 PAIRS = [(recipe, variant) for recipe in RECIPES for variant in VARIANTS if not is_own_choice(recipe, variant)]
@@ -74,7 +77,7 @@ def test_a_variant_changes_one_choice_and_says_which(recipe: str, variant: str) 
     axis, choice = config.label.split("=")
     assert different == [axis]
     assert variant == f"{axis}_{choice}"
-    assert build_recipe(config, recipe).choices[axis].semantics() != meanings(recipe)[axis]
+    assert build_recipe(config, recipe).choices.on(axis).semantics() != meanings(recipe)[axis]
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -84,16 +87,18 @@ def test_every_experiment_plans(experiment: str) -> None:
     files = [*(OmegaConf.load(CONF / "experiment" / f"{name}.yaml") for name in inherited), own]
     variants = OmegaConf.merge(*files).hydra.sweeper.params.variant.split(",")  # type: ignore[union-attr]
     assert set(variants) <= {"none", *VARIANTS}
-    specs = plan([[f"experiment={experiment}", f"variant={v}", f"seed={s}", *QUICK] for v in variants for s in (0, 1)])
+    specs = plan_members(
+        [[f"experiment={experiment}", f"variant={v}", f"seed={s}", *QUICK] for v in variants for s in (0, 1)]
+    )
     assert len({spec.run for spec in specs}) == 2 * len(variants)
     assert len({spec.curve for spec in specs}) == len({spec.recipe for spec in specs}) == len(variants)
-    assert {spec.axes for spec in specs if "+" not in spec.recipe} == {()}
-    assert all(len(spec.axes) == 1 for spec in specs if "+" in spec.recipe)
+    assert all(not spec.departures for spec in specs if spec.recipe == spec.baseline)
+    assert all(len(spec.departures) == 1 for spec in specs if spec.recipe != spec.baseline)
     assert {spec.config["output_dir"] for spec in specs} == {f"outputs/{experiment}"}
 
 
 def test_labels_and_identity() -> None:
-    same, budget, seed, changed, by_hand = plan(
+    same, budget, seed, changed, by_hand = plan_members(
         [
             [*QUICK],
             [*QUICK, "budget.steps=7", "study=other"],
@@ -109,13 +114,47 @@ def test_labels_and_identity() -> None:
 
 
 def test_swept_settings_are_part_of_the_label() -> None:
-    one, two = plan([[*QUICK, "optimizer.lr=1e-4"], [*QUICK, "optimizer.lr=2e-4"]])
+    one, two = plan_members([[*QUICK, "optimizer.lr=1e-4"], [*QUICK, "optimizer.lr=2e-4"]])
     assert (one.recipe, two.recipe) == ("scalerl+optimizer.lr=1e-4", "scalerl+optimizer.lr=2e-4")
 
 
-def test_a_variant_that_changes_nothing_is_refused() -> None:
+def test_a_variant_that_changes_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="variant: loss=dapo changes nothing"):
-        plan([[*QUICK, "variant=loss_dapo", "loss=cispo"]])
+        plan_members([[*QUICK, "recipe=mine", "variant=loss_dapo"]], [with_recipe(tmp_path, "mine", loss="dapo")])
+
+
+def with_recipe(folder: Path, name: str, **choices: str) -> Path:
+    """A user's folder with a recipe that departs from ScaleRL."""
+    (folder / "recipe").mkdir()
+    lines = [
+        "# @package _global_",
+        "defaults:",
+        "  - scalerl",
+        *(f"  - override /{a}: {c}" for a, c in choices.items()),
+    ]
+    (folder / "recipe" / f"{name}.yaml").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["variant=async_mode_pipeline_4", "async_mode.k=0"], "async_mode.k: 0 must be a whole number"),
+        (["variant=async_mode_pipeline_4", "async_mode.k=2"], "async_mode: changed twice, by the variant"),
+        (["loss=dapo", "variant=loss_dapo"], "loss: changed twice, by the variant loss=dapo and by loss=dapo"),
+        (["optimiser.lr=1"], "did you mean optimizer\\?; valid here: .*optimizer"),
+        (["optimizer.lrr=1"], "did you mean optimizer.lr\\?; valid here: _target_, lr"),
+        (["optimizer.lr.deeper=1"], "optimizer.lr is a value, not a group"),
+    ],
+)
+def test_the_real_fault_is_named(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        plan_members([[*QUICK, *overrides]])
+
+
+def test_a_task_without_its_files_says_what_to_give() -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.heldout: needs a value; give task\.heldout="):
+        RolloutDataModule("jsonl")
 
 
 @pytest.mark.parametrize(

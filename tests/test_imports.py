@@ -25,10 +25,10 @@ FLOORS = {
         {"__main__"},
     ],
     "lightning_scalerl": [
-        {"rollout"},
+        {"rollout", "checks"},
         {"choice", "state"},
         {"axes"},
-        {"task", "model", "optim", "distributed"},
+        {"choices", "task", "model", "optim", "distributed"},
         {"generator"},
         {"stream"},
         {"recipe", "measure"},

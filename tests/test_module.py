@@ -95,9 +95,9 @@ def test_choices_are_callbacks(tiny_model_path: str) -> None:
     """A callback of the Trainer takes its axis; the recipe fills the others, with the same instances each time."""
     dapo = DAPO(clip_low=0.2, clip_high=0.3)
     module = fit(tiny_model_path, steps=1, callbacks=[dapo])
-    assert module.choices["loss"] is dapo
-    assert type(module.choices["filter"]).__name__ == "ZeroVariance"
-    assert module.choices["filter"] is module.recipe.choices["filter"]
+    assert module.choices.loss is dapo
+    assert type(module.choices.filter).__name__ == "ZeroVariance"
+    assert module.choices.filter is module.recipe.choices.filter
     assert module.mechanism.axes == ["loss"]
     assert [list(map(id, module.configure_callbacks()))] == [list(map(id, module.configure_callbacks()))]
 

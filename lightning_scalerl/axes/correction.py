@@ -9,7 +9,8 @@ behaviour anchor would count the mismatch twice.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ class Correction(DesignChoice):
     """Names the log-probabilities that the ratio is taken against."""
 
     axis: ClassVar[str] = "correction"
+    neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "Behaviour"}
 
     @abstractmethod
     def anchor(self, batch: TrainBatch) -> Tensor:

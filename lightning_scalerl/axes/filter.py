@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ class Filter(DesignChoice):
     """Decides for each completed group whether it carries credit."""
 
     axis: ClassVar[str] = "filter"
+    neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "NoFilter"}
 
     @abstractmethod
     def keep(self, group: Group) -> bool:

@@ -8,12 +8,13 @@ neither loss nor ratio. `penalty` acts on the reward of a correct rollout that c
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-from lightning_scalerl.choice import ConfigurationError, DesignChoice, whole_number
+from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.choice import DesignChoice, ObservedStep
 from lightning_scalerl.rollout import Rollout
 
 
@@ -35,6 +36,7 @@ class LengthControl(DesignChoice):
     """Acts on rollouts as they are generated, or on their rewards."""
 
     axis: ClassVar[str] = "length_control"
+    neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "NoLengthControl"}
     # The text that marks the end of thinking, and the one forced in; empty if nothing is forced.
     end_of_thinking: str = ""
     phrase: str = ""
@@ -53,6 +55,11 @@ class LengthControl(DesignChoice):
         `phrase_tokens` is the length of its phrase, where a tokenizer is at hand.
         """
         return None
+
+    def differs(self, theirs: LengthControl, step: ObservedStep) -> bool:
+        """Whether one of the two acted on a rollout of the batch, or surely would have."""
+        rollouts = [rollout for group in step.batch.groups for rollout in group.rollouts]
+        return any(control.acts_on(rollout, step.decode) for control in (self, theirs) for rollout in rollouts)
 
     @abstractmethod
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:

@@ -8,12 +8,14 @@ has left; the paper does not say whether before or after.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_scalerl.choice import ConfigurationError, DesignChoice
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choice import DesignChoice
 
 
 def scale_by_batch(advantages: list[Tensor], ddof: int, eps: float) -> list[Tensor]:
@@ -42,6 +44,7 @@ class Normalization(DesignChoice):
     """Rescales the advantages of one optimizer step's batch."""
 
     axis: ClassVar[str] = "normalization"
+    neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "NoNormalization"}
 
     @abstractmethod
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:

@@ -11,8 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from lightning_scalerl.choice import ConfigurationError, DesignChoice
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choice import DesignChoice, ObservedStep
 
+# Far above the rounding of an FP32 log-probability, far below what a 16-bit type does to one.
+LOGPROB_THRESHOLD = 1e-4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -42,6 +45,11 @@ class Precision(DesignChoice):
     def head_dtype(self, fp32_head: bool) -> torch.dtype:
         """The type in which logits are computed."""
         return torch.float32 if fp32_head else self.policy_dtype
+
+    def differs(self, theirs: Precision, step: ObservedStep) -> bool:
+        """Whether log-probabilities differ from those in the other precision."""
+        ours, others = step.probe_logprobs(self), step.probe_logprobs(theirs)
+        return bool(((ours - others).abs() > LOGPROB_THRESHOLD).any())
 
     def semantics(self) -> dict[str, Any]:
         """The effective types, so that an FP32 head on an FP32 policy reads as what it is."""

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from lightning_scalerl.choice import ConfigurationError, DesignChoice
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
 class Resampling(DesignChoice):
     """Decides from a prompt's history whether it is retired: it then never comes back."""
 
     axis: ClassVar[str] = "resampling"
+    neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "UniformResampling"}
 
     @abstractmethod
     def retires(self, pass_rates: Sequence[float]) -> bool:
         """Whether a prompt with these pass rates, one a group that was sampled of it, leaves the pool for good."""
+
+    def differs(self, theirs: Resampling, step: ObservedStep) -> bool:
+        """Whether a prompt is retired that the other would have kept, or one is trained that it would have retired."""
+        if any(self.retires(rates) and not theirs.retires(rates) for rates in step.histories()):
+            return True
+        return any(theirs.retires(group.history) and not self.retires(group.history) for group in step.batch.groups)
 
 
 class NoPositiveResampling(Resampling):

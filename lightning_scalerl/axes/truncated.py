@@ -7,6 +7,7 @@ takes away are their tokens, from the loss and from everything it is divided by.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lightning_scalerl.choice import DesignChoice
@@ -17,6 +18,7 @@ class Truncated(DesignChoice):
     """Decides which rollouts carry credit."""
 
     axis: ClassVar[str] = "truncated"
+    neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "KeepTruncated"}
 
     @abstractmethod
     def credits(self, rollout: Rollout) -> bool:

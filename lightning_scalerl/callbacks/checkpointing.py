@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_scalerl.callbacks.run_log import RunLog
-from lightning_scalerl.choice import whole_number
+from lightning_scalerl.checks import whole_number
 from sweeps.run.interruption import RunInterruptedError, interruption
 
 NAME = re.compile(r"step-(\d+)\.ckpt")

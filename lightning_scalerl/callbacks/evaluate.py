@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_scalerl.choice import whole_number
+from lightning_scalerl.checks import whole_number
 from lightning_scalerl.generator.base import Generator, GroupRequest
 from lightning_scalerl.rollout import Prompt
 from lightning_scalerl.stream.events import Event

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_scalerl.callbacks.base import Recorder
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError
 from sweeps.run.interruption import RunInterruptedError
 from sweeps.run.journal import Journal, JournalView, read_journal
 

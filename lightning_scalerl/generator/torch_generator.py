@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.choice import ConfigurationError, whole_number
+from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, request_from, request_state
 from lightning_scalerl.generator.torch_policy import GeneratorPolicy
 from lightning_scalerl.rollout import Rollout

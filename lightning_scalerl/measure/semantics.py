@@ -48,14 +48,16 @@ def write_semantics(run_dir: Path, module: Any) -> None:
 
 def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
     """The journal's header: who the run is."""
-    changed = [f"{axis}={module.choices[axis].semantics()['choice']}" for axis in module.mechanism.axes]
+    departures = {axis: module.choices.on(axis).semantics()["choice"] for axis in module.mechanism.axes}
+    changed = [f"{axis}={choice}" for axis, choice in departures.items()]
     own = {
         "run": "local",
         "curve": "local",
         "recipe": "+".join([module.recipe.name, *changed]),
         "seed": module.seed,
         "baseline": module.recipe.name,
-        "departs_on": module.mechanism.axes,
+        "departures": departures,
+        "settings": {},
         "parameters": parameter_count(module),
         "device": module.device.type,
         "ranks": module.ranks.count,

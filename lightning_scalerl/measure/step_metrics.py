@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from lightning_scalerl.axes.loss.base import importance_ratio
+from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollout import Part, Rollout, TrainBatch
 
 
-def step_metrics(
-    batch: TrainBatch, parts: Sequence[Part], choices: Mapping[str, Any], completed_steps: int
-) -> dict[str, float]:
+def step_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choices, completed_steps: int) -> dict[str, float]:
     """Metrics of the step on `batch`, which `completed_steps` steps went before."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     tokens = sum(len(rollout.tokens) for rollout in rollouts)
@@ -51,16 +49,16 @@ def staleness(rollouts: Sequence[Rollout], completed_steps: int) -> dict[str, fl
     return metrics
 
 
-def _credited_token_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Mapping[str, Any]) -> dict[str, float]:
+def _credited_token_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choices) -> dict[str, float]:
     tokens = max(1.0, batch.denominators.tokens)
     sums = dict.fromkeys(("entropy", "clip_fraction", "logprob_gap", "ratio_mean"), 0.0)
     largest = 0.0
     for micro_batch, trainer_logprobs, entropies in parts:
         mask = micro_batch.loss_mask
-        anchor = choices["correction"].anchor(micro_batch)
+        anchor = choices.correction.anchor(micro_batch)
         ratio = importance_ratio(trainer_logprobs, anchor)
         gap = (trainer_logprobs - micro_batch.generator_logprobs).abs()
-        clipped = choices["loss"].clipped(trainer_logprobs, anchor, micro_batch.advantages, mask)
+        clipped = choices.loss.clipped(trainer_logprobs, anchor, micro_batch.advantages, mask)
         sums["entropy"] += float((entropies * mask).sum())
         sums["clip_fraction"] += float((clipped * mask).sum())
         sums["logprob_gap"] += float((gap * mask).sum())

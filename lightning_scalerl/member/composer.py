@@ -6,14 +6,15 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf
 
-from lightning_scalerl.choice import ConfigurationError
-from lightning_scalerl.composition import compose, conf_dir
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.composition import Folders, compose, conf_dir
 
 _PLAIN_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -42,9 +43,14 @@ class _Base:
 
 
 class Composer:
-    """Resolved configurations of many override lists; what they have in common is composed once."""
+    """Resolved configurations of many override lists; what they have in common is composed once.
 
-    def __init__(self) -> None:
+    Args:
+        folders: of the user's, beside `conf/`.
+    """
+
+    def __init__(self, folders: Folders = ()) -> None:
+        self.folders = folders
         self._parser = OverridesParser.create()
         self._parsed: dict[str, Override | None] = {}
         self._groups: dict[str, bool] = {}
@@ -61,7 +67,7 @@ class Composer:
             found = self._short_cut(overrides)
         except Exception:  # whatever it was: composed whole, the list fails with the message it deserves
             found = None
-        return _plain(compose(overrides)) if found is None else found
+        return _plain(compose(overrides, self.folders)) if found is None else found
 
     def _short_cut(self, overrides: Sequence[str]) -> dict[str, Any] | None:
         """The same without composing the whole list; None where that could make a difference."""
@@ -113,7 +119,7 @@ class Composer:
 
     def _is_group(self, key: str) -> bool:
         if key not in self._groups:
-            self._groups[key] = (conf_dir() / key).is_dir()
+            self._groups[key] = any((Path(folder) / key).is_dir() for folder in (conf_dir(), *self.folders))
         return self._groups[key]
 
     def _base(self, groups: tuple[str, ...], settings: Sequence[tuple[str, Override]]) -> _Base:
@@ -121,7 +127,7 @@ class Composer:
         key = groups, tuple(entry for entry, _ in settings)
         if key not in self._bases:
             if groups not in self._composed:
-                self._composed[groups] = compose(groups)
+                self._composed[groups] = compose(groups, self.folders)
             config = self._composed[groups]
             if settings:
                 config = copy.deepcopy(config)

@@ -8,34 +8,42 @@ through Hydra whole, so that what is planned and what is complained about never 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_scalerl.choice import AXES, ConfigurationError, whole_number
-from lightning_scalerl.composition import build, build_recipe, compose
+from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.composition import Folders, axes_of, build, build_recipe, compose, use_folders
 from lightning_scalerl.member.composer import Composer
-from lightning_scalerl.task.base import check_task
-from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec
+from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec, science
 
 DEFAULT_RECIPE = "scalerl"  # as in conf/train.yaml
 # Groups that never name a curve: its recipe does already, its seed does not, and the rest is not science.
-UNLABELLED = OPERATIONAL_KEYS | {"recipe", "experiment", "variant", *AXES}
+UNLABELLED = OPERATIONAL_KEYS | {"recipe", "experiment", "variant", "cluster"}
 
 
-def plan(override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> list[RunSpec]:
     """Compose, check and identify members, and make what they share; no training starts before all of it holds.
 
     Members share the parts of their configurations that are equal: these are read, never written.
 
+    Args:
+        override_lists: one a member, as on the command line.
+        folders: of the user's, beside `conf/`.
+
     Raises:
         ConfigurationError: the first problem found, in one line.
     """
+    own = use_folders(folders)
     everywhere = set.intersection(*(set(overrides) for overrides in override_lists))
-    composer = Composer()
-    specs = [_plan_one(list(overrides), everywhere, composer) for overrides in override_lists]
+    composer = Composer(own)
+    # All of them first: what Hydra has to complain about is answered before anything heavy is imported.
+    drafts = [_draft(list(overrides), everywhere, composer) for overrides in override_lists]
     builder = _Builder()
+    known: dict[str, dict[str, Any]] = {}
+    specs = [_identified(draft, own, builder, known) for draft in drafts]
     checked: set[str] = set()
     for spec in specs:
         if spec.curve not in checked:
@@ -46,22 +54,85 @@ def plan(override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
     return specs
 
 
-def _plan_one(overrides: list[str], everywhere: set[str], composer: Composer) -> RunSpec:
-    """One member; overrides that not all members share are part of its label."""
+@dataclass(frozen=True)
+class _Draft:
+    """A member that is composed and not yet identified.
+
+    Attributes:
+        values: its configuration.
+        reference: that of its recipe, with the same settings and without its departures.
+        recipe: the recipe's name.
+        variant: what its variant calls itself, such as `loss=dapo`; None if it has none.
+        by_hand: overrides of axes on the command line, by axis.
+        settings: other overrides, that not all members share.
+    """
+
+    values: dict[str, Any]
+    reference: dict[str, Any]
+    recipe: str
+    variant: str | None
+    by_hand: Mapping[str, Sequence[str]]
+    settings: Sequence[str]
+
+
+def _draft(overrides: list[str], everywhere: set[str], composer: Composer) -> _Draft:
     values = composer.resolved(overrides)
-    departures = [entry for entry in overrides if _group(entry) in (*AXES, "variant")]
+    axes = axes_of(values)
+    departing = [entry for entry in overrides if _group(entry) in (*axes, "variant")]
+    reference = composer.resolved([entry for entry in overrides if entry not in departing]) if departing else values
+    by_hand: dict[str, list[str]] = {}
+    for entry in departing:
+        if _group(entry) != "variant":
+            by_hand.setdefault(_group(entry), []).append(entry.lstrip("+"))
+    unlabelled = UNLABELLED | set(axes)
+    settings = [entry.lstrip("+") for entry in overrides if entry not in everywhere and _group(entry) not in unlabelled]
     recipe = _value(overrides, "recipe") or DEFAULT_RECIPE
-    reference = composer.resolved([entry for entry in overrides if entry not in departures]) if departures else values
-    label = _label(values, overrides)
-    axes = changed_keys(values, reference)
-    variant = [label] if label else []
-    if label and [_group(label)] != [axis for axis in axes if axis not in map(_group, departures)]:
-        changed = ", ".join(axes) or "nothing"
-        raise ConfigurationError(f"variant: {label} changes {changed} of {recipe}; a variant is one change")
-    by_hand = [entry.lstrip("+") for entry in departures if _group(entry) in axes]
-    swept = [entry.lstrip("+") for entry in overrides if entry not in everywhere and _group(entry) not in UNLABELLED]
-    name = "+".join([recipe, *variant, *by_hand, *swept])
-    return make_spec(config=values, reference=reference, label=name, baseline=recipe)
+    return _Draft(values, reference, recipe, _label(values, overrides, composer.folders), by_hand, settings)
+
+
+def _identified(draft: _Draft, folders: Sequence[str], builder: _Builder, known: dict[str, dict[str, Any]]) -> RunSpec:
+    """The member's identity, and in fields and a label what it departs on. `known`: identities so far, by values."""
+    from lightning_scalerl.member.identity import identity_of
+
+    def lasting(values: Mapping[str, Any]) -> dict[str, Any]:
+        key = repr(science(values))
+        if key not in known:
+            known[key] = identity_of(values)
+        return known[key]
+
+    for axis in axes_of(draft.values):
+        builder(draft.values, axis)  # a value out of range, or no choice on this axis at all
+    identity = lasting(draft.values)
+    changed = changed_keys(identity, lasting(draft.reference))
+    departures: dict[str, str] = {}
+    if draft.variant:
+        axis, _, choice = draft.variant.partition("=")
+        if axis in draft.by_hand:
+            raise ConfigurationError(
+                f"{axis}: changed twice, by the variant {draft.variant} and by {' '.join(draft.by_hand[axis])}; keep "
+                "one"
+            )
+        if [axis] != [key for key in changed if key not in draft.by_hand]:
+            found = ", ".join(key for key in changed if key not in draft.by_hand) or "nothing"
+            raise ConfigurationError(
+                f"variant: {draft.variant} changes {found} of {draft.recipe}; a variant is one change"
+            )
+        departures[axis] = choice
+    for axis, entries in draft.by_hand.items():
+        if axis in changed:
+            departures[axis] = ", ".join(entry.removeprefix(f"{axis}=").removeprefix(f"{axis}.") for entry in entries)
+    shown = [draft.variant] if draft.variant else []
+    shown += [entry for axis, entries in draft.by_hand.items() if axis in changed for entry in entries]
+    return make_spec(
+        config=draft.values,
+        reference=draft.reference,
+        identity=identity,
+        label="+".join([draft.recipe, *shown, *draft.settings]),
+        baseline=draft.recipe,
+        departures=departures,
+        settings={key: value for key, _, value in (entry.partition("=") for entry in draft.settings)},
+        folders=folders,
+    )
 
 
 def _group(override: str) -> str:
@@ -73,11 +144,11 @@ def _value(overrides: Sequence[str], key: str) -> str | None:
     return values[-1] if values else None
 
 
-def _label(values: Mapping[str, Any], overrides: Sequence[str]) -> str | None:
+def _label(values: Mapping[str, Any], overrides: Sequence[str], folders: Folders) -> str | None:
     """What the variant calls itself."""
     if isinstance(values.get("label", False), str | None):
         return values["label"]  # type: ignore[no-any-return]
-    named: str | None = compose(overrides).label  # gone or no text: OmegaConf has the words for that
+    named: str | None = compose(overrides, folders).label  # gone or no text: OmegaConf has the words for that
     return named
 
 
@@ -109,6 +180,8 @@ def _check(spec: RunSpec, builder: _Builder) -> None:
         raise ConfigurationError(
             f"study: {study!r} is not the name of one folder; choose a plain name, or say where with output_dir=..."
         )
+    from lightning_scalerl.task.base import check_task
+
     recipe = build_recipe(spec.config, spec.recipe, builder)
     recipe.check(recipe.choices)
     check_task(builder(spec.config, "task"))

@@ -12,8 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint
 from lightning_scalerl.callbacks.run_log import RunLog
-from lightning_scalerl.choice import AXES
-from lightning_scalerl.composition import build, build_recipe
+from lightning_scalerl.composition import axes_of, build, build_recipe, use_folders
 from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.distributed.start import process_rank, trainer_settings
 from lightning_scalerl.module import ScaleRL
@@ -39,6 +38,7 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     spec = RunSpec.read(run_dir)
+    use_folders(spec.folders)
     config = OmegaConf.create(dict(spec.config))
     torch.set_num_threads(int(config.launch.threads))
     torch.manual_seed(spec.seed)
@@ -53,9 +53,10 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
 
 def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, progress: bool) -> None:
     # The recipe's own choices; what this run changes comes as callbacks, as in a user's script.
-    own_choices = {axis: spec.reference[axis] for axis in AXES}
-    reference = build_recipe(OmegaConf.create({**spec.config, **own_choices}), spec.baseline)
-    changed = [build(config, axis) for axis in spec.axes if axis in AXES]
+    shared = {key: value for key, value in spec.config.items() if key not in axes_of(spec.config)}
+    own_choices = {axis: spec.reference[axis] for axis in axes_of(spec.reference)}
+    reference = build_recipe(OmegaConf.create({**shared, **own_choices}), spec.baseline)
+    changed = [build(config, axis) for axis in spec.departures]
     module = ScaleRL(model=build(config, "model"), recipe=reference)
     task = build(config, "task")
     guard = lease.check if lease is not None else None

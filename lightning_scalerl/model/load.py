@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError
 
 
 def model_path(path: str) -> str:
@@ -21,6 +23,33 @@ def model_path(path: str) -> str:
     if local and not (Path(path).expanduser() / "config.json").is_file():
         raise ConfigurationError(f"model.path: {path!r} holds no config.json; give a folder saved by save_pretrained")
     return str(Path(path).expanduser()) if local else path
+
+
+def _content(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands for a model in an identity: of a local one a fingerprint of its files, wherever they lie."""
+    folder = Path(model_path(str(parameters["path"])))
+    if not folder.is_dir():
+        return {}
+    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    return {"path": {path.name: _fingerprint(path) for path in files}}
+
+
+model_path.content = _content  # type: ignore[attr-defined]
+
+# Weights are many gigabytes: of a larger file only this many samples of this many bytes are read.
+_SAMPLES, _SAMPLE = 256, 2**16
+
+
+def _fingerprint(path: Path) -> str:
+    """Of a file's size and bytes, of a large file's bytes at even distances, its first and last among them."""
+    size = path.stat().st_size
+    whole = size <= _SAMPLES * _SAMPLE
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as handle:
+        for number in range(1 if whole else _SAMPLES):
+            handle.seek(0 if whole else (size - _SAMPLE) * number // (_SAMPLES - 1))
+            digest.update(handle.read(size if whole else _SAMPLE))
+    return digest.hexdigest()
 
 
 def load_model(path: str) -> nn.Module:

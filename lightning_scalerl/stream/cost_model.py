@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from lightning_scalerl.choice import ConfigurationError, whole_number
+from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.generator.base import StepReport
 from lightning_scalerl.rollout import TrainBatch
 
@@ -33,6 +33,9 @@ class CostModel:
         publish_s: generators stand still while new weights arrive.
         source: where the rates come from.
     """
+
+    # Where the rates come from changes no result, and no identity.
+    remarks: ClassVar[tuple[str, ...]] = ("source",)
 
     generator_devices: int
     trainer_devices: int

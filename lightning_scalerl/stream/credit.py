@@ -6,35 +6,37 @@ another choice: that is how a mechanism counter knows whether a variant changed 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollout import Denominators, Group, TrainBatch
 
 
-def assemble(groups: list[Group], choices: Mapping[str, Any], max_new_tokens: int) -> TrainBatch:
+def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> TrainBatch:
     """Credit groups and lay their rollouts out as tensors.
 
     Args:
         groups: the groups of one optimizer step, as sampled.
-        choices: by axis; `filter`, `advantage`, `normalization` and `truncated` are used.
+        choices: the run's; `filter`, `advantage`, `normalization` and `truncated` are used, and axes of the user's own.
         max_new_tokens: the completion limit, for aggregations that divide by a constant.
 
     Returns:
         A batch of the rollouts that carry credit; `groups` keeps all of them.
     """
-    kept = [number for number, group in enumerate(groups) if choices["filter"].keep(group)]
+    kept = [number for number, group in enumerate(groups) if choices.filter.keep(group)]
     rewards = [groups[number].rewards for number in kept]
-    advantages = choices["normalization"].scale([choices["advantage"].estimate(r) for r in rewards], rewards)
+    advantages = choices.normalization.scale([choices.advantage.estimate(r) for r in rewards], rewards)
+    for own in choices.own.values():
+        advantages = own.adjust_advantages(advantages, [groups[number] for number in kept])
     first_row = _offsets(groups)
     rows = []
     prompts = 0
     for number, credit in zip(kept, advantages, strict=True):
         group = groups[number]
-        credited = [index for index, rollout in enumerate(group.rollouts) if choices["truncated"].credits(rollout)]
+        credited = [index for index, rollout in enumerate(group.rollouts) if choices.truncated.credits(rollout)]
         group_tokens = sum(group.rollouts[index].forced.count(False) for index in credited)
         prompts += bool(credited)
         for index in credited:
@@ -92,17 +94,17 @@ def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
     )
 
 
-def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Mapping[str, Any]) -> Tensor:
+def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Choices) -> Tensor:
     """d loss / d trainer_logprobs, (all rollouts of the groups, T): what each token weighs in the update.
 
     Rollouts without credit weigh zero. Tokens are laid out by `batch.row`, so that two batches of the
     same groups can be compared whatever each has kept.
     """
     logprobs = trainer_logprobs.detach().requires_grad_(True)
-    per_token = choices["loss"].per_token(
-        logprobs, choices["correction"].anchor(batch), batch.advantages, batch.loss_mask
-    )
-    loss = choices["aggregation"].reduce(per_token, batch, batch.denominators)
+    per_token = choices.loss.per_token(logprobs, choices.correction.anchor(batch), batch.advantages, batch.loss_mask)
+    for own in choices.own.values():
+        per_token = own.adjust_loss(per_token, batch, logprobs)
+    loss = choices.aggregation.reduce(per_token, batch, batch.denominators)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     total = sum(len(group.rollouts) for group in batch.groups)
     longest = max(len(rollout.tokens) for group in batch.groups for rollout in group.rollouts)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from lightning_scalerl.axes.resampling import Resampling
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.rollout import Prompt
 
 
-class PoolExhaustedError(RuntimeError):
+class PoolExhaustedError(CannotGoOnError):
     """Every prompt is retired."""
 
 

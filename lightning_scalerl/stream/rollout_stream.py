@@ -7,12 +7,13 @@ differ only in their admission and publish rules; the staleness rule of DESIGN.m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import FinishedRollout, Generator, GroupRequest, StepReport
 from lightning_scalerl.rollout import Group, Prompt, Rollout, TrainBatch
 from lightning_scalerl.stream.cost_model import CostModel
@@ -47,7 +48,7 @@ class RolloutStream:
         task: verifies completions.
         encode, decode: tokenizer calls.
         generator: samples.
-        choices: by axis.
+        choices: the run's.
         weights: the trainer's, as they are now.
         cost_model: how long things take in virtual time.
         groups_per_step: P.
@@ -62,7 +63,7 @@ class RolloutStream:
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     generator: Generator
-    choices: Mapping[str, Any]
+    choices: Choices
     weights: Callable[[], dict[str, Tensor]]
     cost_model: CostModel
     groups_per_step: int
@@ -119,12 +120,12 @@ class RolloutStream:
                 self._finish(finished)
         else:
             raise SchedulerStuckError(
-                f"async_mode: {type(self.choices['async_mode']).__name__} neither trains nor generates after "
+                f"async_mode: {type(self.choices.async_mode).__name__} neither trains nor generates after "
                 f"{self.completed_steps} steps and {self.admitted} admissions"
             )
 
     def _publish(self) -> None:
-        mode = self.choices["async_mode"]
+        mode = self.choices.async_mode
         if not mode.publishes(self.completed_steps):
             return
         # A token under way was sampled already; the swap comes behind it.
@@ -149,7 +150,7 @@ class RolloutStream:
 
     def _admit(self) -> None:
         """Open groups while the mode allows it and a slot is free: a group that waits for one only grows old."""
-        mode, length_control = self.choices["async_mode"], self.choices["length_control"]
+        mode, length_control = self.choices.async_mode, self.choices.length_control
         done = self.completed_steps - self._training
         while self.generator.free_slots and mode.may_admit(self.admitted, done, self.groups_per_step):
             if self.prompts.exhausted and (self._open or len(self._ready) >= self.groups_per_step):
@@ -158,7 +159,7 @@ class RolloutStream:
             tokens = self.encode(prompt.text)
             key = self.admitted
             history = tuple(self.prompts.history(prompt.prompt_id))
-            count = self.choices["allocation"].completions(self.completions, history)
+            count = self.choices.allocation.completions(self.completions, history)
             self._open[key] = _OpenGroup(prompt, tokens, self.generator.version, [None] * count, history)
             self.generator.submit(
                 GroupRequest(
@@ -177,7 +178,9 @@ class RolloutStream:
         rollout = finished.rollout
         reward = score(self.task, group.prompt, self.decode(rollout.tokens))
         rollout.correct = self.task.is_correct(reward)
-        rollout.reward = self.choices["length_control"].reward(reward, rollout.correct, len(rollout.tokens))
+        rollout.reward = self.choices.length_control.reward(reward, rollout.correct, len(rollout.tokens))
+        for own in self.choices.own.values():
+            rollout.reward = own.adjust_reward(rollout.reward, rollout)
         group.rollouts[finished.index] = rollout
         rollouts = [rollout for rollout in group.rollouts if rollout is not None]
         if len(rollouts) == len(group.rollouts):
@@ -196,7 +199,7 @@ class RolloutStream:
         """
         if len(self._ready) < self.groups_per_step:
             return False
-        mode = self.choices["async_mode"]
+        mode = self.choices.async_mode
         if mode.drains:
             done = self.completed_steps - self._training
             more = mode.may_admit(self.admitted, done, self.groups_per_step) and not self.prompts.exhausted

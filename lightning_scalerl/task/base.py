@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.rollout import Prompt
 
 
@@ -31,6 +33,19 @@ class Task(ABC):
         return reward >= 1.0
 
 
+def file_digest(field: str, path: str | Path) -> str:
+    """Of a file's bytes: what stands for it in an identity, wherever it lies.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    try:
+        with Path(path).expanduser().open("rb") as handle:
+            return hashlib.file_digest(handle, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigurationError(f"{field}: cannot read {str(path)!r} ({error.strerror}); give a file") from error
+
+
 def check_task(task: Any) -> Task:
     """`task`, if it can be trained on.
 
@@ -51,7 +66,7 @@ def check_task(task: Any) -> Task:
     return checked
 
 
-class RewardError(RuntimeError):
+class RewardError(CannotGoOnError):
     """A verifier raised or returned something that is not a finite number; names the prompt."""
 
 

@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollout import Prompt
-from lightning_scalerl.task.base import Task
+from lightning_scalerl.task.base import Task, file_digest
 
 Verifier = Callable[[str, str], float]
 
@@ -19,13 +20,17 @@ def exact_match(completion: str, answer: str) -> float:
     return float(completion.strip() == answer.strip())
 
 
+VERIFIERS: Mapping[str, Verifier] = {"exact_match": exact_match}
+
+
 class JsonlTask(Task):
     """One JSON object a line: `prompt` and `answer`, optionally `id` and `difficulty`.
 
     Args:
         train: file with the training pool.
         heldout: held-out files by set name; the first is the default of every fit.
-        verifier: `module:function`, called as function(completion, answer) -> float; 1 or more is a pass.
+        verifier: `exact_match`, or `module:function` of yours, called as function(completion, answer) -> float; 1 or
+            more is a pass.
 
     Raises:
         ConfigurationError: a file that is missing or malformed, a verifier that cannot be imported.
@@ -35,6 +40,20 @@ class JsonlTask(Task):
         self._verify = load_verifier(verifier)
         self._train = read_prompts("task.train", train)
         self._heldout = {name: read_prompts(f"task.heldout.{name}", path) for name, path in heldout.items()}
+
+    @staticmethod
+    def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """What stands for the files in an identity: the digests of their bytes.
+
+        Raises:
+            ConfigurationError: a file that cannot be read.
+        """
+        heldout = parameters["heldout"]
+        named = heldout.items() if isinstance(heldout, Mapping) else ()
+        return {
+            "train": file_digest("task.train", parameters["train"]),
+            "heldout": {name: file_digest(f"task.heldout.{name}", path) for name, path in named},
+        }
 
     def train_prompts(self) -> Sequence[Prompt]:
         """The pool."""
@@ -50,17 +69,19 @@ class JsonlTask(Task):
 
 
 def load_verifier(name: str) -> Verifier:
-    """Import `module:function`.
+    """One of ours by its name, or a user's: `module:function`.
 
     Raises:
         ConfigurationError: it is not there or not callable.
     """
+    if name in VERIFIERS:
+        return VERIFIERS[name]
     module, _, function = str(name).partition(":")
     try:
         verifier: Verifier = getattr(import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError(
-            f"task.verifier: {name!r} cannot be imported ({error}); give it as module:function"
+            f"task.verifier: {name!r} cannot be imported ({error}); give {', '.join(VERIFIERS)} or module:function"
         ) from error
     if not callable(verifier):
         raise ConfigurationError(f"task.verifier: {name!r} is not callable")

@@ -20,7 +20,7 @@ from sweeps.fit.published import METHOD, fit_literal
 from sweeps.fit.sensitivity import sensitivity, summary
 from sweeps.parallel import cores
 from sweeps.report.text import one_line, ranking_rows, refit_row, table
-from sweeps.run.health import idle_variants, mechanism_counters
+from sweeps.run.health import idle_variants
 from sweeps.source import LoadedStudy, load
 
 if TYPE_CHECKING:
@@ -42,7 +42,15 @@ def _fit_options(options: argparse.Namespace) -> FitOptions:
 
 def _load(options: argparse.Namespace) -> LoadedStudy:
     factors = [name for name in (options.size, *options.group) if name is not None]
-    return load(options.sources, metric=options.metric, x=options.x, y=options.y, by=options.by, factors=factors)
+    return load(
+        options.sources,
+        metric=options.metric,
+        x=options.x,
+        y=options.y,
+        by=options.by,
+        factors=factors,
+        seed_from=options.seed_from,
+    )
 
 
 def _fitted(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
@@ -129,7 +137,14 @@ def _shape_names(fits: Sequence[Fit]) -> list[str]:
 def rank_command(options: argparse.Namespace) -> int:
     """`scalerl rank`."""
     study, fits = _fitted(options)
-    ranking = rank(fits, margin=options.margin, budget=options.budget, workers=cores(), brief=not options.json)
+    ranking = rank(
+        fits,
+        margin=options.margin,
+        budget=options.budget,
+        baseline=options.baseline,
+        workers=cores(),
+        brief=not options.json,
+    )
     warn(study.warnings)
     if options.json:
         print_json(ranking.to_json())
@@ -143,7 +158,7 @@ def rank_command(options: argparse.Namespace) -> int:
             for entry in ranking.leave_one_out
         ]
         print(table(["variant", "delta A", "delta B at shared A", "note"], rows))
-    for note in idle_variants(mechanism_counters(study.runs)):
+    for note in idle_variants(study.runs):
         warn([note])
     return 0
 
@@ -177,7 +192,7 @@ def report_command(options: argparse.Namespace) -> int:
     from sweeps.report.write import histories, write_ranking_csv, write_report
 
     study, fits = _fitted(options)
-    ranking = rank(fits, margin=options.margin, budget=options.budget)
+    ranking = rank(fits, margin=options.margin, budget=options.budget, baseline=options.baseline)
     first = options.sources[0]
     title = options.title or (first.rpartition("#")[2] if first.startswith("mlflow:") else Path(first).resolve().stem)
     page = Path(options.output)

@@ -25,6 +25,7 @@ from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.settings import JobSettings
 from sweeps.launch.settings import LaunchPlan, report_failures, run_study
 from sweeps.launch.study import Study
+from sweeps.run.folders import user_folders
 from sweeps.run.spec import RunSpec
 
 
@@ -37,7 +38,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
     """Runs a grid as a study, on this machine.
 
     Args:
-        planner: `module:function`, from a list of override lists to run specs; checks everything.
+        planner: `module:function`, from override lists and the user's folders to run specs; checks everything.
         entry: `module:function`, runs one member from its directory.
         preload: modules imported once for all members.
     """
@@ -49,6 +50,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         self._entry = entry
         self._preload = tuple(preload)
         self._tracking: str | None = None
+        self._folders: list[str] = []
         self._settings: dict[str, Any] = {
             key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             for key, value in settings.items()
@@ -56,6 +58,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Keep MLflow's address as it was given: a member's frozen configuration holds it without a login."""
+        self._folders = user_folders(config.hydra)
         self._tracking = OmegaConf.select(config, "mlflow.uri")
 
     def plan(self, config: Mapping[str, Any]) -> LaunchPlan:
@@ -79,7 +82,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         """
         # Where a member runs is no part of what it is.
         lists = [[each for each in overrides if not each.startswith("cluster=")] for overrides in job_overrides]
-        specs: list[RunSpec] = load_entry(self._planner)(lists)
+        specs: list[RunSpec] = load_entry(self._planner)(lists, self._folders)
         config = specs[0].config
         plan = self.plan(config)
         study = Study(Path(config["output_dir"]), specs)

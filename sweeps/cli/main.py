@@ -222,6 +222,11 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--x", metavar="COL", help="compute column (default: compute), or axis of journals and logs")
     parser.add_argument("--y", metavar="COL", help="reward column (default: reward)")
     parser.add_argument("--by", metavar="COL", help="recipe column (default: recipe), or tag or parameter in MLflow")
+    parser.add_argument(
+        "--seed-from",
+        metavar="REGEX",
+        help="where names of other people's runs hide the seed: what its one group matches, as in 'ppo-s(\\d+)'",
+    )
     parser.add_argument("--size", metavar="COL", help="model size: a column or configuration key; a curve a size")
     parser.add_argument(
         "--group", action="append", default=[], metavar="COL", help="a curve for every value of this too; repeatable"
@@ -230,6 +235,9 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 def _add_ranking(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=_number, metavar="C", help="also give the reward at this compute")
+    parser.add_argument(
+        "--baseline", metavar="RECIPE", help="recipe to hold the others against; default: what the runs depart from"
+    )
     parser.add_argument(
         "--margin",
         type=_number,

@@ -10,6 +10,7 @@ all of them alike drops out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -130,6 +131,7 @@ def rank(
     budget: float | None = None,
     workers: int = 1,
     brief: bool = False,
+    baseline: str | None = None,
 ) -> Ranking:
     """Order recipes.
 
@@ -140,9 +142,11 @@ def rank(
         budget: compute at which to give the reward as well, in the curves' unit.
         brief: leave out what the ranking does not depend on: how every family forecasts.
         workers: processes to share the comparisons of families, by far the most work; see `sweeps.parallel`.
+        baseline: recipe to hold the others against; if not given, the one that most of them name as theirs.
 
     Raises:
-        UserError: margin or budget is not positive, nothing to rank, or several evaluation sets at once.
+        UserError: margin or budget is not positive, nothing to rank, a baseline that is not there, or several
+            evaluation sets at once.
     """
     if not fits:
         raise UserError("nothing to rank: give at least one recipe")
@@ -158,7 +162,7 @@ def rank(
     # Too little held-out compute to judge by is no reason to refuse; a forecast that is worse than none is.
     blind = {name: found.sentence for name, found in comparisons.items() if found.beats_last is False}
     named = [(fit, _value(fit.A)) for fit in fits if fit.identifiable and fit.recipe not in blind]
-    baseline = _baseline(fits)
+    baseline = _baseline(fits, baseline)
     contenders = [fit for fit, _ in named]
     refused = sorted((fit for fit in fits if fit not in contenders), key=lambda fit: fit.recipe)
     pairing = pairing_of(contenders)
@@ -262,10 +266,15 @@ def _value(interval: Interval) -> float:
     return interval.value
 
 
-def _baseline(fits: Sequence[Fit]) -> str | None:
-    """The recipe the others vary: a label without `+`, the one with most variants."""
-    plain = sorted(fit.recipe for fit in fits if "+" not in fit.recipe)
-    return max(plain, key=lambda label: sum(fit.recipe.startswith(label + "+") for fit in fits), default=None)
+def _baseline(fits: Sequence[Fit], asked: str | None) -> str | None:
+    """The recipe that the others depart from: the one asked for, or else that most of them name."""
+    recipes = sorted(fit.recipe for fit in fits)
+    if asked is not None:
+        if asked not in recipes:
+            raise UserError(f"--baseline {asked!r}: no such recipe; there are {', '.join(recipes)}")
+        return asked
+    named = Counter(fit.curve.baseline for fit in fits)
+    return max((recipe for recipe in recipes if named[recipe]), key=lambda recipe: named[recipe], default=None)
 
 
 def _p_best(draws: Sequence[Array]) -> list[float]:
@@ -346,9 +355,13 @@ def _at_budget(fit: Fit, budget: float | None) -> Interval | None:
 def _leave_one_out(
     fits: Sequence[Fit], blind: Mapping[str, str], between: Mapping[str, SeedSpread], baseline: str, margin: float
 ) -> list[Contrast]:
-    """Every variant of the baseline (its label and a `+`) against it. `between`: spread of A between seeds."""
+    """Every recipe that departs from the baseline against it. `between`: spread of A between seeds.
+
+    Where none says what it departs from (the baseline was asked for by name), all others.
+    """
     base = next(fit for fit in fits if fit.recipe == baseline)
-    variants = sorted((f for f in fits if f.recipe.startswith(baseline + "+")), key=lambda fit: fit.recipe)
+    others = sorted((fit for fit in fits if fit is not base), key=lambda fit: fit.recipe)
+    variants = [fit for fit in others if fit.curve.baseline == baseline] or others
     if baseline not in between:
         why = blind.get(baseline, f"the baseline's A is not identifiable ({base.verdict})")
         return [Contrast(fit.recipe, None, None, why) for fit in variants]

@@ -21,7 +21,7 @@ from sweeps.redact import redact
 from sweeps.run.journal import LOG_FILE, find_runs
 from sweeps.run.lease import held
 from sweeps.run.progress import is_done, journal_or_none, last_metrics
-from sweeps.run.spec import RunSpec
+from sweeps.run.spec import budget_of
 
 # In the order in which people look for them.
 STATES = ("failed", "cancelled", "stopped", "ended", "running", "queued", "waiting", "finished")
@@ -99,7 +99,7 @@ def log_tail(study: Path, view: MemberView, lines: int = 8) -> list[str]:
 
 def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, controlled: bool) -> MemberView:
     run_dir = study / RUNS_DIR / state.run
-    steps = _steps(run_dir)
+    steps = budget_of(run_dir)
     own = attempts(run_dir)
     metrics = last_metrics(run_dir)
     name, reason = _state(state, run_dir, steps, own, queue, controlled)
@@ -155,13 +155,6 @@ def _state(
 def _pass_rate(metrics: Mapping[str, float]) -> float | None:
     """Of the first evaluation set."""
     return next((value for key, value in metrics.items() if key.endswith("/pass_rate")), None)
-
-
-def _steps(run_dir: Path) -> int | None:
-    try:
-        return RunSpec.read(run_dir).steps
-    except UserError:
-        return None
 
 
 def _of_journal(run_dir: Path) -> MemberView:

@@ -162,7 +162,7 @@ def _notes(
 ) -> list[str]:
     departed = {recipe: departure(snapshots) for recipe, snapshots in found.histories.items()}
     return [
-        *idle_variants(counters),
+        *idle_variants(runs),
         *truncation_alarms(runs),
         *warnings,
         *(f"{fit.recipe}: {note}" for fit in fits for note in fit.warnings),

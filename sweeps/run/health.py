@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from sweeps.run.journal import JournalView, finite
 
@@ -26,15 +26,17 @@ def mechanism_counters(runs: Sequence[JournalView]) -> dict[str, dict[str, float
     return {r: {axis: sum(v) / len(v) for axis, v in axes.items()} for r, axes in collected.items()}
 
 
-def idle_variants(counters: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """A warning for every variant (`base+axis=choice`) whose own counter stayed at zero."""
-    notes = []
-    for recipe, axes in sorted(counters.items()):
-        for part in recipe.split("+")[1:]:
-            axis = part.partition("=")[0]
-            if axes.get(axis) == 0:
-                notes.append(f"{recipe}: this variant changed nothing (mechanism/{axis} stayed at 0)")
-    return notes
+def idle_variants(runs: Sequence[JournalView]) -> list[str]:
+    """A warning for every recipe and axis on which it departs and whose counter stayed at zero in all its runs."""
+    counters = mechanism_counters(runs)
+    notes = set()
+    for view in runs:
+        recipe = str(view.header.get("recipe", view.path.parent.name))
+        # A mapping; in journals of the first form a list of axes.
+        for axis in view.header.get("departures", view.header.get("departs_on", ())):
+            if counters.get(recipe, {}).get(axis) == 0:
+                notes.add(f"{recipe}: this variant changed nothing (mechanism/{axis} stayed at 0)")
+    return sorted(notes)
 
 
 def truncation_alarms(runs: Sequence[JournalView]) -> list[str]:

@@ -19,6 +19,8 @@ from sweeps.redact import redact_config
 from sweeps.run.files import write_atomically
 
 SPEC_FILE = "spec.json"
+# The form of frozen specifications. The first had module paths in its identities, and no number.
+FORM = 2
 
 # Top-level keys of the configuration that say how, where or how long, not what.
 OPERATIONAL_KEYS = frozenset(
@@ -34,22 +36,26 @@ class RunSpec:
         run, curve: identities (hexadecimal).
         recipe: the curve's label, such as `scalerl_core+loss=dapo`.
         baseline: the recipe it departs from.
+        departures: the axes on which it does, each with its choice in a few words.
+        settings: other values by which it differs from members of the same study.
         seed: of the run.
         steps: the budget in optimizer steps.
         config: the resolved configuration.
         reference: the configuration of the recipe itself, same seed and settings.
-        axes: the axes on which the two differ.
+        folders: of the user's: configuration files, and the modules that these name.
     """
 
     run: str
     curve: str
     recipe: str
     baseline: str
+    departures: Mapping[str, str]
+    settings: Mapping[str, str]
     seed: int
     steps: int
     config: Mapping[str, Any]
     reference: Mapping[str, Any]
-    axes: tuple[str, ...]
+    folders: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -64,26 +70,40 @@ class RunSpec:
             "recipe": self.recipe,
             "baseline": self.baseline,
             "seed": self.seed,
-            "departs_on": list(self.axes),
+            "departures": dict(self.departures),
+            "settings": dict(self.settings),
         }
 
     def write(self, run_dir: Path) -> None:
         """Freeze the spec in the run's directory, atomically."""
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(run_dir / SPEC_FILE, json.dumps(self.__dict__, indent=1, sort_keys=True))
+        write_atomically(run_dir / SPEC_FILE, json.dumps({"form": FORM, **self.__dict__}, indent=1, sort_keys=True))
 
     @classmethod
     def read(cls, run_dir: Path) -> RunSpec:
         """The spec frozen in a run's directory.
 
         Raises:
-            UserError: there is none, or it cannot be read.
+            UserError: there is none, it cannot be read, or it is of another form.
         """
         try:
             values = json.loads((run_dir / SPEC_FILE).read_text())
-            return cls(**{**values, "axes": tuple(values["axes"])})
+            if values.pop("form", 1) != FORM:
+                raise UserError(
+                    f"{run_dir / SPEC_FILE}: written by another version, whose runs had other identities; fit and rank "
+                    "read its journals, but to go on launch the study into a folder of its own (study=NAME)"
+                )
+            return cls(**{**values, "folders": tuple(values["folders"])})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{run_dir / SPEC_FILE}: not a run's frozen specification ({error})") from error
+
+
+def budget_of(run_dir: Path) -> int | None:
+    """The budget in optimizer steps, of a frozen specification of any form; None if there is none."""
+    try:
+        return int(json.loads((run_dir / SPEC_FILE).read_text())["steps"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def science(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,9 +111,8 @@ def science(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in OPERATIONAL_KEYS}
 
 
-def changed_keys(config: Mapping[str, Any], reference: Mapping[str, Any]) -> tuple[str, ...]:
-    """The top-level keys of science in which two configurations differ, sorted."""
-    what, base = science(config), science(reference)
+def changed_keys(what: Mapping[str, Any], base: Mapping[str, Any]) -> tuple[str, ...]:
+    """The top-level keys in which two configurations, or their identities, differ, sorted."""
     differing = {key for key in what.keys() & base.keys() if what[key] != base[key]}
     return tuple(sorted(differing | (what.keys() ^ base.keys())))
 
@@ -112,7 +131,16 @@ def _canonical(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def make_spec(config: Mapping[str, Any], reference: Mapping[str, Any], label: str, baseline: str) -> RunSpec:
+def make_spec(
+    config: Mapping[str, Any],
+    reference: Mapping[str, Any],
+    label: str,
+    baseline: str,
+    identity: Mapping[str, Any] | None = None,
+    departures: Mapping[str, str] | None = None,
+    settings: Mapping[str, str] | None = None,
+    folders: Sequence[str] = (),
+) -> RunSpec:
     """Identify a resolved configuration.
 
     Args:
@@ -120,8 +148,15 @@ def make_spec(config: Mapping[str, Any], reference: Mapping[str, Any], label: st
         reference: of the recipe without the run's departures.
         label: of the run's curve.
         baseline: label of the recipe.
+        identity: what of the configuration decides what the run learns, in a form that lasts, without its seed; if
+            not given, all that is not operational, as it stands.
+        departures, settings, folders: see `RunSpec`.
+
+    Raises:
+        UserError: the configuration holds a secret.
     """
     what = science(config)
+    lasting = what if identity is None else identity
     seed = int(config["seed"])
     secret = _secret(what, redact_config(what))
     if secret:
@@ -131,15 +166,17 @@ def make_spec(config: Mapping[str, Any], reference: Mapping[str, Any], label: st
         )
     config, reference = _without_secrets(config), _without_secrets(reference)
     return RunSpec(
-        run=digest({"science": what, "seed": seed}),
-        curve=digest({"science": what}),
+        run=digest({"science": lasting, "seed": seed}),
+        curve=digest({"science": lasting}),
         recipe=label,
         baseline=baseline,
         seed=seed,
         steps=int(config["budget"]["steps"]),
         config=config,
         reference=reference,
-        axes=changed_keys(config, reference),
+        departures=dict(departures or {}),
+        settings=dict(settings or {}),
+        folders=tuple(folders),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,13 +40,25 @@ class LoadedStudy:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user named: the reward (`y` of a table or log, `metric` of a journal), compute, labels."""
+    """What the user named: the reward (`y` of a table or log, `metric` of a journal), compute, labels.
+
+    seed_from: a pattern with one group, for seeds that are hidden in the recipes' names of foreign sources.
+    """
 
     metric: str | None = None
     x: str | None = None
     y: str | None = None
     by: str | None = None
     factors: tuple[str, ...] = ()
+    seed_from: re.Pattern[str] | None = None
+
+    def parted(self, name: str) -> tuple[str, str | None]:
+        """A recipe's label and the seed hidden in it, by `seed_from`: its group is the seed, the rest the label."""
+        found = self.seed_from.search(name) if self.seed_from is not None else None
+        if found is None or found[1] is None:
+            return name, None
+        rest = (name[: found.start()] + name[found.end() :]).strip(" -_./:")
+        return rest or name[: found.start(1)].strip(" -_./:") or name, found[1]
 
 
 @dataclass
@@ -61,6 +74,7 @@ class Points:
     seed: list[str] = field(default_factory=list)
     sd: list[float | None] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    baseline: str | None = None
 
     def extend(
         self, compute: Sequence[float], reward: Sequence[float], seed: Sequence[str], sd: Sequence[float] | None
@@ -87,14 +101,20 @@ class Collected:
         self._points: dict[str, Points] = {}
         self._runs: dict[str, list[str]] = {}
 
-    def points(self, recipe: str, factors: Mapping[str, str], axis: str, metric: str, where: str) -> Points:
+    def points(
+        self, recipe: str, factors: Mapping[str, str], axis: str, metric: str, where: str, baseline: str | None = None
+    ) -> Points:
         """The curve of a recipe, and of the factors asked for, to add points to.
+
+        `baseline` is the recipe that it departs from, if the source says; its curve is that of the same factors.
 
         Raises:
             UserError: the curve has points along another axis.
         """
-        label = recipe + "".join(f" {name}={value}" for name, value in factors.items())
+        parted = "".join(f" {name}={value}" for name, value in factors.items())
+        label = recipe + parted
         found = self._points.setdefault(label, Points(label, dict(factors), axis, metric))
+        found.baseline = found.baseline or (baseline and baseline + parted)
         if found.axis != axis:
             raise UserError(
                 f"{where}: recipe {label!r} has another compute axis elsewhere ({found.axis}, here {axis}); "
@@ -141,6 +161,7 @@ class Collected:
                     points.metric,
                     points.warnings,
                     points.factors,
+                    points.baseline,
                 )
             )
         return curves

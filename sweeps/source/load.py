@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ def load(
     y: str | None = None,
     by: str | None = None,
     factors: Sequence[str] = (),
+    seed_from: str | None = None,
 ) -> LoadedStudy:
     """Read runs, sweeps, tables, logs of other frameworks and MLflow experiments into one curve per recipe, by label.
 
@@ -36,9 +38,11 @@ def load(
             the file or run is the recipe.
         factors: what else groups the points: columns, fields of a journal's header or dotted keys of its
             configuration, tags or parameters. A curve's label is then `<recipe> <name>=<value>`.
+        seed_from: a regular expression with one group for seeds hidden in the names of other people's runs: what it
+            matches leaves the recipe's name, and what its group matches is the seed.
 
     Raises:
-        UserError: a source is missing or unusable, or two sources do not share an axis.
+        UserError: a source is missing or unusable, the pattern is no pattern, or two sources do not share an axis.
     """
     run_dirs: list[Path] = []
     files: list[File | tuple[Path, list[Path]] | str] = []
@@ -49,7 +53,7 @@ def load(
             _find(Path(source), run_dirs, files)
     study = LoadedStudy()
     named = y if y is not None or run_dirs else metric
-    into = Collected(Asked(metric, x, named, by, tuple(dict.fromkeys(factors))), study)
+    into = Collected(Asked(metric, x, named, by, tuple(dict.fromkeys(factors)), _pattern(seed_from)), study)
     known: set[object] = set()
     for file in files:
         key = file if isinstance(file, str) else (file.path if isinstance(file, File) else file[0]).resolve()
@@ -71,6 +75,20 @@ def load(
         reasons = f" ({study.warnings[0]})" if study.warnings else ""
         raise UserError(f"{listed}: no evaluations to fit{reasons}; wait for the first, or give another source")
     return study
+
+
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    if text is None:
+        return None
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise UserError(f"--seed-from {text!r}: {error}; give a regular expression such as 'ppo-s(\\d+)'") from error
+    if pattern.groups != 1:
+        raise UserError(
+            f"--seed-from {text!r}: has {pattern.groups} groups; put what is the seed in one: 'ppo-s(\\d+)'"
+        )
+    return pattern
 
 
 def _find(path: Path, run_dirs: list[Path], files: list[File | tuple[Path, list[Path]] | str]) -> None:

@@ -246,6 +246,7 @@ def _add_reward(
             without += 1
             continue
         recipe, factors = _recipe(log, where, into)
+        recipe, hidden = into.asked.parted(recipe)
         if reward.set:
             factors = {**factors, "set": reward.set}
         points = into.points(recipe, factors, compute.name, reward.name, where)
@@ -258,7 +259,7 @@ def _add_reward(
         if read.bad:
             said.append(f"{read.bad} values of {reward.name} are not finite numbers (first {read.first_bad}); left out")
         points.warnings += [note for note in warnings if note not in points.warnings] + [run + note for note in said]
-        seed = log.label("seed")
+        seed = log.label("seed") or hidden
         seeds_named = seeds_named or seed is not None
         recipes_named = recipes_named or log.label("recipe") is not None
         sd = _standard_error(log, reward.name, steps)

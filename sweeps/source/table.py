@@ -1,6 +1,7 @@
 """Tables with a row a point: CSV, JSONL, JSON lists, Parquet. Strict: a row that is no point is an error.
 
-Columns: `compute`, `reward`, and where they are there `recipe`, `seed` and `sd` (the reward's standard error).
+Columns: `compute`, `reward`, and where they are there `recipe`, `seed`, `sd` (the reward's standard error) and
+`baseline` (the recipe that this one departs from).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def read(file: File, into: Collected) -> None:
             f"name them with --x, --y, --by{' or --group' if asked.factors else ''}"
         )
     used = dict(wanted)
-    used.update((k, k) for k in ("recipe", "seed", "sd") if k not in wanted and k in rows.names)
+    used.update((k, k) for k in ("recipe", "seed", "sd", "baseline") if k not in wanted and k in rows.names)
     columns = [*used.values(), *asked.factors]
     twice = sorted({name for name in columns if rows.names.count(name) > 1})
     if twice:
@@ -77,9 +78,16 @@ def read(file: File, into: Collected) -> None:
     recipes = _text(cells[used["recipe"]]) if "recipe" in used else [path.stem] * rows.count
     seeds = _text(cells[used["seed"]]) if "seed" in used else ["0"] * rows.count
     factors = [_text(cells[name]) for name in asked.factors]
-    for (recipe, *values), at in _groups([recipes, *factors]).items():
+    bases = _text(cells["baseline"]) if "baseline" in used else [""] * rows.count
+    if asked.seed_from is not None:
+        parted = [asked.parted(recipe) for recipe in recipes]
+        recipes, seeds = (
+            [label for label, _ in parted],
+            [own or seed for (_, own), seed in zip(parted, seeds, strict=True)],
+        )
+    for (recipe, base, *values), at in _groups([recipes, bases, *factors]).items():
         named = dict(zip(asked.factors, values, strict=True))
-        points = into.points(recipe, named, used["compute"], used["reward"], str(path))
+        points = into.points(recipe, named, used["compute"], used["reward"], str(path), base or None)
         points.extend(
             compute[at].tolist(),
             reward[at].tolist(),

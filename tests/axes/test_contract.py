@@ -11,17 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_scalerl.axes.advantage import GroupAdvantage
 from lightning_scalerl.axes.aggregation import PromptAggregation, SampleAggregation, TokenAggregation
-from lightning_scalerl.axes.correction import Behaviour
-from lightning_scalerl.axes.filter import NoFilter
 from lightning_scalerl.axes.loss import CISPO, DAPO, GSPO
 from lightning_scalerl.axes.normalization import BatchNormalization
-from lightning_scalerl.axes.truncated import KeepTruncated
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollout import Denominators, TrainBatch
 from lightning_scalerl.stream.credit import assemble
-from tests.helpers import make_group
+from tests.helpers import make_group, row
 
 LOSSES = [CISPO(max_ratio=5.0), DAPO(clip_low=0.2, clip_high=0.26), GSPO(clip_low=3e-3, clip_high=5e-3)]
 AGGREGATIONS = [PromptAggregation(), SampleAggregation(), TokenAggregation()]
@@ -29,13 +25,7 @@ AGGREGATIONS = [PromptAggregation(), SampleAggregation(), TokenAggregation()]
 each_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
 each_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: type(a).__name__)
 
-CREDIT = {
-    "filter": NoFilter(),
-    "advantage": GroupAdvantage(),
-    "normalization": BatchNormalization(ddof=1, eps=1e-6),
-    "truncated": KeepTruncated(),
-    "correction": Behaviour(),
-}
+CREDIT = row(BatchNormalization(ddof=1, eps=1e-6))
 
 
 def batch_of(seed: int = 0) -> TrainBatch:
@@ -186,21 +176,21 @@ def test_gspo_is_the_papers_formula_under_sample_and_length_weighted_otherwise(
     (gradient,) = torch.autograd.grad(value, logprobs)
 
     expected, expected_gradient, cases = 0.0, torch.zeros_like(gradient), set()
-    for row in range(batch.rollouts):
-        tokens = [t for t in range(batch.loss_mask.shape[1]) if batch.loss_mask[row, t]]
-        advantage = float(batch.advantages[row, 0])
-        log_ratios = (logprobs.detach() - batch.generator_logprobs)[row, tokens].double().tolist()
+    for at in range(batch.rollouts):
+        tokens = [t for t in range(batch.loss_mask.shape[1]) if batch.loss_mask[at, t]]
+        advantage = float(batch.advantages[at, 0])
+        log_ratios = (logprobs.detach() - batch.generator_logprobs)[at, tokens].double().tolist()
         ratio = math.prod(map(math.exp, log_ratios)) ** (1 / len(tokens))
         weight = {
             "SampleAggregation": 1 / 16,
             "TokenAggregation": len(tokens) / counts.tokens,
-            "PromptAggregation": len(tokens) / (4 * float(batch.group_tokens[row])),
+            "PromptAggregation": len(tokens) / (4 * float(batch.group_tokens[at])),
         }[type(aggregation).__name__]
         clipped = ratio > 1 + high if advantage > 0 else ratio < 1 - low
         bounded = (1 + high if advantage > 0 else 1 - low) if clipped else ratio
         expected -= weight * bounded * advantage
         if not clipped:
-            expected_gradient[row, tokens] = -weight * ratio * advantage / len(tokens)
+            expected_gradient[at, tokens] = -weight * ratio * advantage / len(tokens)
         if advantage:
             cases.add((advantage > 0, ratio > 1, clipped))
     assert cases >= {(True, True, True), (True, False, False), (False, False, True), (False, True, False)}

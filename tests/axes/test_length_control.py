@@ -19,7 +19,7 @@ from lightning_scalerl.axes.length_control import (
     interruption_points,
     overlong_penalty,
 )
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollout import Rollout
 
 INTERRUPTION: dict[str, Any] = {"low": 10, "high": 12, "end_of_thinking": "</t>", "phrase": "time is up </t>"}

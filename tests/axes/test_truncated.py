@@ -19,7 +19,7 @@ from lightning_scalerl.stream.credit import assemble, loss_weights
 from tests.axes.test_contract import CREDIT, each_aggregation, each_loss, total_loss
 from tests.helpers import make_group
 
-MASK = {**CREDIT, "truncated": MaskTruncated()}
+MASK = CREDIT.having(MaskTruncated())
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]]
 # By group: the rollouts that hit the limit. All of the third; the second has none.
 TRUNCATED = [{1, 2}, set(), {0, 1, 2, 3}, {3}]
@@ -74,7 +74,7 @@ def test_masked_rewards_stay_in_baseline_and_scale() -> None:
 
     assert advantages(NoNormalization()) == [0.5, 0.5, 0.25, 0.25, 0.25, -0.75]
     # Squares: four of 1/4 (two of them masked), three of 1/16, one of 9/16; together 7/4 over 8 - 1.
-    assert advantages(CREDIT["normalization"]) == [1.0, 1.0, 0.5, 0.5, 0.5, -1.5]
+    assert advantages(CREDIT.normalization) == [1.0, 1.0, 0.5, 0.5, 0.5, -1.5]
     one, two = math.sqrt(1 / 3), 0.5
     expected = [0.5 / one, 0.5 / one, 0.25 / two, 0.25 / two, 0.25 / two, -0.75 / two]
     assert advantages(PromptNormalization(ddof=1, eps=0.0)) == pytest.approx(expected, abs=1e-5)
@@ -131,10 +131,10 @@ def test_loss_and_gradient_are_those_of_a_plain_computation(aggregation: Any, tr
         for i, rollout in enumerate(group.rollouts)
     }
     expected, expected_gradient = plain(groups, logprobs, type(aggregation).__name__)
-    choices = {**MASK, "loss": CISPO(max_ratio=5.0), "aggregation": aggregation}
+    choices = MASK.having(CISPO(max_ratio=5.0)).having(aggregation)
     batch = assemble(groups, choices, max_new_tokens=8)
     trainer_logprobs = laid_out(batch, logprobs)
-    loss = total_loss(batch, trainer_logprobs, choices["loss"], aggregation, batch.denominators)
+    loss = total_loss(batch, trainer_logprobs, choices.loss, aggregation, batch.denominators)
     assert loss.item() == pytest.approx(expected, rel=1e-4)
     # A row for every rollout, also for those without credit: theirs are zero.
     weights = loss_weights(batch, trainer_logprobs, choices)
@@ -148,7 +148,7 @@ def test_loss_and_gradient_are_those_of_a_plain_computation(aggregation: Any, tr
 @each_loss
 @each_aggregation
 def test_a_batch_of_only_truncated_rollouts_is_a_step_without_loss(loss: Any, aggregation: Any) -> None:
-    choices = {**MASK, "loss": loss, "aggregation": aggregation}
+    choices = MASK.having(loss).having(aggregation)
     batch = assemble(groups_of([{0, 1, 2, 3}] * 4), choices, max_new_tokens=8)
     assert (batch.rollouts, len(batch.groups)) == (0, 4)
     assert vars(batch.denominators) == {"prompts": 0, "samples": 0, "tokens": 0, "max_tokens": 8}

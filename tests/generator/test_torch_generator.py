@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache
 
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.generator.torch_generator import TorchGenerator, sample_tokens
 from lightning_scalerl.model.head import check_head

@@ -19,10 +19,9 @@ STEPS = 8
 
 def curves() -> dict[str, Any]:
     """Choices whose curves are kept, by file name."""
-    from lightning_scalerl.aggregation import TokenAggregation
-
-    from lightning_scalerl.async_mode import OnPolicy
-    from lightning_scalerl.loss import DAPO
+    from lightning_scalerl.axes.aggregation import TokenAggregation
+    from lightning_scalerl.axes.async_mode import OnPolicy
+    from lightning_scalerl.axes.loss import DAPO
 
     return {
         "scalerl_core": [],
@@ -32,7 +31,7 @@ def curves() -> dict[str, Any]:
 
 def run(model_path: str, run_dir: Path, callbacks: list[Any]) -> list[list[float]]:
     """The curve: one row a step, step first."""
-    from sweeps.journal import read_journal
+    from sweeps.run.journal import read_journal
     from tests.helpers import fit
 
     fit(model_path, run_dir, steps=STEPS, callbacks=callbacks)

@@ -24,7 +24,7 @@ from lightning_scalerl.stream.credit import assemble
 from tests.axes.test_contract import CREDIT
 from tests.helpers import make_group
 
-CHOICES = {**CREDIT, "loss": CISPO(max_ratio=1.5), "aggregation": PromptAggregation()}
+CHOICES = CREDIT.having(CISPO(max_ratio=1.5)).having(PromptAggregation())
 
 
 def sampled_by(*versions: int) -> Rollout:
@@ -110,7 +110,7 @@ def test_shares_are_of_what_was_sampled_whatever_carries_credit() -> None:
     """Filter and mask change which groups are kept, nothing else that is counted over rollouts."""
     groups = some_groups()
     whole = step_metrics(assemble(groups, CHOICES, 20), [], CHOICES, 2)
-    masked = {**CHOICES, "filter": ZeroVariance(), "truncated": MaskTruncated()}
+    masked = CHOICES.having(ZeroVariance()).having(MaskTruncated())
     metrics = step_metrics(assemble(groups, masked, 20), [], masked, 2)
     assert metrics.pop("train/groups_kept") == pytest.approx(2 / 3)
     assert metrics == {key: value for key, value in whole.items() if key != "train/groups_kept"}
@@ -120,7 +120,7 @@ def test_shares_are_of_what_was_sampled_whatever_carries_credit() -> None:
 @pytest.mark.parametrize("size", [1, 2, 5, 99])
 def test_token_metrics_whatever_the_micro_batches(size: int) -> None:
     """Sums over sums: against numpy over all credited tokens at once; forced and padded places are not looked at."""
-    choices = {**CHOICES, "truncated": MaskTruncated()}
+    choices = CHOICES.having(MaskTruncated())
     batch = assemble(some_groups(), choices, max_new_tokens=20)
     width = batch.loss_mask.shape[1]
     generator = torch.Generator().manual_seed(1)
@@ -152,7 +152,7 @@ def test_a_step_without_credit_reports_numbers() -> None:
     for group in groups:
         for rollout in group.rollouts:
             rollout.finish_reason = "length"
-    choices = {**CHOICES, "truncated": MaskTruncated()}
+    choices = CHOICES.having(MaskTruncated())
     metrics = step_metrics(assemble(groups, choices, 20), [], choices, 1)
     assert all(math.isfinite(value) for value in metrics.values())
     assert (metrics["train/truncated"], metrics["train/groups_kept"], metrics["train/ratio_max"]) == (1, 0, 0)

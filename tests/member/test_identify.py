@@ -12,11 +12,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from lightning_scalerl.choice import AXES, ConfigurationError
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import compose, conf_dir
-from lightning_scalerl.member import identify as planner
+from lightning_scalerl.member import composer
 from lightning_scalerl.member.composer import Composer
-from lightning_scalerl.member.identify import plan
+from lightning_scalerl.member.identify import plan_members
 
 # A base model that is made in a moment; where only the configuration matters, not what it learns.
 QUICK = ["model.batches=1", "model.width=32", "model.layers=1"]
@@ -89,7 +90,7 @@ def outcome(resolve: Any, overrides: list[str]) -> Any:
 
 @cache
 def composed_whole(overrides: tuple[str, ...]) -> Any:
-    return outcome(lambda entries: planner._plain(compose(entries)), list(overrides))
+    return outcome(lambda entries: composer._plain(compose(entries)), list(overrides))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -115,7 +116,7 @@ def test_unusual_overrides_go_through_hydra(entry: str) -> None:
 
 def specs_or_error(lists: list[list[str]]) -> Any:
     try:
-        return json.dumps([asdict(spec) for spec in plan(lists)])
+        return json.dumps([asdict(spec) for spec in plan_members(lists)])
     except Exception as error:
         return type(error), str(error)
 
@@ -153,12 +154,12 @@ def test_a_grid_composes_each_row_of_groups_once(
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     calls: list[tuple[str, ...]] = []
 
-    def counted(overrides: Any) -> Any:
+    def counted(overrides: Any, folders: Any = ()) -> Any:
         calls.append(tuple(overrides))
         return compose(overrides)
 
-    monkeypatch.setattr(planner, "compose", counted)
-    specs = plan(
+    monkeypatch.setattr(composer, "compose", counted)
+    specs = plan_members(
         [
             [f"variant={variant}", f"optimizer.lr={lr}", f"seed={seed}", *QUICK]
             for variant in ("none", "loss_dapo")
@@ -175,7 +176,7 @@ def test_a_grid_composes_each_row_of_groups_once(
 
 def test_a_mistake_names_what_is_valid() -> None:
     with pytest.raises(ConfigurationError, match=r"optimizer\.nonsense.*valid here: _target_, lr"):
-        plan([["seed=1", *QUICK], ["seed=2", "optimizer.nonsense=1", *QUICK]])
+        plan_members([["seed=1", *QUICK], ["seed=2", "optimizer.nonsense=1", *QUICK]])
 
 
 def test_infinity_is_composed_as_it_is() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_scalerl.member.identify import plan
+from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.run import run_member
 from sweeps.launch.ledger import Ledger
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs, read_journal
@@ -62,7 +62,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 def run_here(overrides: Sequence[str]) -> Path:
     """What `python -m lightning_scalerl.train OVERRIDES...` does, in this process."""
-    (spec,) = plan([list(overrides)])
+    (spec,) = plan_members([list(overrides)])
     run_dir = Path(spec.config["output_dir"]) / "runs" / spec.run
     spec.write(run_dir)
     run_member(run_dir)

@@ -81,7 +81,7 @@ def append_all(self, event, entries):
             handle.write(line + chr(10))
         os.kill(os.getpid(), signal.SIGKILL)
 Ledger.append_all = append_all
-from tests.light import main
+from lightning_scalerl.train import main
 main()
 """
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_scalerl.axes.truncated import MaskTruncated
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import StepReport
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.stream.cost_model import CostModel
@@ -126,7 +126,7 @@ def batch_of() -> TrainBatch:
         rollout.tokens, rollout.weight_versions, rollout.forced = [1] * size, [0] * size, [False] * size
         rollout.generator_logprobs = [-1.0] * size
     rollouts[1].finish_reason = "length"
-    return assemble(groups, {**CREDIT, "truncated": MaskTruncated()}, max_new_tokens=5)
+    return assemble(groups, CREDIT.having(MaskTruncated()), max_new_tokens=5)
 
 
 @pytest.mark.parametrize(("devices", "seconds"), [(1, 100 + 220), (2, 100 + 110), (16, 100 + 220 / 16)])
@@ -140,7 +140,7 @@ def test_a_step_without_credit_costs_what_every_step_does() -> None:
     groups = [make_group([1.0, 0.0])]
     for rollout in groups[0].rollouts:
         rollout.finish_reason = "length"
-    batch = assemble(groups, {**CREDIT, "truncated": MaskTruncated()}, max_new_tokens=5)
+    batch = assemble(groups, CREDIT.having(MaskTruncated()), max_new_tokens=5)
     assert model(trainer_devices=3).train_step_s(batch) == 100
 
 

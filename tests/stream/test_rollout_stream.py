@@ -11,16 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_scalerl.axes.advantage import GroupAdvantage
-from lightning_scalerl.axes.allocation import FixedAllocation
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.axes.async_mode.base import AsyncMode
-from lightning_scalerl.axes.filter import NoFilter
-from lightning_scalerl.axes.length_control import NoLengthControl
-from lightning_scalerl.axes.normalization import NoNormalization
 from lightning_scalerl.axes.resampling import NoPositiveResampling, Resampling, UniformResampling
-from lightning_scalerl.axes.truncated import KeepTruncated
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import GroupRequest
 from lightning_scalerl.generator.scripted import Script, ScriptedGenerator
 from lightning_scalerl.stream.cost_model import CostModel
@@ -28,7 +22,7 @@ from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
 from lightning_scalerl.stream.rollout_stream import RolloutStream, SchedulerStuckError
 from lightning_scalerl.task.base import RewardError
-from tests.helpers import CountingTask
+from tests.helpers import CountingTask, row
 
 
 def script_of(lengths: Mapping[tuple[int, int], int] | None) -> Script:
@@ -64,16 +58,7 @@ def stream_of(
         encode=lambda text: [1, 2],
         decode=lambda tokens: "1" * (len(tokens) % 2) + "0" * 3,
         generator=ScriptedGenerator(script_of(lengths), slots),
-        choices={
-            "resampling": resampling,
-            "allocation": FixedAllocation(),
-            "async_mode": mode,
-            "length_control": NoLengthControl(),
-            "truncated": KeepTruncated(),
-            "filter": NoFilter(),
-            "advantage": GroupAdvantage(),
-            "normalization": NoNormalization(),
-        },
+        choices=row(resampling, mode),
         weights=dict,
         cost_model=cost_model or rates(),
         groups_per_step=groups,

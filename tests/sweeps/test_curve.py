@@ -319,12 +319,48 @@ def test_two_runs_of_one_seed_and_two_configurations_under_one_label(tmp_path: P
 
 def test_counters_name_variants_that_did_nothing(tmp_path: Path) -> None:
     run(tmp_path, "r")
-    run(tmp_path, "v", recipe="scalerl+loss=dapo")
-    run(tmp_path, "w", recipe="scalerl+kl=fixed")
-    counters = mechanism_counters(load([tmp_path]).runs)
-    assert counters["scalerl"] == {"loss": 0.0, "kl": 0.75}
-    (note,) = idle_variants(counters)
-    assert note.startswith("scalerl+loss=dapo: this variant changed nothing")
+    run(tmp_path, "v", recipe="another loss", departures={"loss": "dapo"})
+    run(tmp_path, "w", recipe="another kl", departures={"kl": "fixed"})
+    run(tmp_path, "old", recipe="scalerl+loss=gspo", departs_on=["loss"])
+    runs = load([tmp_path]).runs
+    assert mechanism_counters(runs)["scalerl"] == {"loss": 0.0, "kl": 0.75}
+    one, other = idle_variants(runs)
+    assert one.startswith("another loss: this variant changed nothing (mechanism/loss")
+    assert other.startswith("scalerl+loss=gspo: this variant changed nothing")
+
+
+def test_a_curve_knows_what_it_departs_from_by_the_header_and_not_by_its_label(tmp_path: Path) -> None:
+    run(tmp_path, "base", recipe="ours", baseline="ours")
+    run(tmp_path, "variant", recipe="hotter", baseline="ours", departures={"optimizer": "hot"})
+    run(tmp_path, "else", recipe="ours+looks=like")
+    assert {curve.recipe: curve.baseline for curve in load([tmp_path]).curves} == {
+        "ours": "ours",
+        "hotter": "ours",
+        "ours+looks=like": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "label", "seed"),
+    [
+        (r"-s(\d+)", "ppo-s12", "ppo", "12"),
+        (r"seed(\d+)_", "seed3_grpo", "grpo", "3"),
+        (r"ppo-s(\d+)", "ppo-s1", "ppo-s", "1"),
+        (r"-s(\d+)", "other", "other", "0"),
+    ],
+)
+def test_seeds_hidden_in_names(tmp_path: Path, pattern: str, name: str, label: str, seed: str) -> None:
+    table = tmp_path / "runs.csv"
+    table.write_text("recipe,compute,reward\n" + "".join(f"{name},{c},0.{c}\n" for c in range(1, 5)))
+    (curve,) = load([table], seed_from=pattern).curves
+    assert (curve.recipe, set(curve.seed.tolist())) == (label, {seed})
+
+
+@pytest.mark.parametrize("pattern", ["(", "seed", r"(a)(\d)"])
+def test_a_pattern_for_seeds_has_one_group(tmp_path: Path, pattern: str) -> None:
+    (tmp_path / "runs.csv").write_text("recipe,compute,reward\na,1,0.5\n")
+    with pytest.raises(UserError, match="--seed-from"):
+        load([tmp_path / "runs.csv"], seed_from=pattern)
 
 
 def test_arrays_are_checked() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_scalerl.axes.resampling import UniformResampling
-from lightning_scalerl.choice import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.rollout import Prompt
 from lightning_scalerl.stream.prompts import PromptSource

@@ -8,15 +8,17 @@ to the generator now. DESIGN.md, "Staleness".
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
 class AsyncMode(DesignChoice):
     """Admission and publish rules of the rollout stream."""
 
     axis: ClassVar[str] = "async_mode"
+    neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "OnPolicy"}
     # What becomes of the KV cache of rollouts in flight when weights are published.
     recompute_kv: bool = False
 
@@ -37,6 +39,21 @@ class AsyncMode(DesignChoice):
     @abstractmethod
     def publishes(self, completed_steps: int) -> bool:
         """Whether the weights after `completed_steps` steps go to the generator at once."""
+
+    def differs(self, theirs: AsyncMode, step: ObservedStep) -> bool:
+        """Whether the two rules differ about the next admission or about publishing the weights of this step.
+
+        If they differ in the KV cache only: whether weights changed within a rollout of the batch.
+        """
+        admission = (step.admitted, step.completed_steps, step.groups_per_step)
+        if self.may_admit(*admission) != theirs.may_admit(*admission):
+            return True
+        version = step.completed_steps + 1
+        if self.publishes(version) != theirs.publishes(version):
+            return True
+        rollouts = [rollout for group in step.batch.groups for rollout in group.rollouts]
+        swapped = any(len(set(rollout.weight_versions)) > 1 for rollout in rollouts)
+        return swapped and self.recompute_kv != theirs.recompute_kv
 
     def semantics(self) -> dict[str, Any]:
         """With the bound on staleness, who waits, and what a swap does to the cache."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_scalerl.axes.async_mode.base import AsyncMode
-from lightning_scalerl.choice import ConfigurationError, whole_number
+from lightning_scalerl.checks import ConfigurationError, whole_number
 
 KV_POLICIES = ("stale", "recompute")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_scalerl.axes.async_mode.base import AsyncMode
-from lightning_scalerl.choice import whole_number
+from lightning_scalerl.checks import whole_number
 
 
 class PPOOffPolicy(AsyncMode):

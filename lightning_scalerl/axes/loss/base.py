@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_scalerl.choice import ConfigurationError, DesignChoice, positive
+from lightning_scalerl.checks import ConfigurationError, positive
+from lightning_scalerl.choice import DesignChoice
 
 # exp(20) is far outside every clip interval; beyond it float32 would overflow to inf and poison the gradient.
 MAX_LOG_RATIO = 20.0

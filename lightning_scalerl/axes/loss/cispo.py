@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_scalerl.axes.loss.base import Loss, importance_ratio
-from lightning_scalerl.choice import positive
+from lightning_scalerl.checks import positive
 
 
 def cispo(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, max_ratio: float) -> Tensor:

@@ -98,7 +98,7 @@ def test_report_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("arguments", "words"),
     [
         (["fit", "nowhere.csv"], "no such file"),
-        (["fit", EXAMPLE, "--x", "gpu_hours"], "no column gpu_hours; found recipe, seed, compute, reward"),
+        (["fit", EXAMPLE, "--x", "gpu_hours"], "no column gpu_hours; found recipe, baseline, seed, compute, reward"),
         (["fit", EXAMPLE, "--min-compute", "5", "--max-compute", "4"], "is not below"),
         (["fit", EXAMPLE, "--r0", "0.3", "--min-compute", "1e9"], "no points in the window"),
         (["fit", EXAMPLE, "--r0", "3"], "--r0 3"),

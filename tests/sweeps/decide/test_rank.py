@@ -104,6 +104,16 @@ def test_leave_one_out_compares_with_the_baseline() -> None:
     assert worse.delta_a is not None and worse.delta_a.value == pytest.approx(-0.09, abs=0.02)
 
 
+def test_a_baseline_can_be_asked_for_where_no_run_names_one() -> None:
+    plain = [replace(curve(name, white=0.003, rng=i), baseline=None) for i, name in enumerate(("a", "b"))]
+    fits = fit_curves(plain)
+    assert rank(fits).baseline is None and not rank(fits).leave_one_out
+    asked = rank(fits, baseline="b")
+    assert (asked.baseline, [entry.recipe for entry in asked.leave_one_out]) == ("b", ["a"])
+    with pytest.raises(UserError, match="--baseline 'c': no such recipe; there are a, b"):
+        rank(fits, baseline="c")
+
+
 def test_impossible_options_are_one_line_errors() -> None:
     fits = fit_curves([curve(points=15)])
     for options, word in (({"margin": -1.0}, "--margin"), ({"budget": 0.0}, "--budget")):

@@ -30,7 +30,10 @@ def curve(
     seed_sd: float = 0.0,
     rng: int = 0,
 ) -> Curve:
-    """Evaluations at even steps from compute 0: sampling error `white`, AR(1) of sd `wander` and rho 0.6."""
+    """Evaluations at even steps from compute 0: sampling error `white`, AR(1) of sd `wander` and rho 0.6.
+
+    The baseline of `base+axis=choice` is `base`.
+    """
     random = np.random.default_rng(rng)
     compute = np.linspace(0.0, end, points)
     rewards, labels = [], []
@@ -41,4 +44,5 @@ def curve(
         own = a + seed_sd * random.standard_normal()
         rewards.append(law(compute, own, b, c_mid, r0) + process + white * random.standard_normal(points))
         labels += [str(seed)] * points
-    return make_curve(recipe, np.tile(compute, seeds), np.clip(np.concatenate(rewards), 0, 1), labels)
+    reward = np.clip(np.concatenate(rewards), 0, 1)
+    return make_curve(recipe, np.tile(compute, seeds), reward, labels, baseline=recipe.partition("+")[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,23 @@ from hypothesis import strategies as st
 
 from sweeps.errors import UserError
 from sweeps.run.files import write_atomically
-from sweeps.run.spec import OPERATIONAL_KEYS, SPEC_FILE, RunSpec, check_distinct, digest, make_spec, science
+from sweeps.run.spec import (
+    OPERATIONAL_KEYS,
+    SPEC_FILE,
+    RunSpec,
+    budget_of,
+    changed_keys,
+    check_distinct,
+    digest,
+    make_spec,
+    science,
+)
 
 CONFIG: dict[str, Any] = {
     "seed": 3,
     "label": None,
-    "loss": {"_target_": "lightning_scalerl.axes.loss.CISPO", "max_ratio": 5.0},
-    "aggregation": {"_target_": "lightning_scalerl.axes.aggregation.PromptAggregation"},
+    "loss": {"_target_": "lightning_scalerl.loss.CISPO", "max_ratio": 5.0},
+    "aggregation": {"_target_": "lightning_scalerl.aggregation.PromptAggregation"},
     "optimizer": {"lr": 4e-4, "betas": [0.9, 0.95]},
     "batch": {"prompts": 16, "completions": 16},
     "evaluation": {"every_n_steps": 8, "prompts": None},
@@ -37,6 +48,10 @@ CONFIG: dict[str, Any] = {
 
 def spec(config: Mapping[str, Any] = CONFIG, reference: Mapping[str, Any] | None = None, label: str = "r") -> RunSpec:
     return make_spec(config, CONFIG if reference is None else reference, label, "r")
+
+
+def departs_on(found: RunSpec) -> tuple[str, ...]:
+    return changed_keys(science(found.config), science(found.reference))
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -73,18 +88,18 @@ def test_every_scientific_value_is_part_of_run_and_curve(path: tuple[Any, ...]) 
     other = spec(changed(path))
     assert other.run != spec().run
     assert other.curve != spec().curve
-    assert other.axes == (path[0],)
+    assert departs_on(other) == (path[0],)
 
 
 @pytest.mark.parametrize("path", OPERATION, ids=str)
 def test_how_and_where_a_run_is_made_is_in_neither(path: tuple[Any, ...]) -> None:
     other = spec(changed(path))
-    assert (other.run, other.curve, other.axes) == (spec().run, spec().curve, ())
+    assert (other.run, other.curve, departs_on(other)) == (spec().run, spec().curve, ())
 
 
 def test_the_budget_is_in_neither() -> None:
     larger = spec(changed(("budget", "steps"), 1000))
-    assert (larger.run, larger.curve, larger.axes) == (spec().run, spec().curve, ())
+    assert (larger.run, larger.curve, departs_on(larger)) == (spec().run, spec().curve, ())
     assert (spec().steps, larger.steps) == (240, 1000)
 
 
@@ -92,7 +107,7 @@ def test_the_seed_is_in_the_run_and_not_in_the_curve() -> None:
     other = spec(changed(("seed",), 4))
     assert other.run != spec().run
     assert other.curve == spec().curve
-    assert other.axes == ()
+    assert departs_on(other) == ()
     assert (spec().seed, other.seed) == (3, 4)
 
 
@@ -108,7 +123,7 @@ def test_label_and_reference_are_in_neither() -> None:
 def test_a_scientific_key_that_is_new_makes_a_new_curve() -> None:
     other = spec({**CONFIG, "critic": {"weight": 1.0}})
     assert other.curve != spec().curve
-    assert other.axes == ("critic",)
+    assert departs_on(other) == ("critic",)
 
 
 def test_identity_is_the_same_in_every_process_and_version() -> None:
@@ -145,7 +160,7 @@ def test_the_order_of_keys_means_nothing(what: dict[str, Any], data: st.DataObje
     one, two = complete(what), shuffled(complete(what), data)
     assert spec(one).run == spec(two).run
     assert spec(one).curve == spec(two).curve
-    assert spec(one, reference=two).axes == ()
+    assert departs_on(spec(one, reference=two)) == ()
 
 
 @given(sciences, sciences, st.integers(0, 2), st.integers(0, 2))
@@ -159,7 +174,7 @@ def test_two_runs_are_one_exactly_if_science_and_seed_agree(
 
 @given(sciences, sciences)
 def test_axes_are_exactly_the_keys_that_differ(one: dict[str, Any], two: dict[str, Any]) -> None:
-    axes = spec(complete(one, seed=1), reference=complete(two, seed=2, steps=3)).axes
+    axes = departs_on(spec(complete(one, seed=1), reference=complete(two, seed=2, steps=3)))
     everything = one.keys() | two.keys()
     missing = object()
     assert axes == tuple(sorted(k for k in everything if one.get(k, missing) != two.get(k, missing)))
@@ -178,7 +193,7 @@ def test_a_spec_comes_back_from_its_directory(tmp_path: Path) -> None:
     written = spec(changed(("loss", "max_ratio"), 8.0), label="r+loss.max_ratio=8.0")
     written.write(tmp_path / "runs" / written.run)
     assert RunSpec.read(tmp_path / "runs" / written.run) == written
-    assert written.axes == ("loss",)
+    assert departs_on(written) == ("loss",)
 
 
 def test_a_spec_that_was_read_has_its_old_identity(tmp_path: Path) -> None:
@@ -202,12 +217,30 @@ def test_a_failed_write_leaves_the_old_text(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "old"
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[]", "{}", '{"axes": []}', '{"axes": 5}', "\0\0"])
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "{}", '{"form": 2}', '{"form": 2, "folders": 5}', "\0\0"])
 def test_a_directory_without_a_readable_spec_is_a_user_error(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / SPEC_FILE).write_text(text)
     with pytest.raises(UserError, match=SPEC_FILE):
         RunSpec.read(tmp_path)
+
+
+def test_a_spec_of_another_form_is_refused_by_what_to_do(tmp_path: Path) -> None:
+    """The first form had no number, and identities with module paths in them."""
+    spec().write(tmp_path)
+    written = json.loads((tmp_path / SPEC_FILE).read_text())
+    del written["form"]
+    (tmp_path / SPEC_FILE).write_text(json.dumps(written))
+    with pytest.raises(UserError, match=r"another version.*folder of its own \(study=NAME\)"):
+        RunSpec.read(tmp_path)
+    assert budget_of(tmp_path) == 240
+
+
+def test_an_identity_that_is_given_is_what_counts(tmp_path: Path) -> None:
+    lasting = {"loss": {"choice": "CISPO"}}
+    one = make_spec(CONFIG, CONFIG, "r", "r", identity=lasting)
+    two = make_spec(changed(("loss", "_target_")), CONFIG, "r", "r", identity=lasting)
+    assert (one.run, one.curve) == (two.run, two.curve) != (spec().run, spec().curve)
 
 
 def test_the_header_says_who_the_run_is() -> None:
@@ -218,8 +251,11 @@ def test_the_header_says_who_the_run_is() -> None:
         "recipe": "r+loss.max_ratio=8.0",
         "baseline": "r",
         "seed": 3,
-        "departs_on": ["loss"],
+        "departures": {},
+        "settings": {},
     }
+    told = replace(found, departures={"loss": "max_ratio=8.0"}, settings={"optimizer.lr": "1e-3"}).header()
+    assert (told["departures"], told["settings"]) == ({"loss": "max_ratio=8.0"}, {"optimizer.lr": "1e-3"})
     assert found.title == "r+loss.max_ratio=8.0 seed 3"
 
 

@@ -1,0 +1,113 @@
+"""The record of a run's choices: one field an axis. A new axis is a module in `axes/`, a folder in `conf/`, a field.
+
+Light: Lightning is not imported before a choice is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from lightning_scalerl.checks import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning_scalerl.axes.advantage import Advantage
+    from lightning_scalerl.axes.aggregation import Aggregation
+    from lightning_scalerl.axes.allocation import Allocation
+    from lightning_scalerl.axes.async_mode import AsyncMode
+    from lightning_scalerl.axes.correction import Correction
+    from lightning_scalerl.axes.filter import Filter
+    from lightning_scalerl.axes.length_control import LengthControl
+    from lightning_scalerl.axes.loss import Loss
+    from lightning_scalerl.axes.normalization import Normalization
+    from lightning_scalerl.axes.precision import Precision
+    from lightning_scalerl.axes.resampling import Resampling
+    from lightning_scalerl.axes.truncated import Truncated
+    from lightning_scalerl.choice import DesignChoice
+
+
+@dataclass(frozen=True)
+class Choices:
+    """One choice on every axis, in the order of the data path, and those on axes of the user's own."""
+
+    resampling: Resampling
+    allocation: Allocation
+    async_mode: AsyncMode
+    length_control: LengthControl
+    truncated: Truncated
+    filter: Filter
+    advantage: Advantage
+    normalization: Normalization
+    precision: Precision
+    correction: Correction
+    loss: Loss
+    aggregation: Aggregation
+    own: Mapping[str, DesignChoice] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, choices: Iterable[DesignChoice]) -> Choices:
+        """A complete row.
+
+        Raises:
+            ConfigurationError: an axis without a choice, one with two, an unknown one, or choices that contradict
+                each other; what and which, in one line.
+        """
+        found = by_axis(choices)
+        missing = [axis for axis in AXES if axis not in found]
+        if missing:
+            raise ConfigurationError(f"axes: nothing chosen for {', '.join(missing)}; a recipe names every axis")
+        for choice in found.values():
+            problem = choice.conflict(found)
+            if problem:
+                raise ConfigurationError(problem)
+        own = {axis: found[axis] for axis in sorted(found.keys() - set(AXES))}
+        named: dict[str, Any] = {axis: found[axis] for axis in AXES}
+        return cls(**named, own=own)
+
+    def __iter__(self) -> Iterator[DesignChoice]:
+        """Every choice, in the order of the data path, then the user's own axes by name."""
+        yield from (getattr(self, axis) for axis in AXES)
+        yield from self.own.values()
+
+    def items(self) -> list[tuple[str, DesignChoice]]:
+        """Axis and choice, as iterated."""
+        return [(choice.axis, choice) for choice in self]
+
+    def on(self, axis: str) -> DesignChoice | None:
+        """The choice on an axis; on one of the user's own that the row leaves open, None."""
+        choice: DesignChoice | None = getattr(self, axis) if axis in AXES else self.own.get(axis)
+        return choice
+
+    def having(self, choice: DesignChoice) -> Choices:
+        """The same row with another choice on its axis."""
+        if choice.axis in AXES:
+            changed: dict[str, Any] = {choice.axis: choice}
+            return replace(self, **changed)
+        return replace(self, own={**self.own, choice.axis: choice})
+
+
+# Every axis of the project, in the order of the data path.
+AXES = tuple(each.name for each in fields(Choices) if each.name != "own")
+
+
+def by_axis(choices: Iterable[DesignChoice]) -> dict[str, DesignChoice]:
+    """Choices by axis.
+
+    Raises:
+        ConfigurationError: an unknown axis, or two choices on one axis (both are named).
+    """
+    found: dict[str, DesignChoice] = {}
+    for choice in choices:
+        axis = getattr(choice, "axis", None)
+        if axis not in AXES and (choice.neutral is None or not isinstance(axis, str)):
+            raise ConfigurationError(
+                f"axis: {axis!r} of {type(choice).__name__} is unknown; valid: {', '.join(AXES)}; an axis of your own "
+                "declares its neutral choice (DesignChoice.neutral)"
+            )
+        if axis in found:
+            raise ConfigurationError(
+                f"{axis}: two choices on one axis, {type(found[axis]).__name__} and {type(choice).__name__}; keep one"
+            )
+        found[axis] = choice
+    return found
