@@ -13,12 +13,15 @@ import os
 import subprocess
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from sweeps.launch.study import LEASE_NAME
+from sweeps.run.lease import alive
 from tests.place import STEPS, Deterministic, Place
 from tests.slurm.cluster import Lab, Sweep, by_run, eventually
 
@@ -231,8 +234,14 @@ def test_the_controller_is_killed_and_a_later_shell_takes_over(light: OneMember)
         process.kill()
         process.wait()
     assert light.status()["counts"] == {"running": 1}
-    light.gate.touch()
-    done = light.scalerl("collect", str(light.directory), "--wait")
+    with ThreadPoolExecutor(1) as shell:
+        collecting = shell.submit(light.scalerl, "collect", str(light.directory), "--wait")
+        # The job has to be under way still when somebody else looks for it.
+        mine = (None, process.pid)
+        eventually(lambda: (alive(light.directory, LEASE_NAME) or {}).get("pid") not in mine, "another controller")
+        time.sleep(2)
+        light.gate.touch()
+        done = collecting.result()
     assert done.returncode == 0, done.stderr
     assert "1 finished" in done.stdout
     light.check()
