@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 # What `make test` leaves out: ALL=1 runs everything, and a missing component is then a failure.
 MARKERS := $(if $(ALL),,-m "not slow and not browser and not peers and not slurm")
-TEST_ARGS ?= -n 2 --dist loadfile
+# Tests go one by one to whichever worker is free; those of a group (xdist_group) share a fixture, and stay together.
+TEST_ARGS ?= -n 2 --dist loadgroup
 
 .PHONY: demo test
 .DELETE_ON_ERROR:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,8 +12,14 @@ import pytest
 import torch
 
 from lightning_scalerl.task.arithmetic_base import new_model, tokenizer
+from tests.place import PATIENCE_S, Deterministic, Place, deterministic, made_once
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes minutes comes first: at the end it would keep one worker busy while the others have nothing left."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +36,57 @@ def tiny_model(tiny_model_path: str) -> Any:
     from lightning_scalerl.model.load import load_model
 
     return load_model(tiny_model_path)
+
+
+@pytest.fixture(scope="session")
+def shared_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of all workers together."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def studies(shared_tmp: Path) -> Place:
+    """Where real studies run; they share the model, and the journals that they are compared with."""
+    root = shared_tmp / "studies"
+    made_once(root, lambda: _found(root))
+    return Place(root)
+
+
+@pytest.fixture(scope="session")
+def light_studies(shared_tmp: Path) -> Place:
+    """Where studies run whose members do not train."""
+    root = shared_tmp / "light"
+    made_once(root, lambda: _found(root))
+    return Place(root, light=True)
+
+
+def _found(root: Path) -> None:
+    """Make a place that no other worker sees half made."""
+    root.mkdir()
+    Place(root)
+
+
+def _undisturbed(place: Place) -> dict[str, Deterministic]:
+    """The journals, by run identity, of two variants that nobody killed, both at a time on this machine."""
+    output = place.root / "undisturbed"
+
+    def make() -> None:
+        study = place.study(output.name, "variant=none,loss_dapo", "seed=0", "launch.max_parallel=2")
+        with place.command(study) as process:
+            assert process.wait(PATIENCE_S) == 0, place.said()
+
+    made_once(output, make)
+    return deterministic(output)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(studies: Place) -> dict[str, Deterministic]:
+    """What the two members of a study learn, by run identity."""
+    return _undisturbed(studies)
+
+
+@pytest.fixture(scope="session")
+def light_undisturbed(light_studies: Place) -> dict[str, Deterministic]:
+    """The same of members that do not train."""
+    return _undisturbed(light_studies)

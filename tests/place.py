@@ -17,7 +17,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock
+
 from sweeps.run.journal import JOURNAL_FILE, JournalView, find_runs, read_journal
+from tests import light
 
 # From where this module has its name, here and in the processes that look up the verifier.
 IMPORT_ROOT = Path(__file__).parents[__name__.count(".")]
@@ -32,22 +35,50 @@ PATIENCE_S = 240.0
 Deterministic = list[tuple[str, int, dict[str, float]]]
 
 
+# A run behind a gate comes so far: into its third step.
+BEFORE_THE_GATE = 24
+
+_calls = 0
+
+
 def odd_digits(completion: str, answer: str) -> float:
-    """The task's verifier: random text already varies in it. `VERIFIER_S` gives the tests time to aim."""
+    """The task's verifier: random text already varies in it.
+
+    `VERIFIER_S` gives the tests time to aim. Where no time is long enough on a busy machine and all shorter ones are
+    too long, `VERIFIER_GATE` names a file without which the run does not go on.
+    """
+    global _calls
+    _calls += 1
     time.sleep(float(os.environ.get("VERIFIER_S", "0")))
+    if gate := os.environ.get("VERIFIER_GATE"):
+        while _calls > BEFORE_THE_GATE and not Path(gate).exists():
+            time.sleep(0.02)
     return sum(character in "13579" for character in completion) / 6
 
 
 @dataclass
 class Place:
-    """A directory with the task's files and the model's cache, where commands are run."""
+    """A directory with the task's files and the model's cache, where commands are run.
+
+    Args:
+        root: the directory; several places may share it, for the files are always the same.
+        light: whether members of its studies train or only do as if (`tests.light`).
+    """
 
     root: Path
+    light: bool = False
 
     def __post_init__(self) -> None:
         for name, count, first in (("train", 12, 10), ("heldout", 6, 50)):
             prompts = [{"prompt": f"{first + i:>4}+{7 * i:>4}=", "answer": ""} for i in range(count)]
-            (self.root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+            path = self.root / f"{name}.jsonl"
+            if not path.exists():  # a run may be reading it
+                path.write_text("\n".join(map(json.dumps, prompts)))
+
+    def study(self, output: str, *more: str, cluster: str = "local") -> list[str]:
+        """Arguments of Python that launch a study."""
+        own = light.overrides(cluster) if self.light else []
+        return ["-m", "lightning_scalerl.train", "--multirun", *self.overrides(output, *more), *own]
 
     def overrides(self, output: str, *more: str) -> list[str]:
         return [
@@ -79,11 +110,11 @@ class Place:
         }
 
     @contextmanager
-    def command(self, overrides: Sequence[str], verifier_s: float = 0.0) -> Iterator[subprocess.Popen[bytes]]:
-        """`python -m lightning_scalerl.train OVERRIDES...`, in a process group of its own; none of it outlives us."""
-        with (self.root / "said.txt").open("ab") as said:
+    def command(self, arguments: Sequence[str], verifier_s: float = 0.0) -> Iterator[subprocess.Popen[bytes]]:
+        """`python ARGUMENTS...`, in a process group of its own; none of it outlives us."""
+        with self._said.open("ab") as said:
             process = subprocess.Popen(
-                [sys.executable, "-m", "lightning_scalerl.train", *overrides],
+                [sys.executable, *arguments],
                 cwd=self.root,
                 env=self.environment(verifier_s),
                 stdout=said,
@@ -95,8 +126,13 @@ class Place:
         finally:
             kill_group(process)
 
+    @property
+    def _said(self) -> Path:
+        # Of this worker: another one may be at work in the same place.
+        return self.root / f"said.{os.getpid()}.txt"
+
     def said(self) -> str:
-        return (self.root / "said.txt").read_text(errors="replace")
+        return self._said.read_text(errors="replace")
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -134,3 +170,12 @@ def views(output: Path) -> dict[str, JournalView]:
 
 def deterministic(output: Path) -> dict[str, Deterministic]:
     return {run: view.deterministic() for run, view in views(output).items()}
+
+
+def made_once(folder: Path, make: Callable[[], None]) -> None:
+    """Whichever worker comes first makes it; the others wait, and find it made."""
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        made = folder.with_name(f"{folder.name}.made")
+        if not made.exists():
+            make()
+            made.touch()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -13,7 +15,7 @@ from omegaconf import OmegaConf
 from lightning_scalerl import RolloutDataModule
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import AXES
-from lightning_scalerl.composition import compose, conf_dir, load_recipe
+from lightning_scalerl.composition import build_recipe, compose, conf_dir, load_recipe
 from lightning_scalerl.member.identify import plan_members
 from sweeps.run.spec import science
 
@@ -27,7 +29,7 @@ QUICK = ["model.batches=1", "model.width=32", "model.layers=1"]
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def model_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
@@ -48,24 +50,34 @@ def is_own_choice(recipe: str, variant: str) -> bool:
     return any(f"  - override /{axis}: {variant.removeprefix(axis + '_')}" in lines for axis in AXES)
 
 
+@cache
+def resolved(recipe: str) -> dict[str, Any]:
+    """A recipe's configuration in plain values; what it resolves to does not depend on who asks."""
+    return dict(OmegaConf.to_container(compose([f"recipe={recipe}"]), resolve=True))  # type: ignore[arg-type]
+
+
+@cache
+def meanings(recipe: str) -> dict[str, dict[str, Any]]:
+    """What each of a recipe's choices means, by axis."""
+    choices = load_recipe(recipe).choices
+    return {axis: choices.on(axis).semantics() for axis in AXES}
+
+
 PAIRS = [(recipe, variant) for recipe in RECIPES for variant in VARIANTS if not is_own_choice(recipe, variant)]
 
 
 @pytest.mark.parametrize(("recipe", "variant"), PAIRS)
 def test_a_variant_changes_one_choice_and_says_which(recipe: str, variant: str) -> None:
     """Invariant 9."""
-    base = OmegaConf.to_container(compose([f"recipe={recipe}"]), resolve=True)
     config = compose([f"recipe={recipe}", f"variant={variant}"])
     changed = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(base, dict) and isinstance(changed, dict)
-    one, two = science(base), science(changed)  # type: ignore[arg-type]
+    assert isinstance(changed, dict)
+    one, two = science(resolved(recipe)), science(changed)  # type: ignore[arg-type]
     different = [key for key in one if one[key] != two[key]]
     axis, choice = config.label.split("=")
     assert different == [axis]
     assert variant == f"{axis}_{choice}"
-    assert load_recipe(recipe, [f"variant={variant}"]).choices.on(axis).semantics() != (
-        load_recipe(recipe).choices.on(axis).semantics()
-    )
+    assert build_recipe(config, recipe).choices.on(axis).semantics() != meanings(recipe)[axis]
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -17,10 +17,14 @@ from tests.paths import ROOT
 @pytest.mark.slow
 def test_the_demo_leaves_what_it_promises(tmp_path: Path) -> None:
     small = [
-        "model.batches=60",
+        "model.batches=30",
+        "model.width=32",
+        "model.layers=1",
         "budget.steps=48",
         "batch.prompts=4",
+        "batch.completions=4",
         "evaluation.samples=1",
+        "evaluation.prompts=40",
         "evaluation.every_n_steps=6",
     ]
     command = [sys.executable, str(ROOT / "examples" / "demo.py"), *small, "variant=none,loss_dapo", "seed=0,1"]

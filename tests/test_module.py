@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -306,21 +308,34 @@ RESUMED = {
 }
 
 
+def run_in_mode(model_path: str, run_dir: Path, mode: str, steps: int, resume: bool = False) -> ScaleRL:
+    recipe, choice = RESUMED[mode]
+    options: dict[str, Any] = {"checkpoint_every": 1, "recipe": recipe, "resume": resume}
+    return fit(model_path, run_dir, steps, callbacks=[choice], **options)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, ScaleRL]]:
+    """Six steps in a mode without a stop, made once for all that are compared with it."""
+
+    @cache
+    def made(mode: str) -> tuple[Path, ScaleRL]:
+        run_dir = tmp_path_factory.mktemp("whole") / mode
+        return run_dir, run_in_mode(tiny_model_path, run_dir, mode, 6)
+
+    return made
+
+
 @pytest.mark.parametrize("mode", RESUMED)
 @pytest.mark.parametrize("stop", [1, 2, 3, 5])
-def test_resume_is_exact(tiny_model_path: str, tmp_path: Path, mode: str, stop: int) -> None:
+def test_resume_is_exact(
+    tiny_model_path: str, tmp_path: Path, whole_run: Callable[[str], tuple[Path, ScaleRL]], mode: str, stop: int
+) -> None:
     """Invariant 5: stop after any step, go on in a new module, get the same journal and weights, bit for bit."""
-    recipe, choice = RESUMED[mode]
-
-    def run(name: str, steps: int, **options: Any) -> ScaleRL:
-        return fit(
-            tiny_model_path, tmp_path / name, steps, callbacks=[choice], checkpoint_every=1, recipe=recipe, **options
-        )
-
-    whole = run("whole", 6)
-    run("parts", stop)
-    parts = run("parts", 6, resume=True)
-    one, two = read_journal(tmp_path / "whole"), read_journal(tmp_path / "parts")
+    whole_dir, whole = whole_run(mode)
+    run_in_mode(tiny_model_path, tmp_path / "parts", mode, stop)
+    parts = run_in_mode(tiny_model_path, tmp_path / "parts", mode, 6, resume=True)
+    one, two = read_journal(whole_dir), read_journal(tmp_path / "parts")
     steps = {0, 2, 4, 6}  # the last step of the first part was evaluated too
     assert [r for r in one.deterministic() if r[0] == "train"] == [r for r in two.deterministic() if r[0] == "train"]
     assert without_cost(one, steps) == without_cost(two, steps)

@@ -26,7 +26,7 @@ from tests.place import PATIENCE_S, STEPS, Deterministic, Place, deterministic, 
 
 def study(place: Place, output: str) -> list[str]:
     """Two variants, both at a time."""
-    return ["--multirun", *place.overrides(output, "variant=none,loss_dapo", "seed=0", "launch.max_parallel=2")]
+    return place.study(output, "variant=none,loss_dapo", "seed=0", "launch.max_parallel=2")
 
 
 def kill_controller(process: subprocess.Popen[bytes]) -> None:
@@ -72,7 +72,7 @@ def run_here(overrides: Sequence[str]) -> Path:
 
 def test_a_single_run_that_was_killed_continues_bit_for_bit(place: Place) -> None:
     overrides = place.overrides("killed", "seed=3")
-    with place.command(overrides, verifier_s=0.01) as process:
+    with place.command(["-m", "lightning_scalerl.train", *overrides], verifier_s=0.01) as process:
         undisturbed = run_here(place.overrides("undisturbed", "seed=3"))
         run_dir = place.root / "killed" / "runs" / undisturbed.name
         assert wait_until(lambda: lines(run_dir) >= 11, process), place.said()
@@ -106,24 +106,21 @@ def test_a_run_that_was_killed_between_its_last_checkpoint_and_its_last_line_is_
 # --- studies -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def studies(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """Where all studies of this module run; they share the model."""
-    return Place(tmp_path_factory.mktemp("studies"))
+# Members of most of them do not train (`tests.light`): what is killed and found again here is a study.
 
 
-@pytest.fixture(scope="module")
-def undisturbed(studies: Place) -> dict[str, Deterministic]:
-    """The journals of a study that nobody killed."""
-    with studies.command(study(studies, "undisturbed")) as process:
-        assert process.wait(PATIENCE_S) == 0, studies.said()
-    found = deterministic(studies.root / "undisturbed")
-    one, two = found.values()
+def check_trained(journals: dict[str, Deterministic]) -> None:
+    """Nobody was killed, each was trained, and they did not learn the same."""
+    one, two = journals.values()
     for journal in (one, two):
         assert len(journal) == 5 + STEPS
         assert sum(metrics["train/gradient_norm"] > 0 for kind, _, metrics in journal if kind == "train") > STEPS / 2
     assert one != two
-    return found
+
+
+@pytest.mark.slow
+def test_two_undisturbed_members_of_a_light_study_differ(light_undisturbed: dict[str, Deterministic]) -> None:
+    check_trained(light_undisturbed)
 
 
 def check_study(output: Path, expected: dict[str, Deterministic]) -> None:
@@ -138,19 +135,21 @@ def check_study(output: Path, expected: dict[str, Deterministic]) -> None:
         assert kinds(run_dir)["run"] == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kill", [kill_controller, kill_group])
-def test_a_study_that_is_killed_again_and_again_ends_as_if_it_never_was(
-    studies: Place, undisturbed: dict[str, Deterministic], kill: Callable[[subprocess.Popen[bytes]], None]
+def check_killed_and_continued(
+    place: Place,
+    output: Path,
+    expected: dict[str, Deterministic],
+    kill: Callable[[subprocess.Popen[bytes]], None],
+    kills: Sequence[int],
+    verifier_s: float = 0.01,
 ) -> None:
-    output = studies.root / kill.__name__
-    overrides = study(studies, kill.__name__)
-    run_dirs = [output / "runs" / run for run in undisturbed]
-    # Before the first checkpoint; past one; as soon as the journals go on; late, so that one may be done already.
-    for more in (4, 15, 1, 17):
+    """Each kill comes once the journals have so many lines more than when the command was given; then it is let be."""
+    overrides = study(place, output.name)
+    run_dirs = [output / "runs" / run for run in expected]
+    for more in kills:
         begin = lines(*run_dirs)
-        with studies.command(overrides, verifier_s=0.01) as process:
-            assert wait_until(lambda: lines(*run_dirs) >= begin + more, process), studies.said()  # noqa: B023
+        with place.command(overrides, verifier_s) as process:
+            assert wait_until(lambda: lines(*run_dirs) >= begin + more, process), place.said()  # noqa: B023
             members = member_pids(output)
             assert members
             kill(process)
@@ -160,34 +159,62 @@ def test_a_study_that_is_killed_again_and_again_ends_as_if_it_never_was(
                 time.sleep(0.01)
             assert member_pids(output) == {}
         assert not all(is_done(run_dir, STEPS) for run_dir in run_dirs)
-    with studies.command(overrides) as process:
-        assert process.wait(PATIENCE_S) == 0, studies.said()
-    check_study(output, undisturbed)
-    assert all(kinds(run_dir)["resume"] >= 2 for run_dir in run_dirs)
-    assert max(state.attempts for state in Ledger(output).fold().values()) == 5
+    with place.command(overrides) as process:
+        assert process.wait(PATIENCE_S) == 0, place.said()
+    check_study(output, expected)
+    assert max(state.attempts for state in Ledger(output).fold().values()) == len(kills) + 1
 
 
 @pytest.mark.slow
-def test_the_same_command_again_changes_nothing(studies: Place, undisturbed: dict[str, Deterministic]) -> None:
-    output = studies.root / "undisturbed"
-    check_study(output, undisturbed)
+@pytest.mark.parametrize("kill", [kill_controller, kill_group])
+def test_a_study_that_is_killed_again_and_again_ends_as_if_it_never_was(
+    light_studies: Place,
+    light_undisturbed: dict[str, Deterministic],
+    kill: Callable[[subprocess.Popen[bytes]], None],
+) -> None:
+    output = light_studies.root / kill.__name__
+    # Before the first checkpoint; past one; as soon as the journals go on; late, so that one may be done already.
+    kills = (4, 15, 1, 17)
+    # Slower than they need be, or a member would be done before it is killed.
+    check_killed_and_continued(light_studies, output, light_undisturbed, kill, kills, verifier_s=0.02)
+    assert all(kinds(output / "runs" / run)["resume"] >= 2 for run in light_undisturbed)
+
+
+@pytest.mark.slow
+def test_a_study_that_trains_is_killed_and_ends_as_if_it_never_was(
+    studies: Place, undisturbed: dict[str, Deterministic]
+) -> None:
+    check_trained(undisturbed)
+    output = studies.root / "killed"
+    # Past a checkpoint, its members with it; they have to notice by themselves.
+    check_killed_and_continued(studies, output, undisturbed, kill_controller, (15,))
+    assert any(kinds(output / "runs" / run)["resume"] for run in undisturbed)
+
+
+@pytest.mark.slow
+def test_the_same_command_again_changes_nothing(
+    light_studies: Place, light_undisturbed: dict[str, Deterministic]
+) -> None:
+    output = light_studies.root / "undisturbed"
+    check_study(output, light_undisturbed)
     before = {path: path.read_bytes() for path in (*output.glob("runs/*/*.jsonl"), output / "ledger.jsonl")}
     assert len(before) == 3
-    with studies.command(study(studies, "undisturbed")) as process:
-        assert process.wait(PATIENCE_S) == 0, studies.said()
+    with light_studies.command(study(light_studies, "undisturbed")) as process:
+        assert process.wait(PATIENCE_S) == 0, light_studies.said()
     assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.slow
 def test_a_member_that_is_killed_fails_alone_and_is_continued_by_the_same_command(
-    studies: Place, undisturbed: dict[str, Deterministic]
+    light_studies: Place, light_undisturbed: dict[str, Deterministic]
 ) -> None:
+    studies, undisturbed = light_studies, light_undisturbed
     output = studies.root / "member"
     overrides = study(studies, "member")
     victim, other = undisturbed
     victim_dir, other_dir = (output / "runs" / run for run in (victim, other))
     already_said = len(studies.said())
-    with studies.command(overrides, verifier_s=0.01) as process:
+    with studies.command(overrides, verifier_s=0.02) as process:
         assert wait_until(lambda: lines(victim_dir) >= 9, process), studies.said()
         os.kill(member_pids(output)[victim], signal.SIGKILL)
         assert process.wait(PATIENCE_S) == 1

@@ -19,7 +19,7 @@ from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.run.journal import JournalView, read_journal
 from sweeps.run.spec import RunSpec
 from tests.paths import ROOT
-from tests.place import Place
+from tests.place import Deterministic, Place
 
 PATIENCE_S = 240.0
 
@@ -91,10 +91,9 @@ class Sweep:
         return self.place.root / self.name
 
     def command(self, *more: str) -> list[str]:
-        """`python -m lightning_scalerl.train --multirun ... cluster=slurm`."""
+        """`python -m lightning_scalerl.train --multirun ... cluster=slurm`, or a light study's."""
         return [
-            *(sys.executable, "-m", "lightning_scalerl.train", "--multirun"),
-            *self.place.overrides(self.name, *self.overrides),
+            *(sys.executable, *self.place.study(self.name, *self.overrides, cluster="slurm")),
             *("cluster=slurm", "hydra.launcher.gpus_per_node=2", "hydra.launcher.mem_gb=2"),
             *("hydra.launcher.poll_s=1", "hydra.launcher.lost_after_s=10"),
             *more,
@@ -109,7 +108,7 @@ class Sweep:
         self, *more: str, verifier_s: float = 0.0, extra: dict[str, str] | None = None
     ) -> Iterator[subprocess.Popen[str]]:
         """The command, running; ended by pid if the test leaves first (its jobs go on)."""
-        with (self.place.root / "said.txt").open("a") as said:
+        with self.log.open("a") as said:
             process = subprocess.Popen(
                 self.command(*more),
                 cwd=self.place.root,
@@ -149,9 +148,13 @@ class Sweep:
 
     # --- what there is -----------------------------------------------------------------------------------
 
+    @property
+    def log(self) -> Path:
+        """What this study's controllers print, and no other's: a test that looks for a line must find its own."""
+        return self.place.root / f"{self.name.replace('/', ' ')}.said.txt"
+
     def said(self) -> str:
-        path = self.place.root / "said.txt"
-        return path.read_text() if path.exists() else ""
+        return self.log.read_text() if self.log.exists() else ""
 
     def states(self) -> list[MemberState]:
         return list(Ledger(self.directory).fold().values())
@@ -211,11 +214,11 @@ class Sweep:
         os.kill(pid, signal.SIGKILL)
 
 
-def baseline(place: Place, *overrides: str) -> list[list[tuple[str, int, dict[str, float]]]]:
+def baseline(place: Place, *overrides: str) -> dict[str, Deterministic]:
     """The journals of the same study run on this machine, by run identity."""
     output = "baseline"
     subprocess.run(
-        [sys.executable, "-m", "lightning_scalerl.train", "--multirun", *place.overrides(output, *overrides)],
+        [sys.executable, *place.study(output, *overrides)],
         cwd=place.root,
         env=place.environment(),
         check=True,
@@ -225,7 +228,7 @@ def baseline(place: Place, *overrides: str) -> list[list[tuple[str, int, dict[st
     return by_run(place.root / output)
 
 
-def by_run(study: Path) -> Any:
+def by_run(study: Path) -> dict[str, Deterministic]:
     """Journals as read, without the wall clock, by run identity."""
     return {path.name: read_journal(path).deterministic() for path in sorted((study / "runs").iterdir())}
 

@@ -18,7 +18,11 @@ from tests.paths import ROOT
 SCRIPT = ROOT / "slurm/lab/lab.py"
 PORT = "27300"
 
-pytestmark = [pytest.mark.slurm, pytest.mark.skipif(os.geteuid() != 0, reason="a SLURM cluster needs root")]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.xdist_group("lab"),  # one cluster, which the last test takes down
+    pytest.mark.skipif(os.geteuid() != 0, reason="a SLURM cluster needs root"),
+]
 
 
 class Cluster:

@@ -21,12 +21,13 @@ from sweeps.launch.ledger import Ledger
 from tests.place import STEPS, Place
 from tests.slurm.cluster import Lab, Sweep, baseline, by_run, eventually
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+    """Members that do not train: what is tested is what happens to a study."""
+    return Place(tmp_path, light=True)
 
 
 def outcomes(sweep: Sweep) -> Counter[tuple[str, str | None]]:
@@ -46,10 +47,10 @@ class AnyMode(Place):
 
 def test_a_leave_one_out_is_the_local_one_bit_for_bit(tmp_path: Path, whole: Lab) -> None:
     """Eighteen members, twenty steps, two GPUs asked for each."""
-    place = AnyMode(tmp_path)
+    place = AnyMode(tmp_path, light=True)
     study = ("experiment=leave_one_out", "seed=0,1", "budget.steps=20", "evaluation.every_n_steps=5")
     sweep = Sweep(place, whole, study)
-    with sweep.launched("hydra.launcher.array_size=7") as process:
+    with sweep.launched("hydra.launcher.array_size=7", verifier_s=0.02) as process:
         asked = ""
         while process.poll() is None:
             asked = asked or sweep.lab.sh("squeue", "-h", "-t", "R", "-O", "tres-alloc:100")
@@ -90,9 +91,10 @@ def test_the_controller_is_killed_after_each_line_of_the_ledger(place: Place, wh
     sweep = Sweep(place, whole, study)
     deaths = 0
     while True:
-        command = [sys.executable, "-c", KILLED_AFTER_A_LINE, *sweep.command()[3:]]
+        launch = sweep.command()
+        command = [sys.executable, "-c", KILLED_AFTER_A_LINE, *launch[launch.index("--multirun") :]]
         done = subprocess.run(
-            command, cwd=place.root, env=sweep.environment(0.05), capture_output=True, text=True, timeout=200
+            command, cwd=place.root, env=sweep.environment(0.1), capture_output=True, text=True, timeout=200
         )
         if done.returncode == 0:
             break
@@ -159,7 +161,7 @@ def test_names_that_look_like_commands_do_nothing(place: Place, whole: Lab) -> N
     name = 'it\'s "my" $(touch pwned) `touch pwned`; touch pwned & \u00e9tude'
     sweep = Sweep(place, whole, ("variant=none", "seed=0", "budget.steps=2"), name=name)
     quoted = str(sweep.directory).replace("\\", "\\\\").replace("'", "\\'")
-    with (place.root / "said.txt").open("a") as said:
+    with sweep.log.open("a") as said:
         command = [word for word in sweep.command() if not word.startswith("output_dir=")]
         done = subprocess.run(
             [*command, f"output_dir='{quoted}'"],
@@ -227,7 +229,7 @@ def test_the_tracking_server_is_away_for_a_while(place: Place, whole: Lab, serve
     verifiers = "tests.place:odd_digits,tests.slurm.entries:explode"
     sweep = Sweep(place, whole, ("variant=none", "seed=0", f"task.verifier={verifiers}", f"mlflow.uri={server.uri}"))
     secret = {"SERVICE_PASSWORD": "correct horse", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
-    with sweep.launched(verifier_s=0.1, extra=secret) as process:
+    with sweep.launched(verifier_s=0.2, extra=secret) as process:
         eventually(lambda: list(sweep.directory.glob("runs/*/checkpoints/*.ckpt")), f"a checkpoint; {sweep.said()}")
         server.kill()
         time.sleep(8)

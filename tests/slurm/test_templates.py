@@ -22,10 +22,10 @@ import pytest
 from sweeps.run.journal import JournalView, read_journal
 from sweeps.run.progress import is_done
 from tests.distributed.test_ranks import OF_ROLLOUTS
-from tests.place import STEPS, Place
-from tests.slurm.cluster import PATIENCE_S, ROOT, Lab, Sweep, baseline, by_run, eventually
+from tests.place import STEPS, Deterministic, Place
+from tests.slurm.cluster import PATIENCE_S, ROOT, Lab, Sweep, by_run, eventually
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 
 ONE = ("variant=none", "seed=0")
 TEMPLATES = ("one_gpu", "one_node", "many_nodes", "container")
@@ -71,19 +71,19 @@ def preempt(lab: Lab) -> None:
     lab.sh("sbatch", "-p", "high", "-N4", "--exclusive", "--wrap", "sleep 1", "-o", "/dev/null")
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """Task files and a model cache, shared by all studies here."""
-    return Place(tmp_path_factory.mktemp("place"))
+@pytest.fixture(scope="session")
+def place(studies: Place) -> Place:
+    """Task files and a model cache, shared by all real studies."""
+    return studies
 
 
-@pytest.fixture(scope="module")
-def truth(place: Place) -> Any:
+@pytest.fixture(scope="session")
+def truth(undisturbed_recipe: dict[str, Deterministic]) -> dict[str, Deterministic]:
     """The journal of an undisturbed run on this machine, by run identity."""
-    return baseline(place, *ONE)
+    return undisturbed_recipe
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def truth_of_two(place: Place, truth: Any) -> JournalView:
     """The journal of an undisturbed run with two ranks on this machine."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_scalerl.train"]
@@ -142,7 +142,7 @@ def test_one_node(sweep: FromTemplate, truth: Any, truth_of_two: JournalView) ->
     assert sweep.finished() and journal.header["ranks"] == 2
     assert journal.deterministic() == truth_of_two.deterministic()
     (run,) = truth
-    check_begins_alike(read_journal(sweep.place.root / "baseline" / "runs" / run), journal)
+    check_begins_alike(read_journal(sweep.place.root / "undisturbed" / "runs" / run), journal)
     assert (sweep.run_dir() / "log.rank1.txt").exists()
     assert len(sweep.attempts()) == 1
 

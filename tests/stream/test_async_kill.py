@@ -1,14 +1,18 @@
 """SIGKILL after every single scheduler event of a run, and resume: the journal of an undisturbed run, bit for bit.
 
-Children are forked from this process, which has imported everything and loaded the model already.
+Nothing but its files outlives a process that is killed. So the undisturbed run notes after every event, byte for byte,
+what it would leave; of events after which it would leave the same, one is killed in earnest and resumed, once it is
+shown that the kill did leave this. Children are forked from this process, which has imported everything and loaded
+the model already.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +45,29 @@ MODES: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-class OnEvent(Callback):
-    """Counts the stream's events, and kills this very process after number `kill_after`."""
+Left = dict[str, bytes]
 
-    def __init__(self, kill_after: int | None = None) -> None:
+
+def left_in(run_dir: Path) -> Left:
+    """Every file below a run's directory, by name: all of the run that a kill leaves."""
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
+class OnEvent(Callback):
+    """Notes the stream's events and what a kill would leave after each; after number `kill_after` it is one."""
+
+    def __init__(self, run_dir: Path, kill_after: int | None = None) -> None:
+        self.run_dir = run_dir
         self.kill_after = kill_after
         self.seen: list[str] = []
+        self.left: list[Left] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.stream.listeners.append(self.on_event)
 
     def on_event(self, event: Event) -> None:
         self.seen.append(event.kind)
+        self.left.append(left_in(self.run_dir))
         if len(self.seen) == self.kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -86,10 +101,10 @@ def in_child(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def undisturbed(model_path: str, run_dir: Path, mode: str) -> tuple[JournalView, list[str]]:
-    watch = OnEvent()
+def undisturbed(model_path: str, run_dir: Path, mode: str) -> tuple[JournalView, OnEvent]:
+    watch = OnEvent(run_dir)
     run(model_path, run_dir, mode, watch)
-    return read_journal(run_dir), watch.seen
+    return read_journal(run_dir), watch
 
 
 @pytest.fixture(autouse=True)
@@ -101,30 +116,49 @@ def one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
-def check(model_path: str, tmp_path: Path, mode: str, kill_points: list[int], whole: JournalView) -> None:
+def check(model_path: str, tmp_path: Path, mode: str, kill_points: Sequence[int], undisturbed: OnEvent) -> None:
+    whole = read_journal(undisturbed.run_dir)
     for event in kill_points:
         run_dir = tmp_path / f"killed_after_{event}"
-        killed = in_child(lambda: run(model_path, run_dir, mode, OnEvent(event)))  # noqa: B023
+        killed = in_child(lambda: run(model_path, run_dir, mode, OnEvent(run_dir, event)))  # noqa: B023
         assert killed == -signal.SIGKILL
-        assert in_child(lambda: run(model_path, run_dir, mode, OnEvent(), resume=True)) == 0  # noqa: B023
+        assert without_clock(left_in(run_dir)) == without_clock(undisturbed.left[event - 1]), f"after event {event}"
+        assert in_child(lambda: run(model_path, run_dir, mode, OnEvent(run_dir), resume=True)) == 0  # noqa: B023
         view = read_journal(run_dir)
         assert view.status == "finished"
         assert view.deterministic() == whole.deterministic(), f"after event {event}"
+
+
+def without_clock(left: Left) -> tuple[list[str], list[tuple[str, int | None, Any]]]:
+    """What two runs of one identity leave alike: their files, and the journal line by line."""
+    lines = [json.loads(line) for line in left["metrics.jsonl"].splitlines()]
+    clock = ("compute/device_hours", "compute/wasted_", "time/")
+    metrics = [{k: v for k, v in line.get("metrics", {}).items() if not k.startswith(clock)} for line in lines]
+    return sorted(left), [(line["kind"], line.get("step"), m) for line, m in zip(lines, metrics, strict=True)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_killed_after_every_event(mode: str, tiny_model_path: str, tmp_path: Path) -> None:
     """Invariant 5, with everything that can be in flight in flight."""
-    whole, events = undisturbed(tiny_model_path, tmp_path / "whole", mode)
+    whole, watch = undisturbed(tiny_model_path, tmp_path / "whole", mode)
+    events = watch.seen
     assert len(events) <= MAX_EVENTS
     assert {"admit", "decode", "finish", "batch", "trained", "publish"} <= set(events)
     swapped = [record.metrics["train/staleness_in_flight_max"] for record in whole.of_kind("train")]
     assert (max(swapped) > 0) == mode.startswith("pipeline")
-    check(tiny_model_path, tmp_path, mode, list(range(1, len(events) + 1)), whole)
+    # The last of all events after which a kill leaves the same bytes stands for them.
+    alike = {left_alike(left): event for event, left in enumerate(watch.left, start=1)}
+    assert len(watch.left) == len(events) and len(alike) == STEPS, "it stops before each step, everything in flight"
+    check(tiny_model_path, tmp_path, mode, sorted(alike.values()), watch)
+
+
+def left_alike(left: Left) -> tuple[tuple[str, bytes], ...]:
+    """The same for two events if, and only if, a kill leaves the same bytes after both."""
+    return tuple(sorted(left.items()))
 
 
 def test_killed_with_a_pipeline_full(tiny_model_path: str, tmp_path: Path) -> None:
     """The fast version: one mode, a few events."""
-    whole, events = undisturbed(tiny_model_path, tmp_path / "whole", "pipeline_stale")
-    check(tiny_model_path, tmp_path, "pipeline_stale", list(range(3, len(events), 8)), whole)
+    _, watch = undisturbed(tiny_model_path, tmp_path / "whole", "pipeline_stale")
+    check(tiny_model_path, tmp_path, "pipeline_stale", range(3, len(watch.seen), 8), watch)

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from sweeps.tracking import Tracker
+from tests.place import made_once
 
 
-@pytest.fixture(scope="module")
-def schema(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def schema(shared_tmp: Path) -> Path:
     """A database with its tables, made once: migrations take seconds."""
-    path = tmp_path_factory.mktemp("schema") / "mlflow.db"
-    Tracker(f"sqlite:///{path}", "unused").prepare()
+    path = shared_tmp / "schema.db"
+    made_once(path, lambda: Tracker(f"sqlite:///{path}", "unused").prepare())
     return path
