@@ -142,7 +142,7 @@ def build(config: Any, group: str) -> Any:
         raise ConfigurationError(f"{group}: nothing chosen; select one of the files in conf/{group}/")
     missing = sorted(OmegaConf.missing_keys(node)) if OmegaConf.is_config(node) else []
     if missing:
-        raise ConfigurationError(f"{group}.{missing[0]}: needs a value; give {group}.{missing[0]}=...")
+        raise ConfigurationError(f"{missing[0]}: needs a value; give {missing[0]}=...")
     try:
         built = instantiate(node, _convert_="all")
     except InstantiationException as error:

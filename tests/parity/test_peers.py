@@ -18,8 +18,7 @@ from torch import Tensor
 
 from lightning_scalerl.axes.advantage import GroupAdvantage
 from lightning_scalerl.axes.aggregation import Aggregation, PromptAggregation, SampleAggregation, TokenAggregation
-from lightning_scalerl.axes.correction import Behaviour
-from lightning_scalerl.axes.filter import NoFilter, ZeroVariance
+from lightning_scalerl.axes.filter import ZeroVariance
 from lightning_scalerl.axes.loss import CISPO, DAPO, GSPO, Loss
 from lightning_scalerl.axes.normalization import (
     BatchNormalization,
@@ -27,10 +26,11 @@ from lightning_scalerl.axes.normalization import (
     Normalization,
     PromptNormalization,
 )
-from lightning_scalerl.axes.truncated import KeepTruncated
 from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollout import Group, Prompt, Rollout
 from lightning_scalerl.stream.credit import assemble
+from tests.helpers import row
 
 MAKER = Path(__file__).with_name("make_peer_arrays.py")
 STORED = json.loads(Path(__file__).with_name("peer_arrays.json").read_text())
@@ -38,20 +38,9 @@ INPUTS = STORED["inputs"]
 PEER_LOSSES = {case["name"]: case for case in STORED["losses"]}
 PEER_ADVANTAGES = {case["name"]: case for case in STORED["advantages"]}
 
-Choices = dict[str, Any]  # by axis
-
 
 def choices(loss: Loss, aggregation: Aggregation, **others: DesignChoice) -> Choices:
-    return {
-        "filter": NoFilter(),
-        "advantage": GroupAdvantage(),
-        "normalization": NoNormalization(),
-        "truncated": KeepTruncated(),
-        "correction": Behaviour(),
-        "loss": loss,
-        "aggregation": aggregation,
-        **others,
-    }
+    return row(loss, aggregation, *others.values())
 
 
 DAPO_26, DAPO_28, CISPO_5 = DAPO(0.2, 0.26), DAPO(0.2, 0.28), CISPO(5.0)
@@ -133,13 +122,13 @@ def ours(picked: Choices, with_forced: bool, micro_batch: int) -> tuple[Tensor, 
     logprobs = padded(INPUTS["trainer_logprobs"], fill=-1.0).requires_grad_(True)
     total = torch.zeros((), dtype=torch.float64)
     for part in batch.micro_batches(micro_batch):
-        per_token = picked["loss"].per_token(
+        per_token = picked.loss.per_token(
             logprobs[part.row, : part.loss_mask.shape[1]],
-            picked["correction"].anchor(part),
+            picked.correction.anchor(part),
             part.advantages,
             part.loss_mask,
         )
-        total = total + picked["aggregation"].reduce(per_token, part, batch.denominators)
+        total = total + picked.aggregation.reduce(per_token, part, batch.denominators)
     return total.detach(), torch.autograd.grad(total, logprobs)[0]
 
 
