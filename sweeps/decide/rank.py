@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from sweeps.curve import Curve
+from sweeps.decide.margin import MARGIN
 from sweeps.errors import UserError
 from sweeps.fit.compare import Comparison, compare
 from sweeps.fit.fit import Fit, Interval, refit
@@ -27,7 +28,6 @@ from sweeps.fit.predict import chance, predict, total_draws
 from sweeps.fit.seeds import Pairing, SeedSpread, paired_seed_spread
 from sweeps.parallel import mapped
 
-MARGIN = 0.02
 # What counts as decided.
 CONFIDENCE = 0.95
 
