@@ -1,4 +1,7 @@
-"""Commands about curves: fit, rank, plan, report, watch, publish."""
+"""Commands about curves: fit, rank, plan, report, watch, publish.
+
+Sources are read before anything that fits, ranks or draws is imported: a wrong file is answered at once.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sweeps.cli.output import print_json, warn
-from sweeps.decide.rank import rank
 from sweeps.errors import UserError
-from sweeps.fit.compare import compare
-from sweeps.fit.family import FAMILIES
-from sweeps.fit.fit import Fit, FitOptions, fit_curves, shown
-from sweeps.fit.published import METHOD, fit_literal
-from sweeps.fit.sensitivity import sensitivity, summary
-from sweeps.parallel import cores
-from sweeps.report.text import one_line, ranking_rows, refit_row, table
-from sweeps.run.health import idle_variants
+from sweeps.fit.names import METHOD
+from sweeps.report.plain import one_line, table
 from sweeps.source import LoadedStudy, load
 
 if TYPE_CHECKING:
     from sweeps.decide.watch import News
+    from sweeps.fit.fit import Fit
+    from sweeps.fit.points import FitOptions
 
 
-def _fit_options(options: argparse.Namespace) -> FitOptions:
+def _check_window(options: argparse.Namespace) -> None:
+    """Of what the command line says about the fit, what needs no fit to be wrong.
+
+    Raises:
+        UserError: the window is empty.
+    """
     low, high = options.min_compute, options.max_compute
     if low is not None and high is not None and low >= high:
         raise UserError(f"--min-compute {low:g} is not below --max-compute {high:g}; nothing lies between them")
+
+
+def _fit_options(options: argparse.Namespace) -> FitOptions:
+    from sweeps.fit.points import FitOptions
+
     return FitOptions(
         r0=options.r0,
-        min_compute=low,
-        max_compute=high,
+        min_compute=options.min_compute,
+        max_compute=options.max_compute,
         family=getattr(options, "family", "sigmoid").replace("all", "sigmoid"),
         robust=options.robust,
     )
@@ -53,15 +61,21 @@ def _load(options: argparse.Namespace) -> LoadedStudy:
     )
 
 
-def _fitted(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
-    how = _fit_options(options)
+def _fitted(options: argparse.Namespace, regions: bool = False) -> tuple[LoadedStudy, list[Fit]]:
+    """Read and fit; `regions` are what only figures need, at a megabyte a recipe."""
+    _check_window(options)
     study = _load(options)
     for line in study.shown:
         print(f"source: {one_line(line)}", file=sys.stderr)
+    how = _fit_options(options)
     if getattr(options, "method", "profile") == METHOD:
+        from sweeps.fit.published import fit_literal
+
         return study, [fit_literal(curve, how) for curve in study.curves]
-    # What only figures need costs a megabyte a recipe.
-    return study, fit_curves(study.curves, how, workers=cores(), regions=options.handler is report_command)
+    from sweeps.fit.fit import fit_curves
+    from sweeps.parallel import cores
+
+    return study, fit_curves(study.curves, how, workers=cores(), regions=regions)
 
 
 def fit_command(options: argparse.Namespace) -> int:
@@ -69,6 +83,11 @@ def fit_command(options: argparse.Namespace) -> int:
     if options.sensitivity and options.method == METHOD:
         raise UserError(f"--sensitivity: refits with intervals; leave out --method {METHOD}")
     study, fits = _fitted(options)
+    from sweeps.fit.compare import compare
+    from sweeps.fit.fit import shown
+    from sweeps.fit.sensitivity import sensitivity, summary
+    from sweeps.report.text import refit_row
+
     warn(study.warnings)
     comparisons = [compare(fit.curve, fit.options) for fit in fits] if options.family == "all" else []
     refitted = [sensitivity(fit.curve, fit.options) for fit in fits] if options.sensitivity else []
@@ -131,12 +150,20 @@ def _r0_effect(fit: Fit) -> str:
 
 def _shape_names(fits: Sequence[Fit]) -> list[str]:
     """Shape parameters of the fitted family, whatever could be named."""
+    from sweeps.fit.family import FAMILIES
+
     return list(FAMILIES[fits[0].family].names)
 
 
 def rank_command(options: argparse.Namespace) -> int:
     """`scalerl rank`."""
     study, fits = _fitted(options)
+    from sweeps.decide.rank import rank
+    from sweeps.fit.fit import shown
+    from sweeps.parallel import cores
+    from sweeps.report.text import ranking_rows
+    from sweeps.run.health import idle_variants
+
     ranking = rank(
         fits,
         margin=options.margin,
@@ -165,13 +192,13 @@ def rank_command(options: argparse.Namespace) -> int:
 
 def plan_command(options: argparse.Namespace) -> int:
     """`scalerl plan`."""
+    options.group = [name for name in (options.rollouts, options.difficulty, *options.group) if name is not None]
+    study, fits = _fitted(options)
     from sweeps.decide.plan import Factors, make_plan
     from sweeps.report.text import sections
 
     more = tuple(text for text in options.sizes.split(",") if text.strip())
     factors = Factors(options.size, options.rollouts, options.difficulty, more)
-    options.group = [name for name in (options.rollouts, options.difficulty, *options.group) if name is not None]
-    study, fits = _fitted(options)
     plan = make_plan(fits, options.target, options.budget, options.margin, factors)
     warn(study.warnings)
     if options.json:
@@ -188,10 +215,12 @@ def plan_command(options: argparse.Namespace) -> int:
 
 def report_command(options: argparse.Namespace) -> int:
     """`scalerl report`."""
+    study, fits = _fitted(options, regions=True)
     # Matplotlib takes a second to import: only where something is drawn.
+    from sweeps.decide.rank import rank
+    from sweeps.fit.compare import compare
     from sweeps.report.write import histories, write_ranking_csv, write_report
 
-    study, fits = _fitted(options)
     ranking = rank(fits, margin=options.margin, budget=options.budget, baseline=options.baseline)
     first = options.sources[0]
     title = options.title or (first.rpartition("#")[2] if first.startswith("mlflow:") else Path(first).resolve().stem)
@@ -237,6 +266,7 @@ def watch_command(options: argparse.Namespace) -> int:
                 print(one_line(note), file=sys.stderr)
         return study
 
+    _check_window(options)
     watch = Watch(read, options.sources, _fit_options(options), path)
     said: str | None = None
     started = False
@@ -267,6 +297,8 @@ def watch_command(options: argparse.Namespace) -> int:
 
 def _print_news(news: News, as_json: bool) -> None:
     """One line, at once: what watches this may be a pipe."""
+    from sweeps.fit.fit import shown
+
     snapshot, check = news.snapshot, news.snapshot.check
     if as_json:
         print(json.dumps({**snapshot.to_json(), "warning": news.warning}, allow_nan=False), flush=True)

@@ -19,7 +19,6 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from sweeps.cli.output import show_chart
-from sweeps.curve import default_axis
 from sweeps.executor.base import load_entry
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.settings import JobSettings
@@ -63,6 +62,9 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
 
     def plan(self, config: Mapping[str, Any]) -> LaunchPlan:
         """How to run the members, from the configuration that they share and our own settings."""
+        # NumPy: Hydra imports this module at every start, also to complain about a typing error.
+        from sweeps.curve import default_axis
+
         return LaunchPlan(
             kind=self.kind,
             entry=self._entry,
@@ -113,6 +115,8 @@ class SlurmStudyLauncher(StudyLauncher):
 
     def plan(self, config: Mapping[str, Any]) -> LaunchPlan:
         """The jobs' settings, checked before anything is submitted."""
+        from sweeps.curve import default_axis
+
         given = {key: value for key, value in self._settings.items() if key not in ("detach", "retries")}
         settings = JobSettings.of(given)
         return replace(

@@ -2,6 +2,9 @@
 
 Exit codes: 0 done (a refusal to name an asymptote is an answer), 1 a failure with one line that says what and
 the remedy, 2 wrong usage.
+
+Light on purpose: what a command computes with is imported when it runs, so that help, a typing error and a missing
+file are answered at once. tests/sweeps/cli/test_quick.py counts what is imported.
 """
 
 from __future__ import annotations
@@ -11,40 +14,44 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from sweeps.cli.curve_commands import (
-    fit_command,
-    plan_command,
-    publish_command,
-    rank_command,
-    report_command,
-    watch_command,
-)
-from sweeps.cli.study_commands import ROWS, collect_command, status_command, train_command
-from sweeps.decide.rank import MARGIN
+from sweeps.cli.study_commands import ROWS, train_command
+from sweeps.decide.margin import MARGIN
 from sweeps.errors import UserError
-from sweeps.fit.family import FAMILIES
-from sweeps.fit.points import R0Mode
-from sweeps.fit.published import METHOD
-from sweeps.report.text import one_line
-from sweeps.run.lease import LeaseLostError
+from sweeps.fit.names import FAMILY_NAMES, METHOD
+
+if TYPE_CHECKING:
+    from sweeps.fit.points import R0Mode
 
 Handler = Callable[[argparse.Namespace], int]
+# Adds a command: its name, what runs it, a summary, an example.
+Command = Callable[[str, Handler, str, str], argparse.ArgumentParser]
+EPILOG = (
+    "scalerl COMMAND --help says more, with an example. Completion of commands and options with TAB: "
+    "scalerl completion bash|zsh|tcsh"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code is returned, for `sys.exit`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Hydra's own options (--multirun, --cfg) must arrive untouched, so argparse does not see them.
-    if arguments[:1] == ["train"] and arguments[1:] not in (["-h"], ["--help"]):
+    # Its help lists the configuration groups, which Hydra knows.
+    if arguments[:1] == ["train"]:
         return train_command(arguments[1:])
-    options = _parser().parse_args(arguments)
+    if not arguments:
+        arguments = ["--help"]
+    options = make_parser().parse_args(arguments)
     handler: Handler = options.handler
     try:
         code = handler(options)
         sys.stdout.flush()
         return code
-    except (UserError, LeaseLostError) as error:
+    except _told_in_one_line() as error:
+        from sweeps.report.plain import one_line
+
         print(f"scalerl: {one_line(str(error))}", file=sys.stderr)
         return 1
     except BrokenPipeError:
@@ -56,11 +63,52 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _told_in_one_line() -> tuple[type[Exception], ...]:
+    """What a user can do something about; asked for when something was raised, so that success imports nothing."""
+    from sweeps.run.lease import LeaseLostError
+
+    return (UserError, LeaseLostError)
+
+
+def _later(module: str, function: str) -> Handler:
+    """A command whose module is imported when it runs."""
+
+    def handler(options: argparse.Namespace) -> int:
+        code: int = getattr(import_module(f"sweeps.cli.{module}"), function)(options)
+        return code
+
+    return handler
+
+
+class _Version(argparse.Action):
+    """`--version`: as installed."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        # An import of its own, slow enough to be left out of every other command.
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            found = version("lightning-scalerl")
+        except PackageNotFoundError:
+            found = "(a checkout that is not installed)"
+        print(f"scalerl {found}")
+        parser.exit()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; `scalerl completion` is made from it too."""
     parser = argparse.ArgumentParser(
         prog="scalerl",
         description="Run RL recipes, fit their compute curves, rank them and say how sure that is.",
+        epilog=EPILOG,
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
@@ -74,17 +122,32 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(handler=handler)
         return added
 
+    # Listed and completed here; `main` hands its words to Hydra as they are.
     train = command(
         "train",
         lambda options: train_command(options.overrides),
         "train one run, or a grid with --multirun (Hydra's overrides and options)",
-        "scalerl train variant=loss_dapo seed=1 --cfg job   (shows the configuration; without --cfg job it trains)",
+        "scalerl train variant=loss_dapo seed=1 --cfg job",
     )
     train.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m lightning_scalerl.train")
+    _fitting(command)
+    _deciding(command)
+    _showing(command)
+    _studying(command)
+    completion = command(
+        "completion",
+        _later("completion", "completion_command"),
+        "print a script for the shell that completes commands and options with TAB",
+        'scalerl completion bash   (to have it: eval "$(scalerl completion bash)" in ~/.bashrc)',
+    )
+    completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
+    return parser
 
+
+def _fitting(command: Command) -> None:
     fit = command(
         "fit",
-        fit_command,
+        _later("curve_commands", "fit_command"),
         "fit a compute curve per recipe: A, B, C_mid with intervals, and a verdict",
         "scalerl fit examples/curves.csv --max-compute 8000",
     )
@@ -92,10 +155,10 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--json", action="store_true", help="print a JSON list, an object a recipe")
     fit.add_argument(
         "--family",
-        choices=[*FAMILIES, "all"],
+        choices=[*FAMILY_NAMES, "all"],
         default="sigmoid",
         metavar="F",
-        help=f"{', '.join(FAMILIES)}; all: the sigmoid, and how every family compares on forecasts and AICc",
+        help=f"{', '.join(FAMILY_NAMES)}; all: the sigmoid, and how every family compares on forecasts and AICc",
     )
     fit.add_argument(
         "--method",
@@ -110,9 +173,11 @@ def _parser() -> argparse.ArgumentParser:
         help="also refit with early cuts, other rules for R0, robust weights and less of the window: does A hold?",
     )
 
+
+def _deciding(command: Command) -> None:
     ranking = command(
         "rank",
-        rank_command,
+        _later("curve_commands", "rank_command"),
         "rank recipes by asymptote, ties by efficiency; says undecided when the data do not decide",
         "scalerl rank examples/curves.csv --budget 16000",
     )
@@ -122,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
 
     planning = command(
         "plan",
-        plan_command,
+        _later("curve_commands", "plan_command"),
         "say what a target or a budget takes: compute, what to run next to settle the choice, model size",
         "scalerl plan examples/curves.csv --target 0.6",
     )
@@ -130,9 +195,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_planning(planning)
     planning.add_argument("--json", action="store_true", help="print a JSON object")
 
+
+def _showing(command: Command) -> None:
     report = command(
         "report",
-        report_command,
+        _later("curve_commands", "report_command"),
         "write one self-contained HTML page, with figures and ranking.csv beside it",
         "scalerl report examples/study -o report.html",
     )
@@ -148,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
 
     watch = command(
         "watch",
-        watch_command,
+        _later("curve_commands", "watch_command"),
         "re-fit as evaluations come: A over time, forecasts against what came, a warning on departure",
         "scalerl watch examples/curves.csv --once",
     )
@@ -165,16 +232,18 @@ def _parser() -> argparse.ArgumentParser:
 
     publish = command(
         "publish",
-        publish_command,
+        _later("curve_commands", "publish_command"),
         "put fits, bands and figures into MLflow and print the link to the chart",
         "scalerl publish examples/study --mlflow sqlite:///mlflow.db",
     )
     publish.add_argument("sources", nargs="+", metavar="SOURCE", help="a run or sweep directory")
     publish.add_argument("--mlflow", required=True, metavar="URI", help="tracking URI")
 
+
+def _studying(command: Command) -> None:
     status = command(
         "status",
-        status_command,
+        _later("study_commands", "status_command"),
         "say what runs, waits, is done or failed and why; only looks",
         "scalerl status examples/study",
     )
@@ -184,14 +253,13 @@ def _parser() -> argparse.ArgumentParser:
 
     collect = command(
         "collect",
-        collect_command,
+        _later("study_commands", "collect_command"),
         "take stock of a study on a cluster: judge what ended, submit what is left, feed MLflow, rank",
         "scalerl collect examples/study",
     )
     collect.add_argument("study", metavar="SWEEP", help="the folder that a --multirun wrote to")
     collect.add_argument("--wait", action="store_true", help="stay until everything is done")
     collect.add_argument("--again", action="store_true", help="give members that failed another chance")
-    return parser
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
@@ -297,12 +365,6 @@ def _r0(text: str) -> R0Mode:
         return _finite(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor first or free") from error
-
-
-# --- commands -----------------------------------------------------------------------------------------------
-
-
-# --- text ---------------------------------------------------------------------------------------------------
 
 
 if __name__ == "__main__":

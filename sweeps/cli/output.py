@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError
-from sweeps.report.text import one_line
+from sweeps.report.plain import one_line
 
 
 def print_json(value: Any) -> None:

@@ -10,21 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sweeps.cli.output import show_chart, warn
-from sweeps.decide.rank import rank
 from sweeps.errors import UserError
-from sweeps.fit.fit import fit_curves
-from sweeps.parallel import cores
-from sweeps.report.text import one_line, ranking_rows, table
-from sweeps.source import load
+from sweeps.report.plain import one_line, table
 
 if TYPE_CHECKING:
     from sweeps.executor.scheduler import Scheduler
     from sweeps.launch.status import MemberView
 
-
 ROWS = 40  # members in a table
-
-
 FAILURES = 3  # members whose logs are shown
 
 
@@ -102,14 +95,26 @@ def collect_command(options: argparse.Namespace) -> int:
     print(f"{directory}: {counts(views)}\n")
     print(table(*_status_rows(views, ROWS)))
     if any(view.step is not None for view in views):
-        try:
-            fits = fit_curves(load([str(directory)]).curves, workers=cores(), regions=False)
-            ranking = rank(fits, workers=cores(), brief=True)
-        except UserError as error:
-            warn([f"no ranking yet: {error}"])
-        else:
-            print(f"\n{one_line(ranking.sentence)}\n")
-            print(table(*ranking_rows(ranking)))
+        _print_ranking(directory)
     if states is not None:
         report_failures(study, states)
     return 0
+
+
+def _print_ranking(directory: Path) -> None:
+    """The ranking so far, if there is one."""
+    # SciPy: a study that is not there, or has no evaluation yet, is answered without.
+    from sweeps.decide.rank import rank
+    from sweeps.fit.fit import fit_curves
+    from sweeps.parallel import cores
+    from sweeps.report.text import ranking_rows
+    from sweeps.source import load
+
+    try:
+        fits = fit_curves(load([str(directory)]).curves, workers=cores(), regions=False)
+        ranking = rank(fits, workers=cores(), brief=True)
+    except UserError as error:
+        warn([f"no ranking yet: {error}"])
+    else:
+        print(f"\n{one_line(ranking.sentence)}\n")
+        print(table(*ranking_rows(ranking)))

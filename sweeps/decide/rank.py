@@ -20,6 +20,7 @@ import numpy as np
 
 from sweeps.as_json import AsJson
 from sweeps.curve import Curve
+from sweeps.decide.margin import MARGIN
 from sweeps.errors import UserError
 from sweeps.fit.compare import Comparison, compare
 from sweeps.fit.fit import Fit, Interval, refit
@@ -29,7 +30,6 @@ from sweeps.fit.predict import chance, predict, total_draws
 from sweeps.fit.seeds import Pairing, SeedSpread, paired_seed_spread
 from sweeps.parallel import mapped
 
-MARGIN = 0.02
 # What counts as decided.
 CONFIDENCE = 0.95
 

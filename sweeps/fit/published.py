@@ -16,10 +16,10 @@ import numpy as np
 from sweeps.curve import Array, Curve
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval
+from sweeps.fit.names import METHOD
 from sweeps.fit.points import bounds_of
 from sweeps.fit.seeds import SeedSpread
 
-METHOD = "scalerl-a5"
 # Rounded, so that 0.61 is printed as that.
 A_GRID = np.round(np.linspace(0.450, 0.800, 71), 3)
 C_MID_GRID = np.linspace(100.0, 40000.0, 100)  # GPU-hours

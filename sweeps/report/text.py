@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from sweeps.decide.plan import Plan
 from sweeps.decide.rank import Ranking
@@ -127,11 +127,6 @@ def _rollout_section(plan: RolloutPlan) -> Section:
     return f"{where}: {plan.sentence}", head, rows
 
 
-def one_line(text: str) -> str:
-    """A message on one printable line, whatever a file name or cell in it holds."""
-    return "".join(ch if ch.isprintable() else " " for ch in text)
-
-
 def refit_row(row: SensitivityRow) -> list[str]:
     """A row of the table of `fit --sensitivity`."""
     return [
@@ -165,11 +160,3 @@ def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
             row.append(shown(entry.R_at_budget, ".3f"))
         rows.append([*row, entry.reason if named else f"{entry.verdict}: {entry.reason}"])
     return head, rows
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, never cut: a pipe has no width, and a terminal wraps the last column only."""
-    cells = [[one_line(cell) for cell in row] for row in (head, *rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return "\n".join(lines)

@@ -173,11 +173,11 @@ def test_no_other_loss_or_aggregation_would_pass(name: str) -> None:
     _, peer_gradient = theirs(name)
     others = (DAPO_26, DAPO_28, DAPO(0.3, 0.26), CISPO_5, CISPO(4.0), CISPO(6.0))
     sequences = (GSPO_005, GSPO_1, GSPO(0.2, 0.1), GSPO(0.05, 0.3))
-    for loss in (*others, *sequences, right["loss"]):
+    for loss in (*others, *sequences, right.loss):
         for aggregation in (TOKEN, SAMPLE, PROMPT):
-            if loss.same_as(right["loss"]) and aggregation.same_as(right["aggregation"]):
+            if loss.same_as(right.loss) and aggregation.same_as(right.aggregation):
                 continue
-            other = {**right, "loss": loss, "aggregation": aggregation}
+            other = right.having(loss).having(aggregation)
             _, gradient = ours(other, PEER_LOSSES[name]["forced"], micro_batch=12)
             gap = (gradient - peer_gradient).abs().max() / peer_gradient.abs().max()
             assert gap > 0.01, (loss.semantics(), aggregation.semantics())

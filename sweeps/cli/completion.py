@@ -1,0 +1,39 @@
+"""`scalerl completion`: a script for the shell, made from the command line's own definition."""
+
+from __future__ import annotations
+
+import argparse
+
+from sweeps.cli.main import make_parser
+from sweeps.errors import UserError
+
+
+def completion_command(options: argparse.Namespace) -> int:
+    """`scalerl completion bash|zsh|tcsh`.
+
+    Raises:
+        UserError: shtab is not installed.
+    """
+    try:
+        import shtab
+    except ImportError as error:
+        raise UserError("completion: shtab is not installed; pip install shtab") from error
+    parser = make_parser()
+    for words in _parsers(parser):
+        for action in words._actions:
+            if action.metavar in ("SOURCE", "FILE"):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+            elif action.metavar == "SWEEP":
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    print(shtab.complete(parser, options.shell))
+    return 0
+
+
+def _parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """Of all commands."""
+    return [
+        each
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for each in action.choices.values()
+    ]
