@@ -100,7 +100,7 @@ def mechanisms(study: Path) -> list[str]:
     for recipe, spec in specs.items():
         if recipe == spec.baseline:
             continue
-        (axis,) = spec.axes
+        (axis,) = spec.departures
         share = counters[recipe][axis]
         assert share > 0, f"{recipe} changed nothing"
         lines.append(f"| {recipe} | {axis} | {share:.2f} |")
