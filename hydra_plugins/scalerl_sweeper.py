@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from sweeps.cli.launchers import StudyLauncher
 from sweeps.launch.study import make_private
 from sweeps.redact import redact
 
@@ -34,10 +36,31 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
                 self.config.hydra.job.override_dirname = redact(self.config.hydra.job.override_dirname)
 
     def sweep(self, arguments: list[str]) -> list[object]:
-        """Hydra makes the study's directory; before that it is made for its owner alone."""
-        make_private(Path(self.config.hydra.sweep.dir))
-        results: list[object] = super().sweep(arguments)
+        """As Hydra's, but nothing is written before the launcher has accepted the members.
+
+        A launcher that is not ours gets the study's directory beforehand, as from Hydra, for its owner alone.
+        """
+        if not isinstance(self.launcher, StudyLauncher):
+            make_private(Path(self.config.hydra.sweep.dir))
+            others: list[object] = super().sweep(arguments)
+            return others
+        self.launcher.accepted = self._keep_configuration
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        overrides = parser.parse_overrides([*self._parse_config(), *arguments])
+        self.overrides = self.split_arguments(overrides, self.max_batch_size)
+        results: list[object] = []
+        launched = 0
+        while not self.is_done():
+            batch = self.get_job_batch()
+            results.append(self.launcher.launch(batch, initial_job_idx=launched))
+            launched += len(batch)
         return results
+
+    def _keep_configuration(self) -> None:
+        """What Hydra was asked for, as `multirun.yaml`."""
+        directory = Path(self.config.hydra.sweep.dir)
+        make_private(directory)
+        OmegaConf.save(self.config, directory / "multirun.yaml")
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Left to the planner."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,13 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         planner: `module:function`, from override lists and the user's folders to run specs; checks everything.
         entry: `module:function`, runs one member from its directory.
         preload: modules imported once for all members.
+
+    `accepted` is called when a launch is: members checked, the study ours, nothing written yet. A sweeper that has
+    something to keep in the study's folder keeps it then, so that a refused launch leaves nothing.
     """
 
     kind = "local"
+    accepted: Callable[[], None] | None = None
 
     def __init__(self, planner: str, entry: str, preload: Sequence[str] = (), **settings: Any) -> None:
         self._planner = planner
@@ -89,10 +93,14 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         plan = self.plan(config)
         study = Study(Path(config["output_dir"]), specs)
         detach = bool(self._settings.get("detach"))
+
+        def begin() -> None:
+            if self.accepted is not None:
+                self.accepted()
+            plan.write(study.directory)
+
         try:
-            states = run_study(
-                study, plan, detach=detach, begin=lambda: plan.write(study.directory), finished=show_chart
-            )
+            states = run_study(study, plan, detach=detach, begin=begin, finished=show_chart)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             if plan.kind == "slurm":

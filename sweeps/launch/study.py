@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -71,14 +72,16 @@ class Study:
             retries: attempts after the first, by kind of failure (`sweeps.executor.failure`); None is no limit.
             detach: leave once everything that can be is submitted, and what ended meanwhile is dealt with.
             again: whether members that were given up get another chance.
-            begin: called once the study is ours, before anything is written.
+            begin: called once the study is ours and all observers are open, before a member is written down.
 
         Returns:
             The state of each member, by identity.
 
         Raises:
-            UserError: another process is running this study, or another version has begun it.
+            UserError: another process is running this study, another version has begun it, or an observer cannot be
+                opened. What was there before is as it was, and what was not is not there.
         """
+        new = missing_folders(self.directory)
         make_private(self.directory)
         lease = Lease(self.directory, LEASE_NAME)
         try:
@@ -92,11 +95,15 @@ class Study:
         failed, left = len(self.specs), 0
         with ExitStack() as stack:
             stack.callback(lease.release)
+            # Undone while the lease is held: whoever waits for it must not find a study that vanishes under him.
+            refusal = stack.enter_context(ExitStack())
+            refusal.callback(remove_folders, new)
             check_form(self.directory / RUNS_DIR / run for run in self.ledger.fold())
-            begin()
             for observer in observers:
                 observer.open()
                 stack.callback(lambda each: each.close(failed, left), observer)
+            begin()
+            refusal.pop_all()
             stack.callback(executor.close)
             controller = _Controller(self, executor, observers, retries, lease.check)
             try:
@@ -288,3 +295,19 @@ def make_private(directory: Path) -> None:
     if not directory.exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
+
+
+def missing_folders(directory: Path) -> list[Path]:
+    """A directory and those above it that are not there yet, the innermost first."""
+    return [each for each in (directory, *directory.parents) if not each.exists()]
+
+
+def remove_folders(made: Sequence[Path]) -> None:
+    """Take back folders that were made for nothing: the innermost with what is in it, those above it if empty."""
+    if made:
+        shutil.rmtree(made[0], ignore_errors=True)
+    for above in made[1:]:
+        try:
+            above.rmdir()
+        except OSError:
+            return  # somebody has put something there

@@ -8,11 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 from sweeps.cli import main as cli
+from sweeps.fit.family import FAMILIES
+from sweeps.fit.names import FAMILY_NAMES
 from tests.paths import ROOT
 
 EXAMPLE = ROOT / "examples" / "curves.csv"
@@ -118,8 +121,8 @@ def test_failures_exit_1_with_one_line(
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["nonsense"],
+        ["completion", "powershell"],
         ["fit"],
         ["fit", "x.csv", "--r0", "maybe"],
         ["fit", "x.csv", "--r0", "nan"],
@@ -133,20 +136,20 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list
     assert code == 2 and "usage" in err
 
 
-COMMANDS = ("train", "fit", "rank", "plan", "report", "watch", "publish", "status", "collect")
+COMMANDS = ("train", "fit", "rank", "plan", "report", "watch", "publish", "status", "collect", "completion")
 
 
 def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "--help")
-    assert [line.split()[0] for line in out.splitlines() if re.match(r"    [a-z]+ ", line)] == list(COMMANDS)
+    assert [line.split()[0] for line in out.splitlines() if re.match(r"    [a-z]+( |$)", line)] == list(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example_that_works(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_help_has_an_example_that_works(tmp_path: Path, command: str) -> None:
     """The example, word for word, in a directory that holds nothing but the repository's examples."""
-    code, out, _ = run(capsys, command, "--help")
-    assert code == 0
-    found = re.search(r"example: scalerl (.+?)(?:   \(|$)", out, re.MULTILINE)
+    shown = scalerl(command, "--help")
+    assert shown.returncode == 0
+    found = re.search(r"example: scalerl (.+?)(?:   \(|$)", shown.stdout, re.MULTILINE)
     assert found is not None and found[1].split()[0] == command
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     done = subprocess.run(
@@ -157,6 +160,65 @@ def test_help_has_an_example_that_works(tmp_path: Path, capsys: pytest.CaptureFi
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) > 1
     assert "Traceback" not in done.stderr
+
+
+def test_bare_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys) == run(capsys, "--help")
+    code, out, err = run(capsys)
+    assert code == 0 and err == "" and "commands:" in out and "scalerl completion" in out
+
+
+def test_it_says_its_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"1.2.3 of {name}")
+    assert run(capsys, "--version") == (0, "scalerl 1.2.3 of lightning-scalerl\n", "")
+
+
+def test_a_checkout_that_is_not_installed_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    code, out, _ = run(capsys, "--version")
+    assert code == 0 and "not installed" in out
+
+
+def test_names_on_the_command_line_are_those_of_the_fit() -> None:
+    assert list(FAMILIES) == list(FAMILY_NAMES)
+
+
+def test_help_of_train_lists_groups_and_choices(tmp_path: Path) -> None:
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "mine.yaml").write_text("_target_: mine.Loss\n")
+    groups = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()} - {"hydra"}
+    assert groups
+    for option in ("--help", "-h"):
+        done = scalerl("train", option, "--config-dir", tmp_path)
+        assert done.returncode == 0 and done.stderr == ""
+        listed = dict(re.findall(r"^(\w+): (.+)$", done.stdout, re.MULTILINE))
+        assert groups <= set(listed)
+        assert listed["loss"].split(", ") == ["cispo", "dapo", "gspo", "mine"]
+        assert "--cfg job" in done.stdout and "--multirun" in done.stdout and "--config-dir" in done.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_commands_and_options(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+    code, out, err = run(capsys, "completion", shell)
+    assert code == 0 and err == ""
+    assert all(command in out for command in COMMANDS) and "max-compute" in out
+
+
+def test_bash_completes(tmp_path: Path) -> None:
+    """As the shell calls it when TAB is pressed behind `scalerl fit --max`."""
+    script = tmp_path / "completion.bash"
+    script.write_text(scalerl("completion", "bash").stdout)
+    ask = (
+        f"source {script}; COMP_WORDS=(scalerl fit --max); COMP_CWORD=2; _shtab_scalerl; "
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["--max-compute"], done.stderr
 
 
 def test_a_refusal_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

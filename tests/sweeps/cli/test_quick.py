@@ -1,0 +1,82 @@
+"""What needs no computing is answered at once. Guarded by what is imported, which no busy machine changes.
+
+The limits leave room for a few modules more; a package such as SciPy alone brings several hundred.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+HEAVY = frozenset({"numpy", "scipy", "pandas", "pyarrow", "matplotlib", "mlflow", "hydra", "torch", "lightning"})
+# Prints what was imported, last of all; `train` goes on in this process instead of replacing it, and keeps the count.
+PROBE = """
+import atexit, os, runpy, sys
+def tell():
+    loaded = {name.partition(".")[0] for name in sys.modules}
+    print("IMPORTED", len(sys.modules), *sorted(loaded), file=sys.stderr)
+atexit.register(tell)
+def execv(path, arguments):
+    sys.argv = ["train", *arguments[3:]]
+    runpy.run_module(arguments[2], run_name="__main__", alter_sys=True)
+os.execv = execv
+from sweeps.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def answer(where: Path, *arguments: str) -> tuple[int, str, int, set[str]]:
+    """Exit code, what was said, how many modules that took, and of which packages."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments],
+        cwd=where,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    told, _, imported = done.stderr.rpartition("IMPORTED ")
+    count, *packages = imported.split()
+    return done.returncode, done.stdout + told, int(count), set(packages)
+
+
+# Arguments, exit code, words of the answer, heavy packages that it may take, and modules in all.
+CASES: list[tuple[list[str], int, str, set[str], int]] = [
+    ([], 0, "commands:", set(), 150),
+    (["--help"], 0, "commands:", set(), 150),
+    (["--version"], 0, "scalerl ", set(), 220),
+    (["rank", "--help"], 0, "example:", set(), 150),
+    (["fit", "--r0", "much", "x.csv"], 2, "neither a number", set(), 150),
+    (["completion", "bash"], 0, "complete", set(), 220),
+    (["status", "nowhere"], 1, "no study here", set(), 300),
+    (["collect", "nowhere"], 1, "no study here", set(), 300),
+    (["fit", "nothing.csv"], 1, "no such file", {"numpy"}, 350),
+    (["rank", "wrong.txt"], 1, "no column compute", {"numpy"}, 350),
+    (["plan", "nothing.csv", "--target", "1"], 1, "no such file", {"numpy"}, 350),
+    (["report", "nothing.csv"], 1, "no such file", {"numpy"}, 350),
+    (["train", "--help"], 0, "configuration groups", {"hydra"}, 500),
+    (["train", "optimiser.lr=3"], 1, "did you mean optimizer?", {"hydra"}, 500),
+    (["train", "loss=dapoo"], 1, "dapo", {"hydra"}, 500),
+    (["train", "--multirun", "optimiser.lr=3", "seed=0,1"], 1, "did you mean optimizer?", {"hydra"}, 500),
+    (["train", "--multirun", "optimiser.lr=3,4"], 1, "did you mean optimizer?", {"hydra"}, 500),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words", "allowed", "most"), CASES, ids=[" ".join(case[0]) or "bare" for case in CASES]
+)
+def test_little_is_imported(
+    tmp_path: Path, arguments: list[str], code: int, words: str, allowed: set[str], most: int
+) -> None:
+    (tmp_path / "wrong.txt").write_text("hello\n")
+    found, said, count, packages = answer(tmp_path, *arguments)
+    assert found == code and words in said, said
+    assert packages & HEAVY <= allowed
+    print("MODULES", count)
+    assert count < most

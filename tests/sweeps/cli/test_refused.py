@@ -1,0 +1,131 @@
+"""A launch that is refused leaves nothing behind: no folder where none was, and nothing changed where one was.
+
+The planner, the entry and the folders are given on the command line, as a user's own would be: no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from sweeps.errors import UserError
+from sweeps.launch.study import LEASE_NAME
+from sweeps.run.lease import Lease
+from sweeps.run.spec import RunSpec, make_spec
+from tests.paths import ROOT
+
+
+def plan(override_lists: Sequence[Sequence[str]], folders: Sequence[str] = ()) -> list[RunSpec]:
+    """A planner that knows a seed, a learning rate above 0, a study and MLflow's address."""
+    specs = []
+    for overrides in override_lists:
+        given = dict(each.split("=", 1) for each in overrides)
+        if float(given.get("optimizer.lr", 1)) < 0:
+            raise UserError(f"optimizer.lr: {given['optimizer.lr']} must be positive")
+        config = {
+            "loss": {"choice": "cispo"},
+            "seed": int(given.get("seed", 0)),
+            "budget": {"steps": 1},
+            "output_dir": given.get("output_dir", f"outputs/{given.get('study', 'local')}"),
+            "launch": {"max_parallel": 1, "threads": 1},
+        }
+        specs.append(make_spec(config, config, "scalerl", "scalerl"))
+    return specs
+
+
+def train(run_dir: Path, **_: object) -> None:
+    """A member that is done at once."""
+    from tests.sweeps.launch.test_study import finishes
+
+    finishes(Path(run_dir))
+
+
+def launch(where: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    ours = [f"hydra.launcher.planner={__name__}:plan", f"hydra.launcher.entry={__name__}:train"]
+    ours.append("++hydra.launcher.preload=[]")
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "lightning_scalerl.train",
+            "--multirun",
+            *ours,
+            "++hydra.launcher.preload=[]",
+            *arguments,
+        ],
+        cwd=where,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["optimizer.lr=-1,1"], "optimizer.lr: -1 must be positive"),
+        (["optimiser.lr=1", "seed=0,1"], "did you mean optimizer?"),
+        (["seed=0,1", "mlflow.uri=sqlite:////proc/nowhere/mlflow.db"], "mlflow"),
+    ],
+    ids=["value", "key", "store"],
+)
+@pytest.mark.parametrize("there", [False, True], ids=["nothing there", "outputs there"])
+def test_what_is_refused_leaves_no_folder(tmp_path: Path, arguments: list[str], words: str, there: bool) -> None:
+    if there:
+        (tmp_path / "outputs").mkdir()
+        (tmp_path / "outputs" / "notes.txt").write_text("mine")
+    done = launch(tmp_path, "study=x", *arguments)
+    assert done.returncode == 1 and words in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert contents(tmp_path) == ({"outputs/notes.txt": b"mine"} if there else {})
+    assert sorted(path.name for path in tmp_path.rglob("*")) == (["notes.txt", "outputs"] if there else [])
+
+
+def test_no_cluster_here_leaves_no_folder(tmp_path: Path) -> None:
+    done = launch(tmp_path, "study=x", "cluster=slurm", "seed=0,1", PATH=str(tmp_path))
+    assert done.returncode == 1 and "sbatch" in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_launch_makes_its_folder_for_its_owner_alone(tmp_path: Path) -> None:
+    done = launch(tmp_path, "study=x", "seed=0,1", "cluster=debug")
+    assert done.returncode == 0, done.stderr
+    study = tmp_path / "outputs" / "x"
+    assert stat.S_IMODE(study.stat().st_mode) == 0o700
+    assert {"multirun.yaml", "launch.json", "ledger.jsonl"} <= {path.name for path in study.iterdir()}
+    assert "seed=0,1" in (study / "multirun.yaml").read_text()
+
+
+def test_a_second_launch_changes_nothing_of_the_first(tmp_path: Path) -> None:
+    done = launch(tmp_path, "study=x", "seed=0,1", "cluster=debug")
+    assert done.returncode == 0, done.stderr
+    study = tmp_path / "outputs" / "x"
+    lease = Lease(study, LEASE_NAME, beat_s=600.0)
+    lease.acquire()
+    try:
+        before = contents(study)
+        done = launch(tmp_path, "study=x", "seed=0,1,2", "cluster=debug")
+        assert done.returncode == 1 and "is being run by another process" in done.stderr, done.stderr
+        assert contents(study) == before
+    finally:
+        lease.release()
+    for refused in (["optimizer.lr=-1,1"], ["seed=0", "mlflow.uri=sqlite:////proc/nowhere/mlflow.db"]):
+        before = contents(study)
+        done = launch(tmp_path, "study=x", "cluster=debug", *refused)
+        assert done.returncode == 1, done.stderr
+        after = contents(study)
+        # The lease says when it was held last.
+        assert {name: after[name] for name in after if "controller" not in name} == {
+            name: before[name] for name in before if "controller" not in name
+        }
