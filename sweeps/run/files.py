@@ -6,6 +6,7 @@ import json
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ def append_to(descriptor: int, entries: Sequence[Mapping[str, Any]], durable: bo
         if durable:
             os.fsync(descriptor)
     except OSError:
-        os.ftruncate(descriptor, before)
+        with suppress(OSError):  # what is to be told is why it could not be written
+            os.ftruncate(descriptor, before)
         raise
 
 

@@ -69,7 +69,7 @@ def test_masked_rewards_stay_in_baseline_and_scale() -> None:
     groups = groups_of([{1, 2}, set()], rewards)
 
     def advantages(normalization: Any) -> list[float]:
-        batch = assemble(groups, {**MASK, "normalization": normalization}, max_new_tokens=8)
+        batch = assemble(groups, MASK.having(normalization), max_new_tokens=8)
         return [round(value, 5) for value in batch.advantages[:, 0].tolist()]
 
     assert advantages(NoNormalization()) == [0.5, 0.5, 0.25, 0.25, 0.25, -0.75]
@@ -83,7 +83,7 @@ def test_masked_rewards_stay_in_baseline_and_scale() -> None:
 def test_masked_rewards_count_for_the_filter() -> None:
     """Only the truncated rollout differs; and in a dropped group nothing is counted."""
     groups = groups_of([{3}, {0}], [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    batch = assemble(groups, {**MASK, "filter": ZeroVariance(), "normalization": NoNormalization()}, max_new_tokens=8)
+    batch = assemble(groups, MASK.having(ZeroVariance()).having(NoNormalization()), max_new_tokens=8)
     assert (batch.denominators.prompts, batch.denominators.samples) == (1, 3)
     assert batch.advantages[:, 0].tolist() == [0.25, 0.25, 0.25]
 
