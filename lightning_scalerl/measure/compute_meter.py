@@ -31,7 +31,7 @@ class ComputeMeter:
 
     def __init__(self, flop_model: FlopModel, devices: int = 1, clock: Clock | None = None) -> None:
         self._flop_model = flop_model
-        self._devices = devices
+        self.devices = devices
         self._clock = clock or WallClock()
         self._flops = {"train": 0.0, "generate": 0.0, "evaluate": 0.0}
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -80,7 +80,7 @@ class ComputeMeter:
             elapsed += self._clock.now() - self._started
         counted = max(0.0, elapsed - self._seconds["evaluate"])
         busy = sum(self._seconds[phase] for phase in ("train", "generate", "checkpoint"))
-        hours = self._devices / 3600.0
+        hours = self.devices / 3600.0
         values = {
             "compute/flops": self._flops["train"] + self._flops["generate"],
             "compute/flops_train": self._flops["train"],
@@ -111,13 +111,13 @@ class ComputeMeter:
             "seconds": dict(self._seconds),
             "elapsed": elapsed,
             "wasted": dict(self._wasted),
-            "devices": self._devices,
+            "devices": self.devices,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue counting from there."""
         # Hours of devices are what was spent: with another number of them now, the seconds behind it differ.
-        scale = state.get("devices", self._devices) / self._devices
+        scale = state.get("devices", self.devices) / self._devices
         self._flops = dict(state["flops"])
         self._seconds = {phase: seconds * scale for phase, seconds in state["seconds"].items()}
         self._elapsed_before = state["elapsed"] * scale

@@ -175,6 +175,7 @@ def test_two_ranks_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
         module = fit(tiny_model_path, tmp_path / "two", 2, callbacks=callbacks())
         assert hasattr(module, "generator") == hasattr(module, "prompts") == (rank == 0)
         assert torch.initial_seed() == 7 + rank  # dropout differs
+        assert module.meter.devices == 2  # every hour counts twice
         assert ("eval/heldout/pass_rate" in module.trainer.callback_metrics) == (rank == 0)
         return fingerprint(module)
 
@@ -183,10 +184,6 @@ def test_two_ranks_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
     assert read_journal(tmp_path / "two").status == "finished"
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=4)
     assert any(record.metrics["mechanism/loss"] for record in read_journal(tmp_path / "two").of_kind("train"))
-    hours = [
-        read_journal(tmp_path / name).of_kind("train")[-1].metrics["compute/device_hours"] for name in ("one", "two")
-    ]
-    assert hours[1] > hours[0]
 
 
 def test_a_rank_without_rows_takes_part(tiny_model_path: str, tmp_path: Path) -> None:
