@@ -47,13 +47,16 @@ class Choices:
 
     @classmethod
     def of(cls, choices: Iterable[DesignChoice]) -> Choices:
-        """A complete row.
+        """A complete row; an axis that is left open gets its neutral choice.
 
         Raises:
-            ConfigurationError: an axis without a choice, one with two, an unknown one, or choices that contradict
-                each other; what and which, in one line.
+            ConfigurationError: an axis without a choice and without a neutral one, one with two, an unknown one, or
+                choices that contradict each other; what and which, in one line.
         """
         found = by_axis(choices)
+        for axis in AXES:
+            if axis not in found and (neutral := axis_class(axis).neutral_choice()) is not None:
+                found[axis] = neutral
         missing = [axis for axis in AXES if axis not in found]
         if missing:
             raise ConfigurationError(f"axes: nothing chosen for {', '.join(missing)}; a recipe names every axis")
@@ -89,6 +92,15 @@ class Choices:
 
 # Every axis of the project, in the order of the data path.
 AXES = tuple(each.name for each in fields(Choices) if each.name != "own")
+
+
+def axis_class(axis: str) -> type[DesignChoice]:
+    """The abstract class of one of the project's axes, as its field says."""
+    import lightning_scalerl
+
+    (name,) = (str(each.type) for each in fields(Choices) if each.name == axis)
+    found: type[DesignChoice] = getattr(lightning_scalerl, name)
+    return found
 
 
 def by_axis(choices: Iterable[DesignChoice]) -> dict[str, DesignChoice]:

@@ -122,9 +122,10 @@ def explain(error: Exception, folders: Folders = ()) -> str:
 
 
 def axes_of(config: Mapping[str, Any]) -> list[str]:
-    """The axes of a composed configuration: the project's, then the user's own by name."""
-    own = (key for key in config if key not in AXES and key not in SETTINGS)
-    return [*AXES, *sorted(key for key in own if isinstance(config[key], Mapping) and "_target_" in config[key])]
+    """The axes that a composed configuration says something of: the project's, then the user's own by name."""
+    rest = sorted(key for key in config if key not in AXES and key not in SETTINGS)
+    own = [key for key in rest if isinstance(config[key], Mapping) and "_target_" in config[key]]
+    return [*(axis for axis in AXES if axis in config), *own]
 
 
 def build(config: Any, group: str) -> Any:

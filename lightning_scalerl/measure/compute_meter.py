@@ -117,7 +117,7 @@ class ComputeMeter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue counting from there."""
         # Hours of devices are what was spent: with another number of them now, the seconds behind it differ.
-        scale = state.get("devices", self.devices) / self._devices
+        scale = state.get("devices", self.devices) / self.devices
         self._flops = dict(state["flops"])
         self._seconds = {phase: seconds * scale for phase, seconds in state["seconds"].items()}
         self._elapsed_before = state["elapsed"] * scale

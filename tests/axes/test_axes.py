@@ -1,0 +1,84 @@
+"""What every axis promises, and every choice on it: those in `conf/` are found by themselves."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import lightning_scalerl
+from lightning_scalerl import Choices, ConfigurationError, DesignChoice
+from lightning_scalerl.choices import AXES, axis_class
+from lightning_scalerl.composition import build, compose, conf_dir
+from tests.helpers import row
+
+IN_CONF = [(axis, path.stem) for axis in AXES for path in sorted((conf_dir() / axis).glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_an_axis_is_a_field_a_module_a_folder_and_a_class(axis: str) -> None:
+    kind = axis_class(axis)
+    assert kind.axis == axis and issubclass(kind, DesignChoice)
+    assert kind.__module__.startswith(f"lightning_scalerl.axes.{axis}")
+    assert any((conf_dir() / axis).glob("*.yaml"))
+    assert kind.__doc__ and len(kind.__doc__) > 15
+    neutral = kind.neutral_choice()
+    assert (neutral is None) == (kind.neutral is None)
+    if neutral is not None:
+        assert neutral.semantics() | dict(kind.neutral or {}) == neutral.semantics()
+
+
+@pytest.mark.parametrize(("axis", "name"), IN_CONF)
+def test_every_choice_in_conf_is_one_of_its_axis(axis: str, name: str) -> None:
+    choice = build(compose([f"{axis}={name}"]), axis)
+    assert isinstance(choice, axis_class(axis))
+    assert choice.same_as(choice) and choice.state_key == f"{axis}:{type(choice).__name__}"
+    assert json.loads(json.dumps(choice.semantics()))["choice"] == type(choice).__name__
+    assert getattr(lightning_scalerl, type(choice).__name__) is type(choice), "public under its name"
+
+
+def test_an_axis_that_is_left_open_has_its_neutral_choice() -> None:
+    whole = row()
+    left = Choices.of(choice for choice in whole if choice.axis not in ("filter", "truncated"))
+    assert [type(choice) for choice in left] == [type(choice) for choice in whole]
+    with pytest.raises(ConfigurationError, match="axes: nothing chosen for loss"):
+        Choices.of(choice for choice in whole if choice.axis != "loss")
+
+
+def test_an_axis_of_ones_own_needs_a_neutral_choice() -> None:
+    class Typo(DesignChoice):
+        axis = "los"
+
+    with pytest.raises(ConfigurationError, match=r"'los' of Typo is unknown; valid: resampling.*neutral choice"):
+        Choices.of([*row(), Typo()])
+
+
+class Shift(DesignChoice):
+    """Axis `shift`: what is added to every reward, advantage and loss."""
+
+    axis = "shift"
+    neutral = {"choice": "NoShift"}  # noqa: RUF012
+
+
+class NoShift(Shift):
+    """Nothing."""
+
+
+class By(Shift):
+    """So much."""
+
+    def __init__(self, much: float) -> None:
+        self.much = much
+
+    def adjust_loss(self, per_token_loss: Any, batch: Any, trainer_logprobs: Any) -> Any:
+        return per_token_loss + self.much
+
+
+def test_an_axis_of_ones_own_joins_the_row() -> None:
+    ours = Choices.of([*row(), By(2.0)])
+    assert ours.on("shift") is ours.own["shift"] and row().on("shift") is None
+    assert type(By(1.0).neutral_choice()) is NoShift
+    assert [axis for axis, _ in ours.items()] == [*AXES, "shift"]
+    assert ours.having(NoShift()).own["shift"].same_as(NoShift())
+    assert By(1.0).adjust_reward(0.5, None) == 0.5  # type: ignore[arg-type]
