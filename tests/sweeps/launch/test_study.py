@@ -579,7 +579,7 @@ def test_progress_says_how_a_member_ended(tmp_path: Path, said: list[str]) -> No
 
 def test_progress_is_silent_until_it_is_time(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("sweeps.launch.study.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("sweeps.launch.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
     progress = Progress(total=1, steps=4, every_s=10, write=said.append)
     progress.started(member("cispo"), tmp_path)
     for seconds, lines in ((5, 0), (9.9, 0), (10, 1), (15, 1), (20, 2), (75, 3)):
