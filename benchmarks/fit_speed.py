@@ -86,12 +86,17 @@ def on_one_core(command: Sequence[str]) -> tuple[str, float, float]:
 def parts(path: Path, compared: int) -> dict[str, Any]:
     """CPU seconds of the command's parts in this process, and per curve of both procedures, side by side."""
     start = time.process_time()
-    import sweeps.cli.main  # noqa: F401  (what the command imports)
+    # What the command imports on its way: the words and the sources first, what fits and prints once they are read.
+    import sweeps.cli.curve_commands
+    import sweeps.cli.main
+    import sweeps.fit.compare
+    import sweeps.fit.sensitivity
+    import sweeps.report.text  # noqa: F401
+    from sweeps.fit.fit import fit_curve, fit_curves
+    from sweeps.source import load
 
     imported = time.process_time()
-    from sweeps.fit.fit import fit_curve, fit_curves
     from sweeps.fit.published import fit_literal
-    from sweeps.source import load
 
     before = time.process_time()
     curves = load([path]).curves

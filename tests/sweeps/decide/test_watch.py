@@ -99,7 +99,7 @@ def test_only_new_evaluations_are_fitted(monkeypatch: pytest.MonkeyPatch) -> Non
         fitted.append(options.max_compute)
         return fit_curve(data, options)
 
-    monkeypatch.setattr(live, "fit_curve", spy)
+    monkeypatch.setattr("sweeps.fit.history.fit_curve", spy)
     assert history(data, known=known) == [] and fitted == []
     history(until(data, 9000), known=history(until(data, 8000)))
     del fitted[:]
