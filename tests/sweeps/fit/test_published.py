@@ -162,7 +162,7 @@ def test_three_points_carry_nothing() -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "one.csv"
-    rows = [line for line in EXAMPLE.read_text().splitlines() if line.startswith(("recipe,", "scalerl,0"))]
+    rows = [line for line in EXAMPLE.read_text().splitlines() if line.startswith(("recipe,", "scalerl,scalerl,0"))]
     path.write_text("\n".join(rows) + "\n")
     command = ["fit", str(path), "--method", "scalerl-a5", "--min-compute", "1500", "--max-compute", "8000"]
     assert cli.main([*command, "--json"]) == 0

@@ -124,7 +124,7 @@ def test_fit_refits_only_when_asked(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     def forbidden(*_: object) -> None:
         raise AssertionError("not asked for")
 
-    monkeypatch.setattr(cli, "sensitivity", forbidden)
+    monkeypatch.setattr("sweeps.fit.sensitivity.sensitivity", forbidden)
     assert cli.main(["fit", str(EXAMPLE), "--json"]) == 0
     assert "sensitivity" not in json.loads(capsys.readouterr().out)[0]
 

@@ -203,7 +203,9 @@ def test_journals_bring_counters_and_provenance(tmp_path: Path) -> None:
     for recipe in ("scalerl", "scalerl+loss=dapo"):
         data = curve(recipe, seeds=1)
         journal = Journal(tmp_path / recipe)
-        journal.header(run=recipe, curve=recipe, recipe=recipe, seed=7, commit="abc<123>", versions={"torch": "2.13"})
+        departures = {} if recipe == "scalerl" else {"loss": "dapo"}
+        named = {"run": recipe, "curve": recipe, "recipe": recipe, "departures": departures}
+        journal.header(**named, seed=7, commit="abc<123>", versions={"torch": "2.13"})
         journal.record("train", 1, {"mechanism/loss": 0.0, "mechanism/kl": 0.5, "alarm/truncated": 0.0})
         if recipe == "scalerl":
             journal.record("train", 2, {"mechanism/loss": 0.0, "mechanism/kl": 0.5, "alarm/truncated": 2.0})
