@@ -32,7 +32,7 @@ from sweeps.executor.attempts import AttemptLog
 from sweeps.executor.failure import retries
 from sweeps.executor.scheduler import JobInfo
 from sweeps.executor.settings import JobSettings
-from sweeps.launch.settings import LaunchPlan, run_study
+from sweeps.launch.settings import LaunchSettings, run_study
 from sweeps.launch.status import counts, overview
 from sweeps.launch.study import Study
 from sweeps.run.spec import RunSpec
@@ -156,7 +156,7 @@ def planning(options: argparse.Namespace) -> str:
 
 def _run(options: argparse.Namespace, scheduler: Instant) -> str:
     study = Study(options.folder / "study", pickle.loads((options.folder / SPECS).read_bytes()))
-    plan = LaunchPlan(
+    plan = LaunchSettings(
         "slurm", "nothing:nothing", (), 1, 1, None, "compute/virtual_device_hours", JobSettings({"timeout_min": 60}),
         retries(),
     )  # fmt: skip

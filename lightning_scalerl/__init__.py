@@ -82,6 +82,11 @@ def _axes() -> dict[str, str]:
     return found
 
 
+def public_names() -> frozenset[str]:
+    """What this package may be asked for by name: what frozen studies rely on."""
+    return frozenset({*_HOME_OF, *_axes()})
+
+
 def __getattr__(name: str) -> Any:
     module = _HOME_OF.get(name) or (_axes().get(name) if name[:1].isupper() else None)
     if module is None:
@@ -90,4 +95,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF, *_axes()})
+    return sorted({*globals(), *public_names()})

@@ -108,13 +108,22 @@ class DesignChoice(Callback):
 
     @classmethod
     def neutral_choice(cls: type[C]) -> C | None:
-        """The axis's neutral choice, built; None if it has none, or its class is nowhere to be found."""
+        """The axis's neutral choice, built; None if it has none.
+
+        Raises:
+            ConfigurationError: its class is in no module that was imported.
+        """
         if cls.neutral is None:
             return None
         name, parameters = cls.neutral["choice"], {k: v for k, v in cls.neutral.items() if k != "choice"}
         root = next(one for one in reversed(cls.__mro__) if "axis" in vars(one))
-        found = next((one for one in _descendants(root) if one.__name__ == name), None)
-        return None if found is None else found(**parameters)
+        found = next((one for one in (root, *_descendants(root)) if one.__name__ == name), None)
+        if found is None:
+            raise ConfigurationError(
+                f"{cls.axis}: its neutral choice, {name}, is not to be found; define it in the axis's own module"
+            )
+        neutral: C = found(**parameters)
+        return neutral
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
         """One line if this choice cannot be combined with the others (by axis), else None."""
@@ -130,15 +139,18 @@ class DesignChoice(Callback):
     # --- for axes that the project does not have ----------------------------------------------------------
 
     def adjust_reward(self, reward: float, rollout: Rollout) -> float:
-        """The reward that is trained on, given the verifier's after length control."""
+        """The reward that is trained on, given the verifier's after length control. Called once a rollout."""
         return reward
 
     def adjust_advantages(self, advantages: list[Tensor], groups: Sequence[Group]) -> list[Tensor]:
-        """Normalized advantages, one (G,) tensor a group that passed the filter."""
+        """Normalized advantages, one (G,) tensor a group that passed the filter.
+
+        A pure function: mechanism counters call it again. What a choice remembers moves in Lightning's hooks.
+        """
         return advantages
 
     def adjust_loss(self, per_token_loss: Tensor, batch: TrainBatch, trainer_logprobs: Tensor) -> Tensor:
-        """Per-token loss (R, T) before aggregation."""
+        """Per-token loss (R, T) before aggregation. A pure function, as `adjust_advantages`."""
         return per_token_loss
 
     # --- Lightning's --------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def compose(overrides: Sequence[str], folders: Folders = ()) -> Any:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             return hydra_compose("train", overrides=[*_searchpath(folders), *overrides])
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigurationError(explain(error, folders)) from error
+        raise ConfigurationError(explain(error, folders, overrides)) from error
     finally:
         GlobalHydra.instance().clear()
         GlobalHydra.instance().hydra = outer
@@ -91,12 +91,14 @@ def _searchpath(folders: Folders) -> list[str]:
     return [f"hydra.searchpath=[{','.join(quoted)}]"] if quoted else []
 
 
-def _valid_keys(error: Exception, folders: Folders) -> str:
+def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) -> str:
     """For a key that does not exist: the keys that do, at the deepest place that does, the nearest first."""
     unknown = re.search(r"Could not override '([^']+)'", str(error))
     if not unknown:
         return ""
-    node: Any = compose([], folders)
+    # Without the one that fails, and those of the same key: a group that was picked has other keys than the default.
+    others = [entry for entry in overrides if entry.lstrip("+~").split("=")[0] != unknown[1]]
+    node: Any = compose(others if len(others) < len(overrides) else [], folders)
     path: list[str] = []
     wrong = ""
     for part in unknown[1].split("."):
@@ -111,14 +113,14 @@ def _valid_keys(error: Exception, folders: Folders) -> str:
     return f"{meant}; valid here: {', '.join(keys)}" if keys else f"; {'.'.join(path)} is a value, not a group"
 
 
-def explain(error: Exception, folders: Folders = ()) -> str:
-    """Hydra's error in one line: what was wrong, with what would be valid."""
+def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = ()) -> str:
+    """Hydra's error in one line: what was wrong, with what would be valid beside these overrides."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = error.__cause__
     if cause is not None:
         lines += [line.strip() for line in str(cause).splitlines() if line.strip() and line.strip() not in lines]
     kept = [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type", "Set the env"))]
-    return "; ".join(kept).replace(":;", ":").replace(".;", ";") + _valid_keys(error, folders)
+    return "; ".join(kept).replace(":;", ":").replace(".;", ";") + _valid_keys(error, folders, overrides)
 
 
 def axes_of(config: Mapping[str, Any]) -> list[str]:

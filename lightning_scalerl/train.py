@@ -51,7 +51,16 @@ def main() -> None:
     except (ConfigurationError, UserError, CannotGoOnError) as error:
         sys.exit(_complain(str(error)))
     except (HydraException, OmegaConfBaseException) as error:
-        sys.exit(_complain(explain(error)))
+        sys.exit(_complain(explain(error, *_given())))
+
+
+def _given() -> tuple[list[str], list[str]]:
+    """The user's folders and overrides, from a command line that Hydra could not compose."""
+    words = sys.argv[1:]
+    folders = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--config-dir", "-cd")]
+    folders += [word.partition("=")[2] for word in words if word.startswith("--config-dir=")]
+    overrides = [word for word in words if "=" in word and not word.startswith(("-", "hydra."))]
+    return [str(Path(folder).resolve()) for folder in folders if Path(folder).is_dir()], overrides
 
 
 def _complain(message: str) -> int:

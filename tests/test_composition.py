@@ -144,6 +144,12 @@ def with_recipe(folder: Path, name: str, **choices: str) -> Path:
         (["loss=dapo", "variant=loss_dapo"], "loss: changed twice, by the variant loss=dapo and by loss=dapo"),
         (["optimiser.lr=1"], "did you mean optimizer\\?; valid here: .*optimizer"),
         (["optimizer.lrr=1"], "did you mean optimizer.lr\\?; valid here: _target_, lr"),
+        (["~filter"], "~filter: an axis cannot be taken away"),
+        (["+decay.factor=0.5"], "decay: neither a setting nor an axis; an axis of your own is a mapping with _target_"),
+        (
+            ["loss=dapo", "loss.clip_hgh=0.3"],
+            r"did you mean loss.clip_high\?; valid here: _target_, clip_low, clip_high",
+        ),
         (["optimizer.lr.deeper=1"], "optimizer.lr is a value, not a group"),
     ],
 )

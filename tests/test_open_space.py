@@ -88,6 +88,7 @@ def test_what_is_wrong_with_a_users_file_is_named(place: Path) -> None:
     wrong = {
         "loss/gone.yaml": ("_target_: my_choices.Gone", "loss=gone", "my_choices"),
         "loss/other.yaml": (peak, "loss=other", "loss: my_choices.PeakNormalization"),
+        "task/gone.yaml": ("_target_: my_task.Gone", "task=gone", "task: "),
         "decay/open.yaml": (f"{geometric}\nfactor: ???", "+decay=open", "decay.factor: needs a value"),
     }
     for name, (text, override, message) in wrong.items():

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.model.policy import Policy
@@ -37,9 +36,6 @@ class MechanismCounters:
         stream: where the batches come from.
         policy: what is trained.
         decode: tokens to text, special tokens included.
-
-    Raises:
-        ConfigurationError: a choice on an axis of the user's own whose neutral choice cannot be built.
     """
 
     def __init__(
@@ -92,18 +88,16 @@ def departures(choices: Choices, recipe_choices: Choices) -> list[tuple[DesignCh
     found = []
     for axis in [axis for axis, _ in choices.items()] + sorted(recipe_choices.own.keys() - choices.own.keys()):
         ours, theirs = choices.on(axis), recipe_choices.on(axis)
-        ours, theirs = ours or _neutral(theirs), theirs or _neutral(ours)
+        ours, theirs = ours or neutral_of(theirs), theirs or neutral_of(ours)
         if not ours.same_as(theirs):
             found.append((ours, theirs))
     return found
 
 
-def _neutral(choice: DesignChoice | None) -> DesignChoice:
+def neutral_of(choice: DesignChoice | None) -> DesignChoice:
+    """The neutral choice on an axis of the user's own: such an axis has one (`choices.by_axis`)."""
     neutral = None if choice is None else choice.neutral_choice()
-    if neutral is None:
-        raise ConfigurationError(
-            f"axis: the neutral choice of {type(choice).__name__} cannot be built; its module must define it"
-        )
+    assert neutral is not None
     return neutral
 
 

@@ -1,4 +1,4 @@
-"""Planning a study's members: composed, checked and identified before anything runs.
+"""Identifying a study's members: composed, checked and named before anything runs.
 
 A grid of a thousand members has few distinct rows of groups and many values on top of them. Hydra composes each row
 of groups once; values are then set on copies, as Hydra would. Overrides of any other kind, and all that fail, go
@@ -15,7 +15,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lightning_scalerl.checks import ConfigurationError, whole_number
-from lightning_scalerl.composition import Folders, axes_of, build, build_recipe, compose, use_folders
+from lightning_scalerl.choices import AXES
+from lightning_scalerl.composition import SETTINGS, Folders, axes_of, build, build_recipe, compose, use_folders
 from lightning_scalerl.member.composer import Composer
 from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec, science
 
@@ -78,6 +79,7 @@ class _Draft:
 def _draft(overrides: list[str], everywhere: set[str], composer: Composer) -> _Draft:
     values = composer.resolved(overrides)
     axes = axes_of(values)
+    _check_keys(values, overrides, axes)
     departing = [entry for entry in overrides if _group(entry) in (*axes, "variant")]
     reference = composer.resolved([entry for entry in overrides if entry not in departing]) if departing else values
     by_hand: dict[str, list[str]] = {}
@@ -88,6 +90,20 @@ def _draft(overrides: list[str], everywhere: set[str], composer: Composer) -> _D
     settings = [entry.lstrip("+") for entry in overrides if entry not in everywhere and _group(entry) not in unlabelled]
     recipe = _value(overrides, "recipe") or DEFAULT_RECIPE
     return _Draft(values, reference, recipe, _label(values, overrides, composer.folders), by_hand, settings)
+
+
+def _check_keys(values: Mapping[str, Any], overrides: Sequence[str], axes: Sequence[str]) -> None:
+    """Everything at the top is a setting or an axis: what nobody reads would train as if it were not there."""
+    known = {*AXES, *SETTINGS, *OPERATIONAL_KEYS}
+    for entry in overrides:
+        name = entry.lstrip("~").split("=")[0]
+        if entry.startswith("~") and "." not in name and (name in AXES or name not in known):
+            raise ConfigurationError(f"{entry}: an axis cannot be taken away; pick another of its choices instead")
+    for key in values:
+        if key not in known and key not in axes:
+            raise ConfigurationError(
+                f"{key}: neither a setting nor an axis; an axis of your own is a mapping with _target_ (docs/extend.md)"
+            )
 
 
 def _identified(draft: _Draft, folders: Sequence[str], builder: _Builder, known: dict[str, dict[str, Any]]) -> RunSpec:
@@ -106,7 +122,7 @@ def _identified(draft: _Draft, folders: Sequence[str], builder: _Builder, known:
     changed = changed_keys(identity, lasting(draft.reference))
     departures: dict[str, str] = {}
     if draft.variant:
-        axis, _, choice = draft.variant.partition("=")
+        axis = _group(draft.variant)
         if axis in draft.by_hand:
             raise ConfigurationError(
                 f"{axis}: changed twice, by the variant {draft.variant} and by {' '.join(draft.by_hand[axis])}; keep "
@@ -117,7 +133,7 @@ def _identified(draft: _Draft, folders: Sequence[str], builder: _Builder, known:
             raise ConfigurationError(
                 f"variant: {draft.variant} changes {found} of {draft.recipe}; a variant is one change"
             )
-        departures[axis] = choice
+        departures[axis] = draft.variant.removeprefix(f"{axis}=").removeprefix(f"{axis}.")
     for axis, entries in draft.by_hand.items():
         if axis in changed:
             departures[axis] = ", ".join(entry.removeprefix(f"{axis}=").removeprefix(f"{axis}.") for entry in entries)
@@ -184,5 +200,7 @@ def _check(spec: RunSpec, builder: _Builder) -> None:
 
     recipe = build_recipe(spec.config, spec.recipe, builder)
     recipe.check(recipe.choices)
+    for choice in recipe.choices.own.values():
+        choice.neutral_choice()
     check_task(builder(spec.config, "task"))
     builder(spec.config, "evaluation")

@@ -17,13 +17,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import lightning_scalerl
+from lightning_scalerl import public_names
+from lightning_scalerl.checks import ConfigurationError
 from sweeps.run.spec import science
+
+# Of Hydra's own keys, those that say how a thing is built and not what it is.
+_HOW = frozenset({"_target_", "_partial_", "_convert_", "_recursive_"})
 
 
 def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The lasting form of a resolved configuration, its seed and all that is operational left out."""
-    parts = {key: _part(value) for key, value in science(config).items()}
-    return {key: part for key, part in parts.items() if part is not None}
+    """The lasting form of a resolved configuration, its seed and all that is operational left out.
+
+    Raises:
+        ConfigurationError: something that a group names cannot be found or read, or bears a public name of ours.
+    """
+    parts = {}
+    for key, value in science(config).items():
+        try:
+            part = _part(value)
+        except ConfigurationError:
+            raise
+        except Exception as error:  # of Hydra's look-up, of imports, of a user's `content`
+            said = " ".join(str(error.__cause__ or error).split())
+            raise ConfigurationError(f"{key}: {type(error).__name__}: {said}") from error
+        if part is not None:
+            parts[key] = part
+    return parts
 
 
 def _part(value: Any) -> Any:
@@ -34,16 +54,26 @@ def _part(value: Any) -> Any:
         return value
     if "_target_" not in value:
         return {str(key): _part(item) for key, item in value.items()}
-    from hydra.utils import get_object
-
-    target = get_object(str(value["_target_"]))
-    parameters = {str(key): item for key, item in value.items() if not str(key).startswith("_")}
+    name = str(value["_target_"]).rpartition(".")[2]
+    target = _found(str(value["_target_"]))
+    if name in public_names() and getattr(lightning_scalerl, name) is not target:
+        raise ConfigurationError(
+            f"{value['_target_']}: bears the name of lightning_scalerl.{name}, and names tell runs apart; rename it"
+        )
+    parameters = {str(key): item for key, item in value.items() if key not in _HOW}
     content = getattr(target, "content", None)
     if content is not None:
         parameters |= content(parameters)
     added = getattr(target, "added", {})
-    for name in (*added, *getattr(target, "remarks", ())):
-        if name not in added or parameters.get(name) == added[name]:
-            parameters.pop(name, None)
-    choice = {"choice": str(value["_target_"]).rpartition(".")[2], **{k: _part(v) for k, v in parameters.items()}}
+    for parameter in (*added, *getattr(target, "remarks", ())):
+        if parameter not in added or parameters.get(parameter) == added[parameter]:
+            parameters.pop(parameter, None)
+    choice = {"choice": name, **{key: _part(item) for key, item in parameters.items()}}
     return None if choice == getattr(target, "neutral", None) else choice
+
+
+def _found(path: str) -> Any:
+    """What a dotted path names, without the line that Hydra logs where it names nothing."""
+    from hydra._internal.utils import _locate
+
+    return _locate(path)

@@ -56,7 +56,8 @@ def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, 
     shared = {key: value for key, value in spec.config.items() if key not in axes_of(spec.config)}
     own_choices = {axis: spec.reference[axis] for axis in axes_of(spec.reference)}
     reference = build_recipe(OmegaConf.create({**shared, **own_choices}), spec.baseline)
-    changed = [build(config, axis) for axis in spec.departures]
+    # A variant may also be one of settings, which stand in the configuration already.
+    changed = [build(config, axis) for axis in spec.departures if axis in axes_of(spec.config)]
     module = ScaleRL(model=build(config, "model"), recipe=reference)
     task = build(config, "task")
     guard = lease.check if lease is not None else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def _content(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if not folder.is_dir():
         return {}
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    return {"path": {path.name: _fingerprint(path) for path in files}}
+    about = {path: path.stat() for path in files}
+    return {"path": {path.name: _fingerprint(path, a.st_size, a.st_mtime_ns) for path, a in about.items()}}
 
 
 model_path.content = _content  # type: ignore[attr-defined]
@@ -40,9 +42,9 @@ model_path.content = _content  # type: ignore[attr-defined]
 _SAMPLES, _SAMPLE = 256, 2**16
 
 
-def _fingerprint(path: Path) -> str:
+@lru_cache(maxsize=256)
+def _fingerprint(path: Path, size: int, changed_ns: int) -> str:
     """Of a file's size and bytes, of a large file's bytes at even distances, its first and last among them."""
-    size = path.stat().st_size
     whole = size <= _SAMPLES * _SAMPLE
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as handle:

@@ -6,6 +6,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,18 @@ def file_digest(field: str, path: str | Path) -> str:
         ConfigurationError: it cannot be read.
     """
     try:
-        with Path(path).expanduser().open("rb") as handle:
-            return hashlib.file_digest(handle, "sha256").hexdigest()
+        found = Path(path).expanduser()
+        about = found.stat()
+        return _digest(found, about.st_size, about.st_mtime_ns)
     except OSError as error:
         raise ConfigurationError(f"{field}: cannot read {str(path)!r} ({error.strerror}); give a file") from error
+
+
+@lru_cache(maxsize=256)
+def _digest(path: Path, size: int, changed_ns: int) -> str:
+    """Once for a file as it is: a grid asks for every row."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def check_task(task: Any) -> Task:

@@ -24,7 +24,7 @@ VERIFIERS: Mapping[str, Verifier] = {"exact_match": exact_match}
 
 
 class JsonlTask(Task):
-    """One JSON object a line: `prompt` and `answer`, optionally `id` and `difficulty`.
+    """One JSON object a line: `prompt` and `answer`, optionally `id` (else the line's number) and `difficulty`.
 
     Args:
         train: file with the training pool.
@@ -48,10 +48,10 @@ class JsonlTask(Task):
         Raises:
             ConfigurationError: a file that cannot be read.
         """
-        heldout = parameters["heldout"]
+        heldout = parameters.get("heldout")
         named = heldout.items() if isinstance(heldout, Mapping) else ()
         return {
-            "train": file_digest("task.train", parameters["train"]),
+            "train": file_digest("task.train", str(parameters.get("train"))),
             "heldout": {name: file_digest(f"task.heldout.{name}", path) for name, path in named},
         }
 
@@ -95,7 +95,7 @@ def read_prompts(field: str, path: str) -> list[Prompt]:
         ConfigurationError: names the field, the file, the line and what is wrong with it.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{field}: cannot read {path!r} ({error}); give a UTF-8 JSON-lines file") from error
     prompts = []
@@ -106,7 +106,7 @@ def read_prompts(field: str, path: str) -> list[Prompt]:
             entry = json.loads(line)
             prompts.append(
                 Prompt(
-                    prompt_id=str(entry.get("id", f"{Path(path).stem}/{number}")),
+                    prompt_id=str(entry.get("id", number)),
                     text=str(entry["prompt"]),
                     answer=str(entry["answer"]),
                     difficulty=str(entry.get("difficulty", "")),

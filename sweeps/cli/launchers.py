@@ -22,7 +22,7 @@ from sweeps.cli.output import show_chart
 from sweeps.executor.base import load_entry
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.settings import JobSettings
-from sweeps.launch.settings import LaunchPlan, report_failures, run_study
+from sweeps.launch.settings import LaunchSettings, report_failures, run_study
 from sweeps.launch.study import Study
 from sweeps.run.folders import user_folders
 from sweeps.run.spec import RunSpec
@@ -64,12 +64,12 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         self._folders = user_folders(config.hydra)
         self._tracking = OmegaConf.select(config, "mlflow.uri")
 
-    def plan(self, config: Mapping[str, Any]) -> LaunchPlan:
+    def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
         """How to run the members, from the configuration that they share and our own settings."""
         # NumPy: Hydra imports this module at every start, also to complain about a typing error.
         from sweeps.curve import default_axis
 
-        return LaunchPlan(
+        return LaunchSettings(
             kind=self.kind,
             entry=self._entry,
             preload=self._preload,
@@ -121,7 +121,7 @@ class SlurmStudyLauncher(StudyLauncher):
 
     kind = "slurm"
 
-    def plan(self, config: Mapping[str, Any]) -> LaunchPlan:
+    def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
         """The jobs' settings, checked before anything is submitted."""
         from sweeps.curve import default_axis
 

@@ -63,9 +63,9 @@ def _status_rows(views: Sequence[MemberView], limit: int | None) -> tuple[list[s
 
 def _scheduler(study: Path) -> Scheduler | None:
     """Of the cluster that a study was launched on, if it was, and can be asked from here."""
-    from sweeps.launch.settings import LAUNCH_FILE, LaunchPlan
+    from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 
-    if not (study / LAUNCH_FILE).is_file() or LaunchPlan.kind_of(study) != "slurm":
+    if not (study / LAUNCH_FILE).is_file() or LaunchSettings.kind_of(study) != "slurm":
         return None
     from sweeps.executor.scheduler import Slurm
 
@@ -78,7 +78,7 @@ def _scheduler(study: Path) -> Scheduler | None:
 
 def collect_command(options: argparse.Namespace) -> int:
     """`scalerl collect`."""
-    from sweeps.launch.settings import LAUNCH_FILE, LaunchPlan, report_failures, run_study
+    from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, report_failures, run_study
     from sweeps.launch.status import counts, overview
     from sweeps.launch.study import Study
 
@@ -86,7 +86,7 @@ def collect_command(options: argparse.Namespace) -> int:
     states = None
     if (directory / LAUNCH_FILE).is_file():
         study = Study.read(directory)
-        plan = LaunchPlan.read(directory)
+        plan = LaunchSettings.read(directory)
         if plan.kind != "slurm" and not options.wait:
             warn([f"{directory} runs on one machine; --wait goes on with what is not done"])
         else:

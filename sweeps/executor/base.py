@@ -1,8 +1,6 @@
-"""Starting members and noticing how they end: what every executor answers, and the one for this machine.
+"""What an executor is: it starts members of a study, follows them, and says how they ended.
 
-`LocalExecutor` forks members from a server process that has imported the training code once, so starting one costs
-no import. A member dies with the process that launched it: nobody is left to write into a study that looks
-abandoned. `sweeps.cluster` has the executor whose members outlive the process that launched them.
+Those of this machine are in `local`, that of a SLURM cluster in `slurm`.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ def batch_script(folder: Path, settings: JobSettings, tasks: int, threads: int, 
     options = {
         "nodes": 1,
         **{_SBATCH.get(key, key): value for key, value in given.items() if key not in _NOT_SBATCH},
+        **({"mem": _memory(given["mem_gb"])} if "mem_gb" in given else {}),
         "job_name": job_name,
         "time": settings.timeout_min,
         "signal": f"USR2@{settings.signal_delay_s}",  # NCCL may take USR1
@@ -50,8 +51,6 @@ def batch_script(folder: Path, settings: JobSettings, tasks: int, threads: int, 
         "requeue": True,
         **(given.get("additional_parameters") or {}),
     }
-    if "mem" in options:
-        options["mem"] = _memory(options["mem"])
     several = int(given.get("nodes", 1)) * int(given.get("tasks_per_node", 1)) > 1
     srun = [
         *("srun", "--unbuffered", "--output", f"{log}.out", *(("--error", f"{log}.err") if apart else ())),

@@ -385,7 +385,7 @@ class ClusterExecutor:
 
     def _outcome(self, each: _Followed) -> Outcome:
         attempt = self._last_attempt(each)
-        kind, reason = verdict(each.info, attempt, lambda: last_words(self.study, each.submission, each.job))
+        kind, reason = why_ended(each.info, attempt, lambda: last_words(self.study, each.submission, each.job))
         if kind is None:
             # If the journal says otherwise, the job had read a budget that was raised since.
             return Outcome(each.launch.run, 0, "outgrown", KINDS["outgrown"][0])
@@ -402,7 +402,7 @@ class ClusterExecutor:
         """Nothing: jobs go on."""
 
 
-def verdict(
+def why_ended(
     info: JobInfo | None, attempt: Attempt | None, last_words: Callable[[], str]
 ) -> tuple[str | None, str | None]:
     """Why a job ended without the member being done: kind and reason; None twice for a success.

@@ -1,8 +1,4 @@
-"""The Hydra launchers: a `--multirun` grid becomes a study, run on this machine, in this process, or on a cluster.
-
-All members are composed, checked and identified before the first one starts. What an earlier launch of the same
-sweep has finished is adopted; what it has under way on a cluster is followed; the rest goes on from its checkpoints.
-"""
+"""How a study is run, and what is kept of that with it, so that any later process can go on."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ class MemberFailedError(UserError):
 
 
 @dataclass(frozen=True)
-class LaunchPlan:
+class LaunchSettings:
     """How a study is run: all that a later process needs to go on with it.
 
     Attributes:
@@ -68,7 +64,7 @@ class LaunchPlan:
         write_atomically(study / LAUNCH_FILE, json.dumps(values, indent=1), mode=0o600)
 
     @classmethod
-    def read(cls, study: Path) -> LaunchPlan:
+    def read(cls, study: Path) -> LaunchSettings:
         """How the study in a directory was launched.
 
         Raises:
@@ -123,7 +119,7 @@ class LaunchPlan:
 
 def run_study(
     study: Study,
-    plan: LaunchPlan,
+    plan: LaunchSettings,
     detach: bool = False,
     again: bool = True,
     scheduler: Scheduler | None = None,

@@ -55,7 +55,7 @@ class TrackingObserver:
 
     def _open(self) -> None:
         study = self._study
-        members = [Member(spec.run, spec.recipe, spec.seed, study.run_dir(spec)) for spec in study.specs]
+        members = [Member(spec.run, spec.recipe, spec.seed, study.run_dir(spec), spec.baseline) for spec in study.specs]
         sweep = self._tracker.open_sweep(study.directory, members, name=study.directory.resolve().name)
         self._shipper = Shipper(self._tracker, sweep)
         for run, status in self._statuses.items():

@@ -14,7 +14,7 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curves
 from sweeps.fit.predict import predict
 from sweeps.run.journal import find_runs, read_journal
-from sweeps.run.spec import SPEC_FILE, RunSpec
+from sweeps.run.spec import SPEC_FILE
 from sweeps.source import LoadedStudy, load
 from sweeps.tracking import FitSummary, Member, TrackedSweep, Tracker, ship, ui_command
 from sweeps.tracking import publish as publish_fits
@@ -70,12 +70,11 @@ def publish_into(
 
 
 def member_of(run_dir: Path) -> Member:
-    """The member behind a run directory, from its frozen specification or its journal's header."""
-    if (run_dir / SPEC_FILE).is_file():
-        spec = RunSpec.read(run_dir)
-        return Member(spec.run, spec.recipe, spec.seed, run_dir)
+    """The member behind a run directory, by its journal's header."""
     header = read_journal(run_dir).header
-    return Member(f"{header['run']}-{run_dir.name}", header["recipe"], int(header["seed"]), run_dir)
+    # Runs of scripts have no identity of their own.
+    run = header["run"] if (run_dir / SPEC_FILE).is_file() else f"{header['run']}-{run_dir.name}"
+    return Member(run, header["recipe"], int(header["seed"]), run_dir, header.get("baseline"))
 
 
 def summary(fit: Fit, p_best: float | None) -> FitSummary:

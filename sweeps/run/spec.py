@@ -22,8 +22,8 @@ SPEC_FILE = "spec.json"
 # The form of frozen specifications. The first had module paths in its identities, and no number.
 FORM = 2
 _OTHER_FORM = (
-    "{}: written by another version, whose runs had other identities; fit and rank read its journals, but to go on, "
-    "launch the study into a folder of its own (study=NAME)"
+    "{}: written by another version, whose runs had other identities; its journals still fit, rank and publish, but to "
+    "go on, launch the study into a folder of its own (study=NAME)"
 )
 
 # Top-level keys of the configuration that say how, where or how long, not what.

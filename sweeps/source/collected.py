@@ -62,7 +62,7 @@ class Asked:
 
 
 @dataclass
-class Points:
+class CurvePoints:
     """The points of one curve as they are read: one list a column."""
 
     recipe: str
@@ -98,12 +98,12 @@ class Collected:
         self.asked = asked
         self.study = study
         self.run_folders: dict[Path, Path] = {}  # where a state was found, for the states that repeat each other
-        self._points: dict[str, Points] = {}
+        self._points: dict[str, CurvePoints] = {}
         self._runs: dict[str, list[str]] = {}
 
     def points(
         self, recipe: str, factors: Mapping[str, str], axis: str, metric: str, where: str, baseline: str | None = None
-    ) -> Points:
+    ) -> CurvePoints:
         """The curve of a recipe, and of the factors asked for, to add points to.
 
         `baseline` is the recipe that it departs from, if the source says; its curve is that of the same factors.
@@ -113,7 +113,7 @@ class Collected:
         """
         parted = "".join(f" {name}={value}" for name, value in factors.items())
         label = recipe + parted
-        found = self._points.setdefault(label, Points(label, dict(factors), axis, metric))
+        found = self._points.setdefault(label, CurvePoints(label, dict(factors), axis, metric))
         found.baseline = found.baseline or (baseline and baseline + parted)
         if found.axis != axis:
             raise UserError(
@@ -126,7 +126,7 @@ class Collected:
                 found.warnings.append(note)
         return found
 
-    def run_label(self, points: Points, seed: str | None) -> str:
+    def run_label(self, points: CurvePoints, seed: str | None) -> str:
         """A label of its own for a log's run: its seed if it names one, or else its number in the curve, marked."""
         known = self._runs.setdefault(points.recipe, [])
         first = f"{UNNAMED}{len(known)}" if seed is None else seed

@@ -11,7 +11,7 @@ from typing import Any
 from sweeps.curve import FLOPS, default_axis
 from sweeps.errors import UserError, require
 from sweeps.run.journal import CONFIG_FILE, JournalError, JournalView, Record, finite, read_journal
-from sweeps.source.collected import ALL, Collected, Points
+from sweeps.source.collected import ALL, Collected, CurvePoints
 from sweeps.source.text import listed, short
 
 _PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
@@ -49,7 +49,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected) -> None:
     axis = asked.x or _default_axis(usable)
     names = _sets(usable) if asked.metric == ALL else {asked.metric or _default_metric(usable): ""}
     seeds = _seed_labels(usable)
-    identities: dict[str, tuple[Points, set[str]]] = {}
+    identities: dict[str, tuple[CurvePoints, set[str]]] = {}
     count = 0
     for view, seed in zip(usable, seeds, strict=True):
         recipe, factors = _labels(view, into)

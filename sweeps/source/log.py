@@ -249,7 +249,7 @@ def _add_reward(
         recipe, hidden = into.asked.parted(recipe)
         if reward.set:
             factors = {**factors, "set": reward.set}
-        points = into.points(recipe, factors, compute.name, reward.name, where)
+        points = into.points(recipe, factors, compute.name, reward.name, where, log.label("baseline"))
         run = f"{short(log.name, 60)}: "
         counts["start"] += start
         counts["between"] += between

@@ -35,13 +35,15 @@ STATUSES = ("SCHEDULED", "RUNNING", "FINISHED", "FAILED", "KILLED")
 class Member:
     """One run of a sweep, as the controller knows it.
 
-    `run` is the identity hash, `recipe` the curve's label; `run_dir` holds the journal.
+    `run` is the identity hash, `recipe` the curve's label; `run_dir` holds the journal; `baseline` is the recipe that
+    it departs from, if that is known.
     """
 
     run: str
     recipe: str
     seed: int
     run_dir: Path
+    baseline: str | None = None
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,7 @@ class Tracker:
                     RUN_TAG: member.run,
                     SWEEP_TAG: sweep.key,
                     "compute.axis": self.axis,
+                    **({"baseline": member.baseline} if member.baseline else {}),
                 }
                 run = self.client.create_run(sweep.experiment_id, run_name=label, tags=tags)
                 run_id = ids[member.run] = str(run.info.run_id)

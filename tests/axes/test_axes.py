@@ -82,3 +82,22 @@ def test_an_axis_of_ones_own_joins_the_row() -> None:
     assert [axis for axis, _ in ours.items()] == [*AXES, "shift"]
     assert ours.having(NoShift()).own["shift"].same_as(NoShift())
     assert By(1.0).adjust_reward(0.5, None) == 0.5  # type: ignore[arg-type]
+
+
+def test_one_class_can_be_an_axis_and_its_neutral_choice() -> None:
+    class Scale(DesignChoice):
+        axis = "scale_of_mine"
+        neutral = {"choice": "Scale", "much": 1.0}  # noqa: RUF012
+
+        def __init__(self, much: float) -> None:
+            self.much = much
+
+    neutral = Scale(2.0).neutral_choice()
+    assert neutral is not None and neutral.much == 1.0
+
+    class Lost(Scale):
+        axis = "lost"
+        neutral = {"choice": "Nowhere"}  # noqa: RUF012
+
+    with pytest.raises(ConfigurationError, match="lost: its neutral choice, Nowhere, is not to be found"):
+        Lost(1.0).neutral_choice()

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 
 import lightning_scalerl
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.identity import identity_of
 from sweeps.executor.script import JOB_COMMAND
@@ -122,6 +123,19 @@ class Plain:
 
 def form(**parameters: Any) -> dict[str, Any]:
     return identity_of({"thing": {"_target_": f"{__name__}.Plain", **parameters}})
+
+
+class DAPO:
+    """Bears the name of one of ours."""
+
+
+def test_what_cannot_be_told_apart_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"bears the name of lightning_scalerl\.DAPO.*rename it"):
+        identity_of({"loss": {"_target_": f"{__name__}.DAPO"}})
+    with pytest.raises(ConfigurationError, match=r"task: .*nowhere"):
+        identity_of({"task": {"_target_": "nowhere.Task"}})
+    one, other = (identity_of({"thing": {"_target_": "decimal.Decimal", "_args_": [n]}}) for n in (1, 2))
+    assert one != other
 
 
 def test_what_is_left_out() -> None:

@@ -13,7 +13,7 @@ from sweeps.errors import UserError
 from sweeps.executor.attempts import Attempt
 from sweeps.executor.failure import BLAMES_NODE, KINDS, NEVER, first_line, kind_of, may_retry, retries
 from sweeps.executor.scheduler import ENDED, JobInfo
-from sweeps.executor.slurm import said, verdict
+from sweeps.executor.slurm import said, why_ended
 
 
 class OutOfMemoryError(RuntimeError):
@@ -182,7 +182,7 @@ KILLED = attempt(None)
 def test_scheduler_job_and_log_together_say_why(
     state: str | None, own: Attempt | None, words: str, kind: str | None, reason: str | None
 ) -> None:
-    found, why = verdict(info(state) if state else None, own, lambda: words)
+    found, why = why_ended(info(state) if state else None, own, lambda: words)
     assert found == kind
     assert (why is None) == (reason is None)
     assert reason is None or reason in str(why)
@@ -193,16 +193,16 @@ def test_scheduler_job_and_log_together_say_why(
     "own", [NOT_BEGUN, KILLED, attempt("failed", "error", "no"), attempt("interrupted", "preempted", "x")]
 )
 def test_every_end_but_a_success_has_a_kind_and_a_reason(state: str, own: Attempt | None) -> None:
-    kind, reason = verdict(info(state), own, lambda: "")
+    kind, reason = why_ended(info(state), own, lambda: "")
     assert kind in KINDS
     assert reason
 
 
 def test_a_disk_that_took_no_last_word_is_known_by_the_exit_code() -> None:
     for own in (KILLED, NOT_BEGUN):
-        assert verdict(info("FAILED", "28:0"), own, lambda: "")[0] == "disk_full"
-    assert verdict(info("FAILED", "28:0"), attempt("failed", "error", "no"), lambda: "")[0] == "error"
-    assert verdict(info("FAILED", "0:28"), KILLED, lambda: "")[0] == "killed"
+        assert why_ended(info("FAILED", "28:0"), own, lambda: "")[0] == "disk_full"
+    assert why_ended(info("FAILED", "28:0"), attempt("failed", "error", "no"), lambda: "")[0] == "error"
+    assert why_ended(info("FAILED", "0:28"), KILLED, lambda: "")[0] == "killed"
 
 
 def test_the_log_is_read_only_if_it_can_tell_more() -> None:
@@ -214,7 +214,7 @@ def test_the_log_is_read_only_if_it_can_tell_more() -> None:
         ("FAILED", attempt("failed", "error", "no")),
         ("COMPLETED", attempt("finished")),
     ):
-        verdict(info(state), own, unread)
+        why_ended(info(state), own, unread)
 
 
 @pytest.mark.parametrize(

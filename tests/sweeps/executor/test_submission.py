@@ -267,6 +267,8 @@ def test_sbatch_is_asked_for_what_was_set(tmp_path: Path) -> None:
     assert asked["job-name"] == f"a_title_with_things-{NAME}"
     assert {"requeue", "open-mode"} <= asked.keys()
     assert "wckey" not in asked
+    # What sbatch is told in its own words is passed on as it is.
+    assert options(script_of(tmp_path / "other", {"additional_parameters": {"mem": 9000}}))["mem"] == "9000"
 
 
 @pytest.mark.parametrize("name", ["", "...", "☃☃", "x" * 300, "a/b c", "-rf", "$(x)"])
