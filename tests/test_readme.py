@@ -31,7 +31,7 @@ def test_the_tree_names_what_exists() -> None:
         path for package in ("lightning_scalerl", "sweeps") for path in (ROOT / package).iterdir() if path.is_dir()
     ]
     for room in (path for path in rooms if path.name[0] not in "_." and path.name != "conf"):
-        assert f"{room.name}/" in tree and f"`{room.name}/`" in contributing, f"{room} is in no tree"
+        assert f"{room.name}/" in tree and f"**`{room.name}/`**" in contributing, f"{room} is in no tree"
     known = {f"{path.name}/" for path in (*rooms, *ROOT.iterdir())}
     assert set(re.findall(r"\b\w+/", tree)) <= known
 

@@ -1,5 +1,5 @@
-"""Members as jobs of a SLURM cluster: submitted, found again, requeued, and judged by what is known about their end.
+"""Where members run, this machine or a SLURM cluster, and why one ended.
 
-On the login node, `executor` submits what `submission` has frozen and asks `scheduler` how it goes; on a compute node,
-`job` runs one member and leaves `attempts` behind. The two meet in the study's directory only, which both must see.
+Of a cluster: on the login node `slurm` submits what `submission` has frozen and asks `scheduler` how it goes; on a compute
+node `job` runs one member and leaves `attempts` behind. The two meet in the study's directory only, which both must see.
 """

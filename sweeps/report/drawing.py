@@ -1,6 +1,4 @@
-"""The figures of a report: compute curves as small multiples, asymptotes with their intervals; how figures look.
-
-Those about the fits themselves are in `sweeps.report.figures`.
+"""How figures look: colours, small multiples, log axes, points; SVG and PNG. What they show is in `figures`.
 
 Drawn without pyplot, so no global state and no display. Text stays text in the SVG, and ink and rules carry
 marker colours that `inline_svg` turns into the page's own, so that one drawing serves light and dark.

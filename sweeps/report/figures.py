@@ -1,4 +1,4 @@
-"""Figures about the fits themselves: residuals, the confidence curve of A, and A as compute grew."""
+"""The figures of a report: compute curves, asymptotes, residuals, the confidence curve of A, A as compute grew."""
 
 from __future__ import annotations
 
