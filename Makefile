@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 # What `make test` leaves out: ALL=1 runs everything, and a missing component is then a failure.
 MARKERS := $(if $(ALL),,-m "not slow and not browser and not peers and not slurm")
-# Tests go one by one to whichever worker is free; those of a group (xdist_group) share a fixture, and stay together.
+# Tests go one by one to whichever worker is free; those of a group (tests/conftest.py) stay together.
 TEST_ARGS ?= -n 2 --dist loadgroup
 
 .PHONY: demo test

@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from lightning_scalerl.task.arithmetic_base import new_model, tokenizer
 from tests.place import PATIENCE_S, Deterministic, Place, deterministic, made_once
@@ -17,9 +18,25 @@ from tests.place import PATIENCE_S, Deterministic, Place, deterministic, made_on
 torch.set_num_threads(1)
 
 
+# Tests below these share what only one worker at a time may use: a cluster, with its ports and its clocks.
+GROUPS = {"tests/slurm/test_lab.py": "lab", "tests/slurm/": "slurm"}
+
+
+class Grouped(LoadScopeScheduling):  # type: ignore[misc]
+    """One by one to whichever worker is free, but a group as a whole. By path: marks do not survive every pytest."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return next((group for path, group in GROUPS.items() if nodeid.startswith(path)), nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Grouped | None:
+    return Grouped(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes minutes comes first: at the end it would keep one worker busy while the others have nothing left."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: (item.get_closest_marker("slurm") is None, item.get_closest_marker("slow") is None))
 
 
 @pytest.fixture(scope="session")

@@ -178,7 +178,7 @@ def test_the_wheel_trains_and_fits_from_an_empty_directory(wheel: Path, tmp_path
     scalerl, tiny = venv / "bin/scalerl", [*TINY, f"output_dir={place}/out"]
     for arguments, expected in (
         (["--help"], "train"),
-        (["train", "--cfg", "job"], "recipe"),
+        (["train", "--cfg", "job"], "aggregation"),
         (["train", *tiny], ""),
         (["fit", str(ROOT / "examples" / "curves.csv")], "scalerl"),
         (["status", str(place / "out")], "finished"),

@@ -25,7 +25,7 @@ from sweeps.run.lease import alive
 from tests.place import STEPS, Deterministic, Place
 from tests.slurm.cluster import Lab, Sweep, by_run, eventually
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 ONE = ("variant=none", "seed=0")
 

@@ -20,7 +20,6 @@ PORT = "27300"
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.xdist_group("lab"),  # one cluster, which the last test takes down
     pytest.mark.skipif(os.geteuid() != 0, reason="a SLURM cluster needs root"),
 ]
 

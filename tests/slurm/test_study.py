@@ -21,7 +21,7 @@ from sweeps.launch.ledger import Ledger
 from tests.place import STEPS, Place
 from tests.slurm.cluster import Lab, Sweep, baseline, by_run, eventually
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from tests.distributed.test_ranks import OF_ROLLOUTS
 from tests.place import STEPS, Deterministic, Place
 from tests.slurm.cluster import PATIENCE_S, ROOT, Lab, Sweep, by_run, eventually
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 ONE = ("variant=none", "seed=0")
 TEMPLATES = ("one_gpu", "one_node", "many_nodes", "container")
