@@ -98,7 +98,11 @@ def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) ->
         return ""
     # Without the one that fails, and those of the same key: a group that was picked has other keys than the default.
     others = [entry for entry in overrides if entry.lstrip("+~").split("=")[0] != unknown[1]]
-    node: Any = compose(others if len(others) < len(overrides) else [], folders)
+    node: Any
+    try:
+        node = compose(others if len(others) < len(overrides) else [], folders)
+    except ConfigurationError:  # one mistake at a time
+        node = compose([], folders)
     path: list[str] = []
     wrong = ""
     for part in unknown[1].split("."):

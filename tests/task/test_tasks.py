@@ -102,7 +102,9 @@ def test_jsonl(tmp_path: Path) -> None:
     )
     heldout = write(tmp_path / "test.jsonl", {"prompt": "1+1", "answer": "2", "difficulty": "easy"})
     task = JsonlTask(train, {"test": heldout}, "lightning_scalerl.task.jsonl:exact_match")
-    assert [p.prompt_id for p in task.train_prompts()] == ["sum", "train/3"]
+    assert [p.prompt_id for p in task.train_prompts()] == ["sum", "3"], (
+        "by line: a file that is renamed holds the same prompts"
+    )
     assert task.reward(task.train_prompts()[0], "4\n") == 1.0
     assert task.reward(task.train_prompts()[0], "5") == 0.0
 

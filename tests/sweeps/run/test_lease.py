@@ -399,12 +399,13 @@ def test_no_file_is_left_half_written(tmp_path: Path) -> None:
 def test_a_file_server_that_is_away_for_a_moment_costs_nobody_the_lease(tmp_path: Path) -> None:
     mine = lease(tmp_path)
     mine.acquire()
-    away = tmp_path / "away"
-    file_of(tmp_path).rename(away)
-    file_of(tmp_path).mkdir()  # reading it is an error now, as on a stale handle
+    # In one step each: at no moment is there no file, which would mean that the lease is gone.
+    away, nowhere = tmp_path / "away", tmp_path / "nowhere"
+    away.hardlink_to(file_of(tmp_path))
+    nowhere.symlink_to(file_of(tmp_path))
+    nowhere.replace(file_of(tmp_path))  # a link to itself: reading it is an error now, as on a stale handle
     time.sleep(4 * BEAT_S)
-    file_of(tmp_path).rmdir()
-    away.rename(file_of(tmp_path))
+    away.replace(file_of(tmp_path))
     before = file_of(tmp_path).read_text()
     try:
         mine.check()
