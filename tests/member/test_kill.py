@@ -214,7 +214,7 @@ def test_a_member_that_is_killed_fails_alone_and_is_continued_by_the_same_comman
     victim, other = undisturbed
     victim_dir, other_dir = (output / "runs" / run for run in (victim, other))
     already_said = len(studies.said())
-    with studies.command(overrides, verifier_s=0.02) as process:
+    with studies.command(overrides, verifier_s=0.05) as process:
         assert wait_until(lambda: lines(victim_dir) >= 9, process), studies.said()
         os.kill(member_pids(output)[victim], signal.SIGKILL)
         assert process.wait(PATIENCE_S) == 1
