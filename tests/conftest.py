@@ -18,8 +18,8 @@ from tests.place import PATIENCE_S, Deterministic, Place, deterministic, made_on
 torch.set_num_threads(1)
 
 
-# Tests below these share what only one worker at a time may use: a cluster with its ports, a log of what was said.
-GROUPS = {"tests/slurm/test_lab.py": "lab", "tests/slurm/": "slurm", "tests/member/test_kill.py": "kill"}
+# Tests below these share what only one worker at a time may use: a cluster, with its ports and its clocks.
+GROUPS = {"tests/slurm/test_lab.py": "lab", "tests/slurm/": "slurm"}
 
 
 class Grouped(LoadScopeScheduling):  # type: ignore[misc]
