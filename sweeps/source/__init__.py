@@ -1,10 +1,9 @@
 """From what a user points at (runs, tables, other frameworks' logs, MLflow) to curves, or one line that says why not.
 
-`formats` lists the readers in the order they are asked; adding a format is one module and one line there.
+`readers` lists the readers in the order they are asked; adding a format is one module and one line there.
 """
 
-from sweeps.run.journal import finite
 from sweeps.source.collected import LoadedStudy
 from sweeps.source.load import load
 
-__all__ = ["LoadedStudy", "finite", "load"]
+__all__ = ["LoadedStudy", "load"]

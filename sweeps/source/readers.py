@@ -2,7 +2,7 @@
 
 Another format is a module with `matches` and `read`, and one line here. A reader decides by content before the
 name, and leaves to the next what it does not know; `table` takes the rest. Runs of ours, directories of event files
-and MLflow are no files, and `study` tells them apart itself.
+and MLflow are no files, and `load` tells them apart itself.
 """
 
 from __future__ import annotations
