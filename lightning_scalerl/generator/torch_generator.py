@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, request_from, request_state
+from lightning_scalerl.generator.decodable import check_decodable
+from lightning_scalerl.generator.slot_cache import SlotCache, decode, encode
 from lightning_scalerl.generator.torch_policy import GeneratorPolicy
+from lightning_scalerl.model.head import backbone, text_config
 from lightning_scalerl.rollout import Rollout
 
 # Prompts prefilled in one forward pass, ahead of the slots they will need.
@@ -43,69 +45,6 @@ def sample_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[
     cumulative = logprobs.double().exp().cumsum(-1)
     below = cumulative <= uniform.unsqueeze(1) * cumulative[:, -1:]
     return below.sum(-1).clamp(max=logits.shape[1] - 1), logprobs
-
-
-class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values, (slots, heads, capacity, head size); rows write at positions of their own."""
-
-    def __init__(self, owner: _SlotCache) -> None:
-        super().__init__()
-        self.owner = owner
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows, capacity = self.owner.slots, self.owner.capacity
-        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
-        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one new token a row, return everything the rows may look at."""
-        rows, position, width = self.owner.rows, self.owner.position, self.owner.width
-        self.keys[rows, :, position] = key_states[:, :, 0]
-        self.values[rows, :, position] = value_states[:, :, 0]
-        n = key_states.shape[0]
-        return self.keys[:n, :, :width], self.values[:n, :, :width]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.owner.width, 0
-
-    def get_seq_length(self) -> int:
-        return self.owner.width - 1
-
-    def get_max_length(self) -> int:
-        return self.owner.capacity
-
-
-class _SlotCache(Cache):  # type: ignore[misc]
-    """The KV cache of all slots; `aim` says which rows write where in the next forward pass."""
-
-    def __init__(self, layers: int, slots: int, capacity: int) -> None:
-        self.slots = slots
-        self.capacity = capacity
-        self.rows = torch.empty(0, dtype=torch.long)
-        self.position = torch.empty(0, dtype=torch.long)
-        self.width = 1
-        super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
-
-    def aim(self, position: Tensor) -> None:
-        """The first len(position) rows write their next token at `position`."""
-        self.rows = torch.arange(position.numel(), device=position.device)
-        self.position = position
-        self.width = int(position.max()) + 1
-
-    def fill(self, rows: slice, keys_values: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Put a sequence's keys and values (heads, tokens, head size), a pair a layer, into rows."""
-        for layer, (keys, values) in zip(self.layers, keys_values, strict=True):
-            if not layer.is_initialized:
-                layer.lazy_initialization(keys.unsqueeze(0), values.unsqueeze(0))
-            layer.keys[rows, :, : keys.shape[1]] = keys
-            layer.values[rows, :, : values.shape[1]] = values
-
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows over others."""
-        for layer in self.layers:
-            layer.keys[targets] = layer.keys[sources]
-            layer.values[targets] = layer.values[sources]
 
 
 @dataclass
@@ -141,7 +80,7 @@ class TorchGenerator:
         thinking_ended: whether a completion so far has ended its thinking: it is then not interrupted.
 
     Raises:
-        ConfigurationError: the model's sliding attention window is shorter than a sequence can get.
+        ConfigurationError: the model cannot be decoded token by token, or not over so long a context (`decodable`).
     """
 
     def __init__(
@@ -158,15 +97,8 @@ class TorchGenerator:
         thinking_ended: Callable[[list[int]], bool] = lambda tokens: False,
     ) -> None:
         whole_number("generator.slots", slots)
-        config: Any = model.config
         capacity = max_prompt_tokens + max_new_tokens
-        window = getattr(config, "sliding_window", None)
-        kinds = set(getattr(config, "layer_types", None) or [])
-        if window and window < capacity and kinds != {"full_attention"}:
-            raise ConfigurationError(
-                f"generator: torch does not know sliding windows; the model's window of {window} tokens is shorter "
-                f"than the context of {capacity}; shorten the context or use another generator"
-            )
+        check_decodable(model, capacity)
         self.policy = GeneratorPolicy(model, precision)
         self.device = next(model.parameters()).device
         self.max_new_tokens = max_new_tokens
@@ -175,7 +107,7 @@ class TorchGenerator:
         self._version = 0
         self._stop = torch.tensor(sorted(stop_tokens), device=self.device)
         self._slots = slots
-        self._cache = _SlotCache(config.num_hidden_layers, slots, capacity)
+        self._cache = SlotCache(int(text_config(model).num_hidden_layers), slots, capacity)
         self._queue: deque[tuple[GroupRequest, int]] = deque()  # with the number of rollouts started before
         self._prefilled: deque[_Prefilled] = deque()
         self._occupants: list[_Slot] = []  # slot i holds occupant i: the active slots are always the first ones
@@ -224,6 +156,15 @@ class TorchGenerator:
         self._prefilled.clear()
         if recompute_kv:
             self._recompute_cache()
+
+    @torch.no_grad()
+    def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Log-probabilities (T,) that the weights in use give to a completion, in one forward pass."""
+        sequence = torch.tensor([[*prompt_tokens, *tokens[:-1]]], device=self.device)
+        hidden = backbone(self.policy.model)(input_ids=sequence, use_cache=False).last_hidden_state[0]
+        logits = self.policy.logits(hidden[len(prompt_tokens) - 1 :]) / self.temperature
+        wanted = torch.tensor(tokens, device=self.device).unsqueeze(1)
+        return torch.log_softmax(logits, dim=-1).gather(1, wanted).squeeze(1)
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group.
@@ -291,17 +232,8 @@ class TorchGenerator:
             return torch.empty(0, output_size(self.policy), device=self.device), 0
         row = torch.arange(active, device=self.device)
         position = self._prompt_length[:active] + self._count[:active] - 1
-        self._cache.aim(position)
-        last = self._tokens[row, self._count[:active] - 1].unsqueeze(1)
-        mask = torch.arange(self._cache.width, device=self.device) <= position.unsqueeze(1)
-        hidden = self.policy.hidden(
-            input_ids=last,
-            position_ids=position.unsqueeze(1),
-            attention_mask=mask[:, None, None, :],
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        return self.policy.logits(hidden[:, 0]), int((position + 1).sum())
+        hidden = decode(self.policy.model, self._cache, self._tokens[row, self._count[:active] - 1], position)
+        return self.policy.logits(hidden), int((position + 1).sum())
 
     def _fill_slots(self) -> tuple[list[Tensor], int, int]:
         """Give free slots to waiting rollouts; returns their prefill logits and what prefilling computed."""
@@ -332,7 +264,9 @@ class TorchGenerator:
 
     def _prefill(self) -> tuple[int, int]:
         waiting = [self._queue.popleft() for _ in range(min(PREFILL_PROMPTS, len(self._queue)))]
-        hidden, caches, computed = self._encode([request.prompt_tokens for request, _ in waiting])
+        hidden, caches, computed = encode(
+            self.policy.model, [request.prompt_tokens for request, _ in waiting], self.device
+        )
         logits = self.policy.logits(hidden)
         for number, (request, started) in enumerate(waiting):
             self._prefilled.append(_Prefilled(request, caches[number], logits[number], self._draw(request), started))
@@ -347,33 +281,10 @@ class TorchGenerator:
                 (*self._occupants[slot].request.prompt_tokens, *self._tokens[slot, : self._count[slot] - 1].tolist())
                 for slot in slots
             ]
-            _, caches, computed = self._encode(sequences)
+            _, caches, computed = encode(self.policy.model, sequences, self.device)
             for slot, keys_values in zip(slots, caches, strict=True):
                 self._cache.fill(slice(slot, slot + 1), keys_values)
             self._owed = [owed + more for owed, more in zip(self._owed, computed, strict=True)]
-
-    def _encode(
-        self, sequences: Sequence[Sequence[int]]
-    ) -> tuple[Tensor, list[list[tuple[Tensor, Tensor]]], tuple[int, int]]:
-        """One forward pass over whole sequences.
-
-        Returns the last hidden state of each (n, width), for each a list of (keys, values) a layer, and what was
-        computed: tokens, and tokens attended to.
-        """
-        lengths = [len(sequence) for sequence in sequences]
-        width = max(lengths)
-        # Padding stands behind the tokens, where causal attention cannot see it.
-        padded = [[*sequence, *[0] * (width - len(sequence))] for sequence in sequences]
-        cache = DynamicCache()
-        hidden = self.policy.hidden(
-            input_ids=torch.tensor(padded, device=self.device), past_key_values=cache, use_cache=True
-        )
-        last = hidden[torch.arange(len(lengths)), torch.tensor(lengths) - 1]
-        caches = [
-            [(layer.keys[number, :, :length], layer.values[number, :, :length]) for layer in cache.layers]
-            for number, length in enumerate(lengths)
-        ]
-        return last, caches, (sum(lengths), sum(length * (length + 1) // 2 for length in lengths))
 
     def _draw(self, request: GroupRequest) -> Tensor:
         """The uniform numbers (completions, max_new_tokens) that decide all tokens of a group."""
@@ -480,5 +391,4 @@ class TorchGenerator:
 
 def output_size(policy: GeneratorPolicy) -> int:
     """The vocabulary's size."""
-    config: Any = policy.model.config
-    return int(config.vocab_size)
+    return int(text_config(policy.model).vocab_size)

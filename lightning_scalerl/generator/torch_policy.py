@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.model.head import backbone, head_logits, output_head
+from lightning_scalerl.model.head import head_logits, output_head
 
 
 class GeneratorPolicy:
@@ -36,9 +36,13 @@ class GeneratorPolicy:
             own[name].copy_(tensor)
         if self._separate_head:
             head = output_head(self.model)
-            name = next(key for key, value in own.items() if value.data_ptr() == head.weight.data_ptr())
-            self._head_weight = weights[name].detach().to(self.head_dtype, copy=True)
-            self._head_bias = None if head.bias is None else head.bias.to(self.head_dtype)
+            self._head_weight = self._separate(weights, own, head.weight)
+            self._head_bias = None if head.bias is None else self._separate(weights, own, head.bias)
+
+    def _separate(self, weights: dict[str, Tensor], own: dict[str, Tensor], part: Tensor) -> Tensor:
+        """A part of the head in the head's type, from the weights as they came: the model's own copy has lost bits."""
+        name = next(key for key, value in own.items() if value.data_ptr() == part.data_ptr())
+        return weights[name].detach().to(self.head_dtype, copy=True)
 
     def weights(self) -> dict[str, Any]:
         """The copy itself, for a checkpoint taken while rollouts are in flight."""
@@ -56,12 +60,6 @@ class GeneratorPolicy:
         self._head_weight, self._head_bias = (
             None if state[name] is None else state[name].to(device) for name in ("head_weight", "head_bias")
         )
-
-    @torch.no_grad()
-    def hidden(self, **inputs: Any) -> Tensor:
-        """Last hidden states (rows, query length, width)."""
-        states: Tensor = backbone(self.model)(**inputs).last_hidden_state
-        return states
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

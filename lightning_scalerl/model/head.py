@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
+
+
+def text_config(model: nn.Module) -> Any:
+    """The configuration of the language model: of a model that also sees or hears, the part that writes."""
+    config: Any = model.config
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def backbone(model: nn.Module) -> nn.Module:
@@ -33,7 +41,7 @@ def head_logits(model: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor |
     """Logits in FP32 from hidden states, multiplied in `dtype`, with the scaling some architectures add."""
     with torch.autocast(hidden.device.type, enabled=False):
         logits = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).float()
-    config: Any = model.config
+    config = text_config(model)
     if getattr(config, "logit_scale", None):  # Cohere
         logits = logits * config.logit_scale
     if getattr(config, "logits_scaling", None):  # Granite
@@ -44,9 +52,21 @@ def head_logits(model: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor |
     return logits
 
 
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Dropout is off inside; every module is put back into the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 @torch.no_grad()
 def check_head(model: nn.Module) -> None:
-    """Compare our head with the model's own on one short input.
+    """Compare our head with the model's own on one short input, whatever mode the model is in.
 
     Raises:
         ConfigurationError: the architecture treats its logits in a way we do not know; training on would
@@ -54,8 +74,16 @@ def check_head(model: nn.Module) -> None:
     """
     head = output_head(model)
     tokens = torch.arange(4, device=head.weight.device).unsqueeze(0)
-    expected = model(input_ids=tokens, use_cache=False).logits.float()
-    hidden = backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state
+    try:
+        with eval_mode(model):
+            expected = model(input_ids=tokens, use_cache=False).logits.float()
+            hidden = backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise ConfigurationError(
+            f"model: {type(model).__name__} cannot be run on a few tokens ({type(error).__name__}: {said}); it is not "
+            "a causal language model that this project can train"
+        ) from error
     ours = head_logits(model, hidden, head.weight, head.bias, head.weight.dtype)
     if not torch.allclose(ours, expected, atol=1e-3, rtol=1e-3):
         raise ConfigurationError(

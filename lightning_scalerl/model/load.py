@@ -72,6 +72,20 @@ def load_model(path: str) -> nn.Module:
     return model
 
 
+def check_weights(model: nn.Module) -> None:
+    """Master weights are FP32, whatever type the policy computes in.
+
+    Raises:
+        ConfigurationError: some are not.
+    """
+    others = sorted({str(p.dtype) for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32})
+    if others:
+        raise ConfigurationError(
+            f"model: weights in {', '.join(others)}; master weights are FP32: load it with dtype=torch.float32 (the "
+            "precision axis says what it computes in)"
+        )
+
+
 def load_tokenizer(path: str) -> Any:
     """Load the tokenizer that belongs to the model at `path`.
 
@@ -87,6 +101,16 @@ def load_tokenizer(path: str) -> Any:
     if tokenizer.eos_token_id is None:
         raise ConfigurationError(f"model.path: the tokenizer of {path} has no eos_token; completions could never end")
     return tokenizer
+
+
+def stop_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
+    """Every id that ends a completion: the tokenizer's and all of the model's generation configuration.
+
+    A chat model ends its turn with another token than a text: both are in `generation_config.json`.
+    """
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    listed = configured if isinstance(configured, list | tuple) else [configured]
+    return sorted({int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None})
 
 
 def _unusable(what: str, path: str, error: Exception) -> str:

@@ -1,0 +1,132 @@
+"""Whether a model can be decoded token by token as the torch generator does it: asked before anything is computed.
+
+What is known not to work is refused by its name. Everything else is tried on a few tokens: the model's own whole
+forward pass has to agree with what comes out of the generator's cache.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.generator.slot_cache import SlotCache, decode, encode
+from lightning_scalerl.model.head import backbone, eval_mode, head_logits, output_head, text_config
+
+ATTENTION = ("sdpa", "eager")
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# What layers that are no attention may be called too: not every one keeps something from token to token.
+OTHER_LAYERS = {"dense", "sparse", "moe"}
+REMEDY = "use another model, or another generator"
+# Log-probabilities in FP32, decoded and whole: rounding stays far below, a wrong mask or position far above.
+TOLERANCE = 1e-3
+_LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_emb|embed_position)$")
+
+
+def check_decodable(model: nn.Module, capacity: int) -> None:
+    """Try it.
+
+    Args:
+        model: a causal language model, of any type of weights.
+        capacity: tokens of the longest prompt and completion.
+
+    Raises:
+        ConfigurationError: it cannot; one line that names the model and the reason.
+    """
+    _check_architecture(model)
+    _check_context(model, capacity)
+    try:
+        with eval_mode(model), torch.no_grad():
+            difference = _largest_difference(model)
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise _refusal(model, f"decoding token by token fails ({type(error).__name__}: {said})") from error
+    tolerance = TOLERANCE if next(model.parameters()).dtype == torch.float32 else 0.5
+    if not difference <= tolerance:
+        raise _refusal(
+            model, f"decoded token by token its log-probabilities differ by {difference:.3g} from a whole forward pass"
+        )
+
+
+def _refusal(model: nn.Module, reason: str) -> ConfigurationError:
+    return ConfigurationError(f"model: {type(model).__name__} does not work with generator=torch: {reason}; {REMEDY}")
+
+
+def _check_architecture(model: nn.Module) -> None:
+    config = text_config(model)
+    used = getattr(config, "_attn_implementation", None)
+    if used is not None and used not in ATTENTION:
+        raise ConfigurationError(
+            f"model: attn_implementation={used!r} takes no mask of generator=torch; load the model with "
+            f"attn_implementation={ATTENTION[0]!r}"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refusal(model, "it is an encoder with a decoder")
+    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+    kinds |= {str(kind) for kind in getattr(config, "layers_block_type", None) or ()} - {"attention"}
+    strange = sorted(kinds - ATTENTION_LAYERS - OTHER_LAYERS)
+    if strange or getattr(model, "_is_stateful", False):
+        found = ", ".join(strange) or "a state-space or recurrent model"
+        raise _refusal(model, f"its layers keep a state from token to token ({found}), which cannot be cut or copied")
+    base = backbone(model)
+    if any(hasattr(base, name) for name in ("build_alibi_tensor", "build_mpt_alibi_tensor")) or getattr(
+        config, "alibi", False
+    ):
+        raise _refusal(model, "its positions are ALiBi, which is built from another kind of mask")
+
+
+def _check_context(model: nn.Module, capacity: int) -> None:
+    """Windows that are shorter than a sequence can get, and positions that were never learned."""
+    config = text_config(model)
+    kinds = set(getattr(config, "layer_types", None) or [])
+    for field in ("sliding_window", "attention_chunk_size", "window_size"):
+        window = getattr(config, field, None)
+        if isinstance(window, int) and window < capacity and kinds != {"full_attention"}:
+            raise ConfigurationError(
+                f"generator: torch does not know sliding windows; the model's {field} of {window} tokens is shorter "
+                f"than the context of {capacity}; shorten the context or use another generator"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and _LEARNED_POSITIONS.search(name):
+            learned = module.num_embeddings - int(getattr(module, "offset", 0) or 0)
+            if learned < capacity:
+                raise ConfigurationError(
+                    f"context: max_prompt_tokens and max_new_tokens make {capacity} tokens, and {type(model).__name__} "
+                    f"has learned {learned} positions; shorten the context"
+                )
+
+
+def _largest_difference(model: nn.Module) -> float:
+    """Of log-probabilities of two sequences of unlike length, prefilled in part and then decoded together."""
+    config = text_config(model)
+    device = next(model.parameters()).device
+    size = int(config.vocab_size)
+    sequences = [[1 + (7 * place + 3 * row) % max(1, size - 1) for place in range(9 - 2 * row)] for row in range(2)]
+    prompts = [5, 2]
+    cache = SlotCache(int(config.num_hidden_layers), 2, len(sequences[0]))
+    last, caches, _ = encode(
+        model, [tokens[:length] for tokens, length in zip(sequences, prompts, strict=True)], device
+    )
+    for row, keys_values in enumerate(caches):
+        cache.fill(slice(row, row + 1), keys_values)
+    decoded = [_logprobs(model, last)]
+    position = torch.tensor(prompts, device=device)
+    for step in range(4):
+        tokens = torch.tensor([tokens[length + step] for tokens, length in zip(sequences, prompts, strict=True)])
+        decoded.append(_logprobs(model, decode(model, cache, tokens.to(device), position + step)))
+    largest = 0.0
+    for row, (tokens_of_row, length) in enumerate(zip(sequences, prompts, strict=True)):
+        inputs = torch.tensor([tokens_of_row], device=device)
+        whole = _logprobs(model, backbone(model)(input_ids=inputs, use_cache=False).last_hidden_state[0])
+        ours = torch.stack([step[row] for step in decoded])
+        largest = max(largest, float((ours - whole[length - 1 : length + 4]).abs().max()))
+    return largest
+
+
+def _logprobs(model: nn.Module, hidden: Tensor) -> Tensor:
+    head = output_head(model)
+    logits: Any = head_logits(model, hidden, head.weight, head.bias, head.weight.dtype)
+    return torch.log_softmax(logits, dim=-1)

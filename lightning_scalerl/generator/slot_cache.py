@@ -1,0 +1,124 @@
+"""The KV cache of many rollouts that decode together, each at a place of its own, and one token more in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from lightning_scalerl.model.head import backbone
+
+
+class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values, (slots, heads, capacity, head size); rows write at positions of their own."""
+
+    def __init__(self, owner: SlotCache) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, capacity = self.owner.slots, self.owner.capacity
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write one new token a row, return everything the rows may look at."""
+        rows, position, width = self.owner.rows, self.owner.position, self.owner.width
+        self.keys[rows, :, position] = key_states[:, :, 0]
+        self.values[rows, :, position] = value_states[:, :, 0]
+        n = key_states.shape[0]
+        return self.keys[:n, :, :width], self.values[:n, :, :width]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.width, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.width - 1
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """The KV cache of all slots; `aim` says which rows write where in the next forward pass."""
+
+    def __init__(self, layers: int, slots: int, capacity: int) -> None:
+        self.slots = slots
+        self.capacity = capacity
+        self.rows = torch.empty(0, dtype=torch.long)
+        self.position = torch.empty(0, dtype=torch.long)
+        self.width = 1
+        super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
+
+    def aim(self, position: Tensor) -> None:
+        """The first len(position) rows write their next token at `position`."""
+        self.rows = torch.arange(position.numel(), device=position.device)
+        self.position = position
+        self.width = int(position.max()) + 1
+
+    def fill(self, rows: slice, keys_values: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Put a sequence's keys and values (heads, tokens, head size), a pair a layer, into rows."""
+        for layer, (keys, values) in zip(self.layers, keys_values, strict=True):
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys.unsqueeze(0), values.unsqueeze(0))
+            layer.keys[rows, :, : keys.shape[1]] = keys
+            layer.values[rows, :, : values.shape[1]] = values
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy rows over others."""
+        for layer in self.layers:
+            layer.keys[targets] = layer.keys[sources]
+            layer.values[targets] = layer.values[sources]
+
+
+def encode(
+    model: nn.Module, sequences: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Tensor, list[list[tuple[Tensor, Tensor]]], tuple[int, int]]:
+    """One forward pass over whole sequences.
+
+    Returns the last hidden state of each (n, width), for each a list of (keys, values) a layer, and what was
+    computed: tokens, and tokens attended to.
+    """
+    lengths = [len(sequence) for sequence in sequences]
+    width = max(lengths)
+    # Padding stands behind the tokens, where causal attention cannot see it.
+    padded = [[*sequence, *[0] * (width - len(sequence))] for sequence in sequences]
+    cache = DynamicCache()
+    inputs = torch.tensor(padded, device=device)
+    hidden = backbone(model)(input_ids=inputs, past_key_values=cache, use_cache=True).last_hidden_state
+    last = hidden[torch.arange(len(lengths)), torch.tensor(lengths) - 1]
+    caches = [
+        [(layer.keys[number, :, :length], layer.values[number, :, :length]) for layer in cache.layers]
+        for number, length in enumerate(lengths)
+    ]
+    return last, caches, (sum(lengths), sum(length * (length + 1) // 2 for length in lengths))
+
+
+def decode(model: nn.Module, cache: SlotCache, tokens: Tensor, position: Tensor) -> Tensor:
+    """One token more in the first rows of the cache: last hidden states (rows, width).
+
+    Shapes: tokens (rows,), position (rows,), where in its sequence each token stands.
+    """
+    cache.aim(position)
+    visible = torch.arange(cache.width, device=position.device) <= position.unsqueeze(1)
+    states: Tensor = backbone(model)(
+        input_ids=tokens.unsqueeze(1),
+        position_ids=position.unsqueeze(1),
+        attention_mask=_mask(model, visible)[:, None, None, :],
+        past_key_values=cache,
+        use_cache=True,
+    ).last_hidden_state
+    return states[:, 0]
+
+
+def _mask(model: nn.Module, visible: Tensor) -> Tensor:
+    """What each row may look at, as the model's attention takes it: eager attention adds its mask to the scores."""
+    config: Any = model.config
+    if config._attn_implementation != "eager":
+        return visible
+    dtype = next(model.parameters()).dtype
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)

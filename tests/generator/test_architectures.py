@@ -1,0 +1,174 @@
+"""Families of models: trainer and generator agree on each, or it is refused by name before anything is computed.
+
+All are tiny, with random weights that are large enough for attention to matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from lightning.pytorch import Trainer
+
+from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
+from lightning_scalerl.axes.async_mode import OnPolicy
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.generator import decodable
+from lightning_scalerl.measure.probe import P99
+from lightning_scalerl.task.arithmetic_base import tokenizer
+from tests.helpers import SMALL, CountingTask, quiet
+from tests.test_module import Keep
+
+ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 14, "pad_token_id": 0}
+LLAMA: dict[str, Any] = {
+    "vocab_size": 16,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    **ENDS,
+}
+GPT: dict[str, Any] = {"vocab_size": 16, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **ENDS}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
+
+# Name of the configuration class, and its arguments.
+AGREE: dict[str, dict[str, Any]] = {
+    "Llama": LLAMA,
+    "Qwen2": LLAMA,
+    "Qwen3": {**LLAMA, "head_dim": 8},
+    "Mistral": LLAMA,
+    "Gemma2": {**LLAMA, "head_dim": 8},  # soft caps
+    "Phi3": LLAMA,
+    "Granite": LLAMA,  # scaled logits
+    "Cohere": LLAMA,
+    "Olmo2": LLAMA,
+    "Mixtral": {**LLAMA, **EXPERTS, "num_local_experts": 4},
+    "Qwen3Moe": {**LLAMA, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 16},
+    "GptOss": {**LLAMA, **EXPERTS, "num_local_experts": 4, "head_dim": 8},  # eager only, with sinks
+    "DeepseekV3": {
+        **LLAMA, **EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+        "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    },  # keys and values of unlike size
+    "GPT2": GPT,  # learned positions, dropout by default
+    "GPTNeo": {
+        "vocab_size": 16, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64,
+        "attention_types": [[["global", "local"], 1]], **ENDS,
+    },  # eager only
+    "GPTJ": {**GPT, "rotary_dim": 8},  # eager only
+    "CodeGen": {**GPT, "rotary_dim": 8},  # eager only
+    "OPT": {
+        "vocab_size": 16, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 64, "word_embed_proj_dim": 32, **ENDS,
+    },  # positions with an offset
+}  # fmt: skip
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Bloom": ({"vocab_size": 16, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "positions are ALiBi"),
+    "Mpt": ({"vocab_size": 16, "d_model": 32, "n_layers": 2, "n_heads": 4}, "positions are ALiBi"),
+    "Falcon": (
+        {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
+        "positions are ALiBi",
+    ),
+    "Mamba": ({"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2}, "no num_attention_heads"),
+    "Rwkv": ({"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2}, "no num_attention_heads"),
+    "Jamba": ({**LLAMA, "num_experts": 2, "use_mamba_kernels": False}, "keep a state from token to token .*mamba"),
+    "Lfm2": ({**LLAMA, "layer_types": ["conv", "full_attention"]}, r"keep a state from token to token \(conv\)"),
+}
+
+
+def tiny(family: str, arguments: dict[str, Any], **options: Any) -> Any:
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, f"{family}Config")(**arguments), dtype=torch.float32, **options
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(4.0)
+    return model
+
+
+def train(model: Any, keep: Keep, overrides: tuple[str, ...] = (), steps: int = 2) -> ScaleRL:
+    module = ScaleRL(model, "scalerl_core", [*SMALL, "optimizer.lr=1e-3", *overrides], tokenizer())
+    trainer = Trainer(max_steps=steps, callbacks=[OnPolicy(), Precision("fp32"), keep], **quiet())
+    trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+    return module
+
+
+@pytest.mark.parametrize("family", AGREE)
+def test_trainer_and_generator_agree(family: str) -> None:
+    keep = Keep()
+    module = train(tiny(family, AGREE[family]), keep)
+    assert len(keep.of(P99)) == 2 and max(keep.of(P99)) < 1e-4
+    assert max(keep.of("train/logprob_gap")) < 1e-4
+    assert max(keep.of("train/entropy")) > 0.1 and not module.policy.training
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_decoded_is_refused_by_name_before_anything_is_computed(family: str) -> None:
+    arguments, reason = REFUSED[family]
+    keep = Keep()
+    with pytest.raises(ConfigurationError, match=f"model: {family}ForCausalLM .*{reason}") as caught:
+        train(tiny(family, arguments), keep)
+    assert keep.records == [] and "\n" not in str(caught.value)
+
+
+def test_a_mask_that_eager_attention_would_add_as_it_is_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault this guards against: a Boolean mask, added to the scores, hides nothing."""
+    monkeypatch.setattr("lightning_scalerl.generator.slot_cache._mask", lambda model, visible: visible)
+    model = tiny("Llama", LLAMA, attn_implementation="eager")
+    with pytest.raises(ConfigurationError, match=r"decoded token by token its log-probabilities differ by 0\.\d+ from"):
+        decodable.check_decodable(model, 40)
+    decodable.check_decodable(tiny("Llama", LLAMA), 40)
+
+
+def test_attention_that_takes_no_mask_is_refused() -> None:
+    model = tiny("Llama", LLAMA)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ConfigurationError, match="attn_implementation='flash_attention_2' takes no mask"):
+        decodable.check_decodable(model, 40)
+
+
+def test_an_error_from_inside_is_one_line_with_the_models_name() -> None:
+    model = tiny("Llama", LLAMA)
+    model.model.layers[1].forward = lambda *args, **kwargs: 1 / 0
+    with pytest.raises(ConfigurationError, match=r"fails \(ZeroDivisionError: division by zero"):
+        decodable.check_decodable(model, 40)
+
+
+@pytest.mark.parametrize("family", ["GPT2", "OPT", "GPTNeo"])
+def test_a_context_beyond_the_learned_positions_is_refused(family: str) -> None:
+    overrides = ("context.max_prompt_tokens=56",)
+    with pytest.raises(ConfigurationError, match=f"make 65 tokens, and {family}.* has learned 64 positions"):
+        train(tiny(family, AGREE[family]), Keep(), overrides)
+    train(tiny(family, AGREE[family]), Keep(), ("context.max_prompt_tokens=55",), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "field"),
+    [
+        ("Mistral", {"sliding_window": 24}, "sliding_window of 24"),
+        ("GPTNeo", {"window_size": 24}, "window_size of 24"),
+    ],
+)
+def test_a_window_shorter_than_the_context_is_refused(family: str, more: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"does not know sliding windows; the model's {field} tokens"):
+        train(tiny(family, {**AGREE[family], **more}), Keep())
+
+
+def test_dropout_is_off_unless_it_is_asked_for() -> None:
+    """GPT-2 has 0.1 by default. On, trainer and generator are two policies; the probe looks past it."""
+    silent, asked = Keep(), Keep()
+    train(tiny("GPT2", AGREE["GPT2"]), silent)
+    train(tiny("GPT2", AGREE["GPT2"]), asked, ("optimizer.dropout=true",))
+    assert max(silent.of("train/logprob_gap")) < 1e-4 < 0.01 < min(asked.of("train/logprob_gap"))
+    assert max(asked.of(P99)) < 1e-4
+
+
+def test_half_precision_weights_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"weights in torch\.bfloat16; master weights are FP32"):
+        train(tiny("Llama", LLAMA).to(torch.bfloat16), Keep())
