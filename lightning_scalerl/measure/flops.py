@@ -6,10 +6,19 @@ costs three forward passes (forward, and twice that for the backward).
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.model.head import output_head, text_config
+
+# Experts that are chosen from; shared ones, which every token uses, are called otherwise.
+_EXPERT = re.compile(r"\.experts\.")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -25,15 +34,33 @@ class FlopModel:
 
     @classmethod
     def of(cls, model: nn.Module) -> FlopModel:
-        """Count the linear layers of a dense transformer."""
-        config: Any = model.config
-        linear = sum(2.0 * module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-        output = model.get_output_embeddings()  # type: ignore[operator]
-        heads = config.num_attention_heads
+        """Count a transformer, by parameter.
+
+        A matrix costs two FLOPs a weight, whatever module holds it. Of a mixture's experts a token uses its share. What
+        is only looked up (embeddings) costs nothing, unless it is the head as well.
+
+        Raises:
+            ConfigurationError: the configuration does not say how many layers or heads there are, or how many of its
+                experts a token uses.
+        """
+        config = text_config(model)
+        head = output_head(model).weight
+        looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} - {id(head)}
+        share = _share_of_experts(model)
+        per_token = 0.0
+        for name, parameter in model.named_parameters():
+            # A bias that is a table has a row an expert: it is added, not multiplied with.
+            if parameter.dim() >= 2 and id(parameter) not in looked_up and not name.endswith("bias"):
+                per_token += 2.0 * parameter.numel() * (share if _EXPERT.search(name) else 1.0)
+        heads, layers = _number(model, "num_attention_heads"), _number(model, "num_hidden_layers")
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        keys, values = head_size, head_size
+        if getattr(config, "v_head_dim", None):  # DeepSeek: keys and values of unlike size
+            values = config.v_head_dim
+            keys = getattr(config, "qk_head_dim", None) or config.qk_nope_head_dim + config.qk_rope_head_dim
         # q k^T and the weighted sum of v: 2 FLOPs each a head dimension, head, layer and token attended to.
-        per_context = 4.0 * heads * head_size * config.num_hidden_layers
-        return cls(per_token=linear, head=2.0 * output.weight.numel(), per_context=per_context)
+        per_context = 2.0 * heads * (keys + values) * layers
+        return cls(per_token=per_token, head=2.0 * head.numel(), per_context=per_context)
 
     def prefill(self, tokens: int, context: int) -> float:
         """Prompt tokens: everything but the head."""
@@ -50,3 +77,30 @@ class FlopModel:
         completion = sum(length - prompt for length, prompt in zip(lengths, prompt_lengths, strict=True))
         forward = (self.per_token - self.head) * tokens + self.head * completion + self.per_context * context
         return 3.0 * forward
+
+
+def _share_of_experts(model: nn.Module) -> float:
+    """Of the experts to choose from, those that a token uses."""
+    if not any(_EXPERT.search(name) for name, _ in model.named_parameters()):
+        return 1.0
+    config = text_config(model)
+
+    def first(keys: Sequence[str]) -> int | None:
+        return next((value for key in keys if isinstance(value := getattr(config, key, None), int)), None)
+
+    chosen, experts = first(_CHOSEN), first(_EXPERTS)
+    if not chosen or not experts:
+        raise ConfigurationError(
+            f"model: {type(model).__name__} has experts, and its configuration does not say how many of them a token "
+            f"uses (looked for {', '.join(_CHOSEN)}; {', '.join(_EXPERTS)}); its FLOPs cannot be counted"
+        )
+    return chosen / experts
+
+
+def _number(model: nn.Module, field: str) -> int:
+    value = getattr(text_config(model), field, None)
+    if not isinstance(value, int):
+        raise ConfigurationError(
+            f"model: {type(model).__name__} has no {field} in its configuration; its FLOPs cannot be counted"
+        )
+    return value

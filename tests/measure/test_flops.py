@@ -1,0 +1,58 @@
+"""FLOPs are what torch counts in the same forward pass; a mixture's experts count by their share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_scalerl import ConfigurationError
+from lightning_scalerl.measure.flops import FlopModel
+from tests.generator.test_architectures import AGREE, tiny
+
+MIXTURES = ("Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3")
+TOKENS = 8
+
+
+def counted(model: Any) -> int:
+    """By torch, matrix products alone: attention's own are left out, whichever way a model computes them."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.eval()(torch.arange(TOKENS).unsqueeze(0), use_cache=False)
+    counts = counter.get_flop_counts()["Global"]
+    return sum(number for operation, number in counts.items() if "mm" in str(operation) and "bmm" not in str(operation))
+
+
+@pytest.mark.parametrize("family", [family for family in AGREE if family not in MIXTURES])
+def test_a_dense_model_costs_what_torch_counts(family: str) -> None:
+    model = tiny(family, AGREE[family])
+    found = FlopModel.of(model)
+    assert found.per_token * TOKENS == counted(model)
+    assert found.head == 2 * 16 * 32 and found.per_context == 4 * 32 * 2
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixture_costs_the_experts_that_a_token_uses(family: str) -> None:
+    """Counted with experts computed one by one. All tokens together use at most as many as are chosen for each."""
+    model = tiny(family, AGREE[family], experts_implementation="eager")
+    assert FlopModel.of(model).per_token * TOKENS == counted(model)
+    whole = sum(2 * p.numel() for n, p in model.named_parameters() if p.dim() >= 2 and "embed" not in n)
+    assert FlopModel.of(model).per_token < 0.8 * whole
+
+
+def test_keys_and_values_of_unlike_size() -> None:
+    found = FlopModel.of(tiny("DeepseekV3", AGREE["DeepseekV3"]))
+    assert found.per_context == 2 * (16 + 16) * 4 * 2  # 8 + 8 of a key, 16 of a value, 4 heads, 2 layers
+
+
+def test_a_tied_head_is_counted_and_the_embedding_it_is_tied_to_is_not() -> None:
+    untied = FlopModel.of(tiny("Llama", {**AGREE["Llama"], "tie_word_embeddings": False}))
+    assert FlopModel.of(tiny("Llama", {**AGREE["Llama"], "tie_word_embeddings": True})) == untied
+
+
+def test_experts_of_which_nobody_says_how_many_are_used_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_scalerl.measure.flops._CHOSEN", ("experts_in_use",))
+    model = tiny("Mixtral", AGREE["Mixtral"])
+    with pytest.raises(ConfigurationError, match=r"MixtralForCausalLM has experts, and .* does not say how many"):
+        FlopModel.of(model)
