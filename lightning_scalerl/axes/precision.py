@@ -17,6 +17,10 @@ from lightning_scalerl.choice import DesignChoice, ObservedStep
 # Far above the rounding of an FP32 log-probability, far below what a 16-bit type does to one.
 LOGPROB_THRESHOLD = 1e-4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# What trainer and generator may differ by under the same weights, in log-probability: on average, and at the 99th
+# percentile. Measured (benchmarks/precision_gap.py): 1e-7 and 1e-6 in FP32; 0.002 and 0.03 in BF16 where the tokens are
+# these weights' own, up to 0.01 and 0.15 where older weights have sampled them.
+PROBE_BOUNDS = {"fp32": (1e-4, 1e-4), "bf16": (0.05, 0.75)}
 
 
 class Precision(DesignChoice):
@@ -30,7 +34,7 @@ class Precision(DesignChoice):
 
     axis: ClassVar[str] = "precision"
 
-    def __init__(self, policy: str, fp32_head_trainer: bool, fp32_head_generator: bool) -> None:
+    def __init__(self, policy: str = "bf16", fp32_head_trainer: bool = True, fp32_head_generator: bool = True) -> None:
         if policy not in DTYPES:
             raise ConfigurationError(f"precision.policy: {policy!r} is unknown; valid: {', '.join(DTYPES)}")
         self.policy = policy
@@ -41,6 +45,11 @@ class Precision(DesignChoice):
     def policy_dtype(self) -> torch.dtype:
         """The type of the policy's matrix products and of the generator's weights."""
         return DTYPES[self.policy]
+
+    @property
+    def probe_bounds(self) -> tuple[float, float]:
+        """Mean and 99th percentile beyond which trainer and generator do not compute the same (`measure.probe`)."""
+        return PROBE_BOUNDS[self.policy]
 
     def head_dtype(self, fp32_head: bool) -> torch.dtype:
         """The type in which logits are computed."""

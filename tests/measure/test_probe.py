@@ -1,0 +1,85 @@
+"""The probe: every step says whether trainer and generator compute the same, and a run stops where they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_scalerl import ConfigurationError
+from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.measure.probe import MEAN, P99, check_probe, probe_metrics
+from tests.helpers import CountingTask, fit
+from tests.test_module import Keep
+
+
+@pytest.mark.parametrize(
+    "mode", [OnPolicy(), Pipeline(3, "stale"), Pipeline(3, "recompute")], ids=["on", "stale", "re"]
+)
+def test_every_step_has_something_to_judge(tiny_model_path: str, mode: Any) -> None:
+    """Also where all rollouts are stale: the generator is asked what it would record now."""
+    keep = Keep()
+    fit(tiny_model_path, steps=6, callbacks=[mode, Precision("fp32"), keep], recipe="scalerl")
+    assert len(keep.of(P99)) == 6 and max(keep.of(P99)) < 1e-5
+
+
+class Constant(CountingTask):
+    def reward(self, prompt: Any, completion: str) -> float:
+        return 1.0
+
+
+class Wrong(Callback):
+    """The generator's head is scaled: another policy samples than the one that trains."""
+
+    def __init__(self, factor: float, from_step: int = 0) -> None:
+        self.factor, self.from_step = factor, from_step
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        real = pl_module.generator.publish
+
+        def publish(weights: dict[str, torch.Tensor], version: int, recompute_kv: bool = False) -> None:
+            if version >= self.from_step:
+                weights = {**weights, "lm_head.weight": self.factor * weights["lm_head.weight"]}
+            real(weights, version, recompute_kv)
+
+        pl_module.generator.publish = publish
+        if self.from_step == 0:
+            publish(pl_module._weights(), 0)
+
+
+@pytest.mark.parametrize("task", [CountingTask(), Constant()], ids=["kept", "nothing kept"])
+def test_a_first_batch_is_judged_whether_or_not_it_keeps_anything(tiny_model_path: str, task: CountingTask) -> None:
+    keep = Keep()
+    with pytest.raises(ConfigurationError, match=r"under the same weights \(allowed in fp32: 0.0001 and 0.0001\)"):
+        fit(tiny_model_path, callbacks=[Wrong(1.001), OnPolicy(), Precision("fp32"), keep], task=task)
+    assert len(keep.of(P99)) == 1, "recorded before the run stops"
+
+
+@pytest.mark.parametrize("mode", [OnPolicy(), Pipeline(2, "stale")])
+def test_later_steps_are_judged_too(tiny_model_path: str, mode: Any) -> None:
+    keep = Keep()
+    with pytest.raises(ConfigurationError, match="differ from the trainer's by"):
+        fit(tiny_model_path, steps=9, callbacks=[Wrong(1.01, 3), mode, Precision("fp32"), keep], recipe="scalerl")
+    assert max(keep.of(P99)[:3]) < 1e-5 and 4 <= len(keep.of(P99)) <= 6
+
+
+def test_the_percentile_sees_what_the_mean_hides() -> None:
+    gaps = torch.zeros(1000)
+    gaps[:20] = 4e-3
+    found = probe_metrics(gaps)
+    assert found[P99] == pytest.approx(4e-3) and found[MEAN] == pytest.approx(8e-5)
+    with pytest.raises(ConfigurationError, match=r"by 8e-05 on average and 0\.004 at the 99th percentile"):
+        check_probe(found, Precision("fp32"))
+    check_probe(found, Precision())
+    assert probe_metrics(torch.zeros(0)) == {}
+    check_probe({}, Precision("fp32"))
+
+
+@pytest.mark.parametrize(("mean", "p99"), [(0.06, 0.1), (0.01, 0.8), (float("nan"), float("nan"))])
+def test_sixteen_bits_have_their_own_bounds(mean: float, p99: float) -> None:
+    with pytest.raises(ConfigurationError, match=r"allowed in bf16: 0\.05 and 0\.75"):
+        check_probe({MEAN: mean, P99: p99}, Precision())
+    check_probe({MEAN: 0.04, P99: 0.7}, Precision())
