@@ -66,6 +66,10 @@ class LengthControl(DesignChoice):
         """Whether this control changed such a rollout, or surely would have: for the mechanism counter."""
 
 
+# arXiv 2510.13786, appendix.
+PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>"
+
+
 class Interruption(LengthControl):
     """Forced end of thinking at a random point.
 
@@ -77,7 +81,9 @@ class Interruption(LengthControl):
     Source: arXiv 2510.13786, section 3 (10,000 to 12,000 tokens) and its appendix (wording).
     """
 
-    def __init__(self, low: int, high: int, end_of_thinking: str, phrase: str) -> None:
+    def __init__(
+        self, low: int = 10_000, high: int = 12_000, end_of_thinking: str = "</think>", phrase: str = PHRASE
+    ) -> None:
         self.low = whole_number("length_control.low", low)
         self.high = whole_number("length_control.high", high)
         if high < low:
@@ -122,7 +128,7 @@ class Penalty(LengthControl):
         buffer: tokens before the limit over which the penalty grows to -1 (2,048 in the paper).
     """
 
-    def __init__(self, limit: int, buffer: int) -> None:
+    def __init__(self, limit: int = 14_336, buffer: int = 2_048) -> None:
         self.limit = whole_number("length_control.limit", limit)
         self.buffer = whole_number("length_control.buffer", buffer)
         if buffer > limit:

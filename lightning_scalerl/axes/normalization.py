@@ -52,7 +52,7 @@ class Normalization(DesignChoice):
 
 
 class _Scaled(Normalization):
-    def __init__(self, ddof: int, eps: float) -> None:
+    def __init__(self, ddof: int = 1, eps: float = 1e-6) -> None:
         if ddof not in (0, 1):
             raise ConfigurationError(f"normalization.ddof: {ddof!r} is not valid; 0 (population) or 1 (unbiased)")
         if not eps >= 0:

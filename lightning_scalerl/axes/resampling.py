@@ -33,7 +33,7 @@ class NoPositiveResampling(Resampling):
     Source: arXiv 2510.13786, section 3.2 (No-Positive-Resampling, 0.9).
     """
 
-    def __init__(self, pass_rate: float) -> None:
+    def __init__(self, pass_rate: float = 0.9) -> None:
         if isinstance(pass_rate, bool) or not isinstance(pass_rate, int | float) or not 0 < pass_rate <= 1:
             raise ConfigurationError(f"resampling.pass_rate: {pass_rate!r} must be above 0 and at most 1")
         self.pass_rate = pass_rate

@@ -38,6 +38,14 @@ def test_every_choice_in_conf_is_one_of_its_axis(axis: str, name: str) -> None:
     assert getattr(lightning_scalerl, type(choice).__name__) is type(choice), "public under its name"
 
 
+def test_every_choice_can_be_built_without_arguments_and_means_what_conf_says() -> None:
+    """A default of a class and that of its file, with the paper's settings, are one."""
+    for axis in AXES:
+        built = [build(compose([f"{axis}={name}", "scale=paper"]), axis) for where, name in IN_CONF if where == axis]
+        for kind in {type(choice) for choice in built}:
+            assert any(choice.same_as(kind()) for choice in built), f"{kind.__name__}() is in no file of conf/{axis}/"
+
+
 def test_an_axis_that_is_left_open_has_its_neutral_choice() -> None:
     whole = row()
     left = Choices.of(choice for choice in whole if choice.axis not in ("filter", "truncated"))

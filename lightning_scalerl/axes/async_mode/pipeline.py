@@ -22,7 +22,7 @@ class Pipeline(AsyncMode):
     Source: PipelineRL, arXiv 2509.19128; arXiv 2510.13786, section 2 (PipelineRL-8 in ScaleRL).
     """
 
-    def __init__(self, k: int, kv_on_update: str) -> None:
+    def __init__(self, k: int = 8, kv_on_update: str = "stale") -> None:
         self.k = whole_number("async_mode.k", k)
         if kv_on_update not in KV_POLICIES:
             raise ConfigurationError(f"async_mode.kv_on_update: {kv_on_update!r}; valid: {', '.join(KV_POLICIES)}")

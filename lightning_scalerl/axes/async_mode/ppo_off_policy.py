@@ -13,7 +13,7 @@ class PPOOffPolicy(AsyncMode):
     Source: arXiv 2510.13786, section 2 (PPO-off-policy-k, k = B / B_hat).
     """
 
-    def __init__(self, k: int) -> None:
+    def __init__(self, k: int = 8) -> None:
         self.k = whole_number("async_mode.k", k)
 
     @property

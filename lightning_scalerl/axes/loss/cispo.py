@@ -24,7 +24,7 @@ def cispo(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor,
 class CISPO(Loss):
     """CISPO with an absolute cap `max_ratio` on the importance ratio (the paper tried 4, 5 and 8)."""
 
-    def __init__(self, max_ratio: float) -> None:
+    def __init__(self, max_ratio: float = 5.0) -> None:
         self.max_ratio = positive("loss.max_ratio", max_ratio)
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

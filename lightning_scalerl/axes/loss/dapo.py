@@ -22,7 +22,7 @@ def dapo(
 class DAPO(Loss):
     """Asymmetric clip; the compared recipes of ScaleRL used clip_low 0.2 and clip_high 0.26."""
 
-    def __init__(self, clip_low: float, clip_high: float) -> None:
+    def __init__(self, clip_low: float = 0.2, clip_high: float = 0.26) -> None:
         self.clip_low, self.clip_high = clip_bounds(clip_low, clip_high)
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class GSPO(Loss):
     objective: allowed, and said so in `semantics`.
     """
 
-    def __init__(self, clip_low: float, clip_high: float) -> None:
+    def __init__(self, clip_low: float = 3e-3, clip_high: float = 5e-3) -> None:
         self.clip_low, self.clip_high = clip_bounds(clip_low, clip_high)
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
