@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import os
 import random
@@ -22,10 +21,11 @@ from filelock import FileLock
 from torch import Tensor
 
 from lightning_scalerl.task.arithmetic import ALPHABET, STOP, draw_number, problem, solution
-
-log = logging.getLogger(__name__)
+from sweeps.terminal import Bar
 
 PAD = "<pad>"
+# Beside the weights: how they were made.
+MADE_WITH = "made_with.json"
 
 
 def cache_dir() -> Path:
@@ -75,9 +75,15 @@ def arithmetic_base_model(
             model = _train(**settings)
             model.save_pretrained(unfinished)
             tokenizer().save_pretrained(unfinished)
-            (unfinished / "made_with.json").write_text(json.dumps(settings, indent=1))
+            (unfinished / MADE_WITH).write_text(json.dumps(settings, indent=1))
             unfinished.rename(path)
     return str(path)
+
+
+def is_arithmetic_base(model: Any) -> bool:
+    """Whether a path leads to a model that `arithmetic_base_model` has made, or an object came from there."""
+    path = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    return bool(path) and (Path(path) / MADE_WITH).is_file()
 
 
 def tokenizer() -> Any:
@@ -152,6 +158,7 @@ def _train(
         model = new_model(width, layers, seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
         prompt_tokens = len(problem(0, 0))
+        shown = Bar("making the base model (once)", batches)
         for number in range(batches):
             fall = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * number / batches))
             for group in optimizer.param_groups:
@@ -163,8 +170,8 @@ def _train(
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            if number % 100 == 0:
-                log.info("base model: batch %d of %d, loss %.3f", number, batches, loss.item())
+            shown.update(number + 1)
+        shown.close()
         return model
     finally:
         torch.set_num_threads(threads)

@@ -18,7 +18,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from sweeps.cli.output import show_chart
+from sweeps.cli.output import show_results
 from sweeps.executor.base import load_entry
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.settings import JobSettings
@@ -100,7 +100,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             plan.write(study.directory)
 
         try:
-            states = run_study(study, plan, detach=detach, begin=begin, finished=show_chart)
+            states = run_study(study, plan, detach=detach, begin=begin, finished=show_results)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             if plan.kind == "slurm":

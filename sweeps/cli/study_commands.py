@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sweeps.cli.output import show_chart, warn
+from sweeps.cli.output import show_chart, show_ranking, warn
 from sweeps.errors import UserError
 from sweeps.report.plain import one_line, table
 
@@ -95,26 +95,7 @@ def collect_command(options: argparse.Namespace) -> int:
     print(f"{directory}: {counts(views)}\n")
     print(table(*_status_rows(views, ROWS)))
     if any(view.step is not None for view in views):
-        _print_ranking(directory)
+        show_ranking(directory)
     if states is not None:
         report_failures(study, states)
     return 0
-
-
-def _print_ranking(directory: Path) -> None:
-    """The ranking so far, if there is one."""
-    # SciPy: a study that is not there, or has no evaluation yet, is answered without.
-    from sweeps.decide.rank import rank
-    from sweeps.fit.fit import fit_curves
-    from sweeps.parallel import cores
-    from sweeps.report.text import ranking_rows
-    from sweeps.source import load
-
-    try:
-        fits = fit_curves(load([str(directory)]).curves, workers=cores(), regions=False)
-        ranking = rank(fits, workers=cores(), brief=True)
-    except UserError as error:
-        warn([f"no ranking yet: {error}"])
-    else:
-        print(f"\n{one_line(ranking.sentence)}\n")
-        print(table(*ranking_rows(ranking)))

@@ -6,10 +6,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from sweeps.run.progress import last_metrics
 from sweeps.run.spec import RunSpec
+from sweeps.terminal import duration
 
 SHOWN = 6  # members a line of progress
 
@@ -52,31 +53,34 @@ class Observer(Protocol):
 
 
 class Progress:
-    """Prints how a study is getting on: a line every few seconds, for terminals and log files alike.
+    """Shows how a study is getting on: members as they run on a terminal, a line every few seconds elsewhere.
 
     Args:
         total: members.
         steps: budget of a member.
-        every_s: seconds between lines.
+        every_s: seconds between lines, or between looks on a terminal.
         metric: shown for each running member, as it was last evaluated.
+        write: takes a line; by default stderr, so that what is piped stays data, and a table if that is a terminal.
     """
 
     def __init__(
         self,
         total: int,
         steps: int,
-        every_s: float = 10.0,
+        every_s: float | None = None,
         metric: str = "pass_rate",
-        write: Callable[[str], object] = sys.stderr.write,
+        write: Callable[[str], object] | None = None,
     ) -> None:
         self._total = total
         self._steps = steps
-        self._every_s = every_s
+        self._live = _Live(sys.stderr) if write is None and sys.stderr.isatty() else None
+        self._write = write or sys.stderr.write
+        self._every_s = every_s if every_s is not None else (2.0 if self._live else 10.0)
         self._metric = metric
-        self._write = write
-        self._begin = time.monotonic()
-        self._last = self._begin
+        self._begin = self._last = time.monotonic()
         self._directories: dict[str, Path] = {}
+        self._first: dict[str, int] = {}  # steps that a member had behind it when this process first saw it
+        self._reached: dict[str, int] = {}
 
     def open(self) -> None:
         """Nothing to prepare."""
@@ -87,6 +91,9 @@ class Progress:
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         """Remember where to look."""
         self._directories[spec.run] = run_dir
+        step = int(last_metrics(run_dir).get("step", 0))
+        self._first.setdefault(spec.run, step)
+        self._reached.setdefault(spec.run, step)
 
     def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
         """Say so."""
@@ -95,24 +102,41 @@ class Progress:
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
         """Say so."""
         latest = last_metrics(run_dir)
+        if spec.run in self._reached:
+            self._reached[spec.run] = int(latest.get("step", self._reached[spec.run]))
         tail = f": {reason}" if reason else self._describe(latest)
         self._line(f"{state:9} {spec.title}{tail}")
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
-        """A line if it is time."""
+        """A look, if it is time."""
         if time.monotonic() - self._last < self._every_s:
             return
         self._last = time.monotonic()
-        members = [
-            f"{spec.title}{self._describe(last_metrics(self._directories[spec.run]))}" for spec in running[:SHOWN]
-        ]
-        more = [f"{len(running) - SHOWN} more running"] if len(running) > SHOWN else []
+        latest = {spec.run: last_metrics(self._directories[spec.run]) for spec in running}
+        for run, metrics in latest.items():
+            self._reached[run] = int(metrics.get("step", self._reached.get(run, 0)))
         counts = ((done, f"/{self._total} done"), (failed, " failed"), (queued, " queued"))
         ended = ", ".join(f"{count}{what}" for count, what in counts if count or what.startswith("/"))
-        self._line(" | ".join([ended, *members, *more]))
+        left_s = self._left_s(self._total - done - failed, [spec.run for spec in running])
+        summary = (f"about {duration(left_s)} left, " if left_s else "") + ended
+        if self._live is not None:
+            self._live.show(summary, [(spec.title, self._describe(latest[spec.run])[2:]) for spec in running])
+            return
+        members = [f"{spec.title}{self._describe(latest[spec.run])}" for spec in running[:SHOWN]]
+        more = [f"{len(running) - SHOWN} more running"] if len(running) > SHOWN else []
+        self._line(" | ".join([summary, *members, *more]))
 
     def close(self, failed: int, left: int) -> None:
-        """Nothing to end."""
+        """The terminal is somebody else's again."""
+        if self._live is not None:
+            self._live.close()
+
+    def _left_s(self, open_members: int, running: Sequence[str]) -> float | None:
+        """Seconds, at the pace at which this process has seen its members go on; None before they have."""
+        made = sum(step - self._first.get(run, 0) for run, step in self._reached.items())
+        to_do = open_members * self._steps - sum(self._reached[run] for run in running)
+        elapsed = time.monotonic() - self._begin
+        return elapsed / made * max(0, to_do) if made > 0 else None
 
     def _describe(self, metrics: Mapping[str, float]) -> str:
         text = f": step {int(metrics['step'])}/{self._steps}" if "step" in metrics else ": starting"
@@ -120,5 +144,43 @@ class Progress:
         return text + (f", pass rate {rates[0]:.3f}" if rates else "")
 
     def _line(self, text: str) -> None:
-        seconds = int(time.monotonic() - self._begin)
-        self._write(f"[{seconds // 60:02d}:{seconds % 60:02d}] {text}\n")
+        minutes, seconds = divmod(int(time.monotonic() - self._begin), 60)
+        line = f"[{minutes:02d}:{seconds:02d}] {text}"
+        if self._live is not None:
+            self._live.line(line)
+        else:
+            self._write(f"{line}\n")
+
+
+class _Live:
+    """A table at the foot of a terminal; lines go above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        # Imported where there is something to draw on.
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(file=stream)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+
+    def show(self, summary: str, members: Sequence[tuple[str, str]]) -> None:
+        """The study in a line, and below it as many of its running members as there is room for."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=Text(summary), title_justify="left", box=None, show_header=False)
+        room = max(1, self._console.height - 4)
+        for title, said in members[:room]:
+            table.add_row(Text(title), Text(said))
+        if len(members) > room:
+            table.add_row(Text(f"and {len(members) - room} more"), Text(""))
+        self._live.start()
+        self._live.update(table, refresh=True)
+
+    def line(self, text: str) -> None:
+        """Above the table, to stay."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """The table goes, the lines stay."""
+        self._live.stop()

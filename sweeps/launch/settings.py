@@ -124,11 +124,11 @@ def run_study(
     again: bool = True,
     scheduler: Scheduler | None = None,
     begin: Callable[[], None] = lambda: None,
-    finished: Callable[[Path, str], None] = lambda directory, tracking: None,
+    finished: Callable[[Path, str | None], None] = lambda directory, tracking: None,
 ) -> dict[str, MemberState]:
     """Run a study as planned, with progress on stderr and MLflow if it is tracked.
 
-    `finished` is called with the folder and MLflow's address of a tracked study whose members are all done.
+    `finished` is called with the folder and MLflow's address, if it has one, of a study whose members are all done.
     """
     executor = plan.executor(study.directory, scheduler)
     observers: list[Observer] = [Progress(len(study.specs), max(spec.steps for spec in study.specs))]
@@ -138,7 +138,7 @@ def run_study(
 
         observers.append(TrackingObserver(study, plan.tracking, axis=plan.axis))
     states = study.run(executor, observers, plan.retries, detach, again, begin)
-    if plan.tracking and all(state.state == "finished" for state in states.values()):
+    if all(state.state == "finished" for state in states.values()):
         finished(study.directory, plan.tracking)
     return states
 

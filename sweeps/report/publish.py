@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,13 @@ CURVE_POINTS = 75
 ARTIFACTS = ("report.html", "ranking.csv", "report_curves.png", "report_curves.svg", "report_asymptotes.png")
 
 
-def publish(sources: Sequence[str], uri: str) -> None:
+def publish(sources: Sequence[str], uri: str, ranked: Callable[[Ranking], None] = lambda ranking: None) -> None:
     """Put one sweep into MLflow and print how to look at it.
 
     Args:
         sources: exactly one run or sweep directory.
         uri: tracking URI, such as `sqlite:///mlflow.db`.
+        ranked: called with the ranking, before the link is printed.
 
     Raises:
         UserError: no such directory, nothing to fit, or MLflow cannot be reached.
@@ -52,7 +53,10 @@ def publish(sources: Sequence[str], uri: str) -> None:
         status = STATUS.get(read_journal(member.member.run_dir).status)
         if status:
             tracker.set_status(member.mlflow_run_id, status)
-    print(publish_into(tracker, sweep, loaded, fits, rank(fits)))
+    ranking = rank(fits)
+    link = publish_into(tracker, sweep, loaded, fits, ranking)
+    ranked(ranking)
+    print(link)
 
 
 def publish_into(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -587,6 +589,46 @@ def test_progress_is_silent_until_it_is_time(tmp_path: Path, said: list[str], mo
         progress.tick([member("cispo")], 0, 0, 0)
         assert len(said) == lines
     assert said[-1].startswith("[01:15] ")
+
+
+def test_progress_says_how_long_it_will_take(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the pace at which this process has seen its members go on; what was done before says nothing of it."""
+    now = [0.0]
+    monkeypatch.setattr("sweeps.launch.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    one, two = member("cispo"), member("dapo")
+    record(tmp_path / "one", 20)
+    progress = Progress(total=4, steps=40, every_s=0, write=said.append)
+    progress.ended(member("gspo"), tmp_path / "before", "finished", None)
+    progress.started(one, tmp_path / "one")
+    now[0] = 100.0
+    record(tmp_path / "one", 30)
+    progress.tick([one], 0, 1, 0)
+    # 10 steps in 100 s; 10 of this member, 80 of the two that wait.
+    assert said[-1].startswith("[01:40] about 15 min left, 1/4 done | ")
+    progress.ended(one, tmp_path / "one", "finished", None)
+    progress.started(two, tmp_path / "two")
+    progress.tick([two], 0, 3, 0)
+    assert "about 7 min left, 3/4 done | " in said[-1]
+
+
+def test_on_a_terminal_progress_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    progress = Progress(total=3, steps=40, every_s=0)
+    one = member("cispo")
+    record(tmp_path / "one", 7, rate=0.25)
+    progress.started(one, tmp_path / "one")
+    progress.tick([one], 1, 1, 0)
+    progress.ended(one, tmp_path / "one", "finished", None)
+    progress.close(0, 0)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert "1/3 done, 1 queued" in shown
+    assert re.search(r"scalerl seed 0 +step 7/40, pass rate 0\.250", shown)
+    assert "finished  scalerl seed 0: step 7/40, pass rate 0.250" in shown
 
 
 def test_progress_follows_a_whole_study(tmp_path: Path, specs: list[RunSpec], said: list[str]) -> None:

@@ -1,0 +1,69 @@
+"""What a person sees of a run: step of steps, pass rate, reward, compute spent, time left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar
+
+from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.run import run_of
+from sweeps.terminal import Bar
+
+
+class StepProgress(Recorder, ProgressBar):
+    """Counts optimizer steps; it takes the place of Lightning's own bar, which counts epochs.
+
+    A bar on a terminal, a line every half minute elsewhere. `Trainer(enable_progress_bar=False)` is without.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enabled = True
+        self._bar: Bar | None = None
+        self._shown: dict[str, str] = {}
+
+    def enable(self) -> None:
+        """Lightning's."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Lightning's; on all ranks but the first."""
+        self._enabled = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """From where the run goes on."""
+        step = run_of(pl_module).completed_steps
+        self._close()
+        if self._enabled and step < trainer.max_steps:
+            self._shown = {}
+            self._bar = Bar("training", trainer.max_steps, done=step)
+
+    def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        """One step on, or an evaluation."""
+        if self._bar is None:
+            return
+        if kind == "eval":
+            name, rate = next((key, value) for key, value in metrics.items() if key.endswith("/pass_rate"))
+            self._shown["eval"] = f"{name.split('/')[1]} {rate:.3f} (step {step})"
+        else:
+            self._shown["train"] = f"pass rate {metrics['train/pass_rate']:.3f}, reward {metrics['train/reward']:.3f}"
+        hours = metrics["compute/device_hours"]
+        self._shown["spent"] = f"{metrics['compute/flops']:.2e} FLOPs, {hours:.2f} device hours"
+        known = ("eval", "train", "spent")
+        self._bar.update(step, ", ".join(self._shown[part] for part in known if part in self._shown))
+
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Leave it as it is."""
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """The terminal is somebody else's again."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -1,0 +1,113 @@
+"""How far something is, shown while it runs: a bar where there is a terminal, a line a while where there is none."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+# Seconds between two lines where there is no terminal: a log file that is read afterwards needs no more.
+EVERY_S = 30.0
+
+
+class Bar:
+    """Steps done of steps to do, what is known of them, and the time left.
+
+    Args:
+        what: is being done, such as "training".
+        total: steps.
+        done: steps done before, which say nothing of how fast this process is.
+        stream: where to; stderr, so that what is piped stays data.
+        every_s: seconds between lines, where there is no terminal.
+        clock: injected.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        done: int = 0,
+        stream: TextIO | None = None,
+        every_s: float = EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._what = what
+        self._total = total
+        self._begun_at = self._done = done
+        self._stream = stream or sys.stderr
+        self._every_s = every_s
+        self._clock = clock
+        self._begun_s = self._written_s = clock()
+        self._text = ""
+        self._rich: Any = None
+        self._task: Any = None
+        if self._stream.isatty():
+            self._rich, self._task = self._open()
+        else:
+            self._write()
+
+    def _open(self) -> tuple[Any, Any]:
+        # Imported where there is something to draw on.
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[said]}", markup=False),
+        )
+        shown = Progress(*columns, console=Console(file=self._stream), transient=False)
+        task = shown.add_task(self._what, total=self._total, completed=self._done, said="")
+        shown.start()
+        return shown, task
+
+    def update(self, done: int, text: str | None = None) -> None:
+        """So far; `text` stays until it is replaced."""
+        self._done = done
+        self._text = self._text if text is None else text
+        if self._rich is not None:
+            self._rich.update(self._task, completed=done, said=self._said())
+        elif self._clock() - self._written_s >= self._every_s:
+            self._write()
+
+    def close(self) -> None:
+        """The last state stays."""
+        if self._rich is not None:
+            self._rich.update(self._task, completed=self._done, said=self._said())
+            self._rich.stop()
+            self._rich = None
+        elif self._stream is not None and self._done != self._begun_at:
+            self._write()
+        self._every_s = float("inf")
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds, at the pace of this process so far; None before its first step."""
+        steps = self._done - self._begun_at
+        return (self._clock() - self._begun_s) / steps * (self._total - self._done) if steps > 0 else None
+
+    def _said(self) -> str:
+        left = f"{duration(self.left_s)} left" if self.left_s and self._done < self._total else ""
+        return ", ".join(part for part in (self._text, left) if part)
+
+    def _write(self) -> None:
+        self._written_s = self._clock()
+        said = self._said()
+        self._stream.write(f"{self._what} {self._done}/{self._total}{': ' if said else ''}{said}\n")
+        self._stream.flush()
+
+
+def duration(seconds: float) -> str:
+    """As people say it: `35 s`, `4 min`, `2 h 05 min`, `3 d 4 h`."""
+    whole = round(seconds)
+    if whole < 90:
+        return f"{whole} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min"
+    return f"{hours // 24} d {hours % 24} h"

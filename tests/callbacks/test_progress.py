@@ -1,0 +1,61 @@
+"""What a person sees of a run, and of the making of its base model."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import TQDMProgressBar
+
+from lightning_scalerl.callbacks.progress import StepProgress
+from sweeps.run.journal import read_journal
+from sweeps.terminal import Bar
+from tests.helpers import fit
+
+
+def test_steps_of_steps_pass_rate_reward_compute_and_time_left(
+    tiny_model_path: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_scalerl.callbacks.progress.Bar", partial(Bar, every_s=0.0))
+    fit(tiny_model_path, tmp_path, 3, checkpoint_every=3, enable_progress_bar=True)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("training")]
+    assert lines[0] == "training 0/3"
+    number = r"\d\.\d{3}"
+    spent = r"\d\.\d\de\+\d\d FLOPs, \d+\.\d\d device hours"
+    assert re.fullmatch(rf"training 0/3: heldout {number} \(step 0\), {spent}", lines[1])
+    pattern = rf"training 2/3: heldout {number} \(step 0\), pass rate {number}, reward {number}, {spent}, \d+ s left"
+    assert any(re.fullmatch(pattern, line) for line in lines), lines
+    last = read_journal(tmp_path).records[-1].metrics
+    assert lines[-1].startswith(f"training 3/3: heldout {last['eval/heldout/pass_rate']:.3f} (step 3)")
+    fit(tiny_model_path, tmp_path, 5, resume=True, enable_progress_bar=True)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("training")]
+    assert lines[0] == "training 3/5" and lines[-1].startswith("training 5/5: ")
+    assert not any("Epoch" in line for line in lines)
+
+
+def test_a_bar_of_ones_own_stays(tiny_model_path: str) -> None:
+    class Own(TQDMProgressBar):
+        pass
+
+    def bars(**options: Any) -> list[str]:
+        callbacks = fit(tiny_model_path, steps=1, **options).trainer.callbacks  # type: ignore[attr-defined]
+        return [type(each).__name__ for each in callbacks if isinstance(each, StepProgress | TQDMProgressBar)]
+
+    assert bars(enable_progress_bar=True, callbacks=[Own()]) == ["Own"]
+    assert bars(enable_progress_bar=True) == ["StepProgress"]
+    assert bars() == []
+
+
+def test_making_the_base_model_says_how_far_it_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_scalerl.task.arithmetic_base import arithmetic_base_model, is_arithmetic_base
+
+    monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
+    path = arithmetic_base_model(width=32, layers=1, batches=3, batch_size=4)
+    said = [line for line in capfd.readouterr().err.splitlines() if "base model" in line]
+    assert said == ["making the base model (once) 0/3", "making the base model (once) 3/3"]
+    assert is_arithmetic_base(path) and not is_arithmetic_base(str(tmp_path))

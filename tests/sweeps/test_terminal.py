@@ -1,0 +1,73 @@
+"""How far something is: a bar on a terminal, a line a while elsewhere."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+
+from sweeps.terminal import Bar, duration
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_without_a_terminal_it_is_a_line_a_while() -> None:
+    clock, said = Clock(), io.StringIO()
+    bar = Bar("training", 100, stream=said, every_s=30, clock=clock)
+    for step in range(1, 41):
+        clock.now += 2.0
+        bar.update(step, f"reward 0.{step:02d}")
+    bar.close()
+    assert said.getvalue().splitlines() == [
+        "training 0/100",
+        "training 15/100: reward 0.15, 3 min left",
+        "training 30/100: reward 0.30, 2 min left",
+        "training 40/100: reward 0.40, 2 min left",
+    ]
+
+
+def test_time_left_is_at_the_pace_of_this_process() -> None:
+    """What an earlier one has done says nothing of how fast this one is."""
+    clock = Clock()
+    bar = Bar("training", 100, done=60, stream=io.StringIO(), clock=clock)
+    assert bar.left_s is None
+    clock.now += 20
+    bar.update(70)
+    assert bar.left_s == 60
+    bar.update(100)
+    assert bar.left_s == 0
+
+
+def test_on_a_terminal_it_is_a_bar() -> None:
+    said = Terminal()
+    bar = Bar("training", 10, done=4, stream=said)
+    bar.update(7, "pass rate 0.500 [ok]")
+    bar.close()
+    shown = plain(said.getvalue())
+    assert "training" in shown and "━" in shown and "7/10" in shown and "pass rate 0.500 [ok]" in shown
+    bar.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59, "59 s"), (125, "2 min"), (5300, "88 min"), (5401, "1 h 30 min"), (7500, "2 h 05 min"),
+     (180000, "2 d 2 h")],
+)  # fmt: skip
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
