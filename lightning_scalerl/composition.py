@@ -183,6 +183,7 @@ def build_recipe(config: Any, name: str, build: Callable[[Any, str], Any] = buil
         context=build(config, "context"),
         cost_model=build(config, "cost_model"),
         generator=build(config, "generator"),
+        scaled_for=config.get("scaled_for"),
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,7 +18,12 @@ class AdamW:
 
     The paper's rate is 5e-7 for 8 billion parameters, with eps 1e-15 and weight decay 0.01; betas and clip are
     not stated there.
+
+    `dropout` lets the model's own dropout act in training. It is off: the policy that is trained would be another one
+    than the policy that sampled, in every step.
     """
+
+    added: ClassVar[Mapping[str, Any]] = {"dropout": False}
 
     lr: float
     beta1: float
@@ -25,11 +31,14 @@ class AdamW:
     eps: float
     weight_decay: float
     clip_norm: float
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         # A learning rate of 0 is a control experiment: everything runs, nothing is learned.
         if not 0 <= self.lr < float("inf"):
             raise ConfigurationError(f"optimizer.lr: {self.lr!r} must be 0 or more")
+        if not isinstance(self.dropout, bool):
+            raise ConfigurationError(f"optimizer.dropout: {self.dropout!r} must be true or false")
         positive("optimizer.eps", self.eps)
         positive("optimizer.clip_norm", self.clip_norm)
         for field in ("beta1", "beta2"):

@@ -199,6 +199,7 @@ def _check(spec: RunSpec, builder: _Builder) -> None:
     from lightning_scalerl.task.base import check_task
 
     recipe = build_recipe(spec.config, spec.recipe, builder)
+    recipe.check_scale(spec.config["model"]["_target_"] == recipe.scaled_for)
     recipe.check(recipe.choices)
     for choice in recipe.choices.own.values():
         choice.neutral_choice()
