@@ -36,6 +36,10 @@ class RolloutDataModule(LightningDataModule):
         """Batches from the module's rollout stream."""
         return _StreamLoader(self)
 
+    def val_dataloader(self) -> _HeldOutLoader:
+        """One batch, the names of the held-out sets: for `Trainer.validate`, and for fits that evaluate."""
+        return _HeldOutLoader(list(self.task.eval_sets()))
+
 
 class _StreamLoader:
     """What Lightning iterates over.
@@ -66,3 +70,16 @@ class _StreamLoader:
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Nothing to restore here."""
+
+
+class _HeldOutLoader:
+    """One batch: the names of the held-out sets, which `ScaleRL.validation_step` evaluates together."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[list[str]]:
+        yield self._names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 
@@ -61,8 +61,9 @@ class Run(Protocol):
         """A generator with a copy of the current weights."""
         ...
 
-    def record(self, kind: str, metrics: dict[str, Any]) -> None:
-        """Send one step's metrics, with all compute axes, to Lightning's loggers and to every `Recorder`."""
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether the run is to stop at its next clean border."""
         ...
 
 

@@ -110,6 +110,17 @@ class CountingTask(Task):
         return reward >= 0.1
 
 
+def quiet() -> dict[str, Any]:
+    """Of the Trainer's options: nothing shown, nothing logged, nothing saved."""
+    return {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+
+
 def fit(
     model_path: str,
     run_dir: Path | None = None,
@@ -121,8 +132,12 @@ def fit(
     checkpoint_every: int = 1000,
     resume: bool = False,
     recipe: str = "scalerl_core",
+    **options: Any,
 ) -> ScaleRL:
-    """Train a tiny model for a few steps; with a run directory, journal and checkpoints are written there."""
+    """Train a tiny model for a few steps; with a run directory, journal and checkpoints are written there.
+
+    `options` are more of the Trainer's.
+    """
     module = ScaleRL(model_path, recipe, overrides=[*SMALL, *overrides])
     extra: list[Any] = []
     checkpoint = None
@@ -135,12 +150,8 @@ def fit(
         checkpoint = newest_checkpoint(run_dir / "checkpoints") if resume else None
     trainer = Trainer(
         max_steps=steps,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=run_dir is not None,
         callbacks=[*callbacks, *extra],
+        **{**quiet(), "enable_checkpointing": run_dir is not None, **options},
     )
     datamodule = RolloutDataModule(task or CountingTask(), seed=seed)
     trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
 from lightning_scalerl.axes.aggregation import SampleAggregation, TokenAggregation
@@ -298,6 +298,39 @@ def test_a_batch_without_variance_is_a_step_without_gradient(tiny_model_path: st
     fit(tiny_model_path, steps=3, callbacks=[keep], task=Constant())
     assert keep.of("train/groups_kept") == [0, 0, 0]
     assert keep.of("train/loss") == [0, 0, 0]
+
+
+def test_a_batch_that_keeps_nothing_moves_nothing(tiny_model_path: str, tmp_path: Path) -> None:
+    """No momentum and no weight decay, whether or not the run was resumed before it."""
+
+    class NothingAtTheThird(CountingTask, Callback):
+        run: Any = None
+        before: Any = None
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            self.run = pl_module
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            self.before = weights_of(pl_module)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            same = all(map(torch.equal, self.before.values(), weights_of(pl_module).values()))
+            assert same == (pl_module.completed_steps == 3)
+
+        def reward(self, prompt: Any, completion: str) -> float:
+            return 0.0 if self.run.completed_steps == 2 else super().reward(prompt, completion)
+
+    def part(run: str, steps: int, resume: bool = False) -> ScaleRL:
+        task = NothingAtTheThird()
+        options: dict[str, Any] = {"callbacks": [OnPolicy(), task], "task": task, "checkpoint_every": 1}
+        return fit(tiny_model_path, tmp_path / run, steps, resume=resume, **options)
+
+    whole = part("whole", 4)
+    part("parts", 2)
+    parts = part("parts", 4, resume=True)
+    assert all(map(torch.equal, weights_of(whole).values(), weights_of(parts).values()))
+    kept = [record.metrics["train/groups_kept"] for record in read_journal(tmp_path / "parts").of_kind("train")]
+    assert kept[2] == 0 < min(kept[0], kept[1], kept[3]) and parts.trainer.global_step == 4
 
 
 RESUMED = {

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from lightning_scalerl.callbacks.evaluate import Evaluate
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.checks import whole_number
 from lightning_scalerl.run import Run, run_of
@@ -29,8 +30,9 @@ class ResumableCheckpoint(Checkpoint):
     Lightning calls a `Checkpoint` after all other callbacks, so the step's records are written before they are
     declared durable. With several ranks rank 0 writes.
 
-    This is where a request to stop (`sweeps.run.interruption`) to any of the ranks is honoured: after the step it came
-    in, once that is saved, `Trainer.fit` raises `RunInterruptedError` on all of them.
+    This is where a request to stop (`sweeps.run.interruption`) to any of the ranks is honoured: once the step it came
+    in is saved, `Trainer.fit` raises `RunInterruptedError` on all of them. One that reaches rank 0 in the middle of a
+    generation or an evaluation is honoured there: the one is saved as it is, the other is made again.
 
     Args:
         directory: of the checkpoint files.
@@ -63,12 +65,28 @@ class ResumableCheckpoint(Checkpoint):
         """Save if it is time, and stop if the run is asked to and not at its end anyway."""
         run = run_of(pl_module)
         step = run.completed_steps
-        last = step >= trainer.max_steps
+        last = step >= trainer.max_steps and not self._owed(trainer, step)
         reason = run.ranks.agree(interruption.reason)
-        if last or reason is not None or step % self.every_n_steps == 0:
+        if last or trainer.should_stop or reason is not None or step % self.every_n_steps == 0:
             self._save(trainer, run, step)
         if not last:
             self._stop_if_asked(run, reason)
+
+    def stop_between_steps(self, trainer: Trainer, run: Run) -> None:
+        """Asked to stop where no step has just ended: save the stream as it is, in the middle of a generation.
+
+        Raises:
+            RunInterruptedError: saved.
+        """
+        reason = run.ranks.agree(interruption.reason) or "SIGTERM"
+        self._save(trainer, run, run.completed_steps)
+        self._stop_if_asked(run, reason)
+
+    @staticmethod
+    def _owed(trainer: Trainer, step: int) -> bool:
+        """An evaluation of this step was broken off."""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        return any(isinstance(each, Evaluate) and each.owes(step, trainer.max_steps) for each in callbacks)
 
     @staticmethod
     def _stop_if_asked(run: Run, reason: str | None) -> None:

@@ -21,6 +21,7 @@ from lightning_scalerl.task.base import score
 class Evaluate(Callback):
     """Pass rate on held-out prompts before the first step, every n steps, and after the last.
 
+    Each evaluation is a validation of Lightning's, so that EarlyStopping and ModelCheckpoint act after it.
     Records `eval/<set>/pass_rate` with its standard error within prompts (the set being fixed), and pass rates
     by difficulty. It is metered apart, on no compute axis, and every recipe sees the same random numbers.
 
@@ -44,17 +45,18 @@ class Evaluate(Callback):
         """Of its checkpoint state."""
         return "evaluate"
 
+    def owes(self, step: int, max_steps: int) -> bool:
+        """Whether weights of `step` are to be evaluated and have not been."""
+        due = step == 0 or step % self.every_n_steps == 0 or step == max_steps
+        return due and step != self._last_step
+
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """The starting point: R0 as an observation."""
-        run = run_of(pl_module)
-        if run.completed_steps == 0:
-            self._evaluate(run)
+        """The starting point, R0 as an observation; or what a stop in the middle of an evaluation has left undone."""
+        self._evaluate(trainer, run_of(pl_module))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """If it is time."""
-        run = run_of(pl_module)
-        if run.completed_steps % self.every_n_steps == 0 or run.completed_steps == trainer.max_steps:
-            self._evaluate(run)
+        self._evaluate(trainer, run_of(pl_module))
 
     def state_dict(self) -> dict[str, Any]:
         """The last step evaluated."""
@@ -64,32 +66,48 @@ class Evaluate(Callback):
         """Continue from there."""
         self._last_step = state_dict["last_step"]
 
-    def _evaluate(self, run: Run) -> None:
-        step = run.completed_steps
-        if step != self._last_step:
-            run.ranks.share(lambda: self._measure(run, step))
-            self._last_step = step
+    def _evaluate(self, trainer: Trainer, run: Run) -> None:
+        if self.owes(run.completed_steps, trainer.max_steps):
+            validate_now(trainer)
 
-    def _measure(self, run: Run, step: int) -> None:
-        """On rank 0; the others wait."""
+    def measure(self, run: Run) -> dict[str, float]:
+        """Evaluate the weights as they are: pass rates of every held-out set, and what that cost. All ranks call it.
+
+        Raises:
+            EvaluationStoppedError: the run was asked to stop; nothing is recorded, and the evaluation is still owed.
+        """
+        metrics = run.ranks.share(lambda: self._measure(run))
+        if metrics is None:
+            raise EvaluationStoppedError(f"step {run.completed_steps}: asked to stop in the middle of an evaluation")
+        self._last_step = run.completed_steps
+        return metrics
+
+    def _measure(self, run: Run) -> dict[str, float] | None:
+        """On rank 0; the others wait. None if the run is asked to stop meanwhile."""
         with run.meter.phase("evaluate"):
             # A generator of its own: rollouts in flight are not disturbed, and the weights are exactly these.
-            if self._generator is None:
-                self._generator = run.new_generator()
-            self._generator.publish(dict(run.policy.model.state_dict()), step)
+            generator = self._generator or run.new_generator()
+            self._generator = None
+            generator.publish(dict(run.policy.model.state_dict()), run.completed_steps)
             metrics: dict[str, float] = {}
             for number, (name, prompts) in enumerate(run.task.eval_sets().items()):
-                metrics |= self._pass_rates(name, number, prompts[: self.prompts], run, step)
-        run.record("eval", {**metrics, **run.meter.evaluation_metrics()})
+                rates = self._pass_rates(name, number, prompts[: self.prompts], run, generator)
+                if rates is None:
+                    return None  # and its generator goes, with the rollouts that it has in flight
+                metrics |= rates
+        self._generator = generator
+        return {**metrics, **run.meter.evaluation_metrics()}
 
-    def _pass_rates(self, name: str, number: int, prompts: Sequence[Prompt], run: Run, step: int) -> dict[str, float]:
-        generator = self._generator
-        assert generator is not None
+    def _pass_rates(
+        self, name: str, number: int, prompts: Sequence[Prompt], run: Run, generator: Generator
+    ) -> dict[str, float] | None:
         for place, prompt in enumerate(prompts):
-            key = (self.seed, EVALUATION_STREAM, number, place, step)
+            key = (self.seed, EVALUATION_STREAM, number, place, run.completed_steps)
             generator.submit(GroupRequest(place, tuple(run.encode(prompt.text)), self.samples, key))
         passes = torch.zeros(len(prompts), dtype=torch.float64)
         while generator.in_flight:
+            if run.asked_to_stop:
+                return None
             report = generator.step()
             run.meter.on_event(Event("decode", 0.0, report))
             for finished in report.finished:
@@ -105,6 +123,28 @@ class Evaluate(Callback):
             chosen = [place for place, prompt in enumerate(prompts) if prompt.difficulty == difficulty]
             metrics[f"eval/{name}/pass_rate_{difficulty}"] = float(rates[chosen].mean())
         return metrics
+
+
+class EvaluationStoppedError(Exception):
+    """An evaluation was broken off because the run is asked to stop."""
+
+
+def validate_now(trainer: Trainer) -> bool:
+    """Run Lightning's validation loop, with all its hooks, inside of `fit`; False if it was broken off."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    connector = trainer._logger_connector
+    inside = connector._first_loop_iter
+    loop.restarting = False
+    trainer.validating = True
+    try:
+        loop.run()
+    except EvaluationStoppedError:
+        loop._module_mode.restore(trainer.lightning_module)
+        return False
+    finally:
+        trainer.training = True
+        connector._first_loop_iter = inside
+    return True
 
 
 def standard_error(rates: torch.Tensor, samples: int) -> float:

@@ -56,16 +56,18 @@ class RunLog(Recorder):
         # What is written depends on the step the run goes on from.
         run = run_of(pl_module)
         run.ranks.check_alike("checkpoint: completed steps", run.completed_steps)
-        run.ranks.share(lambda: self._begin(run))
+        # A checkpoint of step 0 is one of the first generation: the starting evaluation is in it.
+        goes_on = run.completed_steps > 0 or trainer.ckpt_path is not None
+        run.ranks.share(lambda: self._begin(run, goes_on))
 
-    def _begin(self, run: Run) -> None:
+    def _begin(self, run: Run, goes_on: bool) -> None:
         from lightning_scalerl.measure.semantics import header_fields, write_semantics
 
         self._last_step = run.completed_steps
         header = header_fields(run, self.identity)
         earlier = self._earlier()
         if earlier is not None:
-            self._check_same_run(earlier, header)
+            self._check_same_run(earlier, header, goes_on)
         self._guard()
         write_semantics(self.run_dir, run)
         if earlier is None:
@@ -79,8 +81,8 @@ class RunLog(Recorder):
                 flops=newest["compute/flops"] - now["compute/flops"],
                 device_hours=newest["compute/device_hours"] - now["compute/device_hours"],
             )
-        # Nothing trained yet: the starting evaluation is made again, so that one is void as well.
-        self.journal.resume(self._last_step if self._last_step else -1)
+        # Begun anew: the starting evaluation is made again, so that one is void as well.
+        self.journal.resume(self._last_step if goes_on else -1)
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """One line."""
@@ -95,6 +97,8 @@ class RunLog(Recorder):
         """The run is complete. Not `on_train_end`: a run resumed at its very end has nothing left to train."""
         if self._journal is not None and run_of(pl_module).completed_steps >= trainer.max_steps:
             self.journal.end(self._last_step, "finished")
+        elif self._journal is not None and trainer.should_stop:
+            self.journal.end(self._last_step, "finished", "stopped before max_steps by a callback of the Trainer")
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
@@ -115,7 +119,7 @@ class RunLog(Recorder):
         """What an earlier process has written, or None. Opening the journal has cut off a torn line already."""
         return read_journal(self.run_dir) if self.journal.path.stat().st_size else None
 
-    def _check_same_run(self, earlier: JournalView, header: Mapping[str, Any]) -> None:
+    def _check_same_run(self, earlier: JournalView, header: Mapping[str, Any], goes_on: bool) -> None:
         """Nothing recorded is written over: not another run's journal, and not a finished one from the start."""
         for field in ("run", "recipe", "seed"):
             if earlier.header.get(field) != header[field]:
@@ -124,7 +128,7 @@ class RunLog(Recorder):
                     f"run_dir: {self.run_dir} holds a run with {field} {earlier.header.get(field)!r}, this one has "
                     f"{header[field]!r}; choose another directory"
                 )
-        if earlier.status == "finished" and self._last_step == 0:
+        if earlier.status == "finished" and not goes_on:
             self._close()
             raise ConfigurationError(
                 f"run_dir: {self.run_dir} holds a finished run; choose another directory, or continue it from its "

@@ -101,9 +101,9 @@ class Ranks:
         self._from_first((None, lean(result)))
         return result
 
-    def share_batch(self, work: Callable[[], TrainBatch]) -> TrainBatch:
-        """Rank 0 makes a batch; every rank has it, those that only train without the groups it came from."""
-        return self.share(work, lambda batch: replace(batch, groups=[]))
+    def share_batch(self, work: Callable[[], TrainBatch | None]) -> TrainBatch | None:
+        """Rank 0 makes a batch, or none; every rank has it, those that only train without the groups it came from."""
+        return self.share(work, lambda batch: batch and replace(batch, groups=[]))
 
     def _from_first(self, message: Any) -> Any:
         box = [message]

@@ -41,8 +41,15 @@ class ComputeMeter:
         self._evaluating = False
 
     def start(self) -> None:
-        """Wall clock counts from here."""
-        self._started = self._clock.now()
+        """Wall clock counts from here, unless it does already."""
+        if self._started is None:
+            self._started = self._clock.now()
+
+    def stop(self) -> None:
+        """Wall clock counts no further."""
+        if self._started is not None:
+            self._elapsed_before += self._clock.now() - self._started
+            self._started = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lightning_scalerl.choices import Choices
+from lightning_scalerl.recipe import Recipe
 from sweeps.run.journal import SEMANTICS_FILE
 
 PACKAGES = ("lightning-scalerl", "torch", "lightning", "transformers", "numpy", "hydra-core")
@@ -18,11 +20,27 @@ PACKAGES = ("lightning-scalerl", "torch", "lightning", "transformers", "numpy", 
 
 def resolved_semantics(module: Any) -> dict[str, Any]:
     """Everything a name could hide, as plain values."""
-    recipe = module.recipe
+    return {
+        **resolved_choices(module.recipe, module.choices),
+        "departs_from_recipe_on": module.mechanism.axes,
+        "context": {
+            **asdict(module.recipe.context),
+            "top_p": 1.0,
+            "top_k": None,
+            "stop_tokens": module.stop_tokens,
+        },
+        "seed": module.seed,
+        "parameters": parameter_count(module),
+        "versions": versions(),
+        "commit": commit(),
+    }
+
+
+def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
+    """Choices and settings of a run with every default resolved: what a logger shows as its hyper-parameters."""
     return {
         "recipe": recipe.name,
-        "choices": {axis: choice.semantics() for axis, choice in module.choices.items()},
-        "departs_from_recipe_on": module.mechanism.axes,
+        "choices": {axis: choice.semantics() for axis, choice in choices.items()},
         "optimizer": {
             "name": type(recipe.optimizer).__name__,
             **asdict(recipe.optimizer),
@@ -30,13 +48,9 @@ def resolved_semantics(module: Any) -> dict[str, Any]:
         },
         "schedule": {"name": type(recipe.schedule).__name__, **asdict(recipe.schedule)},
         "batch": asdict(recipe.batch),
-        "context": {**asdict(recipe.context), "top_p": 1.0, "top_k": None},
+        "context": asdict(recipe.context),
         "cost_model": recipe.cost_model.semantics(),
         "epochs_per_batch": 1,
-        "seed": module.seed,
-        "parameters": parameter_count(module),
-        "versions": versions(),
-        "commit": commit(),
     }
 
 

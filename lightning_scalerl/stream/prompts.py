@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,3 +123,33 @@ class PromptSource:
         self._order = self._shuffled(self._epoch)
         self._history = {prompt_id: list(rates) for prompt_id, rates in state["history"].items()}
         self._retired = set(state["retired"])
+
+
+def check_lengths(
+    sets: Mapping[str, Sequence[Prompt]], encode: Callable[[str], list[int]], max_prompt_tokens: int
+) -> None:
+    """Whether every prompt fits into the context.
+
+    Args:
+        sets: prompts by what they are for.
+        encode: text to tokens.
+        max_prompt_tokens: the limit.
+
+    Raises:
+        ConfigurationError: how many do not, of what, and the longest; or one that is empty.
+    """
+    found = []
+    longest = 0
+    for name, prompts in sets.items():
+        lengths = [len(encode(prompt.text)) for prompt in prompts]
+        if 0 in lengths:
+            empty = prompts[lengths.index(0)].prompt_id
+            raise ConfigurationError(f"task: prompt {empty!r} ({name}) has no tokens")
+        longest = max(longest, *lengths)
+        if beyond := sum(length > max_prompt_tokens for length in lengths):
+            found.append(f"{beyond} of {len(lengths)} {name} prompts")
+    if found:
+        raise ConfigurationError(
+            f"context.max_prompt_tokens: {' and '.join(found)} have more than {max_prompt_tokens} tokens, the longest "
+            f"{longest}; raise it, or leave those prompts out of the task"
+        )

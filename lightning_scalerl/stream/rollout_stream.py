@@ -79,8 +79,11 @@ class RolloutStream:
     _open: dict[int, _OpenGroup] = field(default_factory=dict)
     _ready: list[Group] = field(default_factory=list)
 
-    def next_batch(self) -> TrainBatch:
+    def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
         """Run both parties until the trainer is free and its next batch is due, and hand that out.
+
+        Between any two events everything is consistent and can be saved. Asked to `stop` there, it returns None; the
+        next call goes on as if nothing had been.
 
         Raises:
             RewardError: a verifier failed.
@@ -88,6 +91,8 @@ class RolloutStream:
         """
         self._start_generator()
         while self._training or not self._batch_due():
+            if stop():
+                return None
             self._next_event()
             self._start_generator()
         self._ready.sort(key=lambda group: (group.oldest_version, group.admission))

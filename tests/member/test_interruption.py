@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_scalerl import RolloutDataModule
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, checkpoints, newest_checkpoint
@@ -21,7 +24,7 @@ from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.module import ScaleRL
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.journal import read_journal
-from tests.helpers import SMALL, CountingTask, fit
+from tests.helpers import SMALL, CountingTask, fit, quiet
 
 STEPS = 6
 
@@ -84,24 +87,87 @@ def test_stopped_after_any_step_a_run_goes_on_bit_for_bit(mode: str, tiny_model_
         assert all(map(torch.equal, weights(whole), weights(parts)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
-def test_a_signal_is_honoured_at_the_next_border(tiny_model_path: str, tmp_path: Path, number: signal.Signals) -> None:
-    """Sent in the middle of a generation: the step is complete when the run stops, and the run has not failed."""
+class Signals(CountingTask):
+    """Sends a signal, or asks, in the middle of whatever needs its n-th reward."""
 
-    class Signals(CountingTask):
-        rewards = 0
+    def __init__(self, at: int, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self.rewards, self.at, self.act = 0, at, act
+
+    def reward(self, prompt: Any, completion: str) -> float:
+        self.rewards += 1
+        if self.rewards == self.at:
+            self.act()
+        assert self.rewards < self.at + 12, "less than a batch later"
+        return super().reward(prompt, completion)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("at", [20, 60])
+def test_a_signal_in_a_generation_is_honoured_there(
+    tiny_model_path: str, tmp_path: Path, number: signal.Signals, mode: str, at: int
+) -> None:
+    """Between two events: the stream is saved as it is, and goes on bit for bit; also in the first generation."""
+    recipe, choice = MODES[mode]
+    options: dict[str, Any] = {"steps": STEPS, "recipe": recipe}
+    task = Signals(at, lambda: os.kill(os.getpid(), number))
+    with interruption.on_signals([number]), pytest.raises(RunInterruptedError, match=number.name):
+        fit(tiny_model_path, tmp_path / "parts", callbacks=[choice()], task=task, **options)
+    view = read_journal(tmp_path / "parts")
+    trained = [record.step for record in view.of_kind("train")]
+    assert view.checkpoint_step == (trained[-1] if trained else 0) < STEPS
+    names = [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()]
+    assert names == [f"step-{view.checkpoint_step:08d}.ckpt"]
+    interruption.clear()
+    parts = fit(tiny_model_path, tmp_path / "parts", callbacks=[choice()], resume=True, **options)
+    whole = fit(tiny_model_path, tmp_path / "whole", callbacks=[choice()], **options)
+    assert read_journal(tmp_path / "parts").deterministic() == read_journal(tmp_path / "whole").deterministic()
+    assert all(map(torch.equal, weights(whole), weights(parts)))
+
+
+@pytest.mark.parametrize(("evaluation", "steps"), [(0, 5), (2, 5), (4, 5), (5, 5)])
+def test_a_request_in_an_evaluation_is_honoured_there(
+    tiny_model_path: str, tmp_path: Path, evaluation: int, steps: int
+) -> None:
+    """The evaluation is not recorded and made anew: at the start, in between, and after the last step."""
+
+    class InEvaluation(CountingTask):
+        """Asks in the middle of the evaluation of a step: held-out prompts, two samples each, are 6 rewards."""
+
+        heldout = 0
 
         def reward(self, prompt: Any, completion: str) -> float:
-            self.rewards += 1
-            if self.rewards == 40:
-                os.kill(os.getpid(), number)
+            self.heldout += prompt in self.pool[-3:]
+            if self.heldout == 6 * [0, 2, 4, 5].index(evaluation) + 1:
+                ask()
             return super().reward(prompt, completion)
 
-    with interruption.on_signals([number]), pytest.raises(RunInterruptedError, match=number.name):
-        fit(tiny_model_path, tmp_path, steps=50, task=Signals())
-    view = read_journal(tmp_path)
-    assert view.checkpoint_step == view.of_kind("train")[-1].step < 8
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{view.checkpoint_step:08d}.ckpt"]
+    with pytest.raises(RunInterruptedError, match=f"step {evaluation}: SIGUSR2"):
+        fit(tiny_model_path, tmp_path / "parts", steps, task=InEvaluation())
+    view = read_journal(tmp_path / "parts")
+    assert view.status == "running" and evaluation not in [record.step for record in view.of_kind("eval")]
+    # Still asked for: it stops again where it is, with nothing lost.
+    with pytest.raises(RunInterruptedError, match=f"step {evaluation}: SIGUSR2"):
+        fit(tiny_model_path, tmp_path / "parts", steps, resume=True)
+    interruption.clear()
+    fit(tiny_model_path, tmp_path / "parts", steps, resume=True)
+    fit(tiny_model_path, tmp_path / "whole", steps)
+
+    def without_its_cost(run: str) -> list[Any]:
+        found = read_journal(tmp_path / run)
+        assert found.status == "finished"
+        return [(k, step, {**metrics, "eval_cost/flops": 0}) for k, step, metrics in found.deterministic()]
+
+    assert without_its_cost("parts") == without_its_cost("whole")
+
+
+def test_lightnings_own_signal_is_honoured_there_too(tiny_model_path: str) -> None:
+    """A script without checkpoints to go on from ends as Lightning ends it, and not a generation later."""
+    task = Signals(20, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    module = ScaleRL(tiny_model_path, "scalerl", overrides=SMALL)
+    with pytest.raises(SIGTERMException):
+        Trainer(max_steps=5, **quiet()).fit(module, datamodule=RolloutDataModule(task))
 
 
 def test_asked_before_the_first_step_it_does_not_train(tiny_model_path: str, tmp_path: Path) -> None:
@@ -123,11 +189,11 @@ def test_asked_before_the_first_step_it_does_not_train(tiny_model_path: str, tmp
     assert read_journal(run_dir).deterministic() == read_journal(whole).deterministic()
 
 
-def test_asked_in_the_last_step_it_is_finished(tiny_model_path: str, tmp_path: Path) -> None:
-    fit(tiny_model_path, tmp_path, steps=3, callbacks=[At(3, ask)])
+def test_asked_in_the_last_evaluation_or_after_it(tiny_model_path: str, tmp_path: Path) -> None:
+    fit(tiny_model_path, tmp_path, steps=3, callbacks=[At(3, ask, "eval")])
     view = read_journal(tmp_path)
     assert (view.status, view.checkpoint_step) == ("finished", 3)
-    # Nothing is left to train: asked or not, it stays finished.
+    # Nothing is left to do: asked or not, it stays finished.
     fit(tiny_model_path, tmp_path, steps=3, resume=True)
     assert read_journal(tmp_path).status == "finished"
 

@@ -1,0 +1,170 @@
+"""Lightning's Trainer around a run: which of its settings would fight ours, and where its callbacks look.
+
+An optimizer step of RL takes seconds to minutes, and a run is one pass over a stream without end: Lightning's epoch
+says nothing here. So what Lightning does at the end of an epoch is done at every evaluation, and what monitors a
+metric of training (`train/...`) acts at every optimizer step.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+
+from lightning_scalerl.callbacks.evaluate import Evaluate
+from lightning_scalerl.callbacks.progress import StepProgress
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.distributed.ranks import check_strategy
+
+# Lightning's default, made for steps of milliseconds; here it means every step.
+LOG_EVERY = 50
+NEVER = sys.maxsize
+EVALUATE = "leave it at its default and say when and how much with Evaluate(every_n_steps=..., prompts=...)"
+STAGES = {
+    "test": "Trainer.test: a held-out set is evaluated by Trainer.validate(module, datamodule=...); there is no other",
+    "predict": "Trainer.predict: completions are sampled by training and by Trainer.validate; for your own prompts use "
+    "module.policy.model.generate",
+}
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Whether these settings of Lightning's Trainer can hold, before anything is built.
+
+    Raises:
+        ConfigurationError: which cannot, and what to use instead.
+    """
+    if not hasattr(getattr(trainer, "datamodule", None), "task"):
+        raise ConfigurationError("datamodule: ScaleRL needs a RolloutDataModule; pass datamodule= to Trainer.fit")
+    if str(trainer.precision) != "32-true":
+        raise ConfigurationError(
+            f"precision: Trainer(precision={trainer.precision!r}) would fight the precision axis; leave it at "
+            "32-true and choose e.g. precision=bf16 in the recipe"
+        )
+    check_strategy(trainer.strategy)
+    foreign = [type(each) for each in trainer.callbacks if type(each).__module__.startswith("pytorch_lightning")]  # type: ignore[attr-defined]
+    if foreign:
+        raise ConfigurationError(
+            f"callbacks: {foreign[0].__name__} is of pytorch_lightning, another package than the Trainer's; import it "
+            "from lightning.pytorch"
+        )
+    if trainer.state.fn == "fit":
+        _check_fit(trainer)
+    elif trainer.limit_val_batches == 0:
+        trainer.limit_val_batches = 1.0
+
+
+def _check_fit(trainer: Trainer) -> None:
+    if trainer.max_steps < 1:
+        raise ConfigurationError("max_steps: the rollout stream has no end; give Trainer(max_steps=...)")
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigurationError(
+            f"accumulate_grad_batches: {trainer.accumulate_grad_batches} would change what a batch is; leave it at 1: "
+            'a batch is cut into pieces that fit by overrides=["batch.micro_batch=..."], with the same gradient'
+        )
+    if trainer.gradient_clip_val:
+        raise ConfigurationError(
+            f"gradient_clip_val: {trainer.gradient_clip_val!r} would clip beside the recipe's own; use "
+            'overrides=["optimizer.clip_norm=..."] in its place'
+        )
+    if given := trainer.overfit_batches:  # type: ignore[attr-defined]
+        raise ConfigurationError(f"overfit_batches: {given!r} has no meaning on a stream; give a task with few prompts")
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    evaluates = evaluation_of(trainer) is not None
+    for field, default in (("val_check_interval", 1.0), ("check_val_every_n_epoch", 1), ("limit_val_batches", 1.0)):
+        given = getattr(trainer, field)
+        if given != default and given != (NEVER if evaluates else 0):
+            raise ConfigurationError(f"{field}: {given!r} decides nothing here; {EVALUATE}")
+    for callback in monitoring(trainer):
+        if str(callback.monitor).startswith("eval/") and not evaluates:
+            raise ConfigurationError(
+                f"callbacks: {type(callback).__name__} monitors {callback.monitor!r} and nothing evaluates; add "
+                "Evaluate(every_n_steps=...)"
+            )
+
+
+def evaluation_of(trainer: Trainer) -> Evaluate | None:
+    """The run's evaluation, if it has one."""
+    return next((each for each in trainer.callbacks if isinstance(each, Evaluate)), None)  # type: ignore[attr-defined]
+
+
+def monitoring(trainer: Trainer) -> list[Any]:
+    """Lightning's callbacks that act on a metric."""
+    given = [each for each in trainer.callbacks if isinstance(each, EarlyStopping | ModelCheckpoint)]  # type: ignore[attr-defined]
+    return [callback for callback in given if callback.monitor]
+
+
+def prepare_trainer(trainer: Trainer, steps: StepHooks) -> None:
+    """Make Lightning's callbacks look when there is something to see. Done anew for every fit, with the same result."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if trainer.log_every_n_steps == LOG_EVERY:  # type: ignore[attr-defined]
+        trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
+    trainer.num_sanity_val_steps = 0
+    # Its advice, to keep the weights of before each step, is for modules whose metrics are of before the step; ours are
+    # saved with the weights that they were measured on.
+    warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
+    if evaluation_of(trainer) is not None:
+        # Never by Lightning: `Evaluate` runs its validation loop, and whoever acts after a validation acts then.
+        trainer.check_val_every_n_epoch = NEVER
+    else:
+        trainer.limit_val_batches = 0  # or Lightning would validate once, at the end
+    for callback in monitoring(trainer):
+        if str(callback.monitor).startswith("train/"):
+            _at_every_step(callback)
+    if steps not in callbacks:
+        # First: whatever is saved after this step holds what these have decided.
+        callbacks.insert(0, steps)
+    for place, callback in enumerate(callbacks):
+        if type(callback) in (RichProgressBar, TQDMProgressBar):
+            callbacks[place] = StepProgress()
+
+
+def _at_every_step(callback: Any) -> None:
+    """Unless its user has said when: at the end of an epoch, which `StepHooks` calls after each step."""
+    if isinstance(callback, EarlyStopping) and callback._check_on_train_epoch_end is None:
+        callback._check_on_train_epoch_end = True
+    if isinstance(callback, ModelCheckpoint) and callback._save_on_train_epoch_end is None:
+        callback._save_on_train_epoch_end = True
+
+
+class StepHooks(Callback):
+    """After every optimizer step: EarlyStopping and ModelCheckpoint that monitor `train/...`."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """For them, a step is an epoch."""
+        for callback in monitoring(trainer):
+            if str(callback.monitor).startswith("train/"):
+                callback.on_train_epoch_end(trainer, pl_module)
+
+
+def refuse_pytorch_lightning(ours: type[Any]) -> None:
+    """A Trainer of the package `pytorch_lightning` is to say by name that it cannot fit our module.
+
+    The two packages are copies of one another whose classes know nothing of each other; what such a Trainer says of
+    itself is that a LightningModule is no LightningModule.
+    """
+    other = sys.modules.get("pytorch_lightning")
+    trainer = getattr(other, "Trainer", None)
+    if trainer is None or hasattr(trainer, "_refuses_scalerl"):
+        return
+
+    def refusing(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def refuse(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(model, ours):
+                raise ConfigurationError(
+                    "Trainer: this one is of pytorch_lightning, and ScaleRL is a module of lightning.pytorch; use "
+                    "from lightning.pytorch import Trainer (and callbacks and loggers of that package)"
+                )
+            return method(self, model, *args, **kwargs)
+
+        return refuse
+
+    for name in ("fit", "validate", "test", "predict"):
+        setattr(trainer, name, refusing(getattr(trainer, name)))
+    trainer._refuses_scalerl = True

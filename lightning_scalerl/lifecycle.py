@@ -1,0 +1,403 @@
+"""A run under Lightning's Trainer, from its construction to its end: set-up, state, records, refusals.
+
+The path of a training step is in `module`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
+
+from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
+from lightning_scalerl.callbacks.evaluate import validate_now
+from lightning_scalerl.callbacks.trainer import (
+    STAGES,
+    StepHooks,
+    check_trainer,
+    evaluation_of,
+    prepare_trainer,
+    refuse_pytorch_lightning,
+)
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.choices import Choices, by_axis
+from lightning_scalerl.composition import load_recipe
+from lightning_scalerl.distributed.ranks import Follower, Ranks
+from lightning_scalerl.generator.base import Generator
+from lightning_scalerl.measure.compute_meter import ComputeMeter
+from lightning_scalerl.measure.flops import FlopModel
+from lightning_scalerl.measure.mechanism import MechanismCounters
+from lightning_scalerl.measure.semantics import resolved_choices
+from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
+from lightning_scalerl.model.head import check_head
+from lightning_scalerl.model.load import check_weights, load_model, load_tokenizer, stop_tokens
+from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.state import StateRegistry, TorchRandomState
+from lightning_scalerl.stream.prompts import PromptSource, check_lengths
+from lightning_scalerl.stream.random_streams import PROMPT_STREAM
+from lightning_scalerl.stream.rollout_stream import RolloutStream
+from lightning_scalerl.task.arithmetic_base import is_arithmetic_base
+from lightning_scalerl.task.base import Task
+from sweeps.run.interruption import RunInterruptedError, interruption
+
+
+class Lifecycle(LightningModule):
+    """All of `ScaleRL` but its training step."""
+
+    stream: RolloutStream
+
+    def __init__(
+        self,
+        model: str | nn.Module | None = None,
+        recipe: str | Recipe = "scalerl",
+        overrides: Sequence[str] = (),
+        tokenizer: Any = None,
+        config_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        refuse_pytorch_lightning(Lifecycle)
+        self.automatic_optimization = False
+        if model is None:
+            raise ConfigurationError(
+                "model: not given; a folder, a hub id, or a model with its tokenizer. The checkpoint of a run that was "
+                "given a model object holds weights only: ScaleRL.load_from_checkpoint(path, model=..., tokenizer=...)"
+            )
+        folders = () if config_dir is None else (config_dir,)
+        self.recipe = load_recipe(recipe, overrides, folders) if isinstance(recipe, str) else recipe
+        self._constructed = {
+            **({"model": model} if isinstance(model, str) else {}),
+            "recipe": self.recipe.name,
+            "overrides": list(overrides),
+            "config_dir": None if config_dir is None else str(config_dir),
+        }
+        if isinstance(model, str):
+            self.tokenizer = tokenizer or load_tokenizer(model)
+        elif tokenizer is None:
+            raise ConfigurationError("tokenizer: a model object comes without one; pass tokenizer=")
+        else:
+            self.tokenizer = tokenizer
+        if not any(override.startswith("scale=") for override in overrides):
+            self.recipe.check_scale(is_arithmetic_base(model))
+        model = load_model(model) if isinstance(model, str) else model
+        check_weights(model)
+        check_head(model)
+        self.policy = Policy(model, self.recipe.choices.precision, self.recipe.context.temperature)
+        self.choices = self.recipe.choices
+        self.ranks = Ranks()
+        self._state = StateRegistry()
+        self._random = TorchRandomState()
+        self._step_hooks = StepHooks()
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._latest: dict[str, float] = {}
+        self._meaning: dict[str, Any] | None = None
+        self._logged: tuple[int, set[str]] = (-1, set())
+        self.save_hyperparameters(self._constructed)
+
+    def test_step(self, *args: Any) -> None:
+        """There is none: `setup` says what there is."""
+
+    def predict_step(self, *args: Any) -> None:
+        """There is none either."""
+
+    # --- set-up ------------------------------------------------------------------------------------------
+
+    def configure_callbacks(self) -> Sequence[Callback]:
+        """The recipe's choices for every axis that the Trainer's callbacks leave open; the same ones each time."""
+        check_trainer(self.trainer)
+        if self.trainer.state.fn == "fit":
+            prepare_trainer(self.trainer, self._step_hooks)
+        own = set(map(id, self.recipe.choices))
+        given = [c for c in self.trainer.callbacks if isinstance(c, DesignChoice) and id(c) not in own]  # type: ignore[attr-defined]
+        claimed = by_axis(given)
+        return [choice for axis, choice in self.recipe.choices.items() if axis not in claimed]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The recipe's optimizer, that of the last fit if there was one; the schedule is applied in the step."""
+        if self._optimizer is None:
+            self._optimizer = self.recipe.optimizer.build(self.policy.parameters())
+        return self._optimizer
+
+    def setup(self, stage: str) -> None:
+        """Resolve the choices and build the data path; every mistake surfaces here, before any compute."""
+        if stage in STAGES:
+            raise ConfigurationError(STAGES[stage])
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
+        chosen = Choices.of(c for c in self.trainer.callbacks if isinstance(c, DesignChoice))  # type: ignore[attr-defined]
+        self.recipe.check(chosen)
+        self.choices = chosen
+        self.policy.precision = chosen.precision
+        # Lightning warns of modules that are not; what they train in is decided in `on_train_start`.
+        self.policy.train()
+        # Lightning moves the module to its device after this hook; the generator copies it in this one.
+        self.policy.to(self.trainer.strategy.root_device)
+        resolved = {**self._constructed, "seed": self.seed, **resolved_choices(self.recipe, chosen)}
+        self.save_hyperparameters(resolved)
+        before = self._trained(resolved)
+        self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=self.trainer.world_size)
+        self.ranks = Ranks.of(self.trainer)
+        if stage == "validate":
+            # Evaluation asks the stream for the step alone; what a fit has left behind stays for the next one.
+            self.stream = vars(self).get("stream", Follower())
+            return
+        self.ranks.share(self._build_data_path)
+        if not self.ranks.leads:
+            self.stream = Follower()  # type: ignore[assignment]  # all that is asked of it is to count
+            # One seed for all ranks would give dropout the same masks on different rows.
+            torch.manual_seed((torch.initial_seed() + self.ranks.number) % 2**63)
+        if before is not None:
+            self._go_on(*before)
+        else:
+            self._optimizer = None
+
+    def _trained(self, resolved: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
+        """The steps and the state of an earlier fit of this module, if it is to be continued.
+
+        Raises:
+            ConfigurationError: with other choices, another task or seed it would be another run.
+        """
+        if self.trainer.state.fn != "fit":
+            return None
+        prompts = [prompt.prompt_id for prompt in self.task.train_prompts()]
+        meaning = {**resolved, "task": (type(self.task).__name__, prompts)}
+        earlier, self._meaning = self._meaning, meaning
+        if earlier is None or self.completed_steps == 0:
+            return None
+        other = sorted(key for key in meaning if meaning[key] != earlier[key])
+        if other:
+            self._meaning = earlier
+            raise ConfigurationError(
+                f"fit: this module has trained {self.completed_steps} steps, and {', '.join(other)} would change now; "
+                "another run begins with another module: ScaleRL(module.policy.model, tokenizer=module.tokenizer, ...)"
+            )
+        return self.completed_steps, self._state.state_dict() if self.ranks.leads else {}
+
+    def _go_on(self, steps: int, state: dict[str, Any]) -> None:
+        """From where the last fit ended: the same stream, optimizer and counters."""
+        if self.ranks.leads:
+            self._state.load_state_dict(state)
+        self.stream.completed_steps = steps
+        # A new Trainer counts from zero, and `max_steps` is of all steps.
+        loop = self.trainer.fit_loop.epoch_loop
+        total = loop.manual_optimization.optim_step_progress.total
+        total.ready = total.completed = loop._batches_that_stepped = max(total.completed, steps)
+
+    def _build_data_path(self) -> None:
+        """All that comes before and after the training step, and its state."""
+        self._check_prompts()
+        self.generator = self.new_generator()
+        self.prompts = PromptSource(self.task.train_prompts(), (self.seed, PROMPT_STREAM), self.choices.resampling)
+        self.stream = RolloutStream(
+            prompts=self.prompts,
+            task=self.task,
+            encode=self.encode,
+            decode=self.decode,
+            generator=self.generator,
+            choices=self.choices,
+            weights=self._weights,
+            cost_model=self.recipe.cost_model,
+            groups_per_step=self.recipe.batch.prompts,
+            completions=self.recipe.batch.completions,
+            max_new_tokens=self.recipe.context.max_new_tokens,
+            seed=self.seed,
+            listeners=[self.meter.on_event],
+        )
+        self.mechanism = MechanismCounters(
+            self.choices, self.recipe.choices, self.stream, self.policy, self.tokenizer.decode
+        )
+        self.alarm = TruncationAlarm()
+        self._state = StateRegistry()
+        self._state.register("prompts", self.prompts)
+        self._state.register("stream", self.stream)
+        self._state.register("generator", self.generator)
+        self._state.register("meter", self.meter)
+        self._state.register("mechanism", self.mechanism)
+        self._state.register("alarm", self.alarm)
+        self._state.register("random", self._random)
+
+    def _check_prompts(self) -> None:
+        """Before any compute: one that is too long would end the run when its turn comes, and every resume of it."""
+        evaluation = evaluation_of(self.trainer)
+        limit = None if evaluation is None else evaluation.prompts
+        sets = {"training": self.task.train_prompts()}
+        sets |= {f"held-out ({name})": prompts[:limit] for name, prompts in self.task.eval_sets().items()}
+        check_lengths(sets, self.encode, self.recipe.context.max_prompt_tokens)
+
+    @property
+    def task(self) -> Task:
+        """The datamodule's task."""
+        task: Task = self.trainer.datamodule.task  # type: ignore[attr-defined]
+        return task
+
+    @property
+    def seed(self) -> int:
+        """The datamodule's seed."""
+        return int(self.trainer.datamodule.seed)  # type: ignore[attr-defined]
+
+    @property
+    def completed_steps(self) -> int:
+        """Optimizer steps done: the version of the weights."""
+        return self.stream.completed_steps
+
+    def encode(self, text: str) -> list[int]:
+        """Prompt text to tokens."""
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        """Completion tokens to text, without special tokens and without what ended it."""
+        if tokens and tokens[-1] in self.stop_tokens:
+            tokens = tokens[:-1]
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    @property
+    def stop_tokens(self) -> list[int]:
+        """Ids that end a completion."""
+        return stop_tokens(self.policy.model, self.tokenizer)
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether the run is to stop at its next clean border: by whoever runs it, or by a signal to Lightning."""
+        return interruption.requested or bool(self.trainer.received_sigterm)
+
+    def new_generator(self) -> Generator:
+        """A generator with a copy of the current weights."""
+        control = self.choices.length_control
+        phrase = self.encode(control.phrase) if control.phrase else []
+        problem = control.check_limit(self.recipe.context.max_new_tokens, len(phrase))
+        if problem:
+            raise ConfigurationError(problem)
+        return self.recipe.generator(
+            model=self.policy.model,
+            precision=self.choices.precision,
+            max_prompt_tokens=self.recipe.context.max_prompt_tokens,
+            max_new_tokens=self.recipe.context.max_new_tokens,
+            stop_tokens=self.stop_tokens,
+            temperature=self.recipe.context.temperature,
+            phrase=phrase,
+            thinking_ended=lambda tokens: control.end_of_thinking in self.tokenizer.decode(tokens),
+        )
+
+    def _weights(self) -> dict[str, Tensor]:
+        return dict(self.policy.model.state_dict())
+
+    # --- state -------------------------------------------------------------------------------------------
+
+    def on_fit_start(self) -> None:
+        """Every rank has read the same checkpoint, or none. An evaluation after the last step may still be owed."""
+        self.ranks.check_alike("checkpoint: completed steps", self.completed_steps)
+        self.trainer.callback_metrics.update(_tensors(self._latest))
+        evaluation, steps = evaluation_of(self.trainer), self.trainer.max_steps
+        if evaluation is not None and self.completed_steps >= steps and evaluation.owes(self.completed_steps, steps):
+            self.meter.start()
+            if not validate_now(self.trainer):
+                # Nothing new to save; and Lightning's counters are not restored yet.
+                raise RunInterruptedError(f"step {self.completed_steps}: {interruption.reason}")
+
+    def on_train_start(self) -> None:
+        """The clock of the compute meter starts; the generator of a fresh run gets the weights as they are now."""
+        # The model's own dropout would make trainer and generator two policies.
+        self.policy.train(self.recipe.optimizer.dropout)
+        if self.ranks.leads and self.completed_steps == 0 and self.trainer.ckpt_path is None:
+            self.generator.publish(self._weights(), 0)
+        self.ranks.restore_sigterm(self._on_sigterm)
+        self.meter.start()
+
+    def on_train_end(self) -> None:
+        """The clock stops: what passes until another fit of this module is nobody's compute."""
+        self.meter.stop()
+
+    def _stop_between_steps(self) -> Any:
+        """Save what there is, in the middle of a generation, and end the run.
+
+        Raises:
+            RunInterruptedError: the run can be continued from there.
+            SIGTERMException: Lightning's own way, where the run keeps no checkpoints that could be continued.
+        """
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ResumableCheckpoint):
+                callback.stop_between_steps(self.trainer, self)
+        if self.trainer.received_sigterm:
+            raise SIGTERMException
+        raise RunInterruptedError(f"step {self.completed_steps}: {interruption.reason}")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Everything that the registry holds on rank 0, and the random state of the other ranks. All ranks call it."""
+        _, *others = self.ranks.gather(self._random.state_dict())
+        if self.ranks.leads:
+            checkpoint["scalerl"] = self._state.state_dict()
+            checkpoint["scalerl_followers"] = others
+            checkpoint["scalerl_metrics"] = dict(self._latest)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put it back. A rank that the saved run did not have keeps the random state of a fresh run.
+
+        `Trainer.fit(ckpt_path=...)` goes on with the run. `load_from_checkpoint` and `Trainer.validate` take its
+        weights alone, and a later fit begins with them.
+        """
+        if self._trainer is None or self.trainer.state.fn != "fit":
+            self._meaning = None
+            steps = checkpoint.get("scalerl", {}).get("stream", {}).get("completed_steps", 0)
+            self.stream = Follower(steps)  # type: ignore[assignment]
+            return
+        if "scalerl" not in checkpoint:
+            raise ConfigurationError(
+                "ckpt_path: this checkpoint holds no run to go on with; begin one with its weights: "
+                "ScaleRL.load_from_checkpoint(path)"
+            )
+        self._latest = dict(checkpoint.get("scalerl_metrics", {}))
+        if self.ranks.leads:
+            self._state.load_state_dict(checkpoint["scalerl"])
+            return
+        self.stream.completed_steps = checkpoint["scalerl"]["stream"]["completed_steps"]
+        states = checkpoint.get("scalerl_followers", [])
+        if self.ranks.number <= len(states):
+            self._random.load_state_dict(states[self.ranks.number - 1])
+
+    # --- what is recorded --------------------------------------------------------------------------------
+
+    def record(self, kind: str, measure: Callable[[], dict[str, Any]]) -> None:
+        """Measure on rank 0 and send that, with all compute axes, to every logger and every `Recorder`.
+
+        All ranks call it: every rank's callbacks may monitor what was measured. Lightning's own `log` would write at
+        the end of its epoch what was true at its beginning.
+
+        Args:
+            kind: "train" or "eval".
+            measure: the metrics by name, called on rank 0 only.
+        """
+        values = self.ranks.share(lambda: self._write(kind, measure()))
+        self._latest |= values
+        self.trainer.callback_metrics.update(_tensors(values))
+        self.trainer.logged_metrics.update(_tensors(values))
+
+    def _write(self, kind: str, metrics: dict[str, Any]) -> dict[str, float]:
+        step = self.completed_steps
+        compute = {**self.meter.metrics(), **self.stream.virtual_metrics()}
+        values = {name: float(value) for name, value in {**metrics, **compute}.items()}
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Recorder):
+                callback.on_record(kind, step, values)
+        if kind == "eval" or step % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            # Both records of a step hold the compute axes, and a logger is told a thing once.
+            self._logged = self._logged if self._logged[0] == step else (step, set())
+            fresh = {name: value for name, value in values.items() if name not in self._logged[1]}
+            self._logged[1].update(fresh)
+            for logger in self.trainer.loggers:
+                logger.log_metrics(fresh, step)
+                logger.save()
+        return values
+
+
+def _tensors(values: dict[str, float]) -> dict[str, Tensor]:
+    """As Lightning's callbacks expect them, to the last bit."""
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}

@@ -1,0 +1,427 @@
+"""What a user of Lightning sees beside the journal: loggers, metrics, its own callbacks, another fit, refusals."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
+
+from lightning_scalerl import ConfigurationError, Evaluate, RolloutDataModule, RunLog, ScaleRL
+from lightning_scalerl.axes.filter import NoFilter
+from lightning_scalerl.axes.loss import DAPO
+from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.model.load import load_model, load_tokenizer
+from lightning_scalerl.task.base import RewardError
+from sweeps.run.journal import read_journal
+from tests.distributed.test_ranks import fit as fit_on_ranks
+from tests.distributed.test_ranks import on_ranks
+from tests.helpers import SMALL, CountingTask, fit, quiet
+
+RATE = "eval/heldout/pass_rate"
+Cells = dict[tuple[int, str], float]
+
+
+def journal_cells(run_dir: Path) -> Cells:
+    """What both records of a step hold (compute), the first has said."""
+    cells: Cells = {}
+    for record in read_journal(run_dir).records:
+        cells = {(record.step, name): value for name, value in record.metrics.items()} | cells
+    return cells
+
+
+def csv_cells(folder: Path) -> Cells:
+    cells: Cells = {}
+    for path in sorted(folder.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime):
+        for line in csv.DictReader(path.open()):
+            step = int(line.pop("step"))
+            fresh = {(step, name): float(value) for name, value in line.items() if value and name != "epoch"}
+            twice = {key for key in fresh.keys() & cells.keys() if not key[1].startswith("lr-")}
+            assert not twice or path.parent.name != "version_0", "a cell is written once"
+            cells |= fresh
+    return cells
+
+
+def tensorboard_cells(folder: Path) -> Cells:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cells: Cells = {}
+    for path in sorted(folder.rglob("events.*"), key=lambda path: path.stat().st_mtime):
+        events = EventAccumulator(str(path), size_guidance={"scalars": 0})
+        events.Reload()
+        for name in events.Tags()["scalars"]:
+            cells |= {(event.step, name): event.value for event in events.Scalars(name)}
+    return {key: value for key, value in cells.items() if key[1] not in ("hp_metric", "epoch")}
+
+
+def mlflow_cells(uri: str) -> Cells:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    (experiment,) = [each.experiment_id for each in client.search_experiments() if each.name == "ours"]
+    cells: Cells = {}
+    for run in sorted(client.search_runs([experiment]), key=lambda run: run.info.start_time):
+        for name in run.data.metrics:
+            cells |= {(each.step, name): each.value for each in client.get_metric_history(run.info.run_id, name)}
+    return cells
+
+
+def three_loggers(folder: Path) -> list[Logger]:
+    return [
+        CSVLogger(str(folder), name="csv"),
+        TensorBoardLogger(str(folder), name="tensorboard"),
+        MLFlowLogger("ours", tracking_uri=f"sqlite:///{folder}/mlflow.db", artifact_location=str(folder)),
+    ]
+
+
+def assert_loggers_hold_the_journal(folder: Path, run_dir: Path) -> None:
+    journal = journal_cells(run_dir)
+    assert len(journal) > 100 and {step for step, name in journal if name == RATE} == {0, 2, 4, 5}
+    assert csv_cells(folder) == journal
+    found = mlflow_cells(f"sqlite:///{folder}/mlflow.db")
+    assert found == journal
+    # TensorBoard keeps FP32.
+    rounded = {key: float(torch.tensor(value, dtype=torch.float32)) for key, value in journal.items()}
+    assert tensorboard_cells(folder) == pytest.approx(rounded, rel=1e-7)
+
+
+class Breaks(CountingTask):
+    """A verifier that raises once, in the middle of the run."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def reward(self, prompt: Any, completion: str) -> float:
+        self.left -= 1
+        if self.left == 0:
+            raise ZeroDivisionError
+        return super().reward(prompt, completion)
+
+
+def test_every_logger_holds_the_journal_cell_by_cell_across_a_resume(tiny_model_path: str, tmp_path: Path) -> None:
+    """Interrupted after a checkpoint at 3 and a record at 4, which is made again."""
+    run_dir = tmp_path / "run"
+    with pytest.raises(RewardError):
+        fit(tiny_model_path, run_dir, 5, task=Breaks(87), checkpoint_every=3, logger=three_loggers(tmp_path))
+    assert read_journal(run_dir).records[-1].step == 4
+    options: dict[str, Any] = {"logger": three_loggers(tmp_path), "checkpoint_every": 3, "resume": True}
+    module = fit(tiny_model_path, run_dir, 5, **options)
+    # What the first process logged of step 4 was wall clock of its own; a logger cannot take a point back.
+    assert_loggers_hold_the_journal(tmp_path, run_dir)
+    last = {name: value for record in read_journal(run_dir).records for name, value in record.metrics.items()}
+    shown = {name: float(value) for name, value in module.trainer.callback_metrics.items()}
+    assert shown == last
+
+
+def test_two_ranks_log_as_one(tiny_model_path: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def work(resume: bool) -> Any:
+        ready = tmp_path / f"ready-{resume}"
+
+        def on_rank(rank: int) -> str:
+            while rank > 0 and not ready.exists():
+                time.sleep(0.02)  # two processes cannot make one MLflow database
+            loggers = three_loggers(tmp_path)
+            ready.touch()
+            try:
+                fit_on_ranks(
+                    tiny_model_path, run_dir, 2, 5, checkpoint_every=3, resume=resume, logger=loggers,
+                    task=CountingTask() if resume else Breaks(87), recipe="scalerl_core",
+                )  # fmt: skip
+            except Exception as error:
+                return type(error).__name__
+            return "done"
+
+        return on_rank
+
+    assert on_ranks(2, work(resume=False)) == ["RewardError", "LeaderFailedError"]
+    assert on_ranks(2, work(resume=True)) == ["done", "done"]
+    assert_loggers_hold_the_journal(tmp_path, run_dir)
+
+
+def test_log_every_n_steps_thins_training_records_and_never_evaluations(tiny_model_path: str, tmp_path: Path) -> None:
+    loggers = [CSVLogger(str(tmp_path), name="csv")]
+    fit(tiny_model_path, tmp_path / "run", 5, logger=loggers, log_every_n_steps=3)
+    cells = csv_cells(tmp_path)
+    assert {step for step, name in cells if name == "train/loss"} == {3}
+    assert {step for step, name in cells if name == RATE} == {0, 2, 4, 5}
+
+
+# --- Lightning's callbacks ---------------------------------------------------------------------------------
+
+
+class Falling(CountingTask):
+    """Its held-out pass rate is 1 until `falls`, then 0: evaluations are told apart by their number."""
+
+    def __init__(self, passes: Sequence[float]) -> None:
+        super().__init__()
+        self.passes = itertools.chain.from_iterable([rate] * 6 for rate in passes)
+
+    def reward(self, prompt: Any, completion: str) -> float:
+        return next(self.passes) if prompt in self.pool[-3:] else super().reward(prompt, completion)
+
+
+def test_early_stopping_looks_at_every_evaluation(tiny_model_path: str, tmp_path: Path) -> None:
+    """Best at the second; two later ones are no better, and the run ends there, said so in its journal."""
+    stopping = EarlyStopping(RATE, mode="max", patience=2)
+    module = fit(tiny_model_path, tmp_path, 40, callbacks=[stopping], task=Falling([0, 1, 0, 0, 1, 1]))
+    assert module.completed_steps == 6 == stopping.wait_count * 3
+    view = read_journal(tmp_path)
+    assert [r.metrics[RATE] for r in view.of_kind("eval")] == [0, 1, 0, 0]
+    assert view.status == "finished" and "stopped before max_steps" in str(view.reason)
+    assert view.checkpoint_step == 6
+
+
+def test_early_stopping_on_training_metrics_looks_at_every_step(tiny_model_path: str) -> None:
+    stopping = EarlyStopping("train/reward", mode="max", patience=3, min_delta=10.0)
+    module = fit(tiny_model_path, steps=20, callbacks=[stopping, Evaluate(2, 1)])
+    assert module.completed_steps == 4  # the first step is the best so far, whatever it was; three more are not
+
+
+def test_the_best_checkpoint_is_that_of_the_best_evaluation(tiny_model_path: str, tmp_path: Path) -> None:
+    """And a checkpoint that Lightning wrote goes on bit for bit, EarlyStopping's patience included."""
+    best = ModelCheckpoint(tmp_path / "best", filename="{step}", monitor=RATE, mode="max", save_top_k=1)
+    steps = ModelCheckpoint(tmp_path / "steps", filename="{step}", monitor="train/reward", mode="max", save_top_k=-1)
+    every = ModelCheckpoint(tmp_path / "every", every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    options: dict[str, Any] = {"enable_checkpointing": True}
+    whole = tmp_path / "whole"
+    passes = [0, 0, 1, 0, 0]
+    fit(tiny_model_path, whole, 7, callbacks=[best, steps, every], task=Falling(passes), **options)
+    assert Path(best.best_model_path).name == "step=4.ckpt" and best.best_model_score == 1
+    assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == [f"step={n}.ckpt" for n in range(1, 8)]
+    assert sorted(path.name for path in (tmp_path / "every").iterdir()) == [f"step={n}.ckpt" for n in (2, 4, 6)]
+    saved = torch.load(best.best_model_path, weights_only=True)
+    assert saved["scalerl"]["stream"]["completed_steps"] == 4 and saved["hyper_parameters"]["recipe"] == "scalerl_core"
+    for folder in ("best", "steps"):
+        module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
+        log = RunLog(tmp_path / f"again-{folder}")
+        trainer = Trainer(max_steps=7, callbacks=[Evaluate(2, 2), log], **quiet())
+        data = RolloutDataModule(Falling(passes[3 if folder == "best" else 2 :]))
+        trainer.fit(module, datamodule=data, ckpt_path=tmp_path / folder / "step=4.ckpt", weights_only=True)
+        again = read_journal(log.run_dir).deterministic()
+        first = ("eval", 4) if folder == "steps" else ("train", 5)  # an evaluation that was still owed is made up
+        expected = [each for each in read_journal(whole).deterministic() if each[1] > 4 or each[:2] == first]
+        assert again == expected and again[0][:2] == first
+
+
+def test_without_evaluation_the_default_checkpoint_is_the_last(tiny_model_path: str, tmp_path: Path) -> None:
+    fit(tiny_model_path, steps=3, enable_checkpointing=True, default_root_dir=tmp_path)
+    (path,) = (tmp_path / "checkpoints").glob("*.ckpt")
+    assert path.name == "epoch=0-step=3.ckpt"
+
+
+def test_monitoring_what_nobody_measures_is_refused(tiny_model_path: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"EarlyStopping monitors 'eval/heldout/pass_rate' and nothing eval"):
+        fit(tiny_model_path, callbacks=[EarlyStopping(RATE)])
+
+
+class Seen(Callback):
+    """Lightning's hooks, as they come."""
+
+    def __init__(self) -> None:
+        self.hooks: list[tuple[str, int]] = []
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.hooks.append(("start", pl_module.completed_steps))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        assert RATE in trainer.callback_metrics
+        self.hooks.append(("end", pl_module.completed_steps))
+
+
+def test_an_evaluation_is_a_validation_of_lightnings(tiny_model_path: str) -> None:
+    seen = Seen()
+    fit(tiny_model_path, steps=5, callbacks=[Evaluate(2, 1), seen])
+    assert seen.hooks == [(hook, step) for step in (0, 2, 4, 5) for hook in ("start", "end")]
+
+
+def test_the_learning_rate_monitor_shows_the_steps_own_rate(tiny_model_path: str, tmp_path: Path) -> None:
+    """Lightning logs it at a step's beginning, under the number of steps before it."""
+    loggers = [CSVLogger(str(tmp_path), name="csv")]
+    overrides = ["schedule.warmup_steps=3"]
+    run_dir = tmp_path / "run"
+    fit(tiny_model_path, run_dir, 5, callbacks=[LearningRateMonitor()], logger=loggers, overrides=overrides)
+    cells = csv_cells(tmp_path)
+    (name,) = {name for _, name in cells if name.startswith("lr-")}
+    used = {r.step: r.metrics["train/learning_rate"] for r in read_journal(run_dir).of_kind("train")}
+    assert {step + 1: cells[step, name] for step in range(5)} == used
+    assert len(set(used.values())) == 4
+
+
+# --- validate, test, fit again, load ------------------------------------------------------------------------
+
+
+def test_validate_evaluates(tiny_model_path: str) -> None:
+    data = RolloutDataModule(CountingTask())
+    module = fit(tiny_model_path, steps=4, callbacks=[Evaluate(4, 3)])
+    last = float(module.trainer.callback_metrics[RATE])
+    (found,) = Trainer(callbacks=[Evaluate(4, 3)], **quiet()).validate(module, datamodule=data, verbose=False)
+    assert found[RATE] == pytest.approx(last) and module.completed_steps == 4
+    (other,) = Trainer(**quiet()).validate(module, datamodule=data, verbose=False)
+    assert 0 <= other[RATE] <= 1 and RATE + "_se" in other
+    fresh = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
+    (start,) = Trainer(callbacks=[Evaluate(4, 3)], **quiet()).validate(fresh, datamodule=data, verbose=False)
+    assert 0 <= start[RATE] <= 1
+
+
+@pytest.mark.parametrize(("stage", "match"), [("test", "Trainer.validate"), ("predict", "policy.model.generate")])
+def test_what_there_is_not_says_what_there_is(tiny_model_path: str, stage: str, match: str) -> None:
+    module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
+    with pytest.raises(ConfigurationError, match=f"^Trainer.{stage}: .*{match}"):
+        getattr(Trainer(**quiet()), stage)(module, datamodule=RolloutDataModule(CountingTask()))
+
+
+def test_fit_again_goes_on(tiny_model_path: str, tmp_path: Path) -> None:
+    """With the same Trainer's settings and more steps: one curve, equal to an uninterrupted one."""
+    whole = fit(tiny_model_path, tmp_path / "whole", 6, recipe="scalerl")
+    module = ScaleRL(tiny_model_path, "scalerl", overrides=SMALL)
+    for steps in (2, 2, 3, 6):
+        trainer = Trainer(max_steps=steps, callbacks=[Evaluate(2, 2), RunLog(tmp_path / "parts")], **quiet())
+        trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+        assert trainer.global_step == module.completed_steps == steps
+    parts = read_journal(tmp_path / "parts")
+    assert [record.step for record in parts.of_kind("train")] == [1, 2, 3, 4, 5, 6]
+    seen = {(kind, step): metrics for kind, step, metrics in parts.deterministic()}
+    for kind, step, metrics in read_journal(tmp_path / "whole").deterministic():
+        # The parts have evaluated more often: each was a run's end.
+        assert {**seen[kind, step], "eval_cost/flops": 0} == {**metrics, "eval_cost/flops": 0}
+    assert all(map(torch.equal, whole.policy.state_dict().values(), module.policy.state_dict().values()))
+
+
+def test_fit_again_with_the_same_trainer_goes_on(tiny_model_path: str) -> None:
+    module = fit(tiny_model_path, steps=2)
+    trainer = module.trainer
+    trainer.fit_loop.epoch_loop.max_steps = 5
+    trainer.fit(module, datamodule=trainer.datamodule)  # type: ignore[attr-defined]
+    assert module.completed_steps == trainer.global_step == 5
+
+
+def test_fit_again_as_another_run_is_refused(tiny_model_path: str) -> None:
+    module = fit(tiny_model_path, steps=2)
+    with pytest.raises(ConfigurationError, match="this module has trained 2 steps, and choices would change now"):
+        Trainer(max_steps=4, callbacks=[NoFilter()], **quiet()).fit(
+            module, datamodule=RolloutDataModule(CountingTask())
+        )
+    with pytest.raises(ConfigurationError, match="2 steps, and task would change now"):
+        Trainer(max_steps=4, **quiet()).fit(module, datamodule=RolloutDataModule(CountingTask(20)))
+    Trainer(max_steps=4, **quiet()).fit(module, datamodule=RolloutDataModule(CountingTask()))
+    assert module.completed_steps == 4
+
+
+def test_hyper_parameters_reach_the_loggers(tiny_model_path: str, tmp_path: Path) -> None:
+    import yaml
+
+    fit(tiny_model_path, steps=1, callbacks=[DAPO()], logger=[CSVLogger(str(tmp_path), name="csv")])
+    (path,) = tmp_path.rglob("hparams.yaml")
+    found = yaml.safe_load(path.read_text())
+    assert found["choices"]["loss"]["choice"] == "DAPO" and found["choices"]["loss"]["clip_high"] == 0.26
+    assert found["optimizer"]["lr"] == 3e-3 and found["seed"] == 0 and found["recipe"] == "scalerl_core"
+
+
+def test_a_checkpoint_loads_into_a_module(tiny_model_path: str, tmp_path: Path) -> None:
+    trained = fit(tiny_model_path, steps=3, enable_checkpointing=True, default_root_dir=tmp_path)
+    (path,) = tmp_path.rglob("*.ckpt")
+    loaded = ScaleRL.load_from_checkpoint(path, weights_only=True)
+    assert all(map(torch.equal, trained.policy.state_dict().values(), loaded.policy.state_dict().values()))
+    assert loaded.recipe.batch == trained.recipe.batch
+    Trainer(max_steps=2, **quiet()).fit(loaded, datamodule=RolloutDataModule(CountingTask()))
+    assert loaded.completed_steps == 2, "weights alone: another run, from its first step"
+
+
+def test_a_checkpoint_of_a_model_object_says_what_is_missing(tiny_model_path: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny_model_path)
+    module = ScaleRL(load_model(tiny_model_path), "scalerl_core", SMALL, tokenizer)
+    trainer = Trainer(max_steps=1, **{**quiet(), "enable_checkpointing": True}, default_root_dir=tmp_path)
+    trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+    (path,) = tmp_path.rglob("*.ckpt")
+    with pytest.raises(ConfigurationError, match=r"load_from_checkpoint\(path, model=\.\.\., tokenizer=\.\.\.\)"):
+        ScaleRL.load_from_checkpoint(path, weights_only=True)
+    ScaleRL.load_from_checkpoint(path, weights_only=True, model=load_model(tiny_model_path), tokenizer=tokenizer)
+
+
+# --- what cannot be -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"accumulate_grad_batches": 4}, r"accumulate_grad_batches: 4 .*batch\.micro_batch"),
+        ({"gradient_clip_val": 1.0}, r"gradient_clip_val: 1\.0 .*optimizer\.clip_norm"),
+        ({"val_check_interval": 5}, r"val_check_interval: 5 decides nothing here.*Evaluate\(every_n_steps"),
+        ({"limit_val_batches": 3}, "limit_val_batches: 3 decides nothing"),
+        ({"overfit_batches": 1}, "overfit_batches: 1"),
+    ],
+)
+def test_settings_of_the_trainer_that_would_fight_ours(tiny_model_path: str, options: Any, match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match) as caught:
+        fit(tiny_model_path, callbacks=[Evaluate(2, 1)], **options)
+    assert "automatic optimization" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_fast_dev_run_takes_one_step(tiny_model_path: str) -> None:
+    module = fit(tiny_model_path, steps=9, callbacks=[Evaluate(5, 1)], fast_dev_run=True)
+    assert module.completed_steps == 1
+
+
+def test_the_other_packages_trainer_is_refused_by_name(tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = pytest.importorskip("pytorch_lightning")
+    module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
+    data = RolloutDataModule(CountingTask())
+    with pytest.raises(ConfigurationError, match=r"this one is of pytorch_lightning.*from lightning\.pytorch import"):
+        other.Trainer(max_steps=1, **quiet()).fit(module, datamodule=data)
+    callback = sys.modules["pytorch_lightning"].callbacks.EarlyStopping(RATE)
+    with pytest.raises(ConfigurationError, match=r"EarlyStopping is of pytorch_lightning.*import it from lightning"):
+        Trainer(max_steps=1, callbacks=[callback], **quiet()).fit(module, datamodule=data)
+
+
+def test_prompts_that_are_too_long_are_counted_before_anything_is_computed(tiny_model_path: str) -> None:
+    class Long(CountingTask):
+        def __init__(self) -> None:
+            super().__init__()
+            for place in (1, 4, -1):
+                prompt = self.pool[place]
+                self.pool[place] = type(prompt)(prompt.prompt_id, "1" * 20, "1")
+
+    keep = Record()
+    with pytest.raises(
+        ConfigurationError,
+        match=r"max_prompt_tokens: 2 of 8 training prompts and 1 of 3 held-out \(heldout\) prompts have more than 16 "
+        r"tokens, the longest 20",
+    ):
+        fit(tiny_model_path, task=Long(), callbacks=[keep, Evaluate(1, 1)])
+    assert keep.steps == []
+    fit(tiny_model_path, steps=1, task=Long(), overrides=["context.max_prompt_tokens=20"])
+
+
+class Record(Recorder):
+    """Steps that were recorded."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_record(self, kind: str, step: int, metrics: Any) -> None:
+        assert all(math.isfinite(value) for value in metrics.values())
+        self.steps.append(step)
+
+
+def test_a_toys_settings_do_not_run_on_another_model_in_silence(tiny_model_path: str) -> None:
+    from lightning_scalerl.member.identify import plan_members
+
+    with pytest.raises(ConfigurationError, match=r"scale: .*made for arithmetic_base_model, and this is another model"):
+        ScaleRL(tiny_model_path)
+    with pytest.raises(ConfigurationError, match=r"scale: .*choose scale=paper"):
+        plan_members([["model=path", f"model.path={tiny_model_path}"]])
+    ScaleRL(tiny_model_path, overrides=["scale=arithmetic"])
+    plan_members([["model=path", f"model.path={tiny_model_path}", "scale=paper"]])
