@@ -1,0 +1,110 @@
+"""A run in a script of one's own: three loggers, Lightning's callbacks, and a task and a loss that are not ours.
+
+python examples/own_run.py [--steps 40] [--output outputs/own_run]
+
+Weights & Biases is offline; `wandb sync` sends what it has kept. A second call goes on where the first one ended, if
+its `--steps` are more.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
+from torch import Tensor
+
+from lightning_scalerl import (
+    Evaluate,
+    Prompt,
+    ResumableCheckpoint,
+    RolloutDataModule,
+    RunLog,
+    ScaleRL,
+    Task,
+    arithmetic_base_model,
+)
+from lightning_scalerl.axes.loss import Loss, importance_ratio
+from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
+from lightning_scalerl.task.arithmetic import ArithmeticTask
+
+RATE = "eval/heldout/pass_rate"
+
+
+class AnswerOnly(Task):
+    """Additions again, but only what stands behind `#` is checked: how it was thought out is the model's business."""
+
+    def __init__(self) -> None:
+        self._problems = ArithmeticTask(train=[80, 400, 400], heldout=[10, 30, 30], seed=7)
+
+    def train_prompts(self) -> Sequence[Prompt]:
+        """The pool."""
+        return self._problems.train_prompts()
+
+    def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
+        """One set, `heldout`."""
+        return self._problems.eval_sets()
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        """1 for the right answer, whatever goes before it."""
+        return float(completion.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
+
+
+class PatientCISPO(Loss):
+    """CISPO that blames less than it praises: negative advantages count by `blame`."""
+
+    def __init__(self, max_ratio: float = 5.0, blame: float = 0.5) -> None:
+        self.max_ratio = max_ratio
+        self.blame = blame
+
+    def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """Shapes: all (R, T)."""
+        weight = importance_ratio(trainer_logprobs, anchor_logprobs).detach().clamp(max=self.max_ratio)
+        return -weight * advantages.where(advantages > 0, self.blame * advantages) * trainer_logprobs
+
+    def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """Where the ratio was bounded."""
+        return importance_ratio(trainer_logprobs, anchor_logprobs) > self.max_ratio
+
+
+def main(arguments: Sequence[str] | None = None) -> Trainer:
+    """Train, and say what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--output", type=Path, default=Path("outputs/own_run"))
+    parser.add_argument("--batches", type=int, default=1000, help="warm-up of the base model, which is made once")
+    options = parser.parse_args(arguments)
+    output: Path = options.output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    seed_everything(0)
+
+    loggers = [
+        CSVLogger(str(output), name="csv"),
+        MLFlowLogger("own_run", tracking_uri=f"sqlite:///{output}/mlflow.db", artifact_location=str(output / "mlflow")),
+        WandbLogger("own_run", save_dir=str(output), project="lightning-scalerl", offline=True),
+    ]
+    best = ModelCheckpoint(output / "best", filename="{step}", monitor=RATE, mode="max")
+    callbacks: list[Any] = [
+        PatientCISPO(),
+        Evaluate(every_n_steps=5, samples=2),
+        RunLog(output),
+        EarlyStopping(RATE, mode="max", patience=10),
+        LearningRateMonitor(),
+        best,
+        ResumableCheckpoint(output / "checkpoints", every_n_steps=10),
+    ]
+    module = ScaleRL(arithmetic_base_model(batches=options.batches), recipe="scalerl", overrides=["batch.prompts=8"])
+    trainer = Trainer(max_steps=options.steps, accelerator="cpu", logger=loggers, callbacks=callbacks)
+    newest = newest_checkpoint(output / "checkpoints")
+    trainer.fit(module, datamodule=RolloutDataModule(AnswerOnly()), ckpt_path=newest, weights_only=True)
+    print(f"pass rate {float(trainer.callback_metrics[RATE]):.3f} after {module.completed_steps} steps")
+    print(f"best: {float(best.best_model_score or 0):.3f} in {best.best_model_path}")
+    return trainer
+
+
+if __name__ == "__main__":
+    main()
