@@ -22,6 +22,7 @@ from lightning_scalerl.callbacks.trainer import (
     STAGES,
     StepHooks,
     check_trainer,
+    count_from,
     evaluation_of,
     prepare_trainer,
     refuse_pytorch_lightning,
@@ -58,7 +59,7 @@ class Lifecycle(LightningModule):
     def __init__(
         self,
         model: str | nn.Module | None = None,
-        recipe: str | Recipe = "scalerl",
+        recipe: str | Recipe | None = "scalerl",
         overrides: Sequence[str] = (),
         tokenizer: Any = None,
         config_dir: str | Path | None = None,
@@ -66,6 +67,11 @@ class Lifecycle(LightningModule):
         super().__init__()
         refuse_pytorch_lightning(Lifecycle)
         self.automatic_optimization = False
+        if recipe is None:
+            raise ConfigurationError(
+                "recipe: not given; the checkpoint of a run that was given a built recipe does not hold it: "
+                "ScaleRL.load_from_checkpoint(path, recipe=...)"
+            )
         if model is None:
             raise ConfigurationError(
                 "model: not given; a folder, a hub id, or a model with its tokenizer. The checkpoint of a run that was "
@@ -75,7 +81,8 @@ class Lifecycle(LightningModule):
         self.recipe = load_recipe(recipe, overrides, folders) if isinstance(recipe, str) else recipe
         self._constructed = {
             **({"model": model} if isinstance(model, str) else {}),
-            "recipe": self.recipe.name,
+            "recipe": recipe if isinstance(recipe, str) else None,
+            "recipe_name": self.recipe.name,
             "overrides": list(overrides),
             "config_dir": None if config_dir is None else str(config_dir),
         }
@@ -100,6 +107,8 @@ class Lifecycle(LightningModule):
         self._latest: dict[str, float] = {}
         self._meaning: dict[str, Any] | None = None
         self._logged: tuple[int, set[str]] = (-1, set())
+        self._under_way = False
+        self._broken: str | None = None
         self.save_hyperparameters(self._constructed)
 
     def test_step(self, *args: Any) -> None:
@@ -115,10 +124,12 @@ class Lifecycle(LightningModule):
         check_trainer(self.trainer)
         if self.trainer.state.fn == "fit":
             prepare_trainer(self.trainer, self._step_hooks)
-        own = set(map(id, self.recipe.choices))
+        # What was trained is what is evaluated, whatever this Trainer was given.
+        base = self.choices if self._meaning is not None and self.trainer.state.fn != "fit" else self.recipe.choices
+        own = {*map(id, self.recipe.choices), *map(id, base)}
         given = [c for c in self.trainer.callbacks if isinstance(c, DesignChoice) and id(c) not in own]  # type: ignore[attr-defined]
         claimed = by_axis(given)
-        return [choice for axis, choice in self.recipe.choices.items() if axis not in claimed]
+        return [choice for axis, choice in base.items() if axis not in claimed]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The recipe's optimizer, that of the last fit if there was one; the schedule is applied in the step."""
@@ -139,7 +150,7 @@ class Lifecycle(LightningModule):
         self.policy.train()
         # Lightning moves the module to its device after this hook; the generator copies it in this one.
         self.policy.to(self.trainer.strategy.root_device)
-        resolved = {**self._constructed, "seed": self.seed, **resolved_choices(self.recipe, chosen)}
+        resolved = {**resolved_choices(self.recipe, chosen), **self._constructed, "seed": self.seed}
         self.save_hyperparameters(resolved)
         before = self._trained(resolved)
         self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=self.trainer.world_size)
@@ -153,10 +164,16 @@ class Lifecycle(LightningModule):
             self.stream = Follower()  # type: ignore[assignment]  # all that is asked of it is to count
             # One seed for all ranks would give dropout the same masks on different rows.
             torch.manual_seed((torch.initial_seed() + self.ranks.number) % 2**63)
+        self._meaning = self._meant(resolved)
         if before is not None:
             self._go_on(*before)
         else:
             self._optimizer = None
+
+    def _meant(self, resolved: dict[str, Any]) -> dict[str, Any]:
+        """What a run of this module is a run of: settings, choices, seed and task."""
+        prompts = [prompt.prompt_id for prompt in self.task.train_prompts()]
+        return {**resolved, "task": (type(self.task).__name__, prompts)}
 
     def _trained(self, resolved: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
         """The steps and the state of an earlier fit of this module, if it is to be continued.
@@ -164,16 +181,13 @@ class Lifecycle(LightningModule):
         Raises:
             ConfigurationError: with other choices, another task or seed it would be another run.
         """
-        if self.trainer.state.fn != "fit":
+        if self.trainer.state.fn != "fit" or self._meaning is None or self.completed_steps == 0:
             return None
-        prompts = [prompt.prompt_id for prompt in self.task.train_prompts()]
-        meaning = {**resolved, "task": (type(self.task).__name__, prompts)}
-        earlier, self._meaning = self._meaning, meaning
-        if earlier is None or self.completed_steps == 0:
-            return None
-        other = sorted(key for key in meaning if meaning[key] != earlier[key])
+        if self._broken is not None:
+            return None  # a checkpoint has to be given; `on_fit_start` knows whether it is
+        meaning = self._meant(resolved)
+        other = sorted(key for key in meaning if meaning[key] != self._meaning[key])
         if other:
-            self._meaning = earlier
             raise ConfigurationError(
                 f"fit: this module has trained {self.completed_steps} steps, and {', '.join(other)} would change now; "
                 "another run begins with another module: ScaleRL(module.policy.model, tokenizer=module.tokenizer, ...)"
@@ -185,10 +199,7 @@ class Lifecycle(LightningModule):
         if self.ranks.leads:
             self._state.load_state_dict(state)
         self.stream.completed_steps = steps
-        # A new Trainer counts from zero, and `max_steps` is of all steps.
-        loop = self.trainer.fit_loop.epoch_loop
-        total = loop.manual_optimization.optim_step_progress.total
-        total.ready = total.completed = loop._batches_that_stepped = max(total.completed, steps)
+        count_from(self.trainer, steps)
 
     def _build_data_path(self) -> None:
         """All that comes before and after the training step, and its state."""
@@ -265,9 +276,9 @@ class Lifecycle(LightningModule):
         return stop_tokens(self.policy.model, self.tokenizer)
 
     @property
-    def asked_to_stop(self) -> bool:
-        """Whether the run is to stop at its next clean border: by whoever runs it, or by a signal to Lightning."""
-        return interruption.requested or bool(self.trainer.received_sigterm)
+    def stop_reason(self) -> str | None:
+        """Why the run is to stop at its next clean border: asked by whoever runs it, or by a signal to Lightning."""
+        return interruption.reason or ("SIGTERM" if self.trainer.received_sigterm else None)
 
     def new_generator(self) -> Generator:
         """A generator with a copy of the current weights."""
@@ -295,26 +306,46 @@ class Lifecycle(LightningModule):
     def on_fit_start(self) -> None:
         """Every rank has read the same checkpoint, or none. An evaluation after the last step may still be owed."""
         self.ranks.check_alike("checkpoint: completed steps", self.completed_steps)
+        if self._broken is not None and self.trainer.ckpt_path is None:
+            raise ConfigurationError(
+                f"fit: this module's last fit ended with {self._broken}; go on from a checkpoint, fit(ckpt_path=...), "
+                "or begin with another module"
+            )
+        self._broken = None
+        self._logged = (-1, set())
         self.trainer.callback_metrics.update(_tensors(self._latest))
         evaluation, steps = evaluation_of(self.trainer), self.trainer.max_steps
         if evaluation is not None and self.completed_steps >= steps and evaluation.owes(self.completed_steps, steps):
             self.meter.start()
             if not validate_now(self.trainer):
                 # Nothing new to save; and Lightning's counters are not restored yet.
-                raise RunInterruptedError(f"step {self.completed_steps}: {interruption.reason}")
+                raise RunInterruptedError(f"step {self.completed_steps}: {self.stop_reason}")
 
     def on_train_start(self) -> None:
         """The clock of the compute meter starts; the generator of a fresh run gets the weights as they are now."""
         # The model's own dropout would make trainer and generator two policies.
         self.policy.train(self.recipe.optimizer.dropout)
+        for module in self.policy.modules():
+            # Layers that recompute their activations do so in training mode only; what is in them stays as it is.
+            module.training = module.training or bool(getattr(module, "gradient_checkpointing", False))
         if self.ranks.leads and self.completed_steps == 0 and self.trainer.ckpt_path is None:
             self.generator.publish(self._weights(), 0)
         self.ranks.restore_sigterm(self._on_sigterm)
         self.meter.start()
+        self._under_way = True
 
-    def on_train_end(self) -> None:
+    def on_fit_end(self) -> None:
         """The clock stops: what passes until another fit of this module is nobody's compute."""
         self.meter.stop()
+        self._under_way = False
+
+    def failed(self, error: BaseException) -> None:
+        """The fit ended with an error: the clock stops, and but for a clean border no other can go on from here."""
+        if "meter" in vars(self):
+            self.meter.stop()
+        if self._under_way and not isinstance(error, RunInterruptedError | SIGTERMException):
+            self._broken = type(error).__name__
+        self._under_way = False
 
     def _stop_between_steps(self) -> Any:
         """Save what there is, in the middle of a generation, and end the run.
@@ -328,7 +359,7 @@ class Lifecycle(LightningModule):
                 callback.stop_between_steps(self.trainer, self)
         if self.trainer.received_sigterm:
             raise SIGTERMException
-        raise RunInterruptedError(f"step {self.completed_steps}: {interruption.reason}")
+        raise RunInterruptedError(f"step {self.completed_steps}: {self.stop_reason}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Everything that the registry holds on rank 0, and the random state of the other ranks. All ranks call it."""
@@ -355,6 +386,8 @@ class Lifecycle(LightningModule):
                 "ScaleRL.load_from_checkpoint(path)"
             )
         self._latest = dict(checkpoint.get("scalerl_metrics", {}))
+        # Lightning restores its own counters later, and an evaluation that is still owed asks for the step before.
+        count_from(self.trainer, checkpoint["scalerl"]["stream"]["completed_steps"])
         if self.ranks.leads:
             self._state.load_state_dict(checkpoint["scalerl"])
             return
@@ -387,7 +420,8 @@ class Lifecycle(LightningModule):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Recorder):
                 callback.on_record(kind, step, values)
-        if kind == "eval" or step % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if kind == "eval" or (every and step % every == 0):
             # Both records of a step hold the compute axes, and a logger is told a thing once.
             self._logged = self._logged if self._logged[0] == step else (step, set())
             fresh = {name: value for name, value in values.items() if name not in self._logged[1]}

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lightning_scalerl.callbacks.evaluate import Evaluate
-from lightning_scalerl.callbacks.trainer import evaluation_of
+from lightning_scalerl.callbacks.trainer import count_from, evaluation_of
 from lightning_scalerl.lifecycle import Lifecycle
 from lightning_scalerl.measure.probe import check_probe, logprob_gaps, probe_metrics
 from lightning_scalerl.measure.step_metrics import step_metrics
@@ -50,7 +50,7 @@ class ScaleRL(Lifecycle):
         # Before the step begins, so that whoever looks at its beginning (LearningRateMonitor) sees its own rate.
         self._set_learning_rate()
         with self.meter.phase("generate"):
-            batch = self.ranks.share_batch(lambda: self.stream.next_batch(lambda: self.asked_to_stop))
+            batch = self.ranks.share_batch(lambda: self.stream.next_batch(lambda: self.stop_reason is not None))
         return batch if batch is not None else self._stop_between_steps()
 
     def training_step(self, batch: TrainBatch, batch_index: int) -> None:
@@ -81,7 +81,8 @@ class ScaleRL(Lifecycle):
             gradient_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.recipe.optimizer.clip_norm)
             gaps = torch.zeros(0)
             if self.ranks.leads:
-                gaps = logprob_gaps(batch, parts, self.policy, self.completed_steps, self.generator)
+                size = self.recipe.batch.micro_batch
+                gaps = logprob_gaps(batch, parts, self.policy, self.completed_steps, size, self.generator)
             if self.ranks.leads and self.mechanism.axes:
                 self.mechanism.observe(batch, whole(batch, parts)[0])
             optimizer.step()  # type: ignore[union-attr]
@@ -109,11 +110,14 @@ class ScaleRL(Lifecycle):
     def validation_step(self, sets: list[str], batch_index: int) -> None:
         """Evaluate all held-out sets: `Evaluate`'s own time in a fit, at once for `Trainer.validate`."""
         evaluation = evaluation_of(self.trainer) or Evaluate()
-        metrics = evaluation.measure(self)
         if self.trainer.state.fn == "fit":
+            metrics = evaluation.measure(self)
             self.record("eval", lambda: metrics)
-        else:
-            self.log_dict(metrics, batch_size=1, sync_dist=self.ranks.count > 1, rank_zero_only=self.ranks.count > 1)
+            return
+        metrics = evaluation.measure(self, in_fit=False)
+        count_from(self.trainer, self.completed_steps)
+        several = self.ranks.count > 1
+        self.log_dict(metrics, batch_size=1, sync_dist=several, rank_zero_only=several)
 
     def _set_learning_rate(self) -> None:
         rate = self.recipe.optimizer.lr * self.recipe.schedule.factor(self.completed_steps)

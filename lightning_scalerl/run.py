@@ -62,8 +62,8 @@ class Run(Protocol):
         ...
 
     @property
-    def asked_to_stop(self) -> bool:
-        """Whether the run is to stop at its next clean border."""
+    def stop_reason(self) -> str | None:
+        """Why the run is to stop at its next clean border, if it is."""
         ...
 
 

@@ -19,7 +19,7 @@ from lightning_scalerl.callbacks.evaluate import Evaluate
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.checks import whole_number
 from lightning_scalerl.run import Run, run_of
-from sweeps.run.interruption import RunInterruptedError, interruption
+from sweeps.run.interruption import RunInterruptedError
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
 
@@ -30,9 +30,10 @@ class ResumableCheckpoint(Checkpoint):
     Lightning calls a `Checkpoint` after all other callbacks, so the step's records are written before they are
     declared durable. With several ranks rank 0 writes.
 
-    This is where a request to stop (`sweeps.run.interruption`) to any of the ranks is honoured: once the step it came
-    in is saved, `Trainer.fit` raises `RunInterruptedError` on all of them. One that reaches rank 0 in the middle of a
-    generation or an evaluation is honoured there: the one is saved as it is, the other is made again.
+    This is where a request to stop (`sweeps.run.interruption`, or a SIGTERM that Lightning has taken) to any of the
+    ranks is honoured: once the step it came in is saved, `Trainer.fit` raises `RunInterruptedError` on all of them. One
+    that reaches rank 0 in the middle of a generation or an evaluation is honoured there: the one is saved as it is, the
+    other is made again.
 
     Args:
         directory: of the checkpoint files.
@@ -41,6 +42,7 @@ class ResumableCheckpoint(Checkpoint):
     """
 
     KEEP = 2
+    best_model_path = ""  # Lightning asks every `Checkpoint` for it; there is no best one here
 
     def __init__(self, directory: str | Path, every_n_steps: int, guard: Callable[[], None] | None = None) -> None:
         self.directory = Path(directory)
@@ -51,7 +53,7 @@ class ResumableCheckpoint(Checkpoint):
         """A request that came before the first step: all that there is to save is in the checkpoint already."""
         run = run_of(pl_module)
         run.ranks.share(lambda: self._set_aside(run.completed_steps))
-        self._stop_if_asked(run, run.ranks.agree(interruption.reason))
+        self._stop_if_asked(run, run.ranks.agree(run.stop_reason))
 
     def _set_aside(self, step: int) -> None:
         """Checkpoints beyond the step that the run goes on from (they could not be read) are void from now on."""
@@ -66,7 +68,7 @@ class ResumableCheckpoint(Checkpoint):
         run = run_of(pl_module)
         step = run.completed_steps
         last = step >= trainer.max_steps and not self._owed(trainer, step)
-        reason = run.ranks.agree(interruption.reason)
+        reason = run.ranks.agree(run.stop_reason)
         if last or trainer.should_stop or reason is not None or step % self.every_n_steps == 0:
             self._save(trainer, run, step)
         if not last:
@@ -78,7 +80,7 @@ class ResumableCheckpoint(Checkpoint):
         Raises:
             RunInterruptedError: saved.
         """
-        reason = run.ranks.agree(interruption.reason) or "SIGTERM"
+        reason = run.ranks.agree(run.stop_reason)
         self._save(trainer, run, run.completed_steps)
         self._stop_if_asked(run, reason)
 
@@ -94,6 +96,8 @@ class ResumableCheckpoint(Checkpoint):
             raise RunInterruptedError(f"step {run.completed_steps}: {reason}")
 
     def _save(self, trainer: Trainer, run: Run, step: int) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return  # as Lightning's own
         with run.meter.phase("checkpoint"):
             # A name of its own: a process that has lost the run to another may still be writing.
             unfinished = self.directory / f"step-{step:08d}.{uuid.uuid4().hex[:8]}.part"

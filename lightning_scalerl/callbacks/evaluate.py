@@ -36,7 +36,7 @@ class Evaluate(Callback):
         self.every_n_steps = whole_number("evaluation.every_n_steps", every_n_steps)
         self.samples = whole_number("evaluation.samples", samples)
         self.seed = seed
-        self.prompts = prompts
+        self.prompts = None if prompts is None else whole_number("evaluation.prompts", prompts)
         self._generator: Generator | None = None
         self._last_step = -1
 
@@ -70,19 +70,26 @@ class Evaluate(Callback):
         if self.owes(run.completed_steps, trainer.max_steps):
             validate_now(trainer)
 
-    def measure(self, run: Run) -> dict[str, float]:
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """The generator goes: the next run's may be another."""
+        self._generator = None
+
+    def measure(self, run: Run, in_fit: bool = True) -> dict[str, float]:
         """Evaluate the weights as they are: pass rates of every held-out set, and what that cost. All ranks call it.
+
+        Outside of a fit nothing is remembered of it: a fit that follows makes its own starting evaluation.
 
         Raises:
             EvaluationStoppedError: the run was asked to stop; nothing is recorded, and the evaluation is still owed.
         """
-        metrics = run.ranks.share(lambda: self._measure(run))
+        metrics = run.ranks.share(lambda: self._measure(run, in_fit))
         if metrics is None:
             raise EvaluationStoppedError(f"step {run.completed_steps}: asked to stop in the middle of an evaluation")
-        self._last_step = run.completed_steps
+        if in_fit:
+            self._last_step = run.completed_steps
         return metrics
 
-    def _measure(self, run: Run) -> dict[str, float] | None:
+    def _measure(self, run: Run, in_fit: bool) -> dict[str, float] | None:
         """On rank 0; the others wait. None if the run is asked to stop meanwhile."""
         with run.meter.phase("evaluate"):
             # A generator of its own: rollouts in flight are not disturbed, and the weights are exactly these.
@@ -95,7 +102,7 @@ class Evaluate(Callback):
                 if rates is None:
                     return None  # and its generator goes, with the rollouts that it has in flight
                 metrics |= rates
-        self._generator = generator
+        self._generator = generator if in_fit else None
         return {**metrics, **run.meter.evaluation_metrics()}
 
     def _pass_rates(
@@ -106,7 +113,7 @@ class Evaluate(Callback):
             generator.submit(GroupRequest(place, tuple(run.encode(prompt.text)), self.samples, key))
         passes = torch.zeros(len(prompts), dtype=torch.float64)
         while generator.in_flight:
-            if run.asked_to_stop:
+            if run.stop_reason is not None:
                 return None
             report = generator.step()
             run.meter.on_event(Event("decode", 0.0, report))

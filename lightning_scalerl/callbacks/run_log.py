@@ -42,6 +42,7 @@ class RunLog(Recorder):
         self._guard = guard or (lambda: None)
         self._journal: Journal | None = None
         self._last_step = 0
+        self._trial = False
 
     @property
     def journal(self) -> Journal:
@@ -55,8 +56,11 @@ class RunLog(Recorder):
         """Header, or the note that the run goes on from a checkpoint and what the interruption threw away."""
         # What is written depends on the step the run goes on from.
         run = run_of(pl_module)
+        self._trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if self._trial:
+            return  # nothing that the real run would find here
         run.ranks.check_alike("checkpoint: completed steps", run.completed_steps)
-        # A checkpoint of step 0 is one of the first generation: the starting evaluation is in it.
+        # A checkpoint of step 0 was made in the first generation or evaluation: what is recorded stays.
         goes_on = run.completed_steps > 0 or trainer.ckpt_path is not None
         run.ranks.share(lambda: self._begin(run, goes_on))
 
@@ -86,6 +90,8 @@ class RunLog(Recorder):
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """One line."""
+        if self._trial:
+            return
         self._last_step = step
         self.journal.record(kind, step, metrics)
 

@@ -71,6 +71,10 @@ def _check_fit(trainer: Trainer) -> None:
             f"gradient_clip_val: {trainer.gradient_clip_val!r} would clip beside the recipe's own; use "
             'overrides=["optimizer.clip_norm=..."] in its place'
         )
+    if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            f"limit_train_batches: {trainer.limit_train_batches!r} has no meaning on a stream; use max_steps"
+        )
     if given := trainer.overfit_batches:  # type: ignore[attr-defined]
         raise ConfigurationError(f"overfit_batches: {given!r} has no meaning on a stream; give a task with few prompts")
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -80,7 +84,20 @@ def _check_fit(trainer: Trainer) -> None:
         given = getattr(trainer, field)
         if given != default and given != (NEVER if evaluates else 0):
             raise ConfigurationError(f"{field}: {given!r} decides nothing here; {EVALUATE}")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+            raise ConfigurationError(
+                "callbacks: ModelCheckpoint(train_time_interval=...) saves nothing where a module steps its optimizer "
+                "itself; use every_n_train_steps"
+            )
     for callback in monitoring(trainer):
+        steps, evaluation = getattr(callback, "_every_n_train_steps", 0), evaluation_of(trainer)
+        if str(callback.monitor).startswith("eval/") and steps and evaluation and steps % evaluation.every_n_steps:
+            raise ConfigurationError(
+                f"callbacks: ModelCheckpoint(monitor={callback.monitor!r}, every_n_train_steps={steps}) would save "
+                "weights under the score of earlier ones; leave every_n_train_steps out, or make it a multiple of "
+                f"Evaluate's every_n_steps, {evaluation.every_n_steps}"
+            )
         if str(callback.monitor).startswith("eval/") and not evaluates:
             raise ConfigurationError(
                 f"callbacks: {type(callback).__name__} monitors {callback.monitor!r} and nothing evaluates; add "
@@ -116,7 +133,7 @@ def prepare_trainer(trainer: Trainer, steps: StepHooks) -> None:
     for callback in monitoring(trainer):
         if str(callback.monitor).startswith("train/"):
             _at_every_step(callback)
-    if steps not in callbacks:
+    if not any(isinstance(each, StepHooks) for each in callbacks):
         # First: whatever is saved after this step holds what these have decided.
         callbacks.insert(0, steps)
     for place, callback in enumerate(callbacks):
@@ -132,8 +149,39 @@ def _at_every_step(callback: Any) -> None:
         callback._save_on_train_epoch_end = True
 
 
+def count_from(trainer: Trainer, steps: int) -> None:
+    """A new Trainer counts from zero; its `max_steps`, and the steps that its callbacks see, are of all steps."""
+    loop = trainer.fit_loop.epoch_loop
+    total = loop.manual_optimization.optim_step_progress.total
+    total.ready = total.completed = loop._batches_that_stepped = max(total.completed, steps)
+
+
 class StepHooks(Callback):
-    """After every optimizer step: EarlyStopping and ModelCheckpoint that monitor `train/...`."""
+    """After every optimizer step: EarlyStopping and ModelCheckpoint that monitor `train/...`.
+
+    And once more at the end of Lightning's epoch, which they are not to see: they have seen that step.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Any, str]] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Before those that monitor: they look away."""
+        for callback in monitoring(trainer):
+            for flag in ("_check_on_train_epoch_end", "_save_on_train_epoch_end"):
+                if str(callback.monitor).startswith("train/") and getattr(callback, flag, False):
+                    self._held.append((callback, flag))
+                    setattr(callback, flag, False)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """As they were."""
+        for callback, flag in self._held:
+            setattr(callback, flag, True)
+        self._held.clear()
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """The module is told: what it holds may be in the middle of something."""
+        pl_module.failed(exception)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """For them, a step is an epoch."""

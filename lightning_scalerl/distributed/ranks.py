@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollout import Part, TrainBatch, whole
+from sweeps.run.interruption import interruption
 
 T = TypeVar("T")
 
@@ -144,7 +145,9 @@ class Ranks:
             and handler is not None
             and threading.current_thread() is threading.main_thread()
         ):
-            signal.signal(signal.SIGTERM, handler)
+            # Without anybody's handler the ranks of a script would die of it: it is a request like any other.
+            asked = handler if callable(handler) else lambda *_: interruption.request("SIGTERM")
+            signal.signal(signal.SIGTERM, asked)
 
     # --- on the devices ----------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ OTHER_LAYERS = {"dense", "sparse", "moe"}
 REMEDY = "use another model, or another generator"
 # Log-probabilities in FP32, decoded and whole: rounding stays far below, a wrong mask or position far above.
 TOLERANCE = 1e-3
-_LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_emb|embed_position)$")
+# Learned, or computed once.
+_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_emb|embed_position)$")
 
 
 def check_decodable(model: nn.Module, capacity: int) -> None:
@@ -38,12 +39,17 @@ def check_decodable(model: nn.Module, capacity: int) -> None:
     """
     _check_architecture(model)
     _check_context(model, capacity)
+    before = torch.get_float32_matmul_precision()
     try:
+        # What is tried is the bookkeeping: products that are rounded to TF32 would hide it, or look like it.
+        torch.set_float32_matmul_precision("highest")
         with eval_mode(model), torch.no_grad():
             difference = _largest_difference(model)
     except Exception as error:
         said = " ".join(str(error).split())[:200]
         raise _refusal(model, f"decoding token by token fails ({type(error).__name__}: {said})") from error
+    finally:
+        torch.set_float32_matmul_precision(before)
     tolerance = TOLERANCE if next(model.parameters()).dtype == torch.float32 else 0.5
     if not difference <= tolerance:
         raise _refusal(
@@ -89,14 +95,16 @@ def _check_context(model: nn.Module, capacity: int) -> None:
                 f"generator: torch does not know sliding windows; the model's {field} of {window} tokens is shorter "
                 f"than the context of {capacity}; shorten the context or use another generator"
             )
+    tables = {name: buffer.shape[0] for name, buffer in model.named_buffers() if buffer.dim() == 2}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and _LEARNED_POSITIONS.search(name):
-            learned = module.num_embeddings - int(getattr(module, "offset", 0) or 0)
-            if learned < capacity:
-                raise ConfigurationError(
-                    f"context: max_prompt_tokens and max_new_tokens make {capacity} tokens, and {type(model).__name__} "
-                    f"has learned {learned} positions; shorten the context"
-                )
+        if isinstance(module, nn.Embedding):
+            tables[name] = module.num_embeddings - int(getattr(module, "offset", 0) or 0)
+    for name, positions in tables.items():
+        if _POSITIONS.search(name) and positions < capacity:
+            raise ConfigurationError(
+                f"context: max_prompt_tokens and max_new_tokens make {capacity} tokens, and {type(model).__name__} "
+                f"has {positions} positions; shorten the context"
+            )
 
 
 def _largest_difference(model: nn.Module) -> float:

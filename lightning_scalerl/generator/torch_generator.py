@@ -25,6 +25,7 @@ from lightning_scalerl.generator.decodable import check_decodable
 from lightning_scalerl.generator.slot_cache import SlotCache, decode, encode
 from lightning_scalerl.generator.torch_policy import GeneratorPolicy
 from lightning_scalerl.model.head import backbone, text_config
+from lightning_scalerl.model.policy import MAX_LOGITS
 from lightning_scalerl.rollout import Rollout
 
 # Prompts prefilled in one forward pass, ahead of the slots they will need.
@@ -162,9 +163,15 @@ class TorchGenerator:
         """Log-probabilities (T,) that the weights in use give to a completion, in one forward pass."""
         sequence = torch.tensor([[*prompt_tokens, *tokens[:-1]]], device=self.device)
         hidden = backbone(self.policy.model)(input_ids=sequence, use_cache=False).last_hidden_state[0]
-        logits = self.policy.logits(hidden[len(prompt_tokens) - 1 :]) / self.temperature
+        hidden = hidden[len(prompt_tokens) - 1 :]
         wanted = torch.tensor(tokens, device=self.device).unsqueeze(1)
-        return torch.log_softmax(logits, dim=-1).gather(1, wanted).squeeze(1)
+        # At a real vocabulary the logits of a long completion are the largest tensor there is.
+        size = max(1, MAX_LOGITS // output_size(self.policy))
+        parts = [
+            torch.log_softmax(self.policy.logits(states) / self.temperature, dim=-1).gather(1, tokens)
+            for states, tokens in zip(torch.split(hidden, size), torch.split(wanted, size), strict=True)
+        ]
+        return torch.cat(parts).squeeze(1)
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group.

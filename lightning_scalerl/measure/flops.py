@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.model.head import output_head, text_config
 
-# Experts that are chosen from; shared ones, which every token uses, are called otherwise.
-_EXPERT = re.compile(r"\.experts\.")
+# One of the experts that are chosen from; most models have them in one table of three dimensions. Shared ones, which
+# every token uses, are called otherwise.
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
@@ -43,21 +45,45 @@ class FlopModel:
             ConfigurationError: the configuration does not say how many layers or heads there are, or how many of its
                 experts a token uses.
         """
+        try:
+            return cls._of(model)
+        except (AttributeError, TypeError) as error:
+            said = " ".join(str(error).split())[:200]
+            raise ConfigurationError(
+                f"model: {type(model).__name__} says what it is in an unknown way ({said}); its FLOPs cannot be counted"
+            ) from error
+
+    @classmethod
+    def _of(cls, model: nn.Module) -> FlopModel:
         config = text_config(model)
         head = output_head(model).weight
+        # Of a model that also sees or hears, the part that writes.
+        whole = model if config is model.config else model.get_decoder()  # type: ignore[operator]
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} - {id(head)}
-        share = _share_of_experts(model)
-        per_token = 0.0
-        for name, parameter in model.named_parameters():
+        chosen, experts = _first(config, _CHOSEN), _first(config, _EXPERTS)
+        per_token = 0.0 if any(parameter is head for parameter in whole.parameters()) else 2.0 * head.numel()
+        for name, parameter in whole.named_parameters():
             # A bias that is a table has a row an expert: it is added, not multiplied with.
-            if parameter.dim() >= 2 and id(parameter) not in looked_up and not name.endswith("bias"):
-                per_token += 2.0 * parameter.numel() * (share if _EXPERT.search(name) else 1.0)
+            if parameter.dim() < 2 or id(parameter) in looked_up or name.endswith("bias"):
+                continue
+            share = 1.0
+            table = parameter.dim() == 3 and (".experts." in name or parameter.shape[0] == experts)
+            if table or _EXPERT.search(name):
+                if not chosen or not experts:
+                    raise ConfigurationError(
+                        f"model: {type(model).__name__} has experts, and its configuration does not say how many of "
+                        f"them a token uses (looked for {', '.join(_CHOSEN)}; {', '.join(_EXPERTS)}); its FLOPs cannot "
+                        "be counted"
+                    )
+                share = chosen / experts
+            per_token += 2.0 * parameter.numel() * share
         heads, layers = _number(model, "num_attention_heads"), _number(model, "num_hidden_layers")
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         keys, values = head_size, head_size
         if getattr(config, "v_head_dim", None):  # DeepSeek: keys and values of unlike size
             values = config.v_head_dim
-            keys = getattr(config, "qk_head_dim", None) or config.qk_nope_head_dim + config.qk_rope_head_dim
+            parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+            keys = getattr(config, "qk_head_dim", None) or (sum(parts) if all(parts) else head_size)  # type: ignore[arg-type]
         # q k^T and the weighted sum of v: 2 FLOPs each a head dimension, head, layer and token attended to.
         per_context = 2.0 * heads * (keys + values) * layers
         return cls(per_token=per_token, head=2.0 * head.numel(), per_context=per_context)
@@ -79,22 +105,8 @@ class FlopModel:
         return 3.0 * forward
 
 
-def _share_of_experts(model: nn.Module) -> float:
-    """Of the experts to choose from, those that a token uses."""
-    if not any(_EXPERT.search(name) for name, _ in model.named_parameters()):
-        return 1.0
-    config = text_config(model)
-
-    def first(keys: Sequence[str]) -> int | None:
-        return next((value for key in keys if isinstance(value := getattr(config, key, None), int)), None)
-
-    chosen, experts = first(_CHOSEN), first(_EXPERTS)
-    if not chosen or not experts:
-        raise ConfigurationError(
-            f"model: {type(model).__name__} has experts, and its configuration does not say how many of them a token "
-            f"uses (looked for {', '.join(_CHOSEN)}; {', '.join(_EXPERTS)}); its FLOPs cannot be counted"
-        )
-    return chosen / experts
+def _first(config: Any, keys: Sequence[str]) -> int | None:
+    return next((value for key in keys if isinstance(value := getattr(config, key, None), int)), None)
 
 
 def _number(model: nn.Module, field: str) -> int:

@@ -1,4 +1,4 @@
-"""Whether trainer and generator compute the same, asked on every step.
+"""Whether trainer and generator compute the same, asked on every step at which both hold the same weights.
 
 Rollouts that the very weights of this step have sampled are compared as they are: what the generator recorded against
 what the trainer computes, whether or not a rollout carries credit. Where older weights have sampled all of them, as
@@ -42,12 +42,13 @@ class Scorer(Protocol):
 
 
 def logprob_gaps(
-    batch: TrainBatch, parts: Sequence[Part], policy: Policy, version: int, generator: object = None
+    batch: TrainBatch, parts: Sequence[Part], policy: Policy, version: int, micro_batch: int, generator: object = None
 ) -> Tensor:
     """|trainer's - generator's| log-probability (n,) under weights `version`; n may be 0.
 
     Those of the batch cost nothing: the step has computed them. A batch that keeps none, or a policy that trains with
-    dropout, is judged on a few rollouts that go through the policy once more. Call it before the optimizer step.
+    dropout, is judged on a few rollouts that go through the policy once more, `micro_batch` at a time. Call it before
+    the optimizer step.
     """
     if not policy.training:
         column = torch.arange(batch.generator_logprobs.shape[1], device=batch.tokens.device)
@@ -55,30 +56,35 @@ def logprob_gaps(
         fresh = real & ((batch.weight_versions == version) | ~real).all(1, keepdim=True)
         if fresh.any():
             trainer_logprobs, _ = whole(batch, parts)
-            return (trainer_logprobs - batch.generator_logprobs).abs()[fresh]
+            return (trainer_logprobs - batch.generator_logprobs).abs()[fresh].cpu()
     sampled = [(group, rollout) for group in batch.groups for rollout in group.rollouts]
     found = [each for each in sampled if set(each[1].weight_versions) == {version}][:PROBE_ROLLOUTS]
     if found:
-        ours = _trainer_logprobs(found, policy, batch.tokens.device)
+        ours = _trainer_logprobs(found, policy, batch.tokens.device, micro_batch)
         return _gaps(ours, [torch.tensor(rollout.generator_logprobs) for _, rollout in found])
     scorer = cast(Scorer, generator)
     if hasattr(generator, "score") and scorer.version == version:
         found = sampled[:: -(-len(sampled) // PROBE_ROLLOUTS)]  # one here and there: rollouts of one prompt are alike
-        ours = _trainer_logprobs(found, policy, batch.tokens.device)
+        ours = _trainer_logprobs(found, policy, batch.tokens.device, micro_batch)
         theirs = [scorer.score(group.prompt_tokens, rollout.tokens).cpu() for group, rollout in found]
         # Older weights have sampled tokens that these hardly would, and of those a 16-bit type knows little.
         return _gaps(ours, theirs)[torch.cat(theirs) > math.log(LIKELY)]
     return torch.zeros(0)
 
 
-def _trainer_logprobs(found: Sequence[tuple[Group, Rollout]], policy: Policy, device: torch.device) -> Tensor:
-    rows: list[Any] = [(group, rollout, 0.0, 0, row) for row, (group, rollout) in enumerate(found)]
+def _trainer_logprobs(
+    found: Sequence[tuple[Group, Rollout]], policy: Policy, device: torch.device, micro_batch: int
+) -> list[Tensor]:
+    logprobs: list[Tensor] = []
     with torch.no_grad(), eval_mode(policy):
-        logprobs: Tensor = policy(lay_out(rows).to(device))[0]
-    return logprobs.cpu()
+        for first in range(0, len(found), micro_batch):
+            part = found[first : first + micro_batch]
+            rows: list[Any] = [(group, rollout, 0.0, 0, row) for row, (group, rollout) in enumerate(part)]
+            logprobs += policy(lay_out(rows).to(device))[0].cpu()
+    return logprobs
 
 
-def _gaps(ours: Tensor, theirs: Sequence[Tensor]) -> Tensor:
+def _gaps(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
     return torch.cat([(row[: len(other)] - other).abs() for row, other in zip(ours, theirs, strict=True)])
 
 

@@ -78,13 +78,13 @@ def check_head(model: nn.Module) -> None:
         with eval_mode(model):
             expected = model(input_ids=tokens, use_cache=False).logits.float()
             hidden = backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state
+            ours = head_logits(model, hidden, head.weight, head.bias, head.weight.dtype)
     except Exception as error:
         said = " ".join(str(error).split())[:200]
         raise ConfigurationError(
             f"model: {type(model).__name__} cannot be run on a few tokens ({type(error).__name__}: {said}); it is not "
             "a causal language model that this project can train"
         ) from error
-    ours = head_logits(model, hidden, head.weight, head.bias, head.weight.dtype)
     if not torch.allclose(ours, expected, atol=1e-3, rtol=1e-3):
         raise ConfigurationError(
             f"model: {type(model).__name__} post-processes its logits in an unknown way "

@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,21 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 
-from lightning_scalerl import ConfigurationError, Evaluate, RolloutDataModule, RunLog, ScaleRL
+from lightning_scalerl import (
+    ConfigurationError,
+    Evaluate,
+    Prompt,
+    ResumableCheckpoint,
+    RolloutDataModule,
+    RunLog,
+    ScaleRL,
+)
 from lightning_scalerl.axes.filter import NoFilter
 from lightning_scalerl.axes.loss import DAPO
+from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
+from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.task.base import RewardError
 from sweeps.run.journal import read_journal
@@ -43,12 +55,14 @@ def journal_cells(run_dir: Path) -> Cells:
 def csv_cells(folder: Path) -> Cells:
     cells: Cells = {}
     for path in sorted(folder.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime):
+        of_process: Cells = {}
         for line in csv.DictReader(path.open()):
             step = int(line.pop("step"))
             fresh = {(step, name): float(value) for name, value in line.items() if value and name != "epoch"}
-            twice = {key for key in fresh.keys() & cells.keys() if not key[1].startswith("lr-")}
-            assert not twice or path.parent.name != "version_0", "a cell is written once"
-            cells |= fresh
+            twice = {key for key in fresh.keys() & of_process.keys() if not key[1].startswith("lr-")}
+            assert not twice, "a cell is written once"
+            of_process |= fresh
+        cells |= of_process
     return cells
 
 
@@ -188,6 +202,10 @@ def test_early_stopping_on_training_metrics_looks_at_every_step(tiny_model_path:
     stopping = EarlyStopping("train/reward", mode="max", patience=3, min_delta=10.0)
     module = fit(tiny_model_path, steps=20, callbacks=[stopping, Evaluate(2, 1)])
     assert module.completed_steps == 4  # the first step is the best so far, whatever it was; three more are not
+    patient = EarlyStopping("train/reward", mode="max", patience=30, min_delta=10.0)
+    for steps in (3, 5):
+        module = fit(tiny_model_path, steps=steps, callbacks=[patient, Evaluate(2, 1)])
+    assert patient.wait_count == 2 + 5, "one step is one look, also at the end, and with another module"
 
 
 def test_the_best_checkpoint_is_that_of_the_best_evaluation(tiny_model_path: str, tmp_path: Path) -> None:
@@ -276,6 +294,27 @@ def test_validate_evaluates(tiny_model_path: str) -> None:
     assert 0 <= start[RATE] <= 1
 
 
+def test_validate_before_a_fit_takes_nothing_from_it(tiny_model_path: str, tmp_path: Path) -> None:
+    evaluation, log = Evaluate(2, 2), RunLog(tmp_path)
+    module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
+    trainer = Trainer(max_steps=3, callbacks=[evaluation, log], **quiet())
+    trainer.validate(module, datamodule=RolloutDataModule(CountingTask()), verbose=False)
+    trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+    assert [record.step for record in read_journal(tmp_path).of_kind("eval")] == [0, 2, 3]
+    other = ScaleRL(tiny_model_path, "scalerl_core", overrides=[*SMALL, "context.max_new_tokens=8"])
+    trainer = Trainer(max_steps=1, callbacks=[evaluation], **quiet())
+    trainer.fit(other, datamodule=RolloutDataModule(CountingTask()))
+
+
+def test_validate_logs_at_the_modules_step_what_was_trained(tiny_model_path: str, tmp_path: Path) -> None:
+    module = fit(tiny_model_path, steps=3, callbacks=[Precision("bf16")])
+    trainer = Trainer(**{**quiet(), "logger": CSVLogger(str(tmp_path), name="csv")})
+    (found,) = trainer.validate(module, datamodule=RolloutDataModule(CountingTask()), verbose=False)
+    cells = csv_cells(tmp_path)
+    assert {step for step, _ in cells} == {3} and cells[3, RATE] == pytest.approx(found[RATE])
+    assert module.choices.precision.policy == "bf16", "scalerl_core itself is in FP32"
+
+
 @pytest.mark.parametrize(("stage", "match"), [("test", "Trainer.validate"), ("predict", "policy.model.generate")])
 def test_what_there_is_not_says_what_there_is(tiny_model_path: str, stage: str, match: str) -> None:
     module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
@@ -320,6 +359,35 @@ def test_fit_again_as_another_run_is_refused(tiny_model_path: str) -> None:
     assert module.completed_steps == 4
 
 
+def test_a_fit_that_failed_is_not_gone_on_from_without_a_checkpoint(tiny_model_path: str, tmp_path: Path) -> None:
+    module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
+
+    def attempt(task: CountingTask, **options: Any) -> None:
+        settings = {**quiet(), "enable_checkpointing": True}
+        trainer = Trainer(max_steps=5, callbacks=[ResumableCheckpoint(tmp_path, 2)], **settings)
+        trainer.fit(module, datamodule=RolloutDataModule(task), weights_only=True, **options)
+
+    too_long = CountingTask()
+    too_long.pool[0] = Prompt("p0", "1" * 30, "1")
+    with pytest.raises(ConfigurationError, match="max_prompt_tokens"):
+        attempt(too_long)  # refused in the set-up: nothing has begun
+    with pytest.raises(RewardError):
+        attempt(Breaks(40))
+    with pytest.raises(ConfigurationError, match=r"last fit ended with RewardError; go on from a checkpoint"):
+        attempt(CountingTask())
+    attempt(CountingTask(), ckpt_path=newest_checkpoint(tmp_path))
+    assert module.completed_steps == 5
+
+
+def test_a_new_logger_of_another_fit_gets_everything(tiny_model_path: str, tmp_path: Path) -> None:
+    module = fit(tiny_model_path, steps=2, callbacks=[Evaluate(2, 1)])
+    trainer = Trainer(
+        max_steps=3, callbacks=[Evaluate(2, 1)], **{**quiet(), "logger": CSVLogger(str(tmp_path), name="csv")}
+    )
+    trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+    assert {2, 3} == {step for step, name in csv_cells(tmp_path) if name == RATE}
+
+
 def test_hyper_parameters_reach_the_loggers(tiny_model_path: str, tmp_path: Path) -> None:
     import yaml
 
@@ -351,6 +419,18 @@ def test_a_checkpoint_of_a_model_object_says_what_is_missing(tiny_model_path: st
     ScaleRL.load_from_checkpoint(path, weights_only=True, model=load_model(tiny_model_path), tokenizer=tokenizer)
 
 
+def test_a_checkpoint_of_a_built_recipe_asks_for_it(tiny_model_path: str, tmp_path: Path) -> None:
+    recipe = load_recipe("scalerl_core", SMALL)
+    trainer = Trainer(max_steps=1, **{**quiet(), "enable_checkpointing": True}, default_root_dir=tmp_path)
+    module = ScaleRL(tiny_model_path, recipe, ["scale=arithmetic"])
+    trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+    (path,) = tmp_path.rglob("*.ckpt")
+    with pytest.raises(ConfigurationError, match=r"recipe: not given.*load_from_checkpoint\(path, recipe="):
+        ScaleRL.load_from_checkpoint(path, weights_only=True)
+    loaded = ScaleRL.load_from_checkpoint(path, weights_only=True, recipe=recipe)
+    assert loaded.recipe.batch == recipe.batch
+
+
 # --- what cannot be -----------------------------------------------------------------------------------------
 
 
@@ -362,6 +442,7 @@ def test_a_checkpoint_of_a_model_object_says_what_is_missing(tiny_model_path: st
         ({"val_check_interval": 5}, r"val_check_interval: 5 decides nothing here.*Evaluate\(every_n_steps"),
         ({"limit_val_batches": 3}, "limit_val_batches: 3 decides nothing"),
         ({"overfit_batches": 1}, "overfit_batches: 1"),
+        ({"limit_train_batches": 2}, "limit_train_batches: 2 has no meaning"),
     ],
 )
 def test_settings_of_the_trainer_that_would_fight_ours(tiny_model_path: str, options: Any, match: str) -> None:
@@ -370,9 +451,32 @@ def test_settings_of_the_trainer_that_would_fight_ours(tiny_model_path: str, opt
     assert "automatic optimization" not in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_fast_dev_run_takes_one_step(tiny_model_path: str) -> None:
-    module = fit(tiny_model_path, steps=9, callbacks=[Evaluate(5, 1)], fast_dev_run=True)
-    assert module.completed_steps == 1
+def test_a_fast_dev_run_takes_one_step_and_leaves_nothing(tiny_model_path: str, tmp_path: Path) -> None:
+    module = fit(tiny_model_path, tmp_path, 9, fast_dev_run=True)
+    assert module.completed_steps == 1 and list(tmp_path.iterdir()) == []
+    fit(tiny_model_path, tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "match"),
+    [
+        ({"every_n_train_steps": 3, "monitor": RATE}, r"every_n_train_steps=3.*under the score of earlier ones"),
+        ({"train_time_interval": timedelta(seconds=1)}, "use every_n_train_steps"),
+    ],
+)
+def test_checkpoints_that_would_hold_other_weights_or_nothing(
+    tiny_model_path: str, tmp_path: Path, checkpoint: Any, match: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        callbacks = [Evaluate(2, 1), ModelCheckpoint(tmp_path, **checkpoint)]
+        fit(tiny_model_path, callbacks=callbacks, enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("options", [{"log_every_n_steps": 0}, {"barebones": True}])
+def test_without_logs_it_trains(tiny_model_path: str, options: Any) -> None:
+    plain = {name: None for name in ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")}
+    more = {**plain, **options} if "barebones" in options else options
+    assert fit(tiny_model_path, steps=2, **more).completed_steps == 2
 
 
 def test_the_other_packages_trainer_is_refused_by_name(tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:

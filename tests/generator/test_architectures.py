@@ -140,10 +140,10 @@ def test_an_error_from_inside_is_one_line_with_the_models_name() -> None:
         decodable.check_decodable(model, 40)
 
 
-@pytest.mark.parametrize("family", ["GPT2", "OPT", "GPTNeo"])
-def test_a_context_beyond_the_learned_positions_is_refused(family: str) -> None:
+@pytest.mark.parametrize("family", ["GPT2", "OPT", "GPTNeo", "GPTJ", "CodeGen"])
+def test_a_context_beyond_the_positions_there_are_is_refused(family: str) -> None:
     overrides = ("context.max_prompt_tokens=56",)
-    with pytest.raises(ConfigurationError, match=f"make 65 tokens, and {family}.* has learned 64 positions"):
+    with pytest.raises(ConfigurationError, match=f"make 65 tokens, and {family}.* has 64 positions"):
         train(tiny(family, AGREE[family]), Keep(), overrides)
     train(tiny(family, AGREE[family]), Keep(), ("context.max_prompt_tokens=55",), steps=1)
 
@@ -167,6 +167,34 @@ def test_dropout_is_off_unless_it_is_asked_for() -> None:
     train(tiny("GPT2", AGREE["GPT2"]), asked, ("optimizer.dropout=true",))
     assert max(silent.of("train/logprob_gap")) < 1e-4 < 0.01 < min(asked.of("train/logprob_gap"))
     assert max(asked.of(P99)) < 1e-4
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_gradient_checkpointing_stays_on_whatever_dropout_is(dropout: bool) -> None:
+    model = tiny("Llama", LLAMA)
+    model.gradient_checkpointing_enable()
+    module = train(model, Keep(), (f"optimizer.dropout={dropout}",))
+    layers = module.policy.model.model.layers
+    assert all(layer.training and layer.self_attn.training == dropout for layer in layers)
+
+
+def test_rounded_products_are_no_reason_to_refuse_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's setting for TF32 is put back; the try is made without."""
+    seen = []
+    real = decodable._largest_difference
+
+    def look(model: Any) -> float:
+        seen.append(torch.get_float32_matmul_precision())
+        return real(model)
+
+    monkeypatch.setattr(decodable, "_largest_difference", look)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        decodable.check_decodable(tiny("Llama", LLAMA), 40)
+        assert seen == ["highest"] and torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_half_precision_weights_are_refused() -> None:

@@ -51,6 +51,18 @@ def test_a_tied_head_is_counted_and_the_embedding_it_is_tied_to_is_not() -> None
     assert FlopModel.of(tiny("Llama", {**AGREE["Llama"], "tie_word_embeddings": True})) == untied
 
 
+def test_experts_by_another_name() -> None:
+    """JetMoe keeps them in tables without `experts` in their names."""
+    arguments = {**AGREE["Llama"], "num_local_experts": 8, "num_experts_per_tok": 2, "kv_channels": 8}
+    model = tiny("JetMoe", arguments)
+    tables = sum(2 * p.numel() for p in model.parameters() if p.dim() == 3 and p.shape[0] == 8)
+    left_out = ("embed", "bias")
+    plain = [p for n, p in model.named_parameters() if p.dim() == 2 and not any(each in n for each in left_out)]
+    head = model.get_output_embeddings().weight
+    others = sum(2 * p.numel() for p in {id(p): p for p in [*plain, head]}.values())
+    assert tables and FlopModel.of(model).per_token == others + tables / 4
+
+
 def test_experts_of_which_nobody_says_how_many_are_used_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_scalerl.measure.flops._CHOSEN", ("experts_in_use",))
     model = tiny("Mixtral", AGREE["Mixtral"])

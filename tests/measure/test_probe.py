@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_scalerl import ConfigurationError
-from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline
+from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.measure.probe import MEAN, P99, check_probe, probe_metrics
 from tests.helpers import CountingTask, fit
@@ -24,6 +24,12 @@ def test_every_step_has_something_to_judge(tiny_model_path: str, mode: Any) -> N
     keep = Keep()
     fit(tiny_model_path, steps=6, callbacks=[mode, Precision("fp32"), keep], recipe="scalerl")
     assert len(keep.of(P99)) == 6 and max(keep.of(P99)) < 1e-5
+
+
+def test_where_the_generator_has_other_weights_there_is_nothing_to_judge(tiny_model_path: str) -> None:
+    keep = Keep()
+    fit(tiny_model_path, steps=7, callbacks=[PPOOffPolicy(3), Precision("fp32"), keep])
+    assert [step for kind, step, metrics in keep.records if kind == "train" and P99 in metrics] == [1, 4, 7]
 
 
 class Constant(CountingTask):

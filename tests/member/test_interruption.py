@@ -162,6 +162,27 @@ def test_a_request_in_an_evaluation_is_honoured_there(
     assert without_its_cost("parts") == without_its_cost("whole")
 
 
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_a_scripts_own_sigterm_is_honoured_at_a_border_too(tiny_model_path: str, tmp_path: Path, kind: str) -> None:
+    """Nobody has asked for signals: Lightning takes this one, and with `ResumableCheckpoint` the run goes on later."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RunInterruptedError, match="step 2: SIGTERM"):
+        fit(
+            tiny_model_path,
+            tmp_path / "parts",
+            4,
+            callbacks=[At(2, lambda: os.kill(os.getpid(), signal.SIGTERM), kind)],
+        )
+    assert signal.getsignal(signal.SIGTERM) == before and read_journal(tmp_path / "parts").status == "running"
+    fit(tiny_model_path, tmp_path / "parts", 4, resume=True)
+    fit(tiny_model_path, tmp_path / "whole", 4)
+    parts, whole = (read_journal(tmp_path / run).deterministic() for run in ("parts", "whole"))
+    assert [each[:2] for each in parts] == [each[:2] for each in whole]
+    assert [m["train/loss"] for k, _, m in parts if k == "train"] == [
+        m["train/loss"] for k, _, m in whole if k == "train"
+    ]
+
+
 def test_lightnings_own_signal_is_honoured_there_too(tiny_model_path: str) -> None:
     """A script without checkpoints to go on from ends as Lightning ends it, and not a generation later."""
     task = Signals(20, lambda: os.kill(os.getpid(), signal.SIGTERM))
