@@ -303,15 +303,22 @@ class Lifecycle(LightningModule):
 
     # --- state -------------------------------------------------------------------------------------------
 
-    def on_fit_start(self) -> None:
-        """Every rank has read the same checkpoint, or none. An evaluation after the last step may still be owed."""
-        self.ranks.check_alike("checkpoint: completed steps", self.completed_steps)
+    def check_goes_on(self) -> None:
+        """Asked before any callback writes what a new start would void.
+
+        Raises:
+            ConfigurationError: the last fit of this module has failed, and there is no checkpoint to go on from.
+        """
         if self._broken is not None and self.trainer.ckpt_path is None:
             raise ConfigurationError(
                 f"fit: this module's last fit ended with {self._broken}; go on from a checkpoint, fit(ckpt_path=...), "
                 "or begin with another module"
             )
         self._broken = None
+
+    def on_fit_start(self) -> None:
+        """Every rank has read the same checkpoint, or none. An evaluation after the last step may still be owed."""
+        self.ranks.check_alike("checkpoint: completed steps", self.completed_steps)
         self._logged = (-1, set())
         self.trainer.callback_metrics.update(_tensors(self._latest))
         evaluation, steps = evaluation_of(self.trainer), self.trainer.max_steps

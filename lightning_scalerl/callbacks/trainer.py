@@ -165,6 +165,10 @@ class StepHooks(Callback):
     def __init__(self) -> None:
         self._held: list[tuple[Any, str]] = []
 
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Before all others, which may write."""
+        pl_module.check_goes_on()
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Before those that monitor: they look away."""
         for callback in monitoring(trainer):

@@ -364,7 +364,8 @@ def test_a_fit_that_failed_is_not_gone_on_from_without_a_checkpoint(tiny_model_p
 
     def attempt(task: CountingTask, **options: Any) -> None:
         settings = {**quiet(), "enable_checkpointing": True}
-        trainer = Trainer(max_steps=5, callbacks=[ResumableCheckpoint(tmp_path, 2)], **settings)
+        callbacks = [RunLog(tmp_path), ResumableCheckpoint(tmp_path / "checkpoints", 2)]
+        trainer = Trainer(max_steps=5, callbacks=callbacks, **settings)
         trainer.fit(module, datamodule=RolloutDataModule(task), weights_only=True, **options)
 
     too_long = CountingTask()
@@ -375,8 +376,9 @@ def test_a_fit_that_failed_is_not_gone_on_from_without_a_checkpoint(tiny_model_p
         attempt(Breaks(40))
     with pytest.raises(ConfigurationError, match=r"last fit ended with RewardError; go on from a checkpoint"):
         attempt(CountingTask())
-    attempt(CountingTask(), ckpt_path=newest_checkpoint(tmp_path))
-    assert module.completed_steps == 5
+    assert len(read_journal(tmp_path).of_kind("train")) == 3, "a refusal voids nothing"
+    attempt(CountingTask(), ckpt_path=newest_checkpoint(tmp_path / "checkpoints"))
+    assert module.completed_steps == 5 == len(read_journal(tmp_path).of_kind("train"))
 
 
 def test_a_new_logger_of_another_fit_gets_everything(tiny_model_path: str, tmp_path: Path) -> None:
