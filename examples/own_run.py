@@ -2,7 +2,7 @@
 
 python examples/own_run.py [--steps 40] [--output outputs/own_run]
 
-Weights & Biases is offline; `wandb sync` sends what it has kept. A second call goes on where the first one ended, if
+Needs the package wandb (`pip install wandb`), which is offline here; `wandb sync` sends what it has kept. A second call goes on where the first one ended, if
 its `--steps` are more.
 """
 
