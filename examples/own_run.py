@@ -2,8 +2,8 @@
 
 python examples/own_run.py [--steps 40] [--output outputs/own_run]
 
-Needs the package wandb (`pip install wandb`), which is offline here; `wandb sync` sends what it has kept. A second call goes on where the first one ended, if
-its `--steps` are more.
+Needs the package wandb (`pip install wandb`), which is offline here; `wandb sync` sends what it has kept. A second call
+goes on where the first one ended, if its `--steps` are more.
 """
 
 from __future__ import annotations

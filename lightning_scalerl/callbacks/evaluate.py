@@ -97,10 +97,13 @@ class Evaluate(Callback):
             self._generator = None
             generator.publish(dict(run.policy.model.state_dict()), run.completed_steps)
             metrics: dict[str, float] = {}
+            before = run.meter.evaluation_flops
             for number, (name, prompts) in enumerate(run.task.eval_sets().items()):
                 rates = self._pass_rates(name, number, prompts[: self.prompts], run, generator)
                 if rates is None:
-                    return None  # and its generator goes, with the rollouts that it has in flight
+                    # Its generator goes too, with the rollouts that it has in flight.
+                    run.meter.evaluation_thrown_away(before)
+                    return None
                 metrics |= rates
         self._generator = generator if in_fit else None
         return {**metrics, **run.meter.evaluation_metrics()}

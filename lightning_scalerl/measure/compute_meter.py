@@ -75,6 +75,20 @@ class ComputeMeter:
         """One forward and backward pass over a batch."""
         self._flops["train"] += self._flop_model.train(batch.lengths.tolist(), batch.completion_start.tolist())
 
+    def evaluation_thrown_away(self, flops_before: float) -> None:
+        """An evaluation was broken off and will be made again: what it has cost since is waste.
+
+        Args:
+            flops_before: `evaluation_flops` when it began.
+        """
+        self.wasted(self.evaluation_flops - flops_before, 0.0)
+        self._flops["evaluate"] = flops_before
+
+    @property
+    def evaluation_flops(self) -> float:
+        """What evaluation has cost so far."""
+        return self._flops["evaluate"]
+
     def wasted(self, flops: float, device_hours: float) -> None:
         """Work that an interruption threw away: reported apart, on no axis."""
         self._wasted["flops"] += max(0.0, flops)
