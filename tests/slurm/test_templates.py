@@ -246,7 +246,8 @@ def test_single_runs_are_requeued(
     single, double = (place.root / name / "runs" / run for name in ("single", "double"))
     readme = (ROOT / "slurm/README.md").read_text()
     (script,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    for printed, tried in (("my_model", tiny_model_path), ("max_steps=400", "max_steps=40")):
+    tiny = (("my_model", tiny_model_path), ("max_steps=400", "max_steps=40"), ("scale=paper", "scale=arithmetic"))
+    for printed, tried in tiny:
         assert printed in script
         script = script.replace(printed, tried)
     (place.root / "my_script.py").write_text(script)
