@@ -76,12 +76,11 @@ class ComputeMeter:
         self._flops["train"] += self._flop_model.train(batch.lengths.tolist(), batch.completion_start.tolist())
 
     def evaluation_thrown_away(self, flops_before: float) -> None:
-        """An evaluation was broken off and will be made again: what it has cost since is waste.
+        """An evaluation was broken off and will be made again: a run that was stopped costs what another one costs.
 
         Args:
             flops_before: `evaluation_flops` when it began.
         """
-        self.wasted(self.evaluation_flops - flops_before, 0.0)
         self._flops["evaluate"] = flops_before
 
     @property

@@ -156,9 +156,7 @@ def test_a_request_in_an_evaluation_is_honoured_there(
     parts, whole = (read_journal(tmp_path / run) for run in ("parts", "whole"))
     assert parts.status == whole.status == "finished"
     assert parts.deterministic() == whole.deterministic()
-    # What it had cost is waste, beside the axes; before the first checkpoint nothing of it is kept.
-    wasted = [record.metrics["compute/wasted_flops"] for record in parts.records if record.step > 0]
-    assert (max(wasted) > 0) == (evaluation > 0)
+    assert not any(record.metrics["compute/wasted_flops"] for record in parts.records), "no step was lost"
 
 
 @pytest.mark.parametrize("kind", ["train", "eval"])
