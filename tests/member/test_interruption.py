@@ -102,9 +102,17 @@ class Signals(CountingTask):
         return super().reward(prompt, completion)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("at", [20, 60])
+@pytest.mark.parametrize(
+    ("number", "mode", "at"),
+    [
+        (signal.SIGUSR2, "on_policy", 20),
+        (signal.SIGTERM, "on_policy", 60),
+        (signal.SIGTERM, "ppo_off_policy", 60),
+        (signal.SIGTERM, "pipeline_stale", 20),
+        (signal.SIGTERM, "pipeline_stale", 60),
+        (signal.SIGTERM, "pipeline_recompute", 60),
+    ],
+)
 def test_a_signal_in_a_generation_is_honoured_there(
     tiny_model_path: str, tmp_path: Path, number: signal.Signals, mode: str, at: int
 ) -> None:
