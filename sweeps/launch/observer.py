@@ -13,6 +13,7 @@ from sweeps.run.spec import RunSpec
 from sweeps.terminal import duration
 
 SHOWN = 6  # members a line of progress
+LOOKS = 32  # journals opened at a time: a cluster may run a thousand members, on files that are far away
 
 
 class Observer(Protocol):
@@ -80,7 +81,8 @@ class Progress:
         self._begin = self._last = time.monotonic()
         self._directories: dict[str, Path] = {}
         self._first: dict[str, int] = {}  # steps that a member had behind it when this process first saw it
-        self._reached: dict[str, int] = {}
+        self._latest: dict[str, dict[str, float]] = {}  # of members that this process has seen run
+        self._turn = 0
 
     def open(self) -> None:
         """Nothing to prepare."""
@@ -91,9 +93,8 @@ class Progress:
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         """Remember where to look."""
         self._directories[spec.run] = run_dir
-        step = int(last_metrics(run_dir).get("step", 0))
-        self._first.setdefault(spec.run, step)
-        self._reached.setdefault(spec.run, step)
+        self._latest[spec.run] = last_metrics(run_dir)
+        self._first.setdefault(spec.run, self._step(spec.run))
 
     def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
         """Say so."""
@@ -102,8 +103,8 @@ class Progress:
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
         """Say so."""
         latest = last_metrics(run_dir)
-        if spec.run in self._reached:
-            self._reached[spec.run] = int(latest.get("step", self._reached[spec.run]))
+        if spec.run in self._latest:
+            self._latest[spec.run] = latest or self._latest[spec.run]
         tail = f": {reason}" if reason else self._describe(latest)
         self._line(f"{state:9} {spec.title}{tail}")
 
@@ -112,17 +113,15 @@ class Progress:
         if time.monotonic() - self._last < self._every_s:
             return
         self._last = time.monotonic()
-        latest = {spec.run: last_metrics(self._directories[spec.run]) for spec in running}
-        for run, metrics in latest.items():
-            self._reached[run] = int(metrics.get("step", self._reached.get(run, 0)))
+        self._look(running)
         counts = ((done, f"/{self._total} done"), (failed, " failed"), (queued, " queued"))
         ended = ", ".join(f"{count}{what}" for count, what in counts if count or what.startswith("/"))
         left_s = self._left_s(self._total - done - failed, [spec.run for spec in running])
         summary = (f"about {duration(left_s)} left, " if left_s else "") + ended
         if self._live is not None:
-            self._live.show(summary, [(spec.title, self._describe(latest[spec.run])[2:]) for spec in running])
+            self._live.show(summary, [(spec.title, self._describe(self._latest[spec.run])[2:]) for spec in running])
             return
-        members = [f"{spec.title}{self._describe(latest[spec.run])}" for spec in running[:SHOWN]]
+        members = [f"{spec.title}{self._describe(self._latest[spec.run])}" for spec in running[:SHOWN]]
         more = [f"{len(running) - SHOWN} more running"] if len(running) > SHOWN else []
         self._line(" | ".join([summary, *members, *more]))
 
@@ -131,10 +130,22 @@ class Progress:
         if self._live is not None:
             self._live.close()
 
+    def _look(self, running: Sequence[RunSpec]) -> None:
+        """At those that are shown, and in turn at the others."""
+        others = running[SHOWN:]
+        start = self._turn % max(1, len(others))
+        turned = [*others[start:], *others[:start]][: LOOKS - SHOWN]
+        self._turn = start + len(turned)
+        for spec in [*running[:SHOWN], *turned]:
+            self._latest[spec.run] = last_metrics(self._directories[spec.run]) or self._latest[spec.run]
+
+    def _step(self, run: str) -> int:
+        return int(self._latest[run].get("step", 0))
+
     def _left_s(self, open_members: int, running: Sequence[str]) -> float | None:
         """Seconds, at the pace at which this process has seen its members go on; None before they have."""
-        made = sum(step - self._first.get(run, 0) for run, step in self._reached.items())
-        to_do = open_members * self._steps - sum(self._reached[run] for run in running)
+        made = sum(self._step(run) - first for run, first in self._first.items())
+        to_do = open_members * self._steps - sum(map(self._step, running))
         elapsed = time.monotonic() - self._begin
         return elapsed / made * max(0, to_do) if made > 0 else None
 

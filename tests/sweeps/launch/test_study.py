@@ -15,7 +15,7 @@ import pytest
 from sweeps.errors import UserError
 from sweeps.executor.base import Launch, Outcome
 from sweeps.launch.ledger import Ledger, MemberState
-from sweeps.launch.observer import Progress
+from sweeps.launch.observer import LOOKS, SHOWN, Progress
 from sweeps.launch.study import LEASE_NAME, Study
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, Journal, read_journal
 from sweeps.run.lease import LeaseLostError
@@ -609,6 +609,22 @@ def test_progress_says_how_long_it_will_take(tmp_path: Path, said: list[str], mo
     progress.started(two, tmp_path / "two")
     progress.tick([two], 0, 3, 0)
     assert "about 7 min left, 3/4 done | " in said[-1]
+
+
+def test_progress_opens_few_journals_at_a_time_and_all_in_turn(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = [member("cispo", seed=seed) for seed in range(100)]
+    progress = Progress(total=100, steps=40, every_s=0, write=said.append)
+    for spec in members:
+        progress.started(spec, tmp_path / spec.run)
+    looked: list[Path] = []
+    monkeypatch.setattr("sweeps.launch.observer.last_metrics", lambda run_dir: looked.append(run_dir) or {"step": 10.0})
+    for tick in range(1, 5):
+        progress.tick(members, 0, 0, 0)
+        assert len(looked) == tick * LOOKS
+    assert {path.name for path in looked} == {spec.run for spec in members}
+    assert said[-1].count("step 10/40") == SHOWN and "94 more running" in said[-1]
 
 
 def test_on_a_terminal_progress_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
