@@ -38,7 +38,7 @@ from lightning_scalerl.task.base import RewardError
 from sweeps.run.interruption import interruption
 from sweeps.run.journal import JournalView, read_journal
 from tests.axes.test_contract import batch_of
-from tests.helpers import SMALL, CountingTask
+from tests.helpers import SMALL, CountingTask, quiet
 
 LIMIT_S = 60.0
 
@@ -73,17 +73,13 @@ def fit(
     directory = run_dir / "checkpoints"
     trainer = Trainer(
         max_steps=steps,
-        accelerator="cpu",
-        logger=logger,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[
             *callbacks,
             Evaluate(2, 2),
             RunLog(run_dir),
             ResumableCheckpoint(directory, checkpoint_every),
         ],
-        **several,
+        **{**quiet(), "logger": logger, "enable_checkpointing": True, **several},
     )
     data = RolloutDataModule(task or CountingTask())
     trainer.fit(module, datamodule=data, ckpt_path=newest_checkpoint(directory) if resume else None, weights_only=True)

@@ -20,6 +20,7 @@ from lightning_scalerl import RolloutDataModule
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, checkpoints, newest_checkpoint
+from lightning_scalerl.callbacks.evaluate import Evaluate
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.module import ScaleRL
 from sweeps.run.interruption import RunInterruptedError, interruption
@@ -240,23 +241,15 @@ class Lease:
 
 
 def guarded_fit(model_path: str, run_dir: Path, log_guard: Any, checkpoint_guard: Any, steps: int = 4) -> None:
-    from lightning.pytorch import Trainer
-
-    from lightning_scalerl import RolloutDataModule
-    from lightning_scalerl.callbacks.evaluate import Evaluate
-
     module = ScaleRL(model_path, "scalerl_core", overrides=SMALL)
     trainer = Trainer(
         max_steps=steps,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[
             Evaluate(2, 2),
             RunLog(run_dir, guard=log_guard),
             ResumableCheckpoint(run_dir / "checkpoints", 2, guard=checkpoint_guard),
         ],
+        **{**quiet(), "enable_checkpointing": True},
     )
     trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
 
