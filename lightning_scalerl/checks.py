@@ -13,6 +13,11 @@ class CannotGoOnError(RuntimeError):
     """Training has met something that it cannot go on with and that its user can mend; one line."""
 
 
+def said(error: BaseException) -> str:
+    """What somebody else's error says, in one line of bounded length."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def positive(field: str, value: float) -> float:
     """`value`, if it is a finite number above zero.
 

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
-from lightning_scalerl.callbacks.evaluate import validate_now
+from lightning_scalerl.callbacks.evaluate import evaluation_of, owed, validate_now
 from lightning_scalerl.callbacks.trainer import (
     STAGES,
-    StepHooks,
     check_trainer,
     count_from,
-    evaluation_of,
     prepare_trainer,
     refuse_pytorch_lightning,
 )
@@ -97,12 +95,13 @@ class Lifecycle(LightningModule):
         model = load_model(model) if isinstance(model, str) else model
         check_weights(model)
         check_head(model)
+        # Ids that end a completion.
+        self.stop_tokens = stop_tokens(model, self.tokenizer)
         self.policy = Policy(model, self.recipe.choices.precision, self.recipe.context.temperature)
         self.choices = self.recipe.choices
         self.ranks = Ranks()
         self._state = StateRegistry()
         self._random = TorchRandomState()
-        self._step_hooks = StepHooks()
         self._optimizer: torch.optim.Optimizer | None = None
         self._latest: dict[str, float] = {}
         self._meaning: dict[str, Any] | None = None
@@ -123,7 +122,7 @@ class Lifecycle(LightningModule):
         """The recipe's choices for every axis that the Trainer's callbacks leave open; the same ones each time."""
         check_trainer(self.trainer)
         if self.trainer.state.fn == "fit":
-            prepare_trainer(self.trainer, self._step_hooks)
+            prepare_trainer(self.trainer)
         # What was trained is what is evaluated, whatever this Trainer was given.
         base = self.choices if self._meaning is not None and self.trainer.state.fn != "fit" else self.recipe.choices
         own = {*map(id, self.recipe.choices), *map(id, base)}
@@ -152,19 +151,20 @@ class Lifecycle(LightningModule):
         self.policy.to(self.trainer.strategy.root_device)
         resolved = {**resolved_choices(self.recipe, chosen), **self._constructed, "seed": self.seed}
         self.save_hyperparameters(resolved)
-        before = self._trained(resolved)
         self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=self.trainer.world_size)
         self.ranks = Ranks.of(self.trainer)
         if stage == "validate":
             # Evaluation asks the stream for the step alone; what a fit has left behind stays for the next one.
             self.stream = vars(self).get("stream", Follower())
             return
+        meaning = self._meant(resolved)
+        before = self._trained(meaning)
         self.ranks.share(self._build_data_path)
         if not self.ranks.leads:
             self.stream = Follower()  # type: ignore[assignment]  # all that is asked of it is to count
             # One seed for all ranks would give dropout the same masks on different rows.
             torch.manual_seed((torch.initial_seed() + self.ranks.number) % 2**63)
-        self._meaning = self._meant(resolved)
+        self._meaning = meaning
         if before is not None:
             self._go_on(*before)
         else:
@@ -175,17 +175,16 @@ class Lifecycle(LightningModule):
         prompts = [prompt.prompt_id for prompt in self.task.train_prompts()]
         return {**resolved, "task": (type(self.task).__name__, prompts)}
 
-    def _trained(self, resolved: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
+    def _trained(self, meaning: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
         """The steps and the state of an earlier fit of this module, if it is to be continued.
 
         Raises:
             ConfigurationError: with other choices, another task or seed it would be another run.
         """
-        if self.trainer.state.fn != "fit" or self._meaning is None or self.completed_steps == 0:
+        if self._meaning is None or self.completed_steps == 0:
             return None
         if self._broken is not None:
-            return None  # a checkpoint has to be given; `on_fit_start` knows whether it is
-        meaning = self._meant(resolved)
+            return None  # a checkpoint has to be given; `check_goes_on` knows whether it is
         other = sorted(key for key in meaning if meaning[key] != self._meaning[key])
         if other:
             raise ConfigurationError(
@@ -271,11 +270,6 @@ class Lifecycle(LightningModule):
         return text
 
     @property
-    def stop_tokens(self) -> list[int]:
-        """Ids that end a completion."""
-        return stop_tokens(self.policy.model, self.tokenizer)
-
-    @property
     def stop_reason(self) -> str | None:
         """Why the run is to stop at its next clean border: asked by whoever runs it, or by a signal to Lightning."""
         return interruption.reason or ("SIGTERM" if self.trainer.received_sigterm else None)
@@ -321,8 +315,7 @@ class Lifecycle(LightningModule):
         self.ranks.check_alike("checkpoint: completed steps", self.completed_steps)
         self._logged = (-1, set())
         self.trainer.callback_metrics.update(_tensors(self._latest))
-        evaluation, steps = evaluation_of(self.trainer), self.trainer.max_steps
-        if evaluation is not None and self.completed_steps >= steps and evaluation.owes(self.completed_steps, steps):
+        if self.completed_steps >= self.trainer.max_steps and owed(self.trainer, self.completed_steps):
             self.meter.start()
             if not validate_now(self.trainer):
                 # Nothing new to save; and Lightning's counters are not restored yet.
@@ -405,8 +398,8 @@ class Lifecycle(LightningModule):
 
     # --- what is recorded --------------------------------------------------------------------------------
 
-    def record(self, kind: str, measure: Callable[[], dict[str, Any]]) -> None:
-        """Measure on rank 0 and send that, with all compute axes, to every logger and every `Recorder`.
+    def record(self, kind: str, measure: Callable[[], dict[str, Any]]) -> dict[str, float]:
+        """Measure on rank 0, send that with all compute axes to every logger and `Recorder`, and return it.
 
         All ranks call it: every rank's callbacks may monitor what was measured. Lightning's own `log` would write at
         the end of its epoch what was true at its beginning.
@@ -417,8 +410,10 @@ class Lifecycle(LightningModule):
         """
         values = self.ranks.share(lambda: self._write(kind, measure()))
         self._latest |= values
-        self.trainer.callback_metrics.update(_tensors(values))
-        self.trainer.logged_metrics.update(_tensors(values))
+        tensors = _tensors(values)
+        self.trainer.callback_metrics.update(tensors)
+        self.trainer.logged_metrics.update(tensors)
+        return values
 
     def _write(self, kind: str, metrics: dict[str, Any]) -> dict[str, float]:
         step = self.completed_steps

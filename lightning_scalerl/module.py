@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_scalerl.callbacks.evaluate import Evaluate
-from lightning_scalerl.callbacks.trainer import count_from, evaluation_of
+from lightning_scalerl.callbacks.evaluate import Evaluate, evaluation_of
+from lightning_scalerl.callbacks.trainer import count_from
 from lightning_scalerl.lifecycle import Lifecycle
 from lightning_scalerl.measure.probe import check_probe, logprob_gaps, probe_metrics
 from lightning_scalerl.measure.step_metrics import step_metrics
@@ -81,10 +81,11 @@ class ScaleRL(Lifecycle):
             gradient_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.recipe.optimizer.clip_norm)
             gaps = torch.zeros(0)
             if self.ranks.leads:
+                trainer_logprobs, _ = whole(batch, parts)
                 size = self.recipe.batch.micro_batch
-                gaps = logprob_gaps(batch, parts, self.policy, self.completed_steps, size, self.generator)
-            if self.ranks.leads and self.mechanism.axes:
-                self.mechanism.observe(batch, whole(batch, parts)[0])
+                gaps = logprob_gaps(batch, trainer_logprobs, self.policy, self.completed_steps, size, self.generator)
+                if self.mechanism.axes:
+                    self.mechanism.observe(batch, trainer_logprobs)
             optimizer.step()  # type: ignore[union-attr]
             self.meter.trained(batch)
         self.stream.step_completed()
@@ -93,8 +94,10 @@ class ScaleRL(Lifecycle):
             "train/gradient_norm": gradient_norm,
             "train/learning_rate": optimizer.param_groups[0]["lr"],  # type: ignore[union-attr]
         }
-        self.record("train", lambda: {**optimized, **self._step_metrics(batch, parts), **probe_metrics(gaps)})
-        check_probe(self._latest, self.choices.precision)
+        recorded = self.record(
+            "train", lambda: {**optimized, **self._step_metrics(batch, parts), **probe_metrics(gaps)}
+        )
+        check_probe(recorded, self.choices.precision)
 
     def _step_metrics(self, batch: TrainBatch, parts: Sequence[Part]) -> dict[str, Any]:
         """What the step on `batch` looked like, on rank 0."""

@@ -40,15 +40,6 @@ class ContextSettings:
             raise ConfigurationError(f"context.temperature: {self.temperature!r} must be above 0")
 
 
-def wrong_scale(scaled_for: str) -> str:
-    """One line: what a scale was made for, and how to choose another."""
-    return (
-        f"scale: the settings (learning rate, batch, context, thinking) were made for {scaled_for.rpartition('.')[2]}, "
-        "and this is another model; choose scale=paper or one of your own in a folder scale/, or say scaled_for=null "
-        'if you mean them (in a script overrides=["scale=..."])'
-    )
-
-
 @dataclass(frozen=True)
 class Recipe:
     """A named row of choices with the settings that go with them; `scaled_for` is the model that these are for."""
@@ -73,7 +64,11 @@ class Recipe:
             ConfigurationError: with how to ask for it.
         """
         if self.scaled_for is not None and not made_for_it:
-            raise ConfigurationError(wrong_scale(self.scaled_for))
+            raise ConfigurationError(
+                "scale: the settings (learning rate, batch, context, thinking) were made for "
+                f"{self.scaled_for.rpartition('.')[2]}, and this is another model; choose scale=paper or one of your "
+                'own in a folder scale/, or say scaled_for=null if you mean them (in a script overrides=["scale=..."])'
+            )
 
     def check(self, choices: Choices) -> None:
         """Whether these choices can run with these settings.

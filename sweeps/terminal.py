@@ -77,10 +77,8 @@ class Bar:
         if self._rich is not None:
             self._rich.update(self._task, completed=self._done, said=self._said())
             self._rich.stop()
-            self._rich = None
-        elif self._stream is not None and self._done != self._begun_at:
+        elif self._done != self._begun_at:
             self._write()
-        self._every_s = float("inf")
 
     @property
     def left_s(self) -> float | None:

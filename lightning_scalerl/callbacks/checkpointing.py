@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_scalerl.callbacks.evaluate import Evaluate
+from lightning_scalerl.callbacks.evaluate import owed
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.checks import whole_number
 from lightning_scalerl.run import Run, run_of
@@ -67,7 +67,8 @@ class ResumableCheckpoint(Checkpoint):
         """Save if it is time, and stop if the run is asked to and not at its end anyway."""
         run = run_of(pl_module)
         step = run.completed_steps
-        last = step >= trainer.max_steps and not self._owed(trainer, step)
+        # An evaluation of the last step that was broken off is still to be made.
+        last = step >= trainer.max_steps and not owed(trainer, step)
         reason = run.ranks.agree(run.stop_reason)
         if last or trainer.should_stop or reason is not None or step % self.every_n_steps == 0:
             self._save(trainer, run, step)
@@ -83,12 +84,6 @@ class ResumableCheckpoint(Checkpoint):
         reason = run.ranks.agree(run.stop_reason)
         self._save(trainer, run, run.completed_steps)
         self._stop_if_asked(run, reason)
-
-    @staticmethod
-    def _owed(trainer: Trainer, step: int) -> bool:
-        """An evaluation of this step was broken off."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        return any(isinstance(each, Evaluate) and each.owes(step, trainer.max_steps) for each in callbacks)
 
     @staticmethod
     def _stop_if_asked(run: Run, reason: str | None) -> None:

@@ -82,14 +82,14 @@ class Evaluate(Callback):
         Raises:
             EvaluationStoppedError: the run was asked to stop; nothing is recorded, and the evaluation is still owed.
         """
-        metrics = run.ranks.share(lambda: self._measure(run, in_fit))
+        metrics = run.ranks.share(lambda: self._measure(run))
         if metrics is None:
             raise EvaluationStoppedError(f"step {run.completed_steps}: asked to stop in the middle of an evaluation")
         if in_fit:
             self._last_step = run.completed_steps
         return metrics
 
-    def _measure(self, run: Run, in_fit: bool) -> dict[str, float] | None:
+    def _measure(self, run: Run) -> dict[str, float] | None:
         """On rank 0; the others wait. None if the run is asked to stop meanwhile."""
         with run.meter.phase("evaluate"):
             # A generator of its own: rollouts in flight are not disturbed, and the weights are exactly these.
@@ -105,7 +105,7 @@ class Evaluate(Callback):
                     run.meter.evaluation_thrown_away(before)
                     return None
                 metrics |= rates
-        self._generator = generator if in_fit else None
+        self._generator = generator
         return {**metrics, **run.meter.evaluation_metrics()}
 
     def _pass_rates(
@@ -133,6 +133,17 @@ class Evaluate(Callback):
             chosen = [place for place, prompt in enumerate(prompts) if prompt.difficulty == difficulty]
             metrics[f"eval/{name}/pass_rate_{difficulty}"] = float(rates[chosen].mean())
         return metrics
+
+
+def evaluation_of(trainer: Trainer) -> Evaluate | None:
+    """The run's evaluation, if it has one."""
+    return next((each for each in trainer.callbacks if isinstance(each, Evaluate)), None)  # type: ignore[attr-defined]
+
+
+def owed(trainer: Trainer, step: int) -> bool:
+    """Whether weights of `step` are to be evaluated in this run and have not been."""
+    evaluation = evaluation_of(trainer)
+    return evaluation is not None and evaluation.owes(step, trainer.max_steps)
 
 
 class EvaluationStoppedError(Exception):

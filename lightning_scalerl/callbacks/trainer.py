@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 
-from lightning_scalerl.callbacks.evaluate import Evaluate
+from lightning_scalerl.callbacks.evaluate import evaluation_of
 from lightning_scalerl.callbacks.progress import StepProgress
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.distributed.ranks import check_strategy
@@ -105,18 +105,13 @@ def _check_fit(trainer: Trainer) -> None:
             )
 
 
-def evaluation_of(trainer: Trainer) -> Evaluate | None:
-    """The run's evaluation, if it has one."""
-    return next((each for each in trainer.callbacks if isinstance(each, Evaluate)), None)  # type: ignore[attr-defined]
-
-
 def monitoring(trainer: Trainer) -> list[Any]:
     """Lightning's callbacks that act on a metric."""
     given = [each for each in trainer.callbacks if isinstance(each, EarlyStopping | ModelCheckpoint)]  # type: ignore[attr-defined]
     return [callback for callback in given if callback.monitor]
 
 
-def prepare_trainer(trainer: Trainer, steps: StepHooks) -> None:
+def prepare_trainer(trainer: Trainer) -> None:
     """Make Lightning's callbacks look when there is something to see. Done anew for every fit, with the same result."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.log_every_n_steps == LOG_EVERY:  # type: ignore[attr-defined]
@@ -135,7 +130,7 @@ def prepare_trainer(trainer: Trainer, steps: StepHooks) -> None:
             _at_every_step(callback)
     if not any(isinstance(each, StepHooks) for each in callbacks):
         # First: whatever is saved after this step holds what these have decided.
-        callbacks.insert(0, steps)
+        callbacks.insert(0, StepHooks())
     for place, callback in enumerate(callbacks):
         if type(callback) in (RichProgressBar, TQDMProgressBar):
             callbacks[place] = StepProgress()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.generator.slot_cache import SlotCache, decode, encode
 from lightning_scalerl.model.head import backbone, eval_mode, head_logits, output_head, text_config
 
@@ -46,8 +46,7 @@ def check_decodable(model: nn.Module, capacity: int) -> None:
         with eval_mode(model), torch.no_grad():
             difference = _largest_difference(model)
     except Exception as error:
-        said = " ".join(str(error).split())[:200]
-        raise _refusal(model, f"decoding token by token fails ({type(error).__name__}: {said})") from error
+        raise _refusal(model, f"decoding token by token fails ({said(error)})") from error
     finally:
         torch.set_float32_matmul_precision(before)
     tolerance = TOLERANCE if next(model.parameters()).dtype == torch.float32 else 0.5

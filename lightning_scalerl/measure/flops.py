@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.model.head import output_head, text_config
 
 # One of the experts that are chosen from; most models have them in one table of three dimensions. Shared ones, which
@@ -48,9 +48,9 @@ class FlopModel:
         try:
             return cls._of(model)
         except (AttributeError, TypeError) as error:
-            said = " ".join(str(error).split())[:200]
             raise ConfigurationError(
-                f"model: {type(model).__name__} says what it is in an unknown way ({said}); its FLOPs cannot be counted"
+                f"model: {type(model).__name__} says what it is in an unknown way ({said(error)}); its FLOPs cannot be "
+                "counted"
             ) from error
 
     @classmethod

@@ -18,7 +18,7 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.model.head import eval_mode
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.rollout import Group, Part, Rollout, TrainBatch, whole
+from lightning_scalerl.rollout import Group, Rollout, TrainBatch
 from lightning_scalerl.stream.credit import lay_out
 
 # Rollouts that are put through the policy once more where the batch itself has none to judge.
@@ -42,20 +42,24 @@ class Scorer(Protocol):
 
 
 def logprob_gaps(
-    batch: TrainBatch, parts: Sequence[Part], policy: Policy, version: int, micro_batch: int, generator: object = None
+    batch: TrainBatch,
+    trainer_logprobs: Tensor,
+    policy: Policy,
+    version: int,
+    micro_batch: int,
+    generator: object = None,
 ) -> Tensor:
     """|trainer's - generator's| log-probability (n,) under weights `version`; n may be 0.
 
-    Those of the batch cost nothing: the step has computed them. A batch that keeps none, or a policy that trains with
-    dropout, is judged on a few rollouts that go through the policy once more, `micro_batch` at a time. Call it before
-    the optimizer step.
+    Those of the batch cost nothing: the step has computed `trainer_logprobs` (R, T). A batch that keeps none, or a
+    policy that trains with dropout, is judged on a few rollouts that go through the policy once more, `micro_batch`
+    of them at a time. Call it before the optimizer step.
     """
     if not policy.training:
         column = torch.arange(batch.generator_logprobs.shape[1], device=batch.tokens.device)
         real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
         fresh = real & ((batch.weight_versions == version) | ~real).all(1, keepdim=True)
         if fresh.any():
-            trainer_logprobs, _ = whole(batch, parts)
             return (trainer_logprobs - batch.generator_logprobs).abs()[fresh].cpu()
     sampled = [(group, rollout) for group in batch.groups for rollout in group.rollouts]
     found = [each for each in sampled if set(each[1].weight_versions) == {version}][:PROBE_ROLLOUTS]
@@ -94,8 +98,8 @@ def probe_metrics(gaps: Tensor) -> dict[str, float]:
         return {}
     place = max(1, math.ceil(SHARE * gaps.numel()))
     return {
-        "train/probe_gap_mean": float(gaps.double().mean()),
-        "train/probe_gap_p99": float(gaps.kthvalue(place).values),
+        MEAN: float(gaps.double().mean()),
+        P99: float(gaps.kthvalue(place).values),
     }
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, said
 
 
 def text_config(model: nn.Module) -> Any:
@@ -80,10 +80,9 @@ def check_head(model: nn.Module) -> None:
             hidden = backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state
             ours = head_logits(model, hidden, head.weight, head.bias, head.weight.dtype)
     except Exception as error:
-        said = " ".join(str(error).split())[:200]
         raise ConfigurationError(
-            f"model: {type(model).__name__} cannot be run on a few tokens ({type(error).__name__}: {said}); it is not "
-            "a causal language model that this project can train"
+            f"model: {type(model).__name__} cannot be run on a few tokens ({said(error)}); it is not a "
+            "causal language model that this project can train"
         ) from error
     if not torch.allclose(ours, expected, atol=1e-3, rtol=1e-3):
         raise ConfigurationError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,20 +32,18 @@ def show_results(study: Path, tracking: str | None) -> None:
     Without either a chart or somebody at a terminal to read it, the ranking is not computed.
     """
     if tracking:
-        show_chart(study, tracking, print_ranking)
+        show_chart(study, tracking)
     elif sys.stderr.isatty():
         show_ranking(study)
 
 
-def show_chart(study: Path, tracking: str | None, ranked: Callable[[Ranking], None] = lambda ranking: None) -> None:
-    """The finished chart in MLflow, and the link to it; a study that cannot be fitted yet is no failure."""
-    if not tracking:
-        return
+def show_chart(study: Path, tracking: str) -> None:
+    """The ranking, the finished chart in MLflow and the link to it; a study that cannot be fitted yet is no failure."""
     # MLflow is slow to import and optional.
     from sweeps.report.publish import publish
 
     try:
-        publish([str(study)], tracking, ranked)
+        publish([str(study)], tracking, print_ranking)
     except UserError as error:
         print(f"no chart in MLflow yet: {error}", file=sys.stderr)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sweeps.cli.output import print_ranking, show_chart, show_ranking, warn
+from sweeps.cli.output import show_chart, show_ranking, warn
 from sweeps.errors import UserError
 from sweeps.report.plain import one_line, table
 
@@ -84,22 +84,23 @@ def collect_command(options: argparse.Namespace) -> int:
 
     directory = Path(options.study)
     states = None
-    tracked: list[str | None] = []
+    done_and_tracked: list[str] = []
     if (directory / LAUNCH_FILE).is_file():
         study = Study.read(directory)
         plan = LaunchSettings.read(directory)
         if plan.kind != "slurm" and not options.wait:
             warn([f"{directory} runs on one machine; --wait goes on with what is not done"])
         else:
-            # Shown at the end, below the table.
-            states = run_study(
-                study, plan, detach=not options.wait, again=options.again, finished=lambda _, uri: tracked.append(uri)
-            )
+
+            def finished(directory: Path, tracking: str | None) -> None:
+                done_and_tracked.extend(filter(None, [tracking]))  # shown at the end, below the table
+
+            states = run_study(study, plan, detach=not options.wait, again=options.again, finished=finished)
     views = overview(directory, _scheduler(directory))
     print(f"{directory}: {counts(views)}\n")
     print(table(*_status_rows(views, ROWS)))
-    if any(tracked):
-        show_chart(directory, tracked[0], print_ranking)
+    if done_and_tracked:
+        show_chart(directory, done_and_tracked[0])
     elif any(view.step is not None for view in views):
         show_ranking(directory)
     if states is not None:
