@@ -453,11 +453,22 @@ class Lab:
             self.start_node(node)
         with contextlib.suppress(LabError):
             wait_for(10, "nodes are missing", lambda: not self.missing_nodes())
-        # slurmctld asks a node that it gave up again after a minute or more; a new slurmd reports by itself.
-        for node in self.missing_nodes():
-            self.end(f"slurmd:{node}", 3)
-            self.start_node(node)
-        wait_for(60, f"not all nodes are up (see {self.root}/log)", lambda: not self.missing_nodes())
+        for node, state in self.missing_nodes().items():
+            if "drain" in state:
+                # A launch that fails while slurmctld is away drains its node, and that outlives both daemons.
+                self.call("scontrol", "update", f"nodename={node}", "state=resume")
+            else:
+                # slurmctld asks a node that it gave up again after a minute or more; a new slurmd reports by itself.
+                self.end(f"slurmd:{node}", 3)
+                self.start_node(node)
+        try:
+            wait_for(60, "nodes are missing", lambda: not self.missing_nodes())
+        except LabError as error:
+            reasons = (self.call("sinfo", "-h", "-R", "-o", "%n: %E") or "").split("\n")
+            said = "; ".join(
+                [*(f"{node} is {state}" for node, state in self.missing_nodes().items()), *filter(None, reasons)]
+            )
+            raise LabError(f"not all nodes are up after 60 s: {said} (see {self.root}/log)") from error
 
     def await_daemon(self, name: str, answers: Callable[[], object], seconds: float = 60) -> None:
         """Return once a daemon answers; LabError where it dies first."""
@@ -552,10 +563,11 @@ class Lab:
         lines = (self.call("sinfo", "-h", "-N", "-p", "main", "-o", "%N %T") or "").splitlines()
         return {line.split()[0]: line.split()[1] for line in lines}
 
-    def missing_nodes(self) -> list[str]:
-        """The nodes that cannot take jobs."""
+    def missing_nodes(self) -> dict[str, str]:
+        """The nodes that cannot take jobs, and what slurmctld says of each."""
         states, usable = self.node_states(), {"idle", "mixed", "allocated", "completing"}
-        return [node for node in self.knobs.node_names() if states.get(node) not in usable]
+        said = {node: states.get(node, "unknown") for node in self.knobs.node_names()}
+        return {node: state for node, state in said.items() if state not in usable}
 
     # ---------------------------------------------------------------- faults and the end
 

@@ -52,6 +52,9 @@ _NEVER_RUNS = (
     *("MaxWall", "MaxNodePerJob", "MaxCpuPerJob", "MaxMemPerLimit", "MaxGRESPerJob"),
 )
 
+# slurmctld was down while a job began, or a node refused its launch: SLURM requeues the job and holds it, for ever.
+_LAUNCH_FAILED = "launch failed requeued held"
+
 # SLURM itself requeues a job after these; a moment later it may be pending again.
 _MAY_COME_BACK = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED"})
 
@@ -313,6 +316,10 @@ class ClusterExecutor:
                 gone.append(each)
             else:
                 each.missing_since, each.info = None, info
+                if _launch_failed(info):
+                    self.scheduler.cancel([info.job])
+                    ended.append(each)
+                    continue
                 self._warn_if_it_waits_for_ever(info)
                 if info.state in ENDED and (each.suspect or info.state not in _MAY_COME_BACK):
                     ended.append(each)
@@ -402,6 +409,11 @@ class ClusterExecutor:
         """Nothing: jobs go on."""
 
 
+def _launch_failed(info: JobInfo) -> bool:
+    """SLURM has given the job up, though it waits."""
+    return info.state in QUEUED and _LAUNCH_FAILED in info.reason.replace("_", " ")
+
+
 def why_ended(
     info: JobInfo | None, attempt: Attempt | None, last_words: Callable[[], str]
 ) -> tuple[str | None, str | None]:
@@ -420,6 +432,8 @@ def why_ended(
         return "cancelled", "cancelled (scancel, or by an administrator)"
     if attempt is not None and attempt.outcome == "finished":
         return None, None
+    if info is not None and _launch_failed(info):
+        return "node", f"SLURM could not launch it, and holds it ({info.reason}); its job was cancelled"
     if state == "OUT_OF_MEMORY":
         return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
     if attempt is not None and attempt.outcome == "failed":

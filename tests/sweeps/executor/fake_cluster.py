@@ -63,6 +63,7 @@ class Fate:
         said: outcome, kind and reason in its attempts file; None for one that was killed.
         begins: whether the member gets as far as its attempts file.
         comes_back: whether the job is requeued under its own id.
+        held: whether it then waits for ever: its node has refused to launch it once more.
         exit_code: as SLURM writes it.
         words: in the batch log.
         haunts_s: how long its process goes on after the scheduler counts it out; it then finishes the run.
@@ -76,6 +77,7 @@ class Fate:
     said: tuple[str, str | None, str | None] | None = None
     begins: bool = True
     comes_back: bool = False
+    held: bool = False
     exit_code: str = "0:0"
     words: str = ""
     haunts_s: float = 0.0
@@ -91,6 +93,8 @@ PREEMPTED_AND_BACK = Fate("PREEMPTED", comes_back=True)
 PREEMPTED = Fate("PREEMPTED")
 NODE_FAILS_AND_BACK = Fate("NODE_FAIL", comes_back=True)
 NODE_FAILS = Fate("NODE_FAIL", exit_code="1:0")
+# slurmctld was away when it began, took it for one that waits, and could not launch it beside itself.
+IS_HELD = Fate("COMPLETING", comes_back=True, held=True)
 TIMES_OUT = Fate("TIMEOUT", exit_code="0:1")
 RUNS_OUT_OF_MEMORY = Fate("OUT_OF_MEMORY", exit_code="0:125")
 RAISES_OUT_OF_MEMORY = Fate("FAILED", said=("failed", "out_of_memory", "MemoryError"), exit_code="1:0")
@@ -120,6 +124,7 @@ KIND: Mapping[Fate, str | None] = {
     NOT_REQUEUED: "preempted",
     PREEMPTED: "preempted",
     NODE_FAILS: "node",
+    IS_HELD: "node",
     TIMES_OUT: "time_limit",
     RUNS_OUT_OF_MEMORY: "out_of_memory",
     RAISES_OUT_OF_MEMORY: "out_of_memory",
@@ -442,13 +447,16 @@ class FakeCluster:
             self._next = min(self._next, job.number)
         elif fate.comes_back:
             job.state, job.epoch = fate.state, job.epoch + 1
-            self._at(self.time.now + self.blink_s, job, self._come_back)
+            self._at(self.time.now + self.blink_s, job, self._hold if fate.held else self._come_back)
         else:
             self._over(job, fate.state, fate.exit_code)
 
     def _come_back(self, job: Job) -> None:
         job.state, job.reason, job.node, job.restart = "PENDING", "BeginTime", "", job.restart + 1
         self._at(self.time.now + self.wait_s, job, self._start)
+
+    def _hold(self, job: Job) -> None:
+        job.state, job.reason, job.node = "PENDING", "launch failed requeued held", ""
 
     def _over(self, job: Job, state: str, exit_code: str) -> None:
         job.state, job.exit_code, job.ended_at, job.epoch = state, exit_code, self.time.now, job.epoch + 1

@@ -36,6 +36,7 @@ from tests.sweeps.executor.fake_cluster import (
     IS_CANCELLED,
     IS_FORGOTTEN,
     IS_FORGOTTEN_AND_FINISHES,
+    IS_HELD,
     IS_KILLED,
     IS_KILLED_FOR_MEMORY,
     KIND,
@@ -341,7 +342,7 @@ def test_memory_that_nobody_named_does_not_grow(tmp_path: Path) -> None:
     assert [memory(script) for script in here.cluster.scripts] == [None, None]
 
 
-@pytest.mark.parametrize("fate", [NODE_FAILS, IS_KILLED], ids=["node", "killed"])
+@pytest.mark.parametrize("fate", [NODE_FAILS, IS_KILLED, IS_HELD], ids=["node", "killed", "held"])
 def test_nodes_that_are_to_blame_are_kept_off_and_those_given_stay_off(tmp_path: Path, fate: Fate) -> None:
     here = place(tmp_path, {0: [fate, fate]}, given={"exclude": "n7"})
     here.run()
@@ -349,6 +350,16 @@ def test_nodes_that_are_to_blame_are_kept_off_and_those_given_stay_off(tmp_path:
     used = [each.node for each in attempts(here.run_dir(here.specs[0].run))]
     assert len(set(used)) == 3
     assert [excluded(script) for script in here.cluster.scripts] == ["n7", f"n7,{used[0]}", f"n7,{used[0]},{used[1]}"]
+
+
+def test_a_job_that_slurm_holds_after_a_failed_launch_is_cancelled_and_tried_elsewhere(tmp_path: Path) -> None:
+    here = place(tmp_path, {0: [IS_HELD]})
+    here.run()
+    spec = here.specs[0]
+    here.finished_once(spec.run)
+    assert here.cluster.cancelled == [here.cluster.jobs[0].id]
+    (retried,) = [event for event in here.events(spec.run) if event["event"] == "retried"]
+    assert retried["kind"] == "node" and "launch failed requeued held" in retried["reason"]
 
 
 def test_a_node_on_which_nothing_begins_is_kept_off(tmp_path: Path) -> None:
