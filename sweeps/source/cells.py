@@ -6,8 +6,10 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,19 +21,32 @@ from sweeps.source.text import File, short
 
 _JSON_LINES = (".jsonl", ".ndjson")
 
+# What stands for no value in exports: what pandas takes for one when it reads, and a dash.
+_NO_VALUE = frozenset(["nan", "-nan", "na", "n/a", "<na>", "#na", "#n/a", "null", "none", "-", "–", "—"])
+# A whole number, or one with a decimal comma.
+_COMMA = re.compile(r"\s*[+-]?(?:\d+(?:,\d*)?|,\d+)(?:[eE][+-]?\d+)?\s*%?\s*")
+
 
 @dataclass(frozen=True)
 class Rows:
     """A table as read. A cell is "" where it is empty, None where its row is too short to have it.
 
     names: the header, a repeated name as often as it occurs. cells: the first column of a name. torn: what is
-    wrong with a last line that does not parse; the line is not among the rows.
+    wrong with a last line that does not parse; the line is not among the rows. place: where a row (counted from 0)
+    stands in the file. notes: how the cells were told apart, where that is not as in every CSV file.
     """
 
     names: Sequence[str]
     count: int
     cells: Callable[[str], list[Any]]
     torn: str | None = None
+    place: Callable[[int], str] = lambda row: f"row {row + 1}"
+    notes: Sequence[str] = ()
+
+    def named(self, wanted: str) -> list[str]:
+        """The columns of a name, in whichever case."""
+        key = wanted.strip().casefold()
+        return [name for name in dict.fromkeys(self.names) if name.strip().casefold() == key]
 
     def label(self, name: str) -> list[str]:
         """A column as text."""
@@ -39,31 +54,53 @@ class Rows:
 
 
 def numbers(cells: Sequence[Any]) -> Array:
-    """A column as numbers, NaN for what is not a finite number (a truth value is none)."""
-    if set(map(type, cells)) <= {str, int, float}:
-        try:
-            values = np.fromiter(map(float, cells), float, len(cells))
-        except (ValueError, OverflowError):
-            values = np.array([_number(cell) for cell in cells], dtype=float)
-    else:
+    """A column as numbers, "21%" as 0.21, NaN for what is not a finite number (a truth value is none)."""
+    values = floats(cells)
+    if values is None:
         values = np.array([_number(cell) for cell in cells], dtype=float)
     values[~np.isfinite(values)] = np.nan
     return values
 
 
+def floats(cells: Sequence[Any]) -> Array | None:
+    """A column of which every cell is a number as Python writes it, at once; None for any other."""
+    if not set(map(type, cells)) <= {str, int, float}:
+        return None
+    try:
+        return np.fromiter(map(float, cells), float, len(cells))
+    except (ValueError, OverflowError):
+        return None
+
+
 def _number(cell: Any) -> float:
     if isinstance(cell, str):
         try:
-            return float(cell)
+            text = cell.rstrip()
+            return float(text[:-1]) / 100 if text.endswith("%") else float(text)
         except ValueError:
             return math.nan
     number = finite(cell)
     return math.nan if number is None else number
 
 
+def mixed_percent(cells: Sequence[Any], values: Array) -> tuple[int, int] | None:
+    """The first cell with a percent sign and the first above 1 without, if a column has both: which is meant?"""
+    signed = np.array([isinstance(cell, str) and cell.rstrip().endswith("%") for cell in cells], dtype=bool)
+    plain = ~signed & (values > 1)
+    return (int(signed.argmax()), int(plain.argmax())) if signed.any() and plain.any() else None
+
+
 def is_empty(cell: object) -> bool:
     """No value at all: nothing was logged there."""
     return cell is None or (isinstance(cell, str) and not cell.strip())
+
+
+def is_blank(cell: object) -> bool:
+    """No value, or one of the words that exports write for none."""
+    if isinstance(cell, str):
+        text = cell.strip()
+        return not text or text.casefold() in _NO_VALUE
+    return cell is None or (isinstance(cell, float) and math.isnan(cell))
 
 
 def records_as_rows(records: Sequence[Mapping[str, Any]], torn: str | None = None) -> Rows:
@@ -89,8 +126,13 @@ def read_rows(file: File) -> Rows | None:
     return rows
 
 
+def is_parquet(file: File) -> bool:
+    """By its mark, or by its ending."""
+    return file.start.startswith(b"PAR1") or file.suffix == ".parquet"
+
+
 def _parse(file: File) -> Rows | None:
-    if file.start.startswith(b"PAR1") or file.suffix == ".parquet":
+    if is_parquet(file):
         return _parquet(file)
     if file.suffix in _JSON_LINES:
         return _json_lines(file)
@@ -102,15 +144,29 @@ def _parse(file: File) -> Rows | None:
 def _csv(file: File) -> Rows | None:
     """Header and rows of a CSV file; blank lines are no rows."""
     file.wanted = "a CSV file with a header line, or a log that one of the readers knows"
+    text = _whole_lines(file)
+    top_line = re.search(r"\S[^\r\n]*", text)
+    first = top_line[0][:100_000] if top_line else ""
+    # Excel says in a line of its own by what the cells are parted.
+    said = re.fullmatch(r'"?sep=([,;|\t])"?\s*', first)
+    delimiter = said[1] if said else _delimiter(first)
+    records = partial(csv.reader, delimiter=delimiter, strict=True)
     try:
-        reader = csv.reader(io.StringIO(file.text, newline=""), strict=True)
-        table = [row for row in reader if any(cell and not cell.isspace() for cell in row)]
+        table = [
+            row for row in records(io.StringIO(text, newline="")) if any(cell and not cell.isspace() for cell in row)
+        ]
     except csv.Error as error:
         raise UserError(f"{file.path}: not a CSV file ({error}); check its quotes") from error
-    if not table:
+    top = 2 if said else 1
+    if len(table) < top:
         return None
-    header, body = [name.strip() for name in table[0]], table[1:]
+    header, body = [name.strip() for name in table[top - 1]], table[top:]
     narrowest = min(map(len, body), default=0)
+    notes = []
+    if delimiter != ",":
+        notes.append("cells parted by tabs" if delimiter == "\t" else f"cells parted by {delimiter!r}")
+        if with_commas := _decimal_commas(header, body):
+            notes.append(f"decimal commas in {short(', '.join(with_commas), 200)}")
 
     def cells(name: str) -> list[Any]:
         at = header.index(name)
@@ -118,13 +174,69 @@ def _csv(file: File) -> Rows | None:
             return [row[at] for row in body]
         return [row[at] if len(row) > at else None for row in body]
 
-    return Rows(header, len(body), cells)
+    def place(row: int) -> str:
+        # Read once more rather than keep a line number for every row: only messages ask.
+        reader, seen, end = records(io.StringIO(text, newline="")), -top, 0
+        for record in reader:
+            if any(cell and not cell.isspace() for cell in record):
+                seen += 1
+                if seen > row:
+                    return f"line {end + 1}"
+            end = reader.line_num
+        return f"row {row + 1}"
+
+    return Rows(header, len(body), cells, place=place, notes=notes)
+
+
+def _delimiter(header: str) -> str:
+    """What parts a header into the most names: a comma, or else a semicolon or a tab.
+
+    Names with a quote in them do not count: the wrong character parts what is quoted for the right one.
+    """
+
+    def names(delimiter: str) -> int:
+        return sum('"' not in name for name in next(csv.reader([header], delimiter=delimiter)))
+
+    return max(",;\t", key=names)
+
+
+def _decimal_commas(header: Sequence[str], body: Sequence[list[str]]) -> list[str]:
+    """Columns whose numbers have decimal commas, or no decimals; rewritten here with points.
+
+    One number with a decimal point, and the column stays as it is: its commas may part thousands.
+    """
+    found = []
+    for at, name in enumerate(header):
+        column = [row[at] if len(row) > at else "" for row in body]
+        if not any("," in cell and _COMMA.fullmatch(cell) for cell in column):
+            continue
+        if any("." in cell and not math.isnan(_number(cell.replace(",", ""))) for cell in column):
+            continue
+        found.append(name)
+        for row in body:
+            if len(row) > at and _COMMA.fullmatch(row[at]):
+                row[at] = row[at].replace(",", ".")
+    return found
+
+
+def _whole_lines(file: File) -> str:
+    """The text of a CSV file without the lines that NUL bytes were in: what is left of a cell looks like a cell."""
+    text = file.text
+    if not file.holed:
+        return text
+    lines = text.split("\n")
+    for number in file.holed:
+        if lines[number - 1].strip():
+            file.cut.add(number)
+        lines[number - 1] = ""
+    return "\n".join(lines)
 
 
 def _json_lines(file: File) -> Rows | None:
     """Rows of a file with a JSON object a line."""
     file.wanted = "a JSON object a line"
     records: list[dict[str, Any]] = []
+    places: list[int] = []
     torn = None
     # Not splitlines: it also cuts at separators that may stand inside a JSON string.
     lines = [(number, line) for number, line in enumerate(file.text.split("\n"), start=1) if line.strip()]
@@ -136,11 +248,15 @@ def _json_lines(file: File) -> Rows | None:
             if number == lines[-1][0] and records:
                 torn = said
                 break
+            if number in file.holed:
+                file.cut.add(number)
+                continue
             raise UserError(said) from error
         if not isinstance(record, dict):
             raise UserError(f"{file.path}: line {number} is not a JSON object; give one object a line")
         records.append(record)
-    return records_as_rows(records, torn) if records else None
+        places.append(number)
+    return replace(records_as_rows(records, torn), place=lambda row: f"line {places[row]}") if records else None
 
 
 def _json(file: File) -> Rows | None:
@@ -162,7 +278,7 @@ def _json(file: File) -> Rows | None:
     for number, record in enumerate(document, start=1):
         if not isinstance(record, dict):
             raise UserError(f"{file.path}: entry {number} of the list is not a JSON object; give a list of objects")
-    return records_as_rows(document) if document else None
+    return replace(records_as_rows(document), place=lambda row: f"entry {row + 1}") if document else None
 
 
 def _parquet(file: File) -> Rows:

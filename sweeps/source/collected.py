@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sweeps.curve import UNNAMED, Curve, make_curve
 from sweeps.errors import UserError
 from sweeps.run.journal import JournalView
+from sweeps.source.run_names import hidden_seed
 from sweeps.source.text import short
 
 # --metric: a curve for every evaluation set there is.
@@ -63,9 +64,13 @@ class Asked:
 
 @dataclass
 class CurvePoints:
-    """The points of one curve as they are read: one list a column."""
+    """The points of one curve as they are read: one list a column.
+
+    recipe: the label; name: what of it the source gave. own_seeds: its seeds, or some of them, stand in the source.
+    """
 
     recipe: str
+    name: str
     factors: dict[str, str]
     axis: str
     metric: str
@@ -75,11 +80,16 @@ class CurvePoints:
     sd: list[float | None] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     baseline: str | None = None
+    own_seeds: bool = False
 
     def extend(
-        self, compute: Sequence[float], reward: Sequence[float], seed: Sequence[str], sd: Sequence[float] | None
+        self,
+        compute: Sequence[float],
+        reward: Sequence[float],
+        seed: Sequence[str],
+        sd: Sequence[float | None] | None,
     ) -> None:
-        """Add points, all with a standard error or none."""
+        """Add points, with their standard errors where they are known."""
         self.compute.extend(compute)
         self.reward.extend(reward)
         self.seed.extend(seed)
@@ -113,7 +123,7 @@ class Collected:
         """
         parted = "".join(f" {name}={value}" for name, value in factors.items())
         label = recipe + parted
-        found = self._points.setdefault(label, CurvePoints(label, dict(factors), axis, metric))
+        found = self._points.setdefault(label, CurvePoints(label, recipe, dict(factors), axis, metric))
         found.baseline = found.baseline or (baseline and baseline + parted)
         if found.axis != axis:
             raise UserError(
@@ -129,11 +139,7 @@ class Collected:
     def run_label(self, points: CurvePoints, seed: str | None) -> str:
         """A label of its own for a log's run: its seed if it names one, or else its number in the curve, marked."""
         known = self._runs.setdefault(points.recipe, [])
-        first = f"{UNNAMED}{len(known)}" if seed is None else seed
-        label, number = first, 2
-        while label in known:
-            label = f"{first}#{number}"
-            number += 1
+        label = _free(f"{UNNAMED}{len(known)}" if seed is None else seed, known)
         known.append(label)
         return label
 
@@ -143,6 +149,8 @@ class Collected:
         Raises:
             UserError: two of them do not share an axis.
         """
+        if self.asked.seed_from is None:
+            self._take_seeds_from_names()
         axes = sorted({points.axis for points in self._points.values()})
         if len(axes) > 1:
             raise UserError(f"sources differ in their compute axis ({short(', '.join(axes))}); choose one with --x")
@@ -165,3 +173,51 @@ class Collected:
                 )
             )
         return curves
+
+    def _take_seeds_from_names(self) -> None:
+        """Put together what are seeds of one recipe by the runs' names, where no field says a seed, and say it.
+
+        The word `seed` suffices; a letter does if the names then differ in the number alone.
+        """
+        hidden = {}
+        for label, points in self._points.items():
+            found = None if points.own_seeds else hidden_seed(points.name)
+            if found is not None and found[0]:
+                hidden[label] = found
+        seeds: dict[str, set[str]] = {}
+        for rest, seed, _ in hidden.values():
+            seeds.setdefault(rest, set()).add(seed)
+        taken = {label: found for label, found in hidden.items() if found[2] or len(seeds[found[0]]) > 1}
+        if not taken:
+            return
+        before = self._points
+        self._points = {label: points for label, points in before.items() if label not in taken}
+        now = {}  # the labels that have changed
+        for label, (rest, seed, _) in taken.items():
+            old = before[label]
+            new = self.points(rest, old.factors, old.axis, old.metric, label)
+            now[label] = new.recipe
+            known = set(new.seed)
+            names = {}
+            for own in dict.fromkeys(old.seed):
+                names[own] = _free(seed, known)
+                known.add(names[own])
+            new.extend(old.compute, old.reward, [names[own] for own in old.seed], old.sd)
+            new.warnings += [note for note in old.warnings if note not in new.warnings]
+            new.baseline = new.baseline or old.baseline
+        for points in self._points.values():
+            points.baseline = now.get(points.baseline or "", points.baseline)
+        parts: dict[str, list[str]] = {}
+        for label, (_, seed, _) in taken.items():
+            parts.setdefault(now[label], []).append(f"{label} (seed {seed})")
+        said = "; ".join(f"{recipe} <- {', '.join(runs)}" for recipe, runs in sorted(parts.items()))
+        self.study.note(short(f"seeds from the runs' names: {said}", 2000), shown=True)
+
+
+def _free(label: str, known: Container[str]) -> str:
+    """The label, or it with the first number that makes another of it."""
+    free, number = label, 2
+    while free in known:
+        free = f"{label}#{number}"
+        number += 1
+    return free

@@ -16,7 +16,8 @@ import numpy as np
 from sweeps.errors import UserError, require
 from sweeps.source.collected import Collected
 from sweeps.source.log import Log, Series, add_logs
-from sweeps.source.text import File, short
+from sweeps.source.run_names import is_bare_seed
+from sweeps.source.text import File, run_of, short
 
 NAME = "TensorBoard event files"
 WALL_TIME = "wall_time"
@@ -50,8 +51,9 @@ def read_directory(directory: Path, files: list[Path], into: Collected) -> None:
     """
     runs: dict[str, list[Path]] = {}
     for path in files:
-        inner = path.parent.relative_to(directory)
-        runs.setdefault(directory.resolve().name if inner == Path() else inner.as_posix(), []).append(path)
+        inner = path.parent.relative_to(directory).as_posix()
+        name = run_of(directory.resolve() / inner) if inner == "." or is_bare_seed(inner) else inner
+        runs.setdefault(name, []).append(path)
     _add(runs, str(directory), into, "the run's directory")
 
 

@@ -66,6 +66,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected) -> None:
             parted = {**factors, "set": set_name} if set_name else factors
             base = view.header.get("baseline")
             points = into.points(recipe, parted, axis, name, str(view.path), None if base is None else str(base))
+            points.own_seeds = True
             identities.setdefault(points.recipe, (points, set()))[1].add(str(view.header.get("curve", "")))
             if view.status == "failed":
                 reason = f": {short(str(view.reason))}" if view.reason else ""

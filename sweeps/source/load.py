@@ -66,7 +66,7 @@ def load(
         elif isinstance(file, tuple):
             event_files.read_directory(*file, into)
         else:
-            next(reader for reader in READERS if reader.matches(file, into)).read(file, into)
+            _read(file, into)
     if run_dirs:
         journals.read_runs(run_dirs, into)
     study.curves = into.curves()
@@ -75,6 +75,18 @@ def load(
         reasons = f" ({study.warnings[0]})" if study.warnings else ""
         raise UserError(f"{listed}: no evaluations to fit{reasons}; wait for the first, or give another source")
     return study
+
+
+def _read(file: File, into: Collected) -> None:
+    """Read a file by the first reader that knows it, and say what of its text was dropped."""
+    try:
+        next(reader for reader in READERS if reader.matches(file, into)).read(file, into)
+    except UserError as error:
+        if file.damage is None:
+            raise
+        raise UserError(f"{error} ({file.damage})") from error
+    if file.damage is not None:
+        into.study.warnings.append(f"{file.path}: {file.damage}")
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:

@@ -245,7 +245,7 @@ def _add_reward(
             into.study.warnings.append(str(error))  # one run without compute must not hide the others
             without += 1
             continue
-        recipe, factors = _recipe(log, where, into)
+        recipe, factors = recipe_of(log, where, into)
         recipe, hidden = into.asked.parted(recipe)
         if reward.set:
             factors = {**factors, "set": reward.set}
@@ -261,6 +261,7 @@ def _add_reward(
         points.warnings += [note for note in warnings if note not in points.warnings] + [run + note for note in said]
         seed = log.label("seed") or hidden
         seeds_named = seeds_named or seed is not None
+        points.own_seeds |= seed is not None
         recipes_named = recipes_named or log.label("recipe") is not None
         sd = _standard_error(log, reward.name, steps)
         with_sd += sd is not None
@@ -299,7 +300,7 @@ def _add_reward(
     into.study.note(short(line, 2000), shown=True)
 
 
-def _recipe(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str]]:
+def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str]]:
     """The recipe of a run and its factors, as the user groups them."""
     values = {}
     for name, option in [(into.asked.by, "--by"), *((factor, "--group") for factor in into.asked.factors)]:

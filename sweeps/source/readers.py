@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from sweeps.source import event_files, table, trl, verl, wandb_export
+from sweeps.source import event_files, table, trl, verl, wandb_export, wide
 from sweeps.source.collected import Collected
 from sweeps.source.text import File
 
@@ -30,5 +30,6 @@ READERS: Sequence[Reader] = (
     trl,
     verl,
     wandb_export,
+    wide,
     table,
 )

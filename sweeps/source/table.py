@@ -1,21 +1,26 @@
 """Tables with a row a point: CSV, JSONL, JSON lists, Parquet. Strict: a row that is no point is an error.
 
-Columns: `compute`, `reward`, and where they are there `recipe`, `seed`, `sd` (the reward's standard error) and
-`baseline` (the recipe that this one departs from).
+Columns, in any case: `compute`, `reward`, and where they are there `recipe`, `seed`, `sd` (the reward's standard
+error) and `baseline` (the recipe that this one departs from). Only a row whose reward or compute is blank is passed
+over, and counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sweeps.curve import Array
 from sweeps.errors import UserError
-from sweeps.source.cells import Rows, numbers, read_rows
-from sweeps.source.collected import ALL, Collected
+from sweeps.source.cells import Rows, read_rows
+from sweeps.source.collected import ALL, Asked, Collected
+from sweeps.source.columns import cells_of, column_named, counter_named, not_negative, strict_numbers
 from sweeps.source.text import File, listed, short
+from sweeps.source.vocabulary import order_warning
+from sweeps.source.wide import how_wide
 
 NAME = "table"
 
@@ -29,8 +34,17 @@ def is_table(rows: Rows, into: Collected) -> bool:
     """Whether the header is a table's own, with columns that no log has."""
     if "_step" in rows.names:
         return False
-    default = {"compute", "reward"} <= set(rows.names)
-    return default or (into.asked.by or "recipe") in rows.names
+    default = rows.named("compute") and rows.named("reward")
+    return bool(default or rows.named(into.asked.by or "recipe"))
+
+
+@dataclass
+class Columns:
+    """What the columns of a table are: the name of each by its role, the factors asked for, how compute was found."""
+
+    used: dict[str, str]
+    factors: list[str] = field(default_factory=list)
+    fallback: bool = False  # compute is a framework's counter or a step, for want of a column of the name
 
 
 def read(file: File, into: Collected) -> None:
@@ -47,101 +61,124 @@ def read(file: File, into: Collected) -> None:
         raise UserError(rows.torn)
     if asked.y == ALL:
         raise UserError(f"{path}: --metric {ALL} is for runs and logs; a table has one reward column, named with --y")
-    wanted = {"compute": asked.x or "compute", "reward": asked.y or "reward"}
-    if asked.by is not None:
-        wanted["recipe"] = asked.by
-    needed = [*wanted.values(), *asked.factors]
-    missing = sorted({name for name in needed if name not in rows.names})
-    if missing:
-        raise UserError(
-            f"{path}: no column {', '.join(short(m) for m in missing)}; found {listed(rows.names)}; "
-            f"name them with --x, --y, --by{' or --group' if asked.factors else ''}"
-        )
-    used = dict(wanted)
-    used.update((k, k) for k in ("recipe", "seed", "sd", "baseline") if k not in wanted and k in rows.names)
-    columns = [*used.values(), *asked.factors]
-    twice = sorted({name for name in columns if rows.names.count(name) > 1})
-    if twice:
-        raise UserError(f"{path}: column {', '.join(map(short, twice))} occurs more than once; rename one")
-    if not rows.count:
-        raise UserError(f"{path}: a header and no rows; give a file with points")
-    cells = {name: rows.cells(name) for name in columns}
-    ragged = sorted({i for column in cells.values() for i, cell in enumerate(column, start=1) if cell is None})
-    if ragged:
-        raise UserError(f"{path}: {len(ragged)} rows have too few cells, first row {ragged[0]}; repair them")
-    compute = _column(path, used["compute"], cells[used["compute"]])
-    reward = _column(path, used["reward"], cells[used["reward"]])
-    sd = _column(path, used["sd"], cells[used["sd"]]) if "sd" in used else None
-    _not_negative(path, used["compute"], compute)
-    if sd is not None:
-        _not_negative(path, used["sd"], sd)
-    recipes = _text(cells[used["recipe"]]) if "recipe" in used else [path.stem] * rows.count
+    columns = _columns(file, rows, asked)
+    used = columns.used
+    cells = cells_of(file, rows, [*used.values(), *columns.factors])
+    compute, no_compute = strict_numbers(file, rows, used["compute"], cells[used["compute"]], "another with --x")
+    reward, no_reward = strict_numbers(file, rows, used["reward"], cells[used["reward"]], "another with --y")
+    not_negative(file, rows, used["compute"], compute)
+    sd: list[float | None] | None = None
+    if "sd" in used:
+        errors, unknown = strict_numbers(file, rows, used["sd"], cells[used["sd"]], "it values, or another name")
+        not_negative(file, rows, used["sd"], errors)
+        sd = [None if none else error for error, none in zip(errors.tolist(), unknown.tolist(), strict=True)]
+    recipes = _text(cells[used["recipe"]]) if "recipe" in used else [file.run_name] * rows.count
     seeds = _text(cells[used["seed"]]) if "seed" in used else ["0"] * rows.count
-    factors = [_text(cells[name]) for name in asked.factors]
-    bases = _text(cells["baseline"]) if "baseline" in used else [""] * rows.count
+    factors = [_text(cells[name]) for name in columns.factors]
+    bases = _text(cells[used["baseline"]]) if "baseline" in used else [""] * rows.count
     if asked.seed_from is not None:
         parted = [asked.parted(recipe) for recipe in recipes]
         recipes, seeds = (
             [label for label, _ in parted],
             [own or seed for (_, own), seed in zip(parted, seeds, strict=True)],
         )
-    for (recipe, base, *values), at in _groups([recipes, bases, *factors]).items():
+    skipped = no_compute | no_reward
+    whole = not skipped.any()
+    for (recipe, base, *values), rows_of in _groups([recipes, bases, *factors]).items():
+        at = rows_of if whole else rows_of[~skipped[rows_of]]
+        if not len(at):
+            continue
         named = dict(zip(asked.factors, values, strict=True))
-        points = into.points(recipe, named, used["compute"], used["reward"], str(path), base or None)
+        axis = asked.x or used["compute"].casefold()
+        points = into.points(recipe, named, axis, asked.y or "reward", str(path), base or None)
+        points.own_seeds |= "seed" in used
+        if columns.fallback and (note := order_warning(used["compute"])) and note not in points.warnings:
+            points.warnings.append(note)
         points.extend(
             compute[at].tolist(),
             reward[at].tolist(),
             [seeds[i] for i in at.tolist()],
-            None if sd is None else sd[at].tolist(),
+            None if sd is None else [sd[i] for i in at.tolist()],
         )
-    _note(file, into, used, rows.count)
+    _say_skipped(file, into, no_compute, no_reward, recipes)
+    _note(file, into, columns, rows, int((~skipped).sum()))
 
 
-def _note(file: File, into: Collected, used: dict[str, str], count: int) -> None:
-    """The line on how the table was read: shown where its name stands in for a recipe column."""
+def _columns(file: File, rows: Rows, asked: Asked) -> Columns:
+    """The columns by role.
 
-    def rule(key: str, option: str) -> str:
-        given = used.get(key, key) != key
-        return f"{key} <- {used[key]} ({f'given by {option}' if given else 'default'})"
+    Raises:
+        UserError: one that is needed is missing, or several could be meant.
+    """
+    named = {"compute": asked.x, "reward": asked.y, "recipe": asked.by, "seed": None, "sd": None, "baseline": None}
+    options = {"compute": "--x", "reward": "--y", "recipe": "--by"}
+    found = {
+        role: column_named(file, rows, name or role, options.get(role, "another name"), asked=name is not None)
+        for role, name in named.items()
+    }
+    factors = [column_named(file, rows, name, "--group", asked=True) for name in asked.factors]
+    fallback = False
+    if found["reward"] is not None and found["compute"] is None and asked.x is None:
+        found["compute"] = counter_named(file, rows)
+        fallback = found["compute"] is not None
+    needed = [(named[role] or role, found[role]) for role in ("compute", "reward")]
+    needed += [(asked.by, found["recipe"])] if asked.by is not None else []
+    needed += list(zip(asked.factors, factors, strict=True))
+    missing = sorted({name for name, column in needed if column is None})
+    if missing:
+        hint = how_wide(file, rows, asked)
+        raise UserError(
+            f"{file.path}: no column {', '.join(short(m) for m in missing)}; found {listed(rows.names)}; "
+            f"name them with --x, --y, --by{' or --group' if asked.factors else ''}{hint}"
+        )
+    used = {role: name for role, name in found.items() if name is not None}
+    return Columns(used, [name for name in factors if name is not None], fallback)
+
+
+def _say_skipped(
+    file: File, into: Collected, no_compute: NDArray[np.bool_], no_reward: NDArray[np.bool_], recipes: Sequence[str]
+) -> None:
+    """One warning a file of the rows that are no points, and of the recipes that have no others."""
+    skipped = no_compute | no_reward
+    if not skipped.any():
+        return
+    if skipped.all():
+        raise UserError(f"{file.path}: no row has both compute and reward; log them in one row, or give another table")
+    counts = ((no_reward, "rows without a reward"), (no_compute & ~no_reward, "rows without compute"))
+    parts = [f"{none.sum()} {what}" for none, what in counts if none.any()]
+    left = {recipe for recipe, none in zip(recipes, skipped.tolist(), strict=True) if not none}
+    gone = [recipe for recipe in dict.fromkeys(recipes) if recipe not in left]
+    without = f"; nothing is left of {listed(gone)}" if gone else ""
+    into.study.warnings.append(f"{file.path}: {' and '.join(parts)} were skipped{without}")
+
+
+def _note(file: File, into: Collected, columns: Columns, rows: Rows, points: int) -> None:
+    """The line on how the table was read: shown where anything is not as the defaults have it."""
+    used, asked = columns.used, into.asked
+
+    def rule(role: str, option: str, given: str | None) -> str:
+        how = f"given by {option}" if given not in (None, role) else "default"
+        if role == "compute" and columns.fallback:
+            how = "for want of a column compute"
+        return f"{role} <- {used[role]} ({how})"
 
     optional = [f"{key} <- {used.get(key, 'none')}" for key in ("seed", "sd")]
-    recipe = rule("recipe", "--by") if "recipe" in used else "recipe <- the file's name"
+    recipe = rule("recipe", "--by", asked.by) if "recipe" in used else "recipe <- the file's name"
     line = (
-        f"{file.path}: {NAME}; {rule('compute', '--x')}; {rule('reward', '--y')}; {recipe}; {'; '.join(optional)}; "
-        f"{count} rows: {count} points"
+        f"{file.path}: {NAME}; {rule('compute', '--x', asked.x)}; {rule('reward', '--y', asked.y)}; {recipe}; "
+        f"{'; '.join(optional)}; {', '.join([f'{rows.count} rows: {points} points', *rows.notes])}"
     )
-    into.study.note(short(line, 2000), shown="recipe" not in used)
+    into.study.note(short(line, 2000), shown="recipe" not in used or columns.fallback or bool(rows.notes))
 
 
 def _text(cells: Sequence[Any]) -> list[str]:
     return [str(cell).strip() for cell in cells]
 
 
-def _groups(labels: Sequence[Sequence[str]]) -> dict[tuple[str, ...], Any]:
+def _groups(labels: Sequence[Sequence[str]]) -> dict[tuple[str, ...], NDArray[np.intp]]:
     """Row indices by label, in order of first appearance."""
     codes: dict[tuple[str, ...], int] = {}
     code = np.fromiter((codes.setdefault(key, len(codes)) for key in zip(*labels, strict=True)), int, len(labels[0]))
     order = np.argsort(code, kind="stable")
     cuts = np.searchsorted(code[order], np.arange(1, len(codes)))
     return dict(zip(codes, np.split(order, cuts), strict=True))
-
-
-def _column(path: object, name: str, cells: Sequence[Any]) -> Array:
-    """A column as finite numbers; rows are counted from 1 below the header."""
-    values = numbers(cells)
-    bad = np.flatnonzero(np.isnan(values))
-    if len(bad):
-        raise UserError(
-            f"{path}: column {short(name)} is not a finite number in {len(bad)} of {len(cells)} rows, "
-            f"first row {bad[0] + 1} ({short(str(cells[bad[0]]))!r}); correct or remove them"
-        )
-    return values
-
-
-def _not_negative(path: object, name: str, values: Array) -> None:
-    below = np.flatnonzero(values < 0)
-    if len(below):
-        raise UserError(
-            f"{path}: column {short(name)} is negative in {len(below)} rows, first row {below[0] + 1} "
-            f"({values[below[0]]:g}); it starts at 0"
-        )

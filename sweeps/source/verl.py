@@ -12,6 +12,7 @@ from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.run.journal import finite
+from sweeps.source.cells import is_parquet
 from sweeps.source.collected import Collected
 from sweeps.source.log import Log, add_logs, series_of_records
 from sweeps.source.text import File, short
@@ -28,15 +29,15 @@ def matches(file: File, into: Collected) -> bool:
     """A line that starts like the console's, or a first object of the file backend."""
     if file.start[:1] == b"{":
         return _first_object(file)
-    if (file.start[:1] == b"[" and file.suffix == ".json") or b"\0" in file.raw:
+    if (file.start[:1] == b"[" and file.suffix == ".json") or is_parquet(file):
         return False
-    return re.search(rb"(?:^|[\s)]|\x1b\[[0-9;]*m)step:\d+ - \S+:", file.raw, re.MULTILINE) is not None
+    return re.search(rb"(?:^|[\s)\0]|\x1b\[[0-9;]*m)step:\d+ - \S+:", file.raw, re.MULTILINE) is not None
 
 
 def _first_object(file: File) -> bool:
     import json
 
-    line = file.raw.removeprefix(b"\xef\xbb\xbf").lstrip().split(b"\n", 1)[0]
+    line = file.content.removeprefix(b"\xef\xbb\xbf").lstrip().split(b"\n", 1)[0]
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -62,7 +63,7 @@ Records = list[tuple[float, dict[str, Any]]]
 
 def _console(file: File) -> tuple[Records, int, list[str]]:
     # A job's output is not always UTF-8 (progress bars cut in the middle); the lines sought are ASCII.
-    text = _COLOUR.sub("", file.raw.decode("utf-8", errors="replace"))
+    text = _COLOUR.sub("", file.content.decode("utf-8", errors="replace"))
     records: Records = []
     unread, others = 0, 0
     lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
@@ -105,6 +106,9 @@ def _jsonl(file: File) -> tuple[Records, int, list[str]]:
             if number == lines[-1][0]:
                 torn = 1
                 break
+            if number in file.holed:
+                file.cut.add(number)
+                continue
             raise UserError(
                 f"{file.path}: line {number} is not JSON ({short(str(error))}); repair or remove it"
             ) from error

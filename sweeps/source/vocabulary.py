@@ -107,6 +107,27 @@ VOCABULARIES = (SCALERL, VERL, PRIME_RL, OPEN_INSTRUCT, TRL_TRACKED, TRL)
 STEP_NAMES = ("_step", "step", "Step", "global_step", "training_step", "trainer/global_step", "train/global_step")
 
 
+# What people call compute in tables of their own.
+_COUNTERS = r"(?:total[ _])?(?:tokens|flops)|(?:gpu|device)[ _-]hours"
+
+
+def counters(names: Sequence[str]) -> list[str]:
+    """Columns that count compute, by a framework's name or a plain one, in any case; amounts of one step are none."""
+    patterns = [p for v in VOCABULARIES for p in v.compute if not re.fullmatch(v.per_step, p)]
+    return [
+        name
+        for name in dict.fromkeys(names)
+        if any(re.fullmatch(pattern, name.strip(), re.IGNORECASE) for pattern in (_COUNTERS, *patterns))
+    ]
+
+
+def order_warning(axis: str) -> str | None:
+    """What is to be said of a compute axis that is none."""
+    if axis.casefold() not in map(str.casefold, STEP_NAMES):
+        return None
+    return f"{axis} is an order of steps, not compute: recipes differ in what a step costs"
+
+
 def vocabulary_of(names: Sequence[str]) -> Vocabulary | None:
     """Whose names these are."""
     return next((vocabulary for vocabulary in VOCABULARIES if vocabulary.speaks(names)), None)

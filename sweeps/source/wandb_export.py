@@ -8,7 +8,6 @@ and open-instruct, and of whatever else reports to W&B, are had as files. A fram
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 
@@ -18,6 +17,7 @@ from sweeps.errors import UserError
 from sweeps.source.cells import Rows, numbers, read_rows
 from sweeps.source.collected import Collected
 from sweeps.source.log import Column, Log, Series, add_logs, logs_of_rows, series_of_rows
+from sweeps.source.run_names import hidden_seed, labels_in
 from sweeps.source.table import is_table
 from sweeps.source.text import File, listed, short
 from sweeps.source.vocabulary import STEP_NAMES, vocabulary_of
@@ -38,7 +38,12 @@ def matches(file: File, into: Collected) -> bool:
 
 def _is_chart(rows: Rows) -> bool:
     pairs = [name.removesuffix("__MIN") for name in rows.names if name.endswith("__MIN")]
-    return any(" - " in name and name in rows.names for name in pairs)
+    if any(" - " in name and name in rows.names for name in pairs):
+        return True
+    # Without their ranges (a chart of points, a table put together by hand) all runs have one metric.
+    parts = [name.rpartition(" - ") for name in rows.names[1:]]
+    metrics = {metric for _, _, metric in parts}
+    return len(parts) > 1 and len(metrics) == 1 and all(run for run, _, _ in parts) and hidden_seed(parts[0][2]) is None
 
 
 def _step(rows: Rows) -> str | None:
@@ -96,7 +101,7 @@ def _read_chart(file: File, rows: Rows, into: Collected) -> None:
             runs.setdefault(run, []).append(metric)
     logs = []
     for run, metrics in runs.items():
-        labels = _described(run)
+        labels = labels_in(run)
         logs.append(Log(run, [x, *metrics], rows.count, _of_run(series, run, x), tuple(labels), labels.get))
     metrics = list(dict.fromkeys(metric for names in runs.values() for metric in names))
     notes = [f"rows without {short(x)}: {int(np.isnan(steps).sum())}"] if np.isnan(steps).any() else []
@@ -118,9 +123,3 @@ def _is_average(rows: Rows, name: str) -> bool:
     if low not in rows.names or high not in rows.names:
         return False
     return bool(np.nanmax(np.append(numbers(rows.cells(high)) - numbers(rows.cells(low)), 0.0)) > 0)
-
-
-def _described(run: str) -> dict[str, str]:
-    """The labels in a run's name: a chart of grouped runs names them `recipe: a, seed: 0`."""
-    parts = [re.fullmatch(r"\s*([\w./-]+): (.+?)\s*", part) for part in run.split(",")]
-    return {match[1]: match[2] for match in parts if match} if all(parts) else {}

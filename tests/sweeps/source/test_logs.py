@@ -183,6 +183,37 @@ def test_a_torn_last_line_of_a_log_is_left_out_and_any_other_is_an_error(tmp_pat
         load([write(tmp_path / "b.jsonl", "\n".join(lines))])
 
 
+@pytest.mark.parametrize("name", ["verl_dapo.jsonl", "verl_grpo.log", "open_instruct_history.csv"])
+def test_nul_bytes_of_a_crash_are_dropped_and_counted(tmp_path: Path, name: str) -> None:
+    """Behind the last line, before a whole line, and in place of the end of one."""
+    raw = (LOGS / name).read_bytes()
+    (whole,) = load([LOGS / name]).curves
+    study = load([write(tmp_path / name, raw + b"\0" * 4096)])
+    assert study.curves[0].reward.tolist() == whole.reward.tolist() and study.curves[0].axis == whole.axis
+    assert study.warnings == [f"{tmp_path / name}: 4096 NUL bytes, as a crash leaves them, were dropped"]
+    lines = raw.split(b"\n")
+    half = len(lines) // 2
+    broken = lines[half][:20] + b"\0" * 512
+    for middle, lost in (([b"\0" * 100], 0), ([broken], 1), ([broken + lines[half][-20:]], 1)):
+        study = load([write(tmp_path / name, b"\n".join([*lines[:half], *middle, *lines[half:]]))])
+        assert study.curves[0].reward.tolist() == whole.reward.tolist()
+        assert ("with 1 lines that they cut off" in study.warnings[0]) == bool(lost)
+    if name != "open_instruct_history.csv":  # of a CSV, a cell's end cannot be told from a cell
+        raw = b"\n".join([*lines[:half], broken + lines[half], *lines[half + 1 :]])
+        assert load([write(tmp_path / name, raw)]).curves[0].reward.tolist() == whole.reward.tolist()
+
+
+def test_nul_bytes_behind_a_state_and_before_a_log_are_dropped(tmp_path: Path) -> None:
+    rows = [{"step": s, "reward": 0.1 * s, "num_tokens": 100.0 * s} for s in range(4)]
+    path = state(tmp_path / "a" / "trainer_state.json", rows)
+    path.write_bytes(path.read_bytes() + b"\0\0")
+    assert len(load([path]).curves[0].reward) == 4
+    # A log that was cut short while its writer went on starts with a hole, and then in the middle of a line.
+    raw = b"\0" * 9000 + b"core/x:0.5\n" + (LOGS / "verl_grpo.log").read_bytes()
+    study = load([write(tmp_path / "job.log", raw)])
+    assert len(study.curves[0].reward) == 17 and "9000 NUL bytes" in study.warnings[0]
+
+
 # --- W&B, prime-rl, open-instruct -----------------------------------------------------------------------------
 
 
@@ -328,6 +359,15 @@ def test_every_directory_of_event_files_is_a_run_and_damage_is_said(tmp_path: Pa
     events(tmp_path / "other", {"loss": [(1, 0.5)]})
     with pytest.raises(UserError, match="no name of a reward that a reader knows; found loss, wall_time"):
         load([tmp_path / "other"])
+
+
+def test_seeds_in_the_names_of_folders_with_event_files(tmp_path: Path) -> None:
+    for name in ("a/seed_1", "a/seed_2", "b/seed_1"):
+        events(tmp_path / "study" / name, TRL_SCALARS)
+    a, b = load([tmp_path / "study"]).curves
+    assert (a.recipe, b.recipe) == ("a", "b") and set(a.seed.tolist()) == {"1", "2"}
+    (alone,) = load([tmp_path / "study" / "a"]).curves
+    assert alone.recipe == "a" and set(alone.seed.tolist()) == {"1", "2"}
 
 
 def test_without_tensorboard_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,35 @@
+"""What the names of runs say: their seed, and the labels that a tracker writes into them."""
+
+from __future__ import annotations
+
+import re
+
+# The word and a number, with what parts them from the rest: `a-seed1`, `a/seed_1`, `seed=1, a`, `a (seed 1)`.
+_WORD = re.compile(r"(?:^|[\s_./:,;|-]+|(?=[(\[]))[(\[]?seed[\s_=:.-]*(\d+)[)\]]?(?![A-Za-z0-9])", flags=re.IGNORECASE)
+# `a-s1`, `a_s1`: as well a stage or a size, if no other run of the name has another number.
+_LETTER = re.compile(r"[-_]s(\d+)$")
+
+
+def hidden_seed(name: str) -> tuple[str, str, bool] | None:
+    """What is left of a run's name, the seed that it hides, and whether it says so in a word; None if there is none.
+
+    The rest is empty where the name is nothing else. Two seeds in one name are none.
+    """
+    words = list(_WORD.finditer(name))
+    found = words[0] if len(words) == 1 else None if words else _LETTER.search(name)
+    if found is None:
+        return None
+    rest = (name[: found.start()] + name[found.end() :]).strip(" -_./:,;|")
+    return rest, found[1], bool(words)
+
+
+def is_bare_seed(name: str) -> bool:
+    """Whether a name is a seed and nothing else: the run is called by what it lies in."""
+    found = hidden_seed(name)
+    return found is not None and not found[0]
+
+
+def labels_in(name: str) -> dict[str, str]:
+    """The labels in a run's name: a chart of grouped runs names them `recipe: a, seed: 0`."""
+    parts = [re.fullmatch(r"\s*([\w./-]+): (.+?)\s*", part) for part in name.split(",")]
+    return {match[1]: match[2] for match in parts if match} if all(parts) else {}

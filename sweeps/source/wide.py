@@ -1,0 +1,163 @@
+"""Tables with a column a run: a column of compute or steps, and beside it the rewards of every run.
+
+A log's table looks alike, with a column a metric. So a header is read as runs only where no column is named as a
+metric is, and all columns are on one scale; `--y all` says that they are runs whatever they are called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from sweeps.errors import UserError
+from sweeps.source.cells import Rows, is_blank, numbers, read_rows
+from sweeps.source.collected import ALL, Asked, Collected
+from sweeps.source.columns import cells_of, column_named, counter_named, not_negative, strict_numbers
+from sweeps.source.log import RUN_COLUMNS, Log, Series, recipe_of
+from sweeps.source.run_names import is_bare_seed, labels_in
+from sweeps.source.text import File, listed, short
+from sweeps.source.vocabulary import STEP_NAMES, counters, order_warning
+
+NAME = "table with a column a run"
+
+# Columns that make a table one of points, whatever else it holds.
+_OF_POINTS = ("reward", "recipe", "seed", "sd", "baseline", *RUN_COLUMNS)
+# Neither a run nor a metric: the index that pandas writes, clocks, epochs.
+_BESIDE = re.compile(
+    r"|unnamed: \d+|index|_?(wall|relative)?[ _]?(time(stamp)?|runtime)( \(process\))?|date|epoch", re.IGNORECASE
+)
+# A metric's name ends in one of these words, or has no others than these and those below.
+_ENDS = re.compile(r"loss|rewards?|scores?|acc|accuracy|rate|norm|f1|mse|rmse|ppl")
+_WORDS = re.compile(
+    r"train|eval|val|test|mean|std|min|max|median|learning|lr|kl|approx|entropy|grad|gradient|clip|clipped|ratio|num|"
+    r"tokens?|total|completions?|response|prompt|lengths?|size|batch|samples|per|seconds?|hours|flops|memory|gpu|count|"
+    r"id|values?|metric|objective|policy|actor|critic|advantages?|importance|weight|decay|temperature|perplexity"
+)
+
+
+def matches(file: File, into: Collected) -> bool:
+    """A header of compute or a step and of runs, and none of a table of points."""
+    rows = read_rows(file)
+    if rows is None or not rows.count or rows.torn or into.asked.y not in (None, ALL):
+        return False
+    runs = run_columns(file, rows, into.asked)
+    if into.asked.y == ALL:
+        return bool(runs)
+    return len(runs) > 1 and not any(map(_is_metric, runs)) and _on_one_scale(rows, runs)
+
+
+def run_columns(file: File, rows: Rows, asked: Asked) -> list[str]:
+    """The columns that can be runs: most of their cells are numbers, or blank; none if these are points."""
+    if any(rows.named(name) for name in (*_OF_POINTS, asked.by or "recipe")):
+        return []
+    compute = _compute(file, rows, asked)
+    if compute is None:
+        return []
+    no_runs = {name.casefold() for name in (compute, *STEP_NAMES, *counters(rows.names))}
+    names = [name for name in rows.names if name.casefold() not in no_runs and not _BESIDE.fullmatch(name.strip())]
+    return [name for name in dict.fromkeys(names) if _is_numeric(rows.cells(name))]
+
+
+def how_wide(file: File, rows: Rows, asked: Asked) -> str:
+    """What to add to the message about a table that is neither of points nor plainly of runs: how to say it is."""
+    if asked.y is not None or not rows.count:
+        return ""
+    if len(run_columns(file, rows, asked)) > 1:
+        return "; if every column is a run, give --y all"
+    if asked.x is None and len(rows.names) > 2 and _compute(file, rows, asked) is None:
+        x = next((name for name in rows.names if name), None)
+        if x is not None and len(run_columns(file, rows, replace(asked, x=x))) > 1:
+            return "; if the others are runs, --x alone names the column of compute"
+    return ""
+
+
+def _compute(file: File, rows: Rows, asked: Asked) -> str | None:
+    """The column of compute: the one asked for, `compute`, or a counter or a step."""
+    found = column_named(file, rows, asked.x or "compute", "--x", asked=asked.x is not None)
+    return found if found is not None or asked.x is not None else counter_named(file, rows)
+
+
+def _is_numeric(cells: Sequence[Any]) -> bool:
+    filled = [cell for cell in cells if not is_blank(cell)]
+    return 2 * int(np.isfinite(numbers(filled)).sum()) > len(filled)
+
+
+def _is_metric(name: str) -> bool:
+    words = re.findall(r"[a-z]+\d*", name.casefold())
+    if not words or _ENDS.fullmatch(words[-1]):
+        return True
+    return all(_WORDS.fullmatch(word) or _ENDS.fullmatch(word) for word in words)
+
+
+def _on_one_scale(rows: Rows, names: Sequence[str]) -> bool:
+    """Whether all columns stay within [0, 1], or all of them leave it."""
+    inside = {bool(np.nanmax(np.abs(numbers(rows.cells(name)))) <= 1) for name in names}
+    return len(inside) == 1
+
+
+def _no_metrics(name: str) -> Series:
+    """A run of which only the name and its labels are asked."""
+    return Series(np.empty(0), np.empty(0))
+
+
+def read(file: File, into: Collected) -> None:
+    """Add every column as a run.
+
+    Raises:
+        UserError: a column there twice, a cell that is no number, negative compute.
+    """
+    asked = into.asked
+    rows = read_rows(file)
+    x = None if rows is None else _compute(file, rows, asked)
+    if rows is None or x is None:
+        raise UserError(f"{file.path}: no column of compute; choose one with --x")
+    runs = run_columns(file, rows, asked)
+    cells = cells_of(file, rows, [x, *runs])
+    compute, no_compute = strict_numbers(file, rows, x, cells[x], "another with --x")
+    not_negative(file, rows, x, compute)
+    axis = asked.x or x.casefold()
+    note = None if asked.x is not None else order_warning(x)
+    blank = points_read = 0
+    seeds_named = False
+    for run in runs:
+        reward, no_reward = strict_numbers(file, rows, run, cells[run], "it values, or leave it out")
+        at = np.flatnonzero(~(no_compute | no_reward))
+        blank += int((no_reward & ~no_compute).sum())
+        if not len(at):
+            into.study.warnings.append(
+                f"{file.path}: column {short(run)} has no reward where there is compute; left out"
+            )
+            continue
+        labels = labels_in(run)
+        name = f"{file.run_name}/{run}" if is_bare_seed(run) else run
+        log = Log(name, (), rows.count, _no_metrics, tuple(labels), labels.get)
+        recipe, factors = recipe_of(log, str(file.path), into)
+        recipe, hidden = asked.parted(recipe)
+        seed = labels.get("seed") or hidden
+        points = into.points(recipe, factors, axis, "reward", str(file.path), labels.get("baseline"))
+        points.own_seeds |= seed is not None
+        seeds_named = seeds_named or seed is not None
+        if note is not None and note not in points.warnings:
+            points.warnings.append(note)
+        label = into.run_label(points, seed)
+        points.extend(compute[at].tolist(), reward[at].tolist(), [label] * len(at), None)
+        points_read += len(at)
+    if not points_read:
+        raise UserError(f"{file.path}: no row has both compute and a reward; give another table")
+    if no_compute.any():
+        into.study.warnings.append(f"{file.path}: {no_compute.sum()} rows without compute were skipped")
+    left_out = [name for name in rows.names if name not in (x, *runs)]
+    parts = [f"{rows.count} rows: {points_read} points", *rows.notes]
+    parts += [f"cells without a reward: {blank}"] if blank else []
+    parts += [f"columns left out: {listed(left_out)}"] if left_out else []
+    how = "given by --x" if asked.x else "default" if x.casefold() == "compute" else "for want of a column compute"
+    line = (
+        f"{file.path}: {NAME}; compute <- {x} ({how}); reward <- the cells of {len(runs)} columns "
+        f"({listed(runs)}); recipe <- {f'{asked.by} (given by --by)' if asked.by else 'the name of the column'}; "
+        f"seed <- {'seed' if seeds_named else 'a number a run'}; sd <- none; {', '.join(parts)}"
+    )
+    into.study.note(short(line, 2000), shown=True)
