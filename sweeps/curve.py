@@ -7,7 +7,8 @@ evaluation is at compute 0 and observes the reward before training, R0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ Array = NDArray[np.float64]
 
 # Beyond this, squares and ratios leave what a float can hold.
 _LARGEST = 1e100
+# Rewards from 0 up to less than this are no percentages.
+_LEAST_PERCENT = 3.0
 
 DEVICE_HOURS, VIRTUAL_HOURS, FLOPS = "compute/device_hours", "compute/virtual_device_hours", "compute/flops"
 
@@ -51,22 +54,42 @@ class Curve:
     factors: Mapping[str, str] = field(default_factory=dict)
     baseline: str | None = None
 
+    @cached_property
+    def range(self) -> tuple[float, float] | None:
+        """The ends of the reward's scale: 0 and 1, -1 and 1, or 0 and 100 (percent); None if it is none of these.
+
+        It is told by the rewards. What never exceeds `_LEAST_PERCENT` is taken for another scale than percent.
+        """
+        low, high = float(self.reward.min()), float(self.reward.max())
+        for bottom, top in ((0.0, 1.0), (-1.0, 1.0)):
+            if low >= bottom and high <= top:
+                return bottom, top
+        return (0.0, 100.0) if low >= 0 and _LEAST_PERCENT <= high <= 100 else None
+
     @property
     def scale(self) -> float:
         """The width of the reward's scale, by which what is known of pass rates is carried over.
 
         1 for rewards in [0, 1], 2 in [-1, 1], 100 in [0, 100] (percent), else the range of the rewards seen.
         """
-        low, high = float(self.reward.min()), float(self.reward.max())
-        for bottom, top in ((0.0, 1.0), (-1.0, 1.0), (0.0, 100.0)):
-            if low >= bottom and high <= top:
-                return top - bottom
+        low, high = self.range or (float(self.reward.min()), float(self.reward.max()))
         return high - low
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Where R0 and A may lie: the ends of the reward's scale, else well beyond the rewards seen."""
+        low, high = float(self.reward.min()), float(self.reward.max())
+        return self.range or (low - 2 * (high - low), high + 2 * (high - low))
 
     @property
     def unit(self) -> str:
         """The axis in words."""
         return UNITS.get(self.axis, self.axis)
+
+    def take(self, keep: NDArray[np.bool_]) -> Curve:
+        """Some of its points; keep (n,)."""
+        sd = None if self.sd is None else self.sd[keep]
+        return replace(self, compute=self.compute[keep], reward=self.reward[keep], seed=self.seed[keep], sd=sd)
 
 
 def make_curve(
@@ -82,6 +105,8 @@ def make_curve(
     baseline: str | None = None,
 ) -> Curve:
     """A curve from arrays: checked, sorted, repeated rows dropped with a warning.
+
+    Two different rewards of one seed at one compute are both kept and warned of.
 
     Raises:
         UserError: no points, unequal lengths, or a compute, reward or error that is negative, not finite or too large.
@@ -109,13 +134,45 @@ def make_curve(
     notes = list(warnings)
     if repeated.any():
         notes.append(f"{repeated.sum()} repeated rows (same recipe, seed, compute and reward) were dropped")
+    if ((cs[1:] == cs[:-1]) & (ss[1:] == ss[:-1]) & ~repeated[1:]).any():
+        notes += _conflicts(cs[~repeated], ys[~repeated], ss[~repeated])
     if y.min() < 0 or y.max() > 1:
-        notes.append(f"rewards run from {y.min():.4g} to {y.max():.4g}, outside [0, 1]: A is not bounded by 1")
+        scale = Curve(recipe, c, y, s).range
+        told = "A has no bounds" if scale is None else f"taken for a scale from {scale[0]:g} to {scale[1]:g}"
+        notes.append(f"rewards run from {y.min():.4g} to {y.max():.4g}, outside [0, 1]: {told}")
     if np.abs(y).max() > _LARGEST or c.max() > _LARGEST or (e is not None and e.max() > _LARGEST):
         raise UserError(f"recipe {recipe!r}: {axis} or {metric} exceeds {_LARGEST:g}; give it in a larger unit")
     kept = order[~repeated]
     sd = None if e is None else e[kept]
     return Curve(recipe, c[kept], y[kept], s[kept], sd, axis, metric, tuple(notes), dict(factors or {}), baseline)
+
+
+# Of so many seeds it is said what two rewards at one compute they have.
+_SAID_OF = 3
+
+
+def _conflicts(compute: Array, reward: Array, seed: NDArray[np.str_]) -> list[str]:
+    """Warnings of seeds that have different rewards at one compute; the rows are sorted and none repeats another."""
+    again = np.zeros(len(compute), dtype=bool)
+    again[1:] = (compute[1:] == compute[:-1]) & (seed[1:] == seed[:-1])
+    starts = np.flatnonzero(~again)
+    sizes = np.diff(np.append(starts, len(again)))
+    starts, sizes = starts[sizes > 1], sizes[sizes > 1]
+    notes = []
+    seeds = list(dict.fromkeys(seed[starts].tolist()))
+    for label in seeds[:_SAID_OF]:
+        own = seed[starts] == label
+        first, most, values = starts[own][0], sizes[own].max(), int(own.sum())
+        notes.append(
+            f"{label if label.startswith(UNNAMED) else f'seed {label}'}: "
+            f"{values} compute {'value has' if values == 1 else 'values have'} "
+            f"{'two' if most == 2 else f'up to {most}'} different rewards "
+            f"(first at {compute[first]:g}: {reward[first]:.4g} and {reward[first + 1]:.4g}); "
+            "are two runs under one name? give them seeds or --by"
+        )
+    if len(seeds) > _SAID_OF:
+        notes.append(f"so have {len(seeds) - _SAID_OF} more seeds")
+    return notes
 
 
 # Begins the label of a run whose seed is not known.

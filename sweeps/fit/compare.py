@@ -22,7 +22,7 @@ from sweeps.fit import verdict
 from sweeps.fit.family import FAMILIES
 from sweeps.fit.fit import fits_r0, point_prediction
 from sweeps.fit.least_squares import Array
-from sweeps.fit.points import FitOptions, Points, bounds_of, pooled, problem_of, select, weighted
+from sweeps.fit.points import FitOptions, Points, pooled, problem_of, select, weighted
 
 ORIGINS = (0.5, 0.6, 0.7, 0.8, 0.9)
 # Fewer held-out points than this say nothing about skill.
@@ -61,14 +61,12 @@ class Comparison(AsJson):
     JSON: ClassVar = {"rows": "families"}
 
 
-def compare(curve: Curve, options: FitOptions | None = None, brief: bool = False) -> Comparison:
+def compare(curve: Curve, options: FitOptions | None = None) -> Comparison:
     """Compare the families on one recipe, within the window of `options`; its R0 rule holds where it applies.
 
     Args:
         curve: the recipe's.
         options: how it is fitted.
-        brief: stop at the first family that foretells later compute better than the last value does, without rows:
-            whether any does is all that a ranking asks.
 
     Raises:
         UserError: as for `sweeps.fit.fit.fit_curve`.
@@ -84,13 +82,9 @@ def compare(curve: Curve, options: FitOptions | None = None, brief: bool = False
     if verdict.before_fit(shared.compute, shared.reward, shared.seed, 4) is not None:
         return nothing
     parts, last = _held_back(points["sigmoid"])
-    if brief and last is not None:
-        for name in (options.family, *FAMILIES):
-            if name != "constant" and _error(points[name], every[name], parts) < last:
-                return Comparison(curve.recipe, (), last, True, f"{name} foretells later compute; no others were tried")
-    held = {name: _error(points[name], every[name], parts) for name in points} if parts else {}
-    variance = 1 / weighted(shared, every["sigmoid"], bounds_of(shared.reward)).weight
-    rows = [_row(name, shared, every[name], variance, held.get(name)) for name in FAMILIES]
+    held = {name: _error(points[name], every[name], parts, curve.bounds) for name in points} if parts else {}
+    variance = 1 / weighted(shared, every["sigmoid"], curve.bounds).weight
+    rows = [_row(name, shared, every[name], curve.bounds, variance, held.get(name)) for name in FAMILIES]
     least = min(row.aicc for row in rows)
     rows = [replace(row, delta_aicc=row.aicc - least) for row in rows]
     scored = [row for row in rows if row.held_out is not None and row.family != "constant"]
@@ -114,14 +108,14 @@ def compare(curve: Curve, options: FitOptions | None = None, brief: bool = False
 
 def _started(curve: Curve) -> Curve:
     """Without the seeds that have no evaluation above compute 0: not every family could use them."""
-    keep = np.isin(curve.seed, curve.seed[curve.compute > 0])
-    sd = None if curve.sd is None else curve.sd[keep]
-    return replace(curve, compute=curve.compute[keep], reward=curve.reward[keep], seed=curve.seed[keep], sd=sd)
+    return curve.take(np.isin(curve.seed, curve.seed[curve.compute > 0]))
 
 
-def _row(name: str, points: Points, options: FitOptions, variance: Array, held_out: float | None) -> FamilyRow:
+def _row(
+    name: str, points: Points, options: FitOptions, bounds: tuple[float, float], variance: Array, held_out: float | None
+) -> FamilyRow:
     """A family fitted to all points, which weigh the same for every family: `variance` of each, (n,)."""
-    problem = problem_of(points, options, bounds_of(points.reward), variance)
+    problem = problem_of(points, options, bounds, variance)
     best, _ = profile.solve(problem, polished=2, tolerance=1e-9)
     n = len(points.reward)
     parameters = FAMILIES[name].shape + 1 + fits_r0(options)
@@ -172,7 +166,7 @@ def _held_back(whole: Points) -> tuple[list[_Later], float | None]:
     return parts, float(np.concatenate(naive).mean())
 
 
-def _error(own: Points, options: FitOptions, parts: Sequence[_Later]) -> float:
+def _error(own: Points, options: FitOptions, parts: Sequence[_Later], bounds: tuple[float, float]) -> float:
     """Mean absolute error of a family over everything that was held back."""
     errors = []
     for part in parts:
@@ -180,6 +174,6 @@ def _error(own: Points, options: FitOptions, parts: Sequence[_Later]) -> float:
         known = np.unique(own.seed[own.compute <= part.origin])
         number = np.where(np.isin(part.seed, known), np.searchsorted(known, part.seed), -1)
         seen = own.take(own.compute <= part.origin)
-        predicted = point_prediction(seen, options, bounds_of(seen.reward), part.compute, number)
+        predicted = point_prediction(seen, options, bounds, part.compute, number)
         errors.append(np.abs(part.reward - predicted))
     return float(np.concatenate(errors).mean())

@@ -9,7 +9,7 @@ and allow for autocorrelated evaluations (`fit.noise`). Only arrays come in here
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,14 +24,19 @@ from sweeps.fit import interval, noise, verdict
 from sweeps.fit import least_squares as profile
 from sweeps.fit.interval import Draws
 from sweeps.fit.least_squares import Array, Optimum, Problem
+from sweeps.fit.mixture import Mixture, mixture, shared_prior
+from sweeps.fit.outlook import DRAWS, Lookout, Outlook, lookout
 from sweeps.fit.points import FitOptions as FitOptions
-from sweeps.fit.points import Points, bounds_of, pooled, select, weighted
+from sweeps.fit.points import Points, pooled, select, weighted
 from sweeps.fit.seeds import BORROWED_SEED_SD, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
+from sweeps.fit.suspect import BadSeed, without_bad_seeds
 from sweeps.parallel import mapped
 
-_DRAWS = 2000
 # How far R0 is moved, in units of the reward's range, to show what it does to A and B.
 R0_STEP = 0.05
+# Other laws than the sigmoid lie above it: the upper half of A's interval is this much longer, unless all of them are
+# behind by this much log predictive density. With it A is held where curves saturate later (docs/forecast_zoo.md).
+OTHERS, RULED_OUT = 1.25, 6.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,8 @@ class Fit(AsJson):
     possible. shape: the family's shape parameters by name (B and C_mid of a sigmoid, which also stand in their own
     fields; a power law has B only). R0_effect: see `R0Effect`. informing: seeds that say something of A. dof: points
     less parameters. bounds: of R0 and A. allowed: what the intervals were read from.
+    bad_seeds: seeds that went their own way and are left out. lookout: what forecasts are made from; skill: how well
+    each kind of curve foretells, log predictive densities by name.
     """
 
     curve: Curve
@@ -97,6 +104,14 @@ class Fit(AsJson):
     R0_effect: R0Effect | None = None
     informing: int = 1
     allowed: interval.Allowed | None = None
+    bad_seeds: tuple[BadSeed, ...] = ()
+    lookout: Lookout | None = None
+    skill: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """What the curve may do next, whatever the verdict; None where there are too few points. It takes a while."""
+        return None if self.lookout is None else self.lookout.outlook
 
     @property
     def recipe(self) -> str:
@@ -140,6 +155,7 @@ class Fit(AsJson):
             "extrapolation_error": self.extrapolation_error,
             "compute_axis": self.curve.axis,
             "metric": self.curve.metric,
+            "bad_seeds": as_json(self.bad_seeds),
             "warnings": list(self.warnings),
         }
 
@@ -179,13 +195,14 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     """
     options = options or FitOptions()
     spread = seed_spread or SeedSpread(BORROWED_SEED_SD * curve.scale)
-    points = select(curve, options)
+    kept, bad = without_bad_seeds(curve, options.max_compute)
+    points = select(kept, options)
     if not len(points.reward) and options.min_compute is None and options.max_compute is None:
         reason = f"no evaluation above compute 0, which --r0 or the family leaves out of {len(curve.reward)}; run on"
         nothing = Interval(None, None, None)
         return Fit(
             curve, options, "too_few_points", reason, nothing, (None, None), nothing, nothing, None, "given",
-            spread, None, None, 0, 0, None, None, tuple(curve.warnings), bounds_of(curve.reward),
+            spread, None, None, 0, 0, None, None, tuple(curve.warnings), curve.bounds,
         )  # fmt: skip
     if not len(points.reward):
         raise UserError(
@@ -194,7 +211,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         )
     total = len(points.reward)
     points, block = pooled(points)
-    bounds = bounds_of(points.reward)
+    bounds = curve.bounds
     if not isinstance(options.r0, str) and not bounds[0] <= options.r0 <= bounds[1]:
         raise UserError(f"--r0 {options.r0:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
     seeds = int(points.seed.max()) + 1
@@ -205,6 +222,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     warnings = list(curve.warnings)
     if options.r0 == "first" and options.shape.from_zero and not (curve.compute == 0).any():
         warnings.append("no evaluation at compute 0: R0 is inferred from the curve; give --r0 if it is known")
+    warnings += [_left_out(seed, kept) for seed in bad]
     if block > 1:
         warnings.append(f"{total} points were averaged in blocks of {block} neighbours")
     nothing = Interval(None, None, None)
@@ -213,7 +231,8 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         curve, options, "", "", nothing, (None, None), nothing, nothing,
         0.0 if zero else None if isinstance(options.r0, str) else float(options.r0),
         options.r0 if isinstance(options.r0, str) and not zero else "given",
-        spread, None, None, total, seeds, window, None, tuple(warnings), bounds,
+        spread, None, None, total, seeds, window, None, tuple(warnings), bounds, bad_seeds=bad,
+        lookout=lookout(curve.recipe, points, curve.range),
     )  # fmt: skip
     # A first evaluation from before the window observes R0; it shows nothing of the curve's shape.
     shown = points.compute >= low
@@ -221,6 +240,16 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     if refused is not None:
         return replace(empty, verdict=refused.name, reason=refused.reason)
     return _fit_points(empty, points, parameters)
+
+
+def _left_out(bad: BadSeed, kept: Curve) -> str:
+    """What a seed did that is no longer in the curve."""
+    side = "below" if bad.by < 0 else "above"
+    others = ", ".join(str(label) for label in np.unique(kept.seed))
+    return (
+        f"seed {bad.seed} went its own way from compute {bad.since:.4g} on, {abs(bad.by):.3g} {side} the others "
+        f"({others}): it is left out of the curve; look at its run before you trust the recipe"
+    )
 
 
 def fits_r0(options: FitOptions) -> bool:
@@ -240,18 +269,21 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
     parameters -= problem.seeds - informing
     dof = max(len(points.reward) - parameters, 1)
     allowed = interval.explore(problem, best, coarse, _jacobian(problem, best, g), dof, points.variance)
-    labels = [str(label) for label in np.unique(empty.curve.seed)]
+    gone = {bad.seed for bad in empty.bad_seeds}
+    labels = [str(label) for label in np.unique(empty.curve.seed) if str(label) not in gone]
     silent = [label for label, own in zip(labels, problem.loose, strict=False) if not own]
     if silent and len(labels) == problem.seeds:
         note = f"seed {', '.join(silent)} ended too early to say anything of its asymptote; its points are used"
         empty = replace(empty, warnings=(*empty.warnings, note))
     rng = np.random.default_rng(zlib.crc32(empty.recipe.encode()))
-    draws = interval.draw(allowed, _DRAWS, rng)
+    draws = interval.draw(allowed, DRAWS, rng)
 
     near = np.quantile(draws.A, [0.025, 0.975])
     ends = interval.asymptote_interval(allowed, (float(near[0]), float(near[1])))
     a_low, a_high = _a_ends(points, best, ends, bounds)
     A = Interval(best.a, a_low, a_high)
+    screen = None if empty.lookout is None else mixture(empty.lookout.seen, brief=True)
+    A = _allowing_for_others(A, options, screen, bounds)
     shape = _shape(allowed, best)
     nothing = Interval(None, None, None)
     B = shape.get("B", nothing)
@@ -259,15 +291,15 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
     about_curve = points.reward - best.r0 * (1 - g) - best.a * g
     variance = float((points.reward - points.reward.mean()) @ (points.reward - points.reward.mean()))
     half = _half_gain(options.family, shape, points)
+    doubt = _doubt(empty, A, screen)
     evidence = verdict.Evidence(
         compute=points.compute, reward=points.reward,
         A=(best.a, A.low, A.high),
         B=(B.value or 0.0, B.low, B.high) if B.value is not None else None,
         half_gain=half, half_name={"exponential": "tau ln 2", "logistic": "c"}.get(options.family, "C_mid"),
-        R0=best.r0, reward_range=bounds[1] - bounds[0],
+        R0=best.r0, reward_range=empty.curve.scale,
         at_edge=_edge(problem, best, points, bounds),
-        point_sd=allowed.noise.sd,
-        p_flat=interval.p_constant(allowed, _constant_sse(problem), max(parameters - 1, 1)),
+        point_sd=allowed.noise.sd, doubt=doubt,
     )  # fmt: skip
     judged = verdict.after_fit(evidence)
     unnamed = judged.name in ("flat", "decreasing")
@@ -280,7 +312,7 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
         C_mid=nothing if unnamed else C_mid,
         shape={} if unnamed else shape,
         R0=None if options.family == "constant" else best.r0,
-        R0_effect=None if unnamed else _r0_effect(problem, best),
+        R0_effect=None if unnamed else _r0_effect(problem, best, empty.curve.scale),
         rmse=float(np.sqrt(np.mean(about_curve**2))),
         r2=None if variance <= 0 else 1 - float(about_curve @ about_curve) / variance,
         extrapolation_error=_extrapolation_error(points, options, bounds, parameters),
@@ -292,6 +324,7 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
         if judged.identifiable
         else SeedExcess(),
         allowed=allowed,
+        skill={} if doubt is None else doubt.skill,
     )
     return with_seed_spread(fit, empty.seed_spread)
 
@@ -320,19 +353,55 @@ def _half_gain(
     return value * factor, None if low is None else low * factor, None if high is None else high * factor
 
 
-def _constant_sse(problem: Problem) -> Array:
-    """The SSE of the best constant under each rho, (r,): the least over R0 = A of a curve with any shape."""
-    centred = profile.shifted(problem, -problem.centre)
-    q = profile.sums(centred, np.full((1, len(problem.reward)), 0.5)).mixed(noise.RHOS)
-    level = profile.divide(q.h0 + q.h1, q.H00 + 2 * q.H01 + q.H11)
-    return q.at(level, level)[:, 0]
+def _allowing_for_others(
+    A: Interval, options: FitOptions, screen: Mixture | None, bounds: tuple[float, float]
+) -> Interval:
+    """A sigmoid's A with a higher upper end where other laws are not ruled out: nearly all of them saturate later."""
+    if screen is None or options.family != "sigmoid" or A.value is None or A.high is None or A.low == A.high:
+        return A
+    others = max(skill for name, skill in screen.skill.items() if name != "sigmoid")
+    if screen.skill["sigmoid"] - others > RULED_OUT:
+        return A
+    return replace(A, high=min(A.value + OTHERS * (A.high - A.value), bounds[1]))
 
 
-def _r0_effect(problem: Problem, best: Optimum) -> R0Effect | None:
+def _doubt(fit: Fit, A: Interval, screen: Mixture | None) -> verdict.Doubt | None:
+    """What other kinds of curves say of the points; of A nothing where the family is another than they are held to."""
+    if fit.lookout is None or screen is None:
+        return None
+    seen = fit.lookout.seen
+    bottom, width = fit.lookout.bottom, fit.lookout.width
+    rivals = {name: skill for name, skill in screen.skill.items() if name != "sigmoid"}
+    rival = max(rivals, key=lambda name: rivals[name])
+    ahead = rivals[rival] - screen.skill["sigmoid"]
+    jump = None
+    asked = fit.options.sigmoid
+    if asked and (screen.restless or ahead > verdict.AHEAD):
+        found = fit.lookout.outlook
+        jump, ahead = found.jump, max(found.skill[rival] - found.skill["sigmoid"], 0.0)
+    low, high = (
+        (end - bottom) / width for end in (
+            fit.bounds[0] if A.low is None else A.low, fit.bounds[1] if A.high is None else A.high
+        )
+    )  # fmt: skip
+    # A ceiling within the margin of a tie is the same one.
+    near = verdict.PLATEAU * fit.curve.scale / width
+    return verdict.Doubt(
+        skill=screen.skill,
+        rise=screen.rise,
+        z=verdict.trend_z(seen.x, seen.z, seen.variance),
+        rival=rival,
+        ahead=ahead if asked else 0.0,
+        agreed=screen.p_ceiling(low - near, high + near) if asked else 1.0,
+        jump=jump,
+    )
+
+
+def _r0_effect(problem: Problem, best: Optimum, scale: float) -> R0Effect | None:
     """What A and B become when R0 is taken a little lower and higher than it is."""
     if problem.family.name != "sigmoid" or problem.a_bounds[0] == problem.a_bounds[1]:
         return None
-    step = R0_STEP * (problem.a_bounds[1] - problem.a_bounds[0])
+    step = R0_STEP * scale
     found: list[tuple[float | None, float | None]] = []
     for r0 in (best.r0 - step, best.r0 + step):
         if not problem.a_bounds[0] <= r0 < best.a:
@@ -432,12 +501,14 @@ def fit_curves(
     """
     fits = mapped(partial(_fit_one, options=options, regions=regions), curves, workers)
     scale = max((curve.scale for curve in curves), default=1.0)
+    prior = shared_prior([fit.skill for fit in fits if fit.skill]) if len(fits) > 1 else None
     pooled = pooled_seed_spread([fit.seed_excess for fit in fits], scale)
     result = []
     for fit, curve in zip(fits, curves, strict=True):
         own = pooled_seed_spread([fit.seed_excess], scale)
         spread = own or pooled or SeedSpread(BORROWED_SEED_SD * fit.curve.scale)
-        result.append(with_seed_spread(replace(fit, curve=curve), spread))
+        ahead = None if fit.lookout is None else replace(fit.lookout, prior=prior)
+        result.append(with_seed_spread(replace(fit, curve=curve, lookout=ahead), spread))
     return result
 
 

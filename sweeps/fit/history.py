@@ -12,23 +12,14 @@ from sweeps.as_json import AsJson
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curve
-from sweeps.fit.predict import predict, predict_mean
+from sweeps.fit.predict import predict, predict_mean, readable
 from sweeps.fit.verdict import MIN_COMPUTES
 
 # Compute grows by this factor from one snapshot to the next; also how far apart two must be to confirm another.
 GROWTH = 1.15
-
-
 # A check looks at the evaluations of the last tenth; a forecast reaches half as far again as its fit.
 RECENT = 1.1
-
-
 REACH = 1.5
-
-
-# How far outside the 95% interval counts, in units of the interval's half. Snapshots are correlated and many, so
-# the interval itself would ring in every fifth good run.
-_WIDER = 1.25
 
 
 @dataclass(frozen=True)
@@ -53,10 +44,8 @@ class Check(AsJson):
 
     @property
     def side(self) -> int:
-        """1 or -1 where what came lies clearly above or below the forecast, else 0."""
-        if self.actual > self.predicted + _WIDER * (self.high - self.predicted):
-            return 1
-        return -1 if self.actual < self.predicted - _WIDER * (self.predicted - self.low) else 0
+        """1 or -1 where what came lies above or below the interval, else 0."""
+        return int(self.actual > self.high) - int(self.actual < self.low)
 
 
 @dataclass(frozen=True)
@@ -180,7 +169,7 @@ class _Fits:
         ahead = None
         if _names_a_curve(fit):
             band = predict(fit, [REACH * end], observations=1)
-            ahead = REACH * end, Interval(float(band.mean[0]), float(band.low[0]), float(band.high[0]))
+            ahead = REACH * end, band.interval()
         n = int((self._curve.compute <= end).sum())
         return Snapshot(fit.recipe, end, n, fit.verdict, fit.A, ahead, self._check(end))
 
@@ -206,15 +195,15 @@ class _Fits:
 
 
 def _names_a_curve(fit: Fit) -> bool:
-    """Whether there is something to predict from: to data that fall or stay level a sigmoid is not a law."""
-    return fit.draws is not None and fit.A.value is not None
+    """Whether there is something to predict from, and to depart from."""
+    return readable(fit) and fit.verdict not in ("flat", "decreasing", "too_few_points", "degenerate")
 
 
 def departure(snapshots: Sequence[Snapshot]) -> str | None:
     """A warning if the run's latest evaluations lie outside what earlier fits predicted, else None.
 
-    Two snapshots in a row, at compute apart by `GROWTH`, are needed, and the same side throughout; false alarms
-    and misses are given in the module's docstring.
+    Two snapshots in a row, at compute apart by `GROWTH`, are needed, and the same side throughout; docs/watch.md has
+    the rates of false alarms and misses.
 
     Args:
         snapshots: of one recipe, the oldest first.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import fdtrc, stdtr, stdtrit
+from scipy.special import stdtr, stdtrit
 
 from sweeps.fit import noise
 from sweeps.fit.family import SIGMOID, Family
@@ -359,12 +359,6 @@ def _solve_level(profile: _AsymptoteProfile, start: float, guess: float, bound: 
             near, gap_near = middle, value
             gap_far *= 0.5
     return middle
-
-
-def p_constant(allowed: Allowed, constant_sse: Array, parameters: int) -> float:
-    """The chance that a constant's excess SSE (r,), under each rho, is noise: an F test averaged over rho."""
-    ratio = np.maximum(constant_sse - allowed.least, 0.0) / allowed.scale / parameters
-    return float(allowed.share @ fdtrc(parameters, allowed.dofs, ratio))
 
 
 @dataclass(frozen=True)

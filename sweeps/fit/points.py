@@ -64,6 +64,11 @@ class FitOptions:
             raise UserError(f"--family {self.family!r}: unknown; choose one of {', '.join(FAMILIES)}, all")
         return FAMILIES[self.family]
 
+    @property
+    def sigmoid(self) -> bool:
+        """Whether the sigmoid itself is fitted: of another family, or with A fixed, other laws say nothing."""
+        return self.family == "sigmoid" and self.asymptote is None
+
 
 @dataclass(frozen=True)
 class Points:
@@ -103,13 +108,13 @@ def select(curve: Curve, options: FitOptions) -> Points:
     return Points(curve.compute[keep][order], curve.reward[keep][order], variance, seed[order].astype(np.intp))
 
 
-def pooled(points: Points) -> tuple[Points, int]:
-    """At most about `MOST_POINTS` points: means over neighbours of one seed, and how many went into each.
+def pooled(points: Points, most: int = MOST_POINTS) -> tuple[Points, int]:
+    """At most about so many points: means over neighbours of one seed, and how many went into each.
 
     An evaluation at compute 0 stays as it is, because it observes R0.
     """
     n = len(points.reward)
-    block = -(-n // MOST_POINTS)
+    block = -(-n // most)
     if block == 1:
         return points, 1
     start = np.flatnonzero(np.concatenate([[True], points.seed[1:] != points.seed[:-1]]))
@@ -127,14 +132,6 @@ def pooled(points: Points) -> tuple[Points, int]:
         compute = np.where(points.compute[fresh] > 0, np.exp(mean(np.log(points.compute))), 0.0)
     variance = None if points.variance is None else mean(points.variance) / count
     return Points(compute, mean(points.reward), variance, points.seed[fresh]), block
-
-
-def bounds_of(reward: Array) -> tuple[float, float]:
-    """Where R0 and A may lie: [0, 1] for pass rates, else well beyond the rewards seen."""
-    low, high = float(reward.min()), float(reward.max())
-    if low >= 0 and high <= 1:
-        return 0.0, 1.0
-    return low - 2 * (high - low), high + 2 * (high - low)
 
 
 def problem_of(points: Points, options: FitOptions, bounds: tuple[float, float], variance: Array) -> Problem:

@@ -1,4 +1,9 @@
-"""Predictions from a fit: the runs' reward at given compute with a 95% prediction interval."""
+"""Forecasts from a fit: the runs' reward at given compute with a 95% interval, whatever the verdict.
+
+They are read off the outlook (`sweeps.fit.outlook`), in which kinds of curves are averaged by how well they foretell: a
+verdict says whether A may be named, not whether the curve may be read. Where another family than the sigmoid was asked
+for, or A was fixed, they are that curve's own.
+"""
 
 from __future__ import annotations
 
@@ -10,98 +15,162 @@ import numpy as np
 
 from sweeps.curve import Array
 from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.futures import FARTHEST
 from sweeps.fit.interval import asymptote_confidence
+from sweeps.fit.outlook import DRAWS
 from sweeps.fit.seeds import SeedSpread
+from sweeps.fit.wander import apart
+
+# Beyond this many times the window's end a forecast is no plan; the source extrapolates 2 to 3 times.
+FAR = 100.0
 
 
 @dataclass(frozen=True)
 class Band:
-    """Expected reward with a 95% prediction interval; floats in arrays of one shape."""
+    """Median reward with a 95% prediction interval; floats in arrays of one shape."""
 
-    mean: Array
+    value: Array
     low: Array
     high: Array
+
+    def interval(self, at: int = 0) -> Interval:
+        """One of them."""
+        return Interval(float(self.value[at]), float(self.low[at]), float(self.high[at]))
+
+
+def readable(fit: Fit) -> bool:
+    """Whether there is anything to forecast from."""
+    return fit.draws is not None or fit.lookout is not None
+
+
+def paths(fit: Fit, compute: Array | Sequence[float]) -> Array:
+    """Draws of the runs' mean curve; (m,) in the curve's unit -> (K, m) in reward.
+
+    Raises:
+        ValueError: there are too few points to forecast from.
+    """
+    at = np.atleast_1d(np.asarray(compute, dtype=float))
+    if fit.options.sigmoid and fit.outlook is not None:
+        return fit.outlook.at(at)
+    if fit.draws is None:
+        raise ValueError(f"recipe {fit.recipe!r} has no fit to predict from: {fit.verdict}, {fit.reason}")
+    return fit.draws.curve(at)
+
+
+def paths_over_seeds(fit: Fit, compute: Array | Sequence[float]) -> Array:
+    """Draws of the recipe's mean over all seeds, not those given alone; shapes as of `paths`."""
+    found = paths(fit, compute)
+    assert fit.window is not None
+    grown = apart(np.atleast_1d(np.asarray(compute, dtype=float)) / fit.window[1])
+    result: Array = np.clip(found + seed_offsets(fit)[:, None] * grown, *fit.bounds)
+    return result
 
 
 def predict(fit: Fit, compute: Array | Sequence[float], observations: int = 0) -> Band:
     """The runs' reward at each compute, pointwise.
 
     Args:
-        fit: any fit that has draws.
+        fit: any fit that is `readable`.
         compute: (m,), in the curve's unit, >= 0.
-        observations: 0 for the curve itself; k for the mean of k consecutive evaluations around that compute.
+        observations: 0 for the curve itself; k for the mean of k evaluations around that compute, over all seeds.
 
     Raises:
-        ValueError: the fit has no draws (`too_few_points`, `degenerate`, constant rewards).
+        ValueError: there are too few points to forecast from.
     """
-    return _band(fit, _curves(fit, compute), observations)
+    found = paths(fit, compute)
+    if observations:
+        assert fit.window is not None
+        each = max(round(observations / max(fit.seeds, 1)), 1)
+        spacing = (fit.window[1] - fit.window[0]) * fit.seeds / max(fit.n - fit.seeds, 1)
+        around: Array = fit.window[1] + spacing * np.arange(each, dtype=float)
+        found = np.asarray(found + _noise(fit, around, observations / each, len(found)))
+    return _band(fit, found)
 
 
 def predict_mean(fit: Fit, compute: Array | Sequence[float]) -> tuple[float, float, float]:
     """Mean reward over evaluations at the given computes (one entry each): value, low and high at 95%.
 
     Raises:
-        ValueError: the fit has no draws.
+        ValueError: there are too few points to forecast from.
     """
-    paths = _curves(fit, compute)
-    band = _band(fit, paths.mean(1, keepdims=True), paths.shape[1])
-    return float(band.mean[0]), float(band.low[0]), float(band.high[0])
+    at = np.atleast_1d(np.asarray(compute, dtype=float))
+    distinct = np.unique(at)
+    found = paths(fit, at).mean(1, keepdims=True)
+    band = _band(fit, found + _noise(fit, distinct, len(at) / len(distinct), len(found)))
+    return float(band.value[0]), float(band.low[0]), float(band.high[0])
 
 
-def _curves(fit: Fit, compute: Array | Sequence[float]) -> Array:
-    if fit.draws is None:
-        raise ValueError(f"recipe {fit.recipe!r} has no fit to predict from: {fit.verdict}, {fit.reason}")
-    return fit.draws.curve(np.atleast_1d(np.asarray(compute, dtype=float)))
+def _noise(fit: Fit, compute: Array, seeds: float, count: int) -> Array:
+    """Noise of the mean of one evaluation a seed at each compute; (m,) -> (K, 1)."""
+    rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 1)
+    if fit.outlook is not None:
+        sd = fit.outlook.noise_of_mean(compute) / np.sqrt(seeds)
+        return np.asarray(sd * rng.standard_normal((count, 1)))
+    assert fit.noise is not None
+    return np.asarray(fit.noise.of_mean(len(compute)) / np.sqrt(seeds) * rng.standard_t(fit.dof, (count, 1)))
 
 
-def _band(fit: Fit, paths: Array, observations: int) -> Band:
-    """Quantiles over draws, plus the noise of a mean of `observations` points. Shapes: (K, m) -> (m,)."""
-    mean = np.asarray(paths.mean(0))
-    if observations and fit.noise is not None:
-        rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 1)
-        # Seeds run side by side: k evaluations around one compute are a few consecutive ones of every seed.
-        each = max(round(observations / fit.seeds), 1)
-        sd = fit.noise.of_mean(each) * np.sqrt(each / observations)
-        paths = paths + sd * rng.standard_t(fit.dof, size=(len(paths), 1))
-    low, high = np.quantile(paths, [0.025, 0.975], axis=0)
-    return Band(mean, np.clip(low, *fit.bounds), np.clip(high, *fit.bounds))
-
-
-# Beyond this many times the window's end a forecast is no plan; the source extrapolates 2 to 3 times.
-FAR = 100.0
-
-
-# How far past the window's end the curve itself is known although A is not: what docs/forecast.md has tested.
-SUPPORT = 2.0
-
-
-# Verdicts under which there is a rising curve to read at all, and how far past the window.
-_REACH = {"identifiable": FAR, "open": SUPPORT, "at_bound": SUPPORT, "pre_inflection": 1.0}
+def _band(fit: Fit, found: Array) -> Band:
+    """Quantiles over draws. Shapes: (K, m) -> (m,)."""
+    low, value, high = np.quantile(found, [0.025, 0.5, 0.975], axis=0)
+    return Band(*(np.clip(v, *fit.bounds) for v in (value, low, high)))
 
 
 def support(fit: Fit) -> float | None:
     """The largest compute, in the curve's unit, at which the fit may be read; None if it may not at all."""
-    if fit.draws is None or fit.window is None or fit.verdict not in _REACH:
+    if fit.window is None or not readable(fit):
         return None
-    return _REACH[fit.verdict] * fit.window[1]
+    return (FAR if fit.identifiable else FARTHEST) * fit.window[1]
+
+
+def within(fit: Fit, compute: float) -> bool:
+    """Whether the fit may be read at a compute, see `support`."""
+    limit = support(fit)
+    return limit is not None and compute <= limit * (1 + 1e-9)
+
+
+def reward_at(fit: Fit, compute: float) -> Interval | None:
+    """The runs' reward at a compute with its 95% interval; None where the fit may not be read."""
+    return predict(fit, [compute]).interval() if within(fit, compute) else None
 
 
 def total_draws(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
     """Draws of a recipe's A over seeds, or of a new run's. (K,), in reward units.
 
+    A named A is the sigmoid's; where it may not be named, what the curve comes to by the outlook, with all its width.
     The mean over the seeds given is off by sd / sqrt(seeds); a new seed is off from the recipe's mean by sd
     again. spread: between seeds, the fit's own if not given (where recipes are compared in pairs it is less).
 
     Raises:
-        ValueError: the fit has no draws.
+        ValueError: there are too few points to say anything.
     """
-    if fit.draws is None:
-        raise ValueError(f"recipe {fit.recipe!r} has no draws: {fit.verdict}")
-    rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 3)
-    spread, count = spread or fit.seed_spread, len(fit.draws.A)
-    noise = rng.standard_normal(count) if np.isinf(spread.dof) else rng.standard_t(spread.dof, count)
-    total: Array = fit.draws.A + spread.sd * np.sqrt(1 / fit.informing + new_run) * noise
+    total: Array = asymptote_draws(fit) + seed_offsets(fit, new_run, spread)
     return total
+
+
+def seed_offsets(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
+    """Draws of how far the mean over the seeds given, or a new run, lies off the recipe's; see `total_draws`. (K,)."""
+    rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 3)
+    spread = spread or fit.seed_spread
+    noise = rng.standard_normal(DRAWS) if np.isinf(spread.dof) else rng.standard_t(spread.dof, DRAWS)
+    offsets: Array = spread.sd * np.sqrt(1 / max(fit.informing, 1) + new_run) * noise
+    return offsets
+
+
+def asymptote_draws(fit: Fit) -> Array:
+    """The same for the runs given: no spread between seeds. (K,).
+
+    Raises:
+        ValueError: there are too few points to say anything.
+    """
+    if fit.identifiable or fit.outlook is None:
+        if fit.draws is None:
+            raise ValueError(f"recipe {fit.recipe!r} has no draws: {fit.verdict}")
+        return fit.draws.A
+    if fit.verdict in ("flat", "decreasing") and fit.window is not None:
+        # Nothing rises that could go on: what it may do in as much compute again is all there is to say.
+        return fit.outlook.at(np.array([2 * fit.window[1]]))[:, 0]
+    return fit.outlook.ceiling
 
 
 def quantiles(values: Array) -> Interval:

@@ -17,7 +17,6 @@ from sweeps.curve import Array, Curve
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval
 from sweeps.fit.names import METHOD
-from sweeps.fit.points import bounds_of
 from sweeps.fit.seeds import SeedSpread
 
 # Rounded, so that 0.61 is printed as that.
@@ -79,7 +78,7 @@ def fit_literal(
             f"recipe {curve.recipe!r}: no points above compute 0 in the window; compute ({curve.axis}) runs from "
             f"{curve.compute.min():.4g} to {curve.compute.max():.4g}: change --min-compute or --max-compute"
         )
-    bounds = bounds_of(reward)
+    bounds = curve.bounds
     if options.r0 != "first" and not bounds[0] <= r0 <= bounds[1]:
         raise UserError(f"--r0 {r0:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
     if options.min_compute is None:

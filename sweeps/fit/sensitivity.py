@@ -94,7 +94,7 @@ def _settings(main: Fit) -> Iterator[tuple[str, str, str, FitOptions]]:
     if options.family in _WITH_R0:
         yield R0, "R0 as the first evaluation", "R0 first", replace(options, r0="first")
         yield R0, "R0 free", "R0 free", replace(options, r0="free")
-        step = R0_STEP * (main.bounds[1] - main.bounds[0])
+        step = R0_STEP * (main.curve.scale)
         for by in (-step, step):
             if main.R0 is not None and main.bounds[0] <= main.R0 + by <= main.bounds[1]:
                 fixed = main.R0 + by

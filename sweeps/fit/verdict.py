@@ -1,11 +1,13 @@
 """May an asymptote be named? The verdicts of a fit, each with its reason and what would cure it.
 
 Only `identifiable` lets a recipe be ranked on A. The refusals: `too_few_points`, `degenerate`, `decreasing`,
-`flat`, `pre_inflection`, `at_bound`, `open`, tested in this order.
+`flat`, `misfit`, `pre_inflection`, `at_bound`, `open`, tested in this order. They judge the asymptote alone: what the
+window itself shows, and forecasts, are to be had under any of them (`sweeps.fit.outlook`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,27 +15,40 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from sweeps.fit.least_squares import Array
+from sweeps.fit.outlook import Jump
 
 MIN_COMPUTES = 6
 # A window narrower than this factor shows one point of a curve on log compute, not its shape.
 MIN_SPAN = 1.5
-# An interval wider than this (in units of the reward's range, and never more than the gain itself) cannot
-# separate any two of the published recipes, whose A lie within 0.16 of each other (arXiv 2510.13786, fig. 2).
-MAX_WIDTH = 0.2
+# An interval wider than this (in units of the reward's range, and never more than the gain itself) cannot separate any
+# two of the published recipes, whose A lie within 0.16 of each other (arXiv 2510.13786, fig. 2): 0.2, and what is
+# allowed for other laws.
+MAX_WIDTH = 0.225
 # A plateau counts as observed at a bound if the last quarter's mean is this close: the margin of a tie.
 PLATEAU = 0.02
 # The bend is in the window if even the upper end of C_mid's interval lies below this share of it: intervals that
 # miss, one in twenty, mostly miss by little.
 BEND = 0.85
-# Chance of taking pure noise for a rise.
-FLAT_LEVEL = 0.01
+# Before this many times the upper end of C_mid a window shows the bend and no plateau, and a lull passes for one: A
+# must then be known all the better, by the square of what is missing.
+REACH = 3.5
+# A rise needs this much log evidence over a constant with a policy that wanders; and whatever wander explains, a trend
+# of more standard deviations than this, by the points' scatter or by their sampling errors, is no level curve.
+RISE = 2.0
+TREND = 4.5
+# A kind of curve ahead of the sigmoid by this much log predictive density (20 times as likely) is preferred to it.
+AHEAD = 3.0
+# A is named if this much of what all kinds of curves say of the ceiling lies within its interval.
+AGREED = 0.6
+# Evaluations whose mean is called the best so far.
+_SMOOTH = 5
 # A run has gone bad if it ends this share of its gain below its best stretch.
 COLLAPSE = 0.2
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`name` is one of the eight of the module's docstring; `reason` is one sentence."""
+    """`name` is one of the nine of the module's docstring; `reason` is one sentence."""
 
     name: str
     reason: str
@@ -45,13 +60,32 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Doubt:
+    """What other kinds of curves say of the points (`sweeps.fit.mixture`).
+
+    skill: log predictive density of each kind, by name. rise: log evidence of all over a constant. z: of the trend,
+    signed, the larger by scatter and by sampling errors. rival: the kind other than a sigmoid that forecasts best, and
+    by how much log density it is ahead. agreed: probability that the ceiling is within A's interval. jump: what the
+    points show of one.
+    """
+
+    skill: Mapping[str, float]
+    rise: float
+    z: float
+    rival: str
+    ahead: float
+    agreed: float
+    jump: Jump | None = None
+
+
+@dataclass(frozen=True)
 class Evidence:
     """What the verdict rests on.
 
     compute, reward: the points, (n,). A, B and half_gain (C_mid of a sigmoid): value, low, high, None for open; B
-    and half_gain are None where the family has none. reward_range: width of the bounds of A. at_edge: the edge of
-    the search the fit lies on. point_sd: of one point about the curve. p_flat: chance that a constant with this
-    noise would fit as badly as it does. half_name: what the family calls half_gain.
+    and half_gain are None where the family has none. reward_range: width of the reward's scale. at_edge: the edge of
+    the search the fit lies on. point_sd: of one point about the curve. doubt: what other kinds of curves say, None
+    where there are too few points. half_name: what the family calls half_gain.
     """
 
     compute: Array
@@ -63,7 +97,7 @@ class Evidence:
     reward_range: float
     at_edge: str | None
     point_sd: float
-    p_flat: float
+    doubt: Doubt | None
     half_name: str = "C_mid"
 
 
@@ -152,18 +186,19 @@ def after_fit(e: Evidence) -> Verdict:
         return trend
     a, a_low, a_high = e.A
     gain = a - e.R0
-    if e.p_flat > FLAT_LEVEL or gain <= 0:
-        return Verdict(
-            "flat",
-            f"the rise does not exceed the noise (sd {e.point_sd:.2g} a point); "
-            "run longer, or evaluate on more prompts",
-        )
+    level = _level(e, gain)
+    if level is not None:
+        return level
     end = float(e.compute.max())
-    reach = ""
+    misfit = _misfit(e)
+    if misfit is not None:
+        return misfit
+    reach, short = "", 1.0
     if e.half_gain is not None:
         c, _, c_high = e.half_gain
         if c_high is None or max(c, c_high) >= BEND * end:
             return Verdict("pre_inflection", _before_the_bend(end, e.half_name, c, c_high))
+        short = min(end / (REACH * max(c, c_high, 1e-300)), 1.0) ** 2
         if c > 0:
             reach = f" in a window up to {end / c:.2g} x {e.half_name}"
     if e.at_edge is not None:
@@ -178,15 +213,97 @@ def after_fit(e: Evidence) -> Verdict:
     if a_low is None or a_high is None:
         side = "above" if a_high is None else "below"
         return Verdict("open", f"the data do not bound A {side} (best {a:.3f}){reach}; {cure}")
-    width, allowed = a_high - a_low, min(MAX_WIDTH * e.reward_range, gain)
+    width, allowed = a_high - a_low, min(MAX_WIDTH * e.reward_range * short, gain)
     if width > allowed:
         return Verdict(
             "open",
             f"A is only known to {a_low:.3f}..{a_high:.3f} (at most {allowed:.2g} wide is allowed){reach}; {cure}",
         )
+    if e.doubt is not None and e.doubt.agreed < AGREED:
+        return Verdict(
+            "open",
+            f"other kinds of curves fit as well and put the ceiling elsewhere: {e.doubt.agreed:.0%} of what they say "
+            f"lies within A's {a_low:.3f}..{a_high:.3f}{reach}; {cure}",
+        )
     if e.B is not None and e.B[1] is None and e.B[2] is None:
         return Verdict("open", f"any B fits (best {e.B[0]:.3g}); evaluate more often around the bend")
     return Verdict("identifiable", f"A is known within {width:.3f}{reach}")
+
+
+def _level(e: Evidence, gain: float) -> Verdict | None:
+    """`flat`, by the trend and not by the shape; a curve that does not rise and yet is not level is a misfit."""
+    doubt = e.doubt
+    if (doubt is not None and doubt.rise > RISE) and gain > 0:
+        return None
+    if doubt is None or abs(doubt.z) <= TREND:
+        return Verdict(
+            "flat",
+            f"the rise does not exceed the noise (sd {e.point_sd:.2g} a point); "
+            "run longer, or evaluate on more prompts",
+        )
+    moved = "moves" if gain > 0 else "falls"
+    return Verdict(
+        "misfit",
+        f"drift: the reward {moved}, but no more than a policy that wanders does in this window, so no asymptote can "
+        "be named; run longer, or add seeds: they wander apart, and a law does not",
+    )
+
+
+# What a kind of curve is called where it explains the points better than a sigmoid.
+_SEEN = {
+    "delayed": "delayed start: nothing happens at first, then the reward rises at once",
+    "walk": "no law: the reward wanders, and its last value foretells the next better than any curve",
+    "constant": "no law: the reward changes and settles otherwise than by a curve",
+    "line": "drift: the reward rises in a straight line, with no ceiling in sight",
+    "logarithm": "drift: the reward rises with the logarithm of compute, with no ceiling in sight",
+}
+
+
+def _misfit(e: Evidence) -> Verdict | None:
+    """What the points show that no sigmoid has, or which kind of curve foretells them so much better."""
+    doubt = e.doubt
+    if doubt is None:
+        return None
+    order = np.argsort(e.compute, kind="stable")
+    smooth = np.convolve(e.reward[order], np.ones(_SMOOTH) / _SMOOTH, mode="valid")
+    best = float(e.compute[order][int(smooth.argmax()) + _SMOOTH // 2])
+    still = (
+        f"the best so far is {smooth.max():.3f} about compute {best:.4g}; readings of the window and forecasts hold "
+        "without A (scalerl plan, scalerl rank --budget)"
+    )
+    if doubt.jump is not None:
+        jump, end = doubt.jump, float(e.compute.max())
+        what = "collapse" if jump.size < 0 else "late rise" if jump.compute > 0.75 * end else "step"
+        return Verdict(
+            "misfit",
+            f"{what}: the reward {'fell' if jump.size < 0 else 'rose'} by {abs(jump.size):.3g} at once about compute "
+            f"{jump.compute:.4g}, which no sigmoid does, so A is not named; {still}; fit one part with "
+            f"--{'max' if jump.size < 0 else 'min'}-compute {jump.compute:.4g}",
+        )
+    if doubt.ahead > AHEAD:
+        seen = _SEEN.get(doubt.rival, f"another law: a {doubt.rival} curve")
+        return Verdict(
+            "misfit",
+            f"{seen}; it foretells each evaluation from those before e^{doubt.ahead:.1f} times better than a sigmoid, "
+            f"so A is not named; {still}",
+        )
+    return None
+
+
+def trend_z(x: Array, z: Array, variance: Array | None) -> float:
+    """Standard deviations of a straight trend: the larger of those by the points' scatter and by their own errors.
+
+    Shapes: (n,), variance of sampling or None.
+    """
+    about = x - x.mean()
+    size = float(about @ about)
+    slope = float(about @ z) / size
+    left = z - z.mean() - slope * about
+    scatter = float(np.sqrt(max(float(left @ left), 1e-300) / max(len(x) - 2, 1) / size))
+    found = [slope / scatter]
+    if variance is not None:
+        found.append(slope * size / float(np.sqrt((about**2) @ variance)))
+    return max(found, key=abs)
 
 
 def _before_the_bend(end: float, name: str, c: float, c_high: float | None) -> str:

@@ -102,8 +102,12 @@ def test_every_table_format_gives_the_same_curves(tmp_path: Path, form: str) -> 
         ("x.jsonl", b'{"compute": 1, "reward": 0.1}\n{"compute": 2', "line 2 is not JSON"),
         ("x.jsonl", b"[1, 2]\n", "line 1 is not a JSON object"),
         ("x.jsonl", b'{"step": 1, "score": 2}\n', "no column compute, reward; found step, score"),
-        ("x.jsonl", b'{"compute": 1, "reward": 0.1}\n{"compute": 2}\n', "reward is not a finite number in 1 of 2 rows"),
-        ("x.jsonl", b'{"compute": 1, "reward": NaN}\n', "first row 1"),
+        (
+            "x.jsonl",
+            b'{"compute": 1, "reward": 0.1}\n\n{"compute": 2, "reward": "abc"}\n',
+            r"in 1 of 2 .*line 3 \('abc'\)",
+        ),
+        ("x.jsonl", b'{"compute": 1, "reward": NaN}\n', "column reward is blank in all 1 rows"),
         ("x.jsonl", b'{"compute": true, "reward": [1]}\n', "compute is not a finite number"),
         ("x.jsonl", b"\xff\xfe", "not a text file"),
         ("x.parquet", b"PAR1 and then nothing", "not a readable Parquet file"),
@@ -125,6 +129,23 @@ def test_repeated_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     assert any("2 repeated rows" in note for note in curve.warnings)
 
 
+def test_two_rewards_at_one_compute_are_kept_and_said() -> None:
+    curve = make_curve("x", [0, 1200, 1200, 2400, 2400, 2400], [0.1, 0.47, 0.41, 0.5, 0.6, 0.6])
+    assert curve.reward.tolist() == [0.1, 0.41, 0.47, 0.5, 0.6]
+    (note,) = [note for note in curve.warnings if "different rewards" in note]
+    assert note.startswith("seed 0: 2 compute values have two different rewards (first at 1200: 0.41 and 0.47)")
+    assert "are two runs under one name? give them seeds or --by" in note
+    assert not make_curve("x", [1, 1, 2], [0.1, 0.2, 0.1], ["a", "b", "a"]).warnings  # two seeds may differ
+    (one,) = make_curve("x", [1, 1, 1], [0.1, 0.2, 0.3], ["run 0"] * 3).warnings
+    assert one.startswith("run 0: 1 compute value has up to 3 different rewards")
+
+
+def test_of_many_seeds_with_two_rewards_a_few_are_named() -> None:
+    seeds = [str(seed) for seed in range(9) for _ in range(2)]
+    notes = make_curve("x", [1.0] * 18, np.linspace(0, 1, 18), seeds).warnings
+    assert len(notes) == 4 and notes[0].startswith("seed 0:") and notes[-1] == "so have 6 more seeds"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -133,18 +154,19 @@ def test_repeated_rows_are_dropped_and_counted(tmp_path: Path) -> None:
         ("recipe,seed,flops,score\na,0,1,2\n", "no column compute, reward; found recipe, seed, flops, score"),
         (
             "recipe,compute,reward\na,1,x\na,2,0.5\na,3,nan\n",
-            r"reward is not a finite number in 2 of 3 rows, first row 1",
+            r"reward is not a finite number in 1 of 3 rows, first at line 2 \('x'\); correct them",
         ),
         (
             "recipe,compute,reward\na,1,0.1\na,inf,0.5\n",
-            "compute is not a finite number in 1 of 2 rows, first row 2",
+            "compute is not a finite number in 1 of 2 rows, first at line 3",
         ),
-        ("recipe,compute,reward\na,1,\n", "first row 1"),
-        ("recipe,compute,reward\na,1,0.1\na,-2,0.5\n", "compute is negative in 1 rows, first row 2"),
-        ("recipe,compute,reward\na,1\n", "too few cells, first row 1"),
+        ("recipe,compute,reward\na,1,\n", "column reward is blank in all 1 rows; give another with --y"),
+        ("recipe,compute,reward\na,1,0.1\na,-2,0.5\n", "compute is negative in 1 rows, first at line 3"),
+        ("recipe,compute,reward\na,1\n", "too few cells, first at line 2"),
         ("recipe,compute,reward,reward\na,1,2,3\n", "occurs more than once"),
         (b"\x89PNG\r\n\x1a\n\xff\xfe", "not a text file"),
-        (b"recipe,compute\0,reward\n", "NUL"),
+        (b"recipe,compute\0,reward\n", r"is empty.* \(1 NUL bytes.*dropped, with 1 lines that they cut off\)"),
+        (b"\0" * 9, r"is empty.* \(9 NUL bytes"),
         ('recipe,compute,reward\n"a,1,2\n', "not a CSV file"),
     ],
 )
@@ -152,6 +174,216 @@ def test_unusable_tables_say_why(tmp_path: Path, text: str | bytes, message: str
     with pytest.raises(UserError, match=message) as caught:
         load([csv_file(tmp_path, text)])
     assert "\n" not in str(caught.value) and "curves.csv" in str(caught.value)
+
+
+@pytest.mark.parametrize("none", ["", " ", "nan", "NaN", "NA", "N/A", "null", "None", "-", "#N/A"])
+def test_rows_without_a_value_are_skipped_and_counted_once(tmp_path: Path, none: str) -> None:
+    rows = ["a,0,1,0.1", f"a,0,2,{none}", f"a,0,{none},{none}", f"a,0,{none},0.3", f"b,0,1,{none}", "a,0,4,0.4"]
+    text = "\n".join(["recipe,seed,compute,reward", *rows])
+    study = load([csv_file(tmp_path, text)])
+    (curve,) = study.curves
+    assert curve.compute.tolist() == [1, 4] and curve.reward.tolist() == [0.1, 0.4] and not curve.warnings
+    said = "3 rows without a reward and 1 rows without compute were skipped; nothing is left of b"
+    assert study.warnings == [f"{tmp_path / 'curves.csv'}: {said}"]
+    assert "6 rows: 2 points" in study.mapping[0]
+
+
+def test_rows_that_never_have_both_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no row has both compute and reward"):
+        load([csv_file(tmp_path, "compute,reward\n1,\n,0.5\n")])
+
+
+def test_a_blank_standard_error_is_an_unknown_one(tmp_path: Path) -> None:
+    text = "recipe,compute,reward,sd\na,1,0.1,0.01\na,2,0.2,\nb,1,0.1,0.02\n"
+    a, b = load([csv_file(tmp_path, text)]).curves
+    assert a.sd is None and b.sd is not None and b.sd.tolist() == [0.02]
+
+
+def test_headers_in_any_case_and_two_that_differ_in_nothing_else(tmp_path: Path) -> None:
+    path = csv_file(tmp_path, "\ufeff Recipe ,SEED, Compute ,REWARD,Size\na,3,1,0.5,7b\n")
+    (curve,) = load([path], factors=("size",)).curves
+    assert (curve.recipe, curve.seed.tolist(), curve.axis, curve.metric) == ("a size=7b", ["3"], "compute", "reward")
+    assert load([path], y="reward", x="COMPUTE", by="recipe").curves[0].recipe == "a"
+    path = csv_file(tmp_path, "recipe,compute,Reward,reward\na,1,0.5,0.7\n")
+    with pytest.raises(UserError, match=r"columns Reward and reward differ only in case.*--y"):
+        load([path])
+    assert load([path], y="Reward").curves[0].reward.tolist() == [0.5]
+
+
+def test_a_step_stands_in_for_compute_and_is_said_to_be_none(tmp_path: Path) -> None:
+    study = load([csv_file(tmp_path, "Step,REWARD\n1,0.5\n2,0.6\n", "run.csv")])
+    (curve,) = study.curves
+    assert curve.axis == "step" and any("Step is an order of steps, not compute" in note for note in curve.warnings)
+    assert "compute <- Step (for want of a column compute)" in study.shown[0]
+    tokens = load([csv_file(tmp_path, "step,num_tokens,reward\n1,10,0.5\n2,20,0.6\n", "run.csv")])
+    assert tokens.curves[0].compute.tolist() == [10, 20] and not tokens.curves[0].warnings
+    with pytest.raises(UserError, match=r"2 compute axes could be meant \(num_tokens, progress/total_tokens\).*--x"):
+        load([csv_file(tmp_path, "num_tokens,progress/total_tokens,reward\n1,10,0.5\n", "run.csv")])
+
+
+def test_percent(tmp_path: Path) -> None:
+    curve = load([csv_file(tmp_path, "compute,reward\n0,0.5\n1,21%\n2, 35.5 %\n3,1\n")]).curves[0]
+    assert curve.reward.tolist() == pytest.approx([0.5, 0.21, 0.355, 1])
+    with pytest.raises(
+        UserError, match="column reward has '21%' at line 3 and, without a percent sign, '35' at line 5"
+    ):
+        load([csv_file(tmp_path, "compute,reward\n0,0.5\n1,21%\n\n2,35\n")])
+
+
+def test_tables_as_a_german_spreadsheet_writes_them(tmp_path: Path) -> None:
+    text = "\ufeffRecipe;Seed;Compute;Reward\r\na;0;0;0,1\r\na;0;1,5;1\r\n\r\na;0;2;\r\na;0;3;4,5E-1\r\n;;;\r\n"
+    study = load([csv_file(tmp_path, text)])
+    (curve,) = study.curves
+    assert curve.compute.tolist() == [0, 1.5, 3] and curve.reward.tolist() == [0.1, 1, 0.45]
+    assert "cells parted by ';', decimal commas in Compute, Reward" in study.shown[0]
+    said = csv_file(tmp_path, 'sep=;\r\nrecipe;compute;reward\r\na;1;"21,5%"\r\n')
+    assert load([said]).curves[0].reward.tolist() == pytest.approx([0.215])
+    for cell, line in (("abc", 4), ("1.234,5", 3), ("0.5", 3)):  # a column with a point is not one with commas
+        with pytest.raises(UserError, match=rf"column reward is not a finite number .*first at line {line} "):
+            load(
+                [
+                    csv_file(
+                        tmp_path, f"recipe;compute;reward\na;1;1\na;2;{'0,2' if line == 4 else '0,25'}\na;3;{cell}\n"
+                    )
+                ]
+            )
+    text = "recipe\tcompute\treward\r\na\t1\t0,5\r\n"
+    for encoding in ("utf-16", "utf-16-be", "utf-8-sig"):
+        raw = ("\ufeff" if encoding.endswith("be") else "").encode(encoding) + text.encode(encoding)
+        assert load([csv_file(tmp_path, raw, "unicode.txt")]).curves[0].reward.tolist() == [0.5]
+    with pytest.raises(UserError, match="not a text file in UTF-8; save it as UTF-8"):
+        load([csv_file(tmp_path, "Läufe;compute;reward\na;1;1\n".encode("cp1252"))])
+    with pytest.raises(UserError, match=r"'0,5'.*decimal commas are read if"):
+        load([csv_file(tmp_path, 'recipe,compute,reward\na,1,"0,5"\n')])
+
+
+def test_a_table_with_a_column_a_run(tmp_path: Path) -> None:
+    """Of different lengths, with an index as pandas writes it, and with seeds in the names."""
+    text = ",Step,grpo-seed1,grpo-seed2,dapo,note\n0,0,0.1,0.2,0.1,x\n1,10,0.3,0.4,,y\n2,,0.3,0.4,0.5,\n3,30,50%,,,\n"
+    study = load([csv_file(tmp_path, text, "runs.csv")])
+    dapo, grpo = study.curves
+    assert (dapo.recipe, dapo.compute.tolist(), dapo.axis) == ("dapo", [0], "step")
+    assert grpo.recipe == "grpo" and grpo.seed.tolist() == ["1"] * 3 + ["2"] * 2
+    assert grpo.compute.tolist() == [0, 10, 30, 0, 10] and grpo.reward.tolist() == [0.1, 0.3, 0.5, 0.2, 0.4]
+    assert any("not compute" in note for note in grpo.warnings)
+    assert study.warnings == [f"{tmp_path / 'runs.csv'}: 1 rows without compute were skipped"]
+    line, seeds = study.shown
+    assert "table with a column a run; compute <- Step (for want of a column compute)" in line
+    assert "the cells of 3 columns (grpo-seed1, grpo-seed2, dapo); recipe <- the name of the column" in line
+    assert "4 rows: 6 points, cells without a reward: 3, columns left out: , note" in line
+    assert "grpo <- grpo-seed1 (seed 1), grpo-seed2 (seed 2)" in seeds
+
+
+def test_a_wide_table_says_what_is_wrong_with_a_cell(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"column b is not a finite number in 1 of 3 rows, first at line 4 \('abc'\)"):
+        load([csv_file(tmp_path, "compute,a,b\n0,0.1,0.1\n1,0.2,0.2\n2,0.3,abc\n")])
+    with pytest.raises(UserError, match="column a occurs more than once"):
+        load([csv_file(tmp_path, "compute,a,a,b\n0,0.1,0.1,0.2\n")])
+    with pytest.raises(UserError, match="column compute is negative"):
+        load([csv_file(tmp_path, "compute,a,b\n-1,0.1,0.1\n")])
+
+
+@pytest.mark.parametrize(
+    "header", ["step,loss,lr", "step,eval_math_reward,eval_code_reward", "Wall time,Step,Value", "step,a,loss"]
+)
+def test_metrics_side_by_side_are_no_runs_unless_it_is_said(tmp_path: Path, header: str) -> None:
+    path = csv_file(tmp_path, header + "\n1,0.5,0.1\n2,0.4,0.1\n")
+    with pytest.raises(UserError, match="no column compute, reward; found"):
+        load([path])
+    if not header.startswith("Wall"):
+        with pytest.raises(UserError, match="if every column is a run, give --y all"):
+            load([path])
+        assert len(load([path], y="all").curves) == 2
+    with pytest.raises(UserError, match="if the others are runs, --x alone names the column of compute"):
+        load([csv_file(tmp_path, "Schritt,a,b\n1,0.5,0.6\n", "unnamed.csv")])
+    other = csv_file(tmp_path, "step,a,b\n1,0.5,1e-6\n2,0.4,300\n", "scales.csv")
+    with pytest.raises(UserError, match="--y all"):
+        load([other])
+
+
+def test_a_wide_table_of_grouped_runs(tmp_path: Path) -> None:
+    text = 'Tokens;"algo: a, seed: 3";"algo: a, seed: 4";"algo: b, seed: 3"\n1;0,1;0,2;0,3\n'
+    a, b = load([csv_file(tmp_path, text, "t.csv")], by="algo").curves
+    assert (a.recipe, a.seed.tolist(), b.reward.tolist(), a.axis) == ("a", ["3", "4"], [0.3], "tokens")
+    bare = load([csv_file(tmp_path, "step,seed 1,seed 2\n1,0.1,0.2\n", "grpo.csv")]).curves
+    assert [(curve.recipe, curve.seed.tolist()) for curve in bare] == [("grpo", ["1", "2"])]
+
+
+def test_a_chart_of_runs_without_their_ranges(tmp_path: Path) -> None:
+    study = load([csv_file(tmp_path, "Step,a-seed0 - eval/reward,a-seed1 - eval/reward\n1,0.1,0.2\n2,0.2,\n")])
+    (curve,) = study.curves
+    assert curve.recipe == "a" and curve.seed.tolist() == ["0", "0", "1"] and curve.metric == "eval/reward"
+    assert "W&B chart export" in study.shown[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    columns=st.dictionaries(
+        st.sampled_from(["grpo-seed1", "grpo_s1", "dapo", "no kl", "x y"]),
+        st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=5, max_size=5).filter(any),
+        min_size=2,
+    ),
+    delimiter=st.sampled_from([",", ";", "\t"]),
+)
+def test_a_wide_table_reads_as_the_long_one_does(
+    tmp_path_factory: pytest.TempPathFactory, columns: dict[str, list[float | None]], delimiter: str
+) -> None:
+    folder = tmp_path_factory.mktemp("wide")
+    wide = [["Compute", *columns]]
+    wide += [[str(c), *("" if y[c] is None else repr(y[c]) for y in columns.values())] for c in range(5)]
+    long = [f"{name},{c},{'' if y is None else y}" for name, column in columns.items() for c, y in enumerate(column)]
+    one = load([csv_file(folder, "\n".join(["recipe,compute,reward", *long]))]).curves
+    two = load([csv_file(folder, "\n".join(map(delimiter.join, wide)), "wide.txt")]).curves
+    assert [curve.recipe for curve in one] == [curve.recipe for curve in two]
+    for a, b in zip(one, two, strict=True):
+        assert a.compute.tolist() == b.compute.tolist() and a.reward.tolist() == b.reward.tolist()
+
+
+def _cased(name: str, case: str) -> str:
+    return {"upper": name.upper(), "title": f" {name.title()} ", "lower": name}[case]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.sampled_from(["a", "b c"]),
+            st.integers(0, 3),
+            st.integers(0, 10**6),
+            st.floats(0, 1, allow_subnormal=False),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    blanks=st.lists(st.tuples(st.integers(0, 12), st.sampled_from(["", "nan", "NA", "-"])), max_size=3),
+    delimiter=st.sampled_from([",", ";", "\t"]),
+    case=st.sampled_from(["upper", "title", "lower"]),
+    commas=st.booleans(),
+    order=st.permutations(range(4)),
+)
+def test_a_table_however_it_is_written_reads_to_the_same_curves(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[tuple[str, int, int, float]],
+    blanks: list[tuple[int, str]],
+    delimiter: str,
+    case: str,
+    commas: bool,
+    order: list[int],
+) -> None:
+    folder = tmp_path_factory.mktemp("written")
+    lines = [["recipe", "seed", "compute", "reward"], *([r, str(s), str(c), repr(y)] for r, s, c, y in rows)]
+    plain = load([csv_file(folder, "\n".join(",".join(line) for line in lines))]).curves
+    written = [[_cased(name, case) for name in lines[0]], *lines[1:]]
+    if commas and delimiter != ",":
+        written[1:] = [[*line[:3], line[3].replace(".", ",")] for line in written[1:]]
+    for at, none in blanks:
+        written.insert(1 + at % len(written), ["a", "0", "5", none])
+    text = "\r\n".join(delimiter.join(line[i] for i in order) for line in written)
+    other = load([csv_file(folder, text, "other.tsv")]).curves
+    assert [curve.recipe for curve in other] == [curve.recipe for curve in plain]
+    for one, two in zip(plain, other, strict=True):
+        assert one.compute.tolist() == two.compute.tolist() and one.reward.tolist() == two.reward.tolist()
+        assert one.seed.tolist() == two.seed.tolist() and one.warnings == two.warnings
 
 
 def test_missing_sources_say_so(tmp_path: Path) -> None:
@@ -354,6 +586,61 @@ def test_seeds_hidden_in_names(tmp_path: Path, pattern: str, name: str, label: s
     table.write_text("recipe,compute,reward\n" + "".join(f"{name},{c},0.{c}\n" for c in range(1, 5)))
     (curve,) = load([table], seed_from=pattern).curves
     assert (curve.recipe, set(curve.seed.tolist())) == (label, {seed})
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "seed"),
+    [
+        ("qwen-grpo-seed1", "qwen-grpo", "1"),
+        ("grpo-seed=3", "grpo", "3"),
+        ("run/seed_4", "run", "4"),
+        ("grpo (seed 5)", "grpo", "5"),
+        ("Seed 12, lr 1e-6", "lr 1e-6", "12"),
+        ("grpo-seed07-lr2", "grpo-lr2", "07"),
+        ("seedling2", "seedling2", "0"),
+        ("reseed2", "reseed2", "0"),
+        ("seeds=2", "seeds=2", "0"),
+        ("seed1-to-seed2", "seed1-to-seed2", "0"),
+        ("grpo_s2", "grpo_s2", "0"),
+        ("seed3", "seed3", "0"),
+    ],
+)
+def test_a_seed_that_a_name_says_in_a_word(tmp_path: Path, name: str, recipe: str, seed: str) -> None:
+    study = load([csv_file(tmp_path, f'recipe,compute,reward\n"{name}",1,0.5\n"{name}",2,0.5\n')])
+    (curve,) = study.curves
+    assert (curve.recipe, curve.seed.tolist()) == (recipe, [seed] * 2)
+    said = [f"seeds from the runs' names: {recipe} <- {name} (seed {seed})"] if name != recipe else []
+    assert study.shown == said
+
+
+def test_a_letter_for_the_seed_counts_if_two_runs_differ_in_it(tmp_path: Path) -> None:
+    def table(*names: str, seed: str = "") -> Path:
+        header = f"recipe,compute,reward{',seed' if seed else ''}\n"
+        return csv_file(tmp_path, header + "".join(f"{name},1,0.5{seed and ',' + seed}\n" for name in names))
+
+    study = load([table("grpo_s1", "grpo_s2", "dapo-s1", "base")])
+    assert [curve.recipe for curve in study.curves] == ["base", "dapo-s1", "grpo"]
+    assert study.curves[2].seed.tolist() == ["1", "2"]
+    assert study.shown == ["seeds from the runs' names: grpo <- grpo_s1 (seed 1), grpo_s2 (seed 2)"]
+    for kept in (table("grpo_s1", "grpo_s2", "a-seed3", seed="7"), table("grpo_s1", "grpo_s1")):
+        study = load([kept])
+        assert not study.shown and "grpo_s1" in [curve.recipe for curve in study.curves]
+    assert [curve.recipe for curve in load([table("a-seed1-b2")], seed_from=r"b(\d)").curves] == ["a-seed1"]
+
+
+def test_seeds_in_the_names_of_files_and_folders(tmp_path: Path) -> None:
+    """Also two recipes whose folders hold nothing but seeds; a seed that is there already gets another label."""
+    paths = [tmp_path / name for name in ("grpo_s0.csv", "grpo_s1.csv", "dapo/seed0.csv", "dapo/seed1.csv")]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("compute,reward\n0,0.1\n1,0.5\n")
+    dapo, grpo = load(paths).curves
+    assert (dapo.recipe, grpo.recipe) == ("dapo", "grpo")
+    assert dapo.seed.tolist() == grpo.seed.tolist() == ["0", "0", "1", "1"]
+    (tmp_path / "more").mkdir()
+    again = csv_file(tmp_path / "more", "recipe,compute,reward,baseline\ngrpo-seed1,2,0.6,grpo-seed1\n")
+    grpo = load([*paths[:2], again]).curves[0]
+    assert set(grpo.seed.tolist()) == {"0", "1", "1#2"} and grpo.baseline == "grpo"
 
 
 @pytest.mark.parametrize("pattern", ["(", "seed", r"(a)(\d)"])

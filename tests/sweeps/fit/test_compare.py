@@ -72,12 +72,12 @@ def test_a_curve_that_foretells_less_than_the_last_value_is_not_ranked() -> None
     stopping = 0.2 + ((0.4 * np.maximum(COMPUTE, 1e-3) / 6000.0) ** -6 + 0.4**-6) ** (-1 / 6)
     ramp = make_curve("ramp", COMPUTE, noisy(stopping, 0.0004))
     fits = fit_curves([curve("good", white=0.004), ramp])
-    assert [fit.verdict for fit in fits] == ["identifiable", "identifiable"]
+    assert [fit.verdict for fit in fits] == ["identifiable", "misfit"]
     assert compare(ramp).beats_last is False
     ranking = rank(fits)
     entry = {e.recipe: e for e in ranking.ranking}
     assert entry["good"].rank == 1 and entry["ramp"].rank is None
-    assert "last value" in entry["ramp"].reason
+    assert entry["ramp"].verdict == "misfit" and "foretells each evaluation" in entry["ramp"].reason
     assert json.dumps(ranking.to_json(), allow_nan=False)
 
 

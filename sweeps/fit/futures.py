@@ -1,0 +1,125 @@
+"""Joint draws of what a curve does, at any compute: what forecasts, rankings and plans read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import expit, ndtr, ndtri
+
+from sweeps.fit.kinds import KINDS, drifting
+from sweeps.fit.least_squares import Array
+from sweeps.fit.mixture import DRIFT, JUMP, NONE, Mixture, Walk
+
+# A curve without a ceiling counts as ending where it is at this many windows, as far as forecasts go.
+FARTHEST = 10.0
+# Where a walk is drawn beyond the window's end, in windows.
+_NODES = np.array([0.02, 0.05, 0.1, 0.175, 0.25, 0.4, 0.6, 0.8, 1, 1.5, 2, 3, 5, 9, 20, 50, 99.0])
+_SMOOTHED = 400
+_CEILING = np.array([*(kind.ceiling for kind in KINDS), False])
+_WALKING = len(KINDS)
+
+
+@dataclass(frozen=True, eq=False)
+class Futures:
+    """Draws on a reward scale of width 1, compute in windows. All (K,) but levels (W, m), of the walks, at nodes (m,).
+
+    kind: index in `KINDS`, beyond them for a walk. See `sweeps.fit.mixture.Cells` for the rest. smoothed (S, w): draws
+    of what the window itself shows, by no law but that the reward wanders, at the first w nodes.
+    """
+
+    kind: NDArray[np.intp]
+    u: Array
+    v: Array
+    r0: Array
+    a: Array
+    extra: NDArray[np.intp]
+    size: Array
+    jump_at: Array
+    width: Array
+    nodes: Array
+    levels: Array
+    smoothed: Array
+    bounded: bool
+
+    def at(self, x: Array) -> Array:
+        """Rewards at computes x (m,); (K, m)."""
+        paths = np.empty((len(self.kind), len(x)))
+        for i in np.unique(self.kind):
+            mine = np.flatnonzero(self.kind == i)
+            if i == _WALKING:
+                paths[mine] = np.stack([np.interp(x, self.nodes, level) for level in self.levels])
+                continue
+            g = KINDS[i].shape(x[None, :], self.u[mine, None], self.v[mine, None])
+            paths[mine] = self.r0[mine, None] * (1 - g) + self.a[mine, None] * g
+        adrift, jumped = np.flatnonzero(self.extra == DRIFT), np.flatnonzero(self.extra == JUMP)
+        paths[adrift] += self.size[adrift, None] * drifting(x)[None, :]
+        steps = (x[None, :] - self.jump_at[jumped, None]) / self.width[jumped, None]
+        paths[jumped] += self.size[jumped, None] * expit(steps)
+        return np.clip(paths, 0.0, 1.0) if self.bounded else paths
+
+    @cached_property
+    def ceiling(self) -> Array:
+        """What each draw comes to by `FARTHEST` windows, a drift left where it is at the window's end. (K,).
+
+        A ceiling that is approached more slowly than that is none that a study could tell or use.
+        """
+        still = replace(self, extra=np.where(self.extra == DRIFT, NONE, self.extra))
+        value: Array = still.at(np.array([FARTHEST]))[:, 0] + np.where(self.extra == DRIFT, self.size, 0.0)
+        return np.clip(value, 0.0, 1.0) if self.bounded else value
+
+
+def by_weight(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np.intp]:
+    """Indices drawn by weight (n,), one a slice of it, in random order: less noise than one by one. (count,)."""
+    place = (np.arange(count) + rng.random(count)) / count
+    chosen = np.minimum(np.searchsorted(np.cumsum(weight) / weight.sum(), place), len(weight) - 1)
+    return np.asarray(rng.permutation(chosen), dtype=np.intp)
+
+
+def draw(found: Mixture, count: int, rng: np.random.Generator) -> Futures:
+    """Joint draws from a mixture."""
+    cells, walk = found.cells, found.walk
+    weight = np.exp(np.concatenate([cells.log_weight, walk.log_weight]))
+    chosen = by_weight(weight, count, rng)
+    curves = chosen < len(cells.log_weight)
+    at = chosen[curves]
+    kind = np.full(count, _WALKING, dtype=np.intp)
+    extra = np.full(count, NONE, dtype=np.intp)
+    u, v, r0, a, size, jump_at, width = np.zeros((7, count))
+    kind[curves], extra[curves] = cells.kind[at], cells.extra[at]
+    u[curves], v[curves], jump_at[curves], width[curves] = cells.u[at], cells.v[at], cells.at[at], cells.width[at]
+    size[curves] = cells.extra_mean[at] + cells.extra_sd[at] * rng.standard_normal(len(at))
+    mean = cells.mean[:, at] - cells.cross[:, at] * size[curves]
+    p00, p01, p11 = cells.precision[:, at]
+    determinant = np.maximum(p00 * p11 - p01**2, 1e-300)
+    # A first, then R0 given A; both within what rewards can be.
+    bounded = found.seen.bounded
+    drawn = _within(mean[1], np.sqrt(p00 / determinant), _CEILING[kind[curves]] & bounded, rng)
+    a[curves] = drawn
+    r0[curves] = _within(mean[0] - p01 / p00 * (drawn - mean[1]), p00**-0.5, np.full(len(at), bounded), rng)
+    walking = chosen[~curves] - len(cells.log_weight)
+    now = _levels(walk, walking, rng)
+    share = np.exp(walk.log_weight - walk.log_weight.max())
+    smoothed = _levels(walk, rng.choice(len(share), _SMOOTHED, p=share / share.sum()), rng)
+    spans = np.sqrt(np.diff(_NODES, prepend=0.0))
+    moved = np.cumsum(walk.step[walking, None] * spans * rng.standard_normal((len(walking), len(spans))), axis=1)
+    levels = np.concatenate([now, now[:, -1:] + moved], axis=1)
+    nodes = np.concatenate([walk.x, walk.x[-1] + _NODES])
+    return Futures(kind, u, v, r0, a, extra, size, jump_at, width, nodes, levels, smoothed, bounded)
+
+
+def _levels(walk: Walk, which: NDArray[np.intp], rng: np.random.Generator) -> Array:
+    """Draws of a walk's level at its nodes, under the strengths given; (k,) -> (k, m)."""
+    noise = rng.standard_normal((len(which), len(walk.x), 1))
+    return np.asarray(walk.level[which] + (walk.root[which] @ noise)[..., 0])
+
+
+def _within(mean: Array, sd: Array, bounded: NDArray[np.bool_], rng: np.random.Generator) -> Array:
+    """Normal draws, cut off at 0 and 1 where bounded; (k,)."""
+    uniform = rng.random(len(mean))
+    low = np.where(bounded, ndtr(-mean / sd), 0.0)
+    high = np.where(bounded, ndtr((1 - mean) / sd), 1.0)
+    value = mean + sd * ndtri(np.clip(low + (high - low) * uniform, 1e-15, 1 - 1e-15))
+    return np.where(bounded, np.clip(value, 0.0, 1.0), value)

@@ -1,0 +1,143 @@
+"""The ways a curve may go on: kinds of mean curve, each searched over the grid of its shape, with what is likely of it.
+
+    sigmoid   g = 1 / (1 + (m / x)^B)                       arXiv 2510.13786, eq. 1
+    weibull   g = 1 - exp(-(x / s)^k)                       the exponential among them, k = 1 (arXiv 2507.18014)
+    frechet   g = exp(-(s / x)^k)                           a slow start, and a tail like a power law's
+    delayed   g = 1 - exp(-(x - t)+ / s)                    nothing happens before t
+    power     g = 1 - (1 + x / s)^-k                        arXiv 2510.13786, A.4, from compute 0 on
+    logarithm g = log(1 + x / s) / log(1 + 1 / s)           no ceiling
+    line      g = x                                         no ceiling
+    constant  g = 0
+    walk      the last value: a level that wanders on without a trend
+
+x is compute in units of the window's end, so nothing depends on its unit. The mean is R0 (1 - g) + A g, A the ceiling
+where there is one and the reward at the window's end where there is none. Each may drift slowly on top, or have jumped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy.special import expit
+
+from sweeps.fit.family import Box
+from sweeps.fit.least_squares import Array
+
+# A line goes on straight to this many windows, and a drift to so many, then ever more slowly: nothing rises for ever.
+_STRAIGHT, _DRIFTS = 4.0, 2.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of curve.
+
+    prior: its weight before the data. ceiling: whether A is one. box: limits of the two shape coordinates, u low,
+    high, v low, high, equal where there is none. cells: of the grid. likely: their mean and standard deviation
+    before the data, for u and v.
+    """
+
+    name: str
+    prior: float
+    ceiling: bool
+    basis: Callable[[Array, Array, Array], Array]
+    box: Box = (0.0, 0.0, 0.0, 0.0)
+    cells: tuple[int, int] = (1, 1)
+    likely: Box = (0.0, 1.0, 0.0, 1.0)
+
+    def log_prior(self, u: Array, v: Array) -> Array:
+        """Of cells, up to a constant; (k,)."""
+        centre_u, sd_u, centre_v, sd_v = self.likely
+        result: Array = -0.5 * (((u - centre_u) / sd_u) ** 2 + ((v - centre_v) / sd_v) ** 2)
+        return result
+
+    def cells_in(self, box: Box) -> tuple[Array, Array, float]:
+        """Centres of a box's cells, (k,) each, and the area of one; sides without width count 1."""
+        lines, area = [], 1.0
+        for low, high, count in ((box[0], box[1], self.cells[0]), (box[2], box[3], self.cells[1])):
+            step = (high - low) / count
+            lines.append(low + step * (np.arange(count) + 0.5) if step > 0 else np.array([low]))
+            area *= step if step > 0 else 1.0
+        u, v = lines
+        return np.repeat(u, len(v)), np.tile(v, len(u)), area
+
+    @cached_property
+    def log_norm(self) -> float:
+        """Of the prior over the whole box."""
+        u, v, area = self.cells_in(self.box)
+        return float(np.log(np.exp(self.log_prior(u, v)).sum() * area))
+
+    def shape(self, x: Array, u: Array, v: Array) -> Array:
+        """g; all broadcast. x is 0 or more."""
+        with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
+            return self.basis(x, u, v)
+
+
+def drifting(x: Array) -> Array:
+    """A slow drift on top of a curve, 1 at the window's end."""
+    return _slowing(x, _DRIFTS)
+
+
+def _slowing(x: Array, until: float) -> Array:
+    """x as far as `until`, its logarithm beyond, without a kink."""
+    result: Array = np.where(x <= until, x, until * (1 + np.log(np.maximum(x, until) / until)))
+    return result
+
+
+def _sigmoid(x: Array, u: Array, v: Array) -> Array:
+    result: Array = expit(np.exp(u) * (np.log(x) - v))
+    return result
+
+
+def _weibull(x: Array, u: Array, v: Array) -> Array:
+    result: Array = -np.expm1(-((x / np.exp(v)) ** np.exp(u)))
+    return result
+
+
+def _frechet(x: Array, u: Array, v: Array) -> Array:
+    result: Array = np.exp(-((np.exp(v) / x) ** np.exp(u)))
+    return result
+
+
+def _delayed(x: Array, u: Array, v: Array) -> Array:
+    result: Array = -np.expm1(-np.maximum(x - u, 0.0) / np.exp(v))
+    return result
+
+
+def _power(x: Array, u: Array, v: Array) -> Array:
+    result: Array = -np.expm1(-np.exp(u) * np.log1p(x / np.exp(v)))
+    return result
+
+
+def _logarithm(x: Array, u: Array, v: Array) -> Array:
+    result: Array = np.log1p(x / np.exp(v)) / np.log1p(np.exp(-v)) + 0.0 * u
+    return result
+
+
+def _line(x: Array, u: Array, v: Array) -> Array:
+    result: Array = _slowing(x, _STRAIGHT) + 0.0 * (u + v)
+    return result
+
+
+def _constant(x: Array, u: Array, v: Array) -> Array:
+    return np.zeros(np.broadcast_shapes(np.shape(x), np.shape(u), np.shape(v)))
+
+
+def _log(low: float, high: float) -> tuple[float, float]:
+    return float(np.log(low)), float(np.log(high))
+
+
+SIGMOID = Kind("sigmoid", 0.24, True, _sigmoid, (*_log(0.4, 12.0), *_log(0.02, 10.0)), (8, 12), (0.8, 0.45, -0.9, 1.2))
+KINDS = (
+    SIGMOID,
+    Kind("weibull", 0.36, True, _weibull, (*_log(0.35, 4.0), *_log(0.02, 8.0)), (6, 9), (0.1, 0.3, -1.0, 1.2)),
+    Kind("frechet", 0.05, True, _frechet, (*_log(0.35, 4.0), *_log(0.02, 4.0)), (5, 8), (0.2, 0.5, -1.5, 1.2)),
+    Kind("delayed", 0.06, True, _delayed, (0.05, 0.85, *_log(0.02, 5.0)), (7, 7), (0.25, 0.25, -1.2, 1.2)),
+    Kind("power", 0.04, True, _power, (*_log(0.1, 3.0), *_log(0.005, 3.0)), (5, 7), (-0.7, 0.8, -2.0, 1.5)),
+    Kind("logarithm", 0.03, False, _logarithm, (0.0, 0.0, *_log(0.005, 2.0)), (1, 5), (0.0, 1.0, -2.5, 2.0)),
+    Kind("line", 0.13, False, _line),
+    Kind("constant", 0.09, True, _constant),
+)
+WALK = Kind("walk", 0.06, False, _constant)

@@ -1,0 +1,139 @@
+"""A recipe's future in its own units: draws of what its curve does at any compute, and what they rest on."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from sweeps.fit.futures import Futures, draw
+from sweeps.fit.least_squares import Array
+from sweeps.fit.mixture import JUMP, Mixture, mixture
+from sweeps.fit.points import Points, pooled
+from sweeps.fit.wander import Seen
+
+DRAWS = 2000
+# Neighbours are averaged beyond this many points: they add nothing but time.
+_MOST = 160
+# Fewer points than this say nothing of what comes.
+_LEAST = 4
+
+
+@dataclass(frozen=True)
+class Jump:
+    """A jump that the points show: its probability, where in compute, and by how much in reward (medians)."""
+
+    p: float
+    compute: float
+    size: float
+
+
+@dataclass(frozen=True, eq=False)
+class Outlook:
+    """What a recipe's curve may do.
+
+    futures: joint draws, without units. end: of the window, in the curve's unit of compute. bottom, width: of the
+    reward's scale. weights: of each kind of curve, by name; skill: log predictive density of each. jump: the one that
+    the points show, if more likely than not. noise: shares (J,) and the mean sampling variance, strength and memory of
+    each kind of noise, (J,) each.
+    """
+
+    futures: Futures
+    end: float
+    bottom: float
+    width: float
+    weights: Mapping[str, float]
+    skill: Mapping[str, float]
+    jump: Jump | None
+    noise: tuple[Array, Array, Array, Array]
+
+    def at(self, compute: Array) -> Array:
+        """Rewards at each compute (m,), in the curve's units; (K, m)."""
+        return self.bottom + self.width * self.futures.at(np.asarray(compute, dtype=float) / self.end)
+
+    def smoothed(self) -> tuple[Array, Array]:
+        """What the window shows, by no law: computes (w,), and draws of the reward there (S, w)."""
+        values = self.bottom + self.width * self.futures.smoothed
+        return self.end * self.futures.nodes[: values.shape[1]], values
+
+    @cached_property
+    def ceiling(self) -> Array:
+        """What each draw comes to, see `Futures.ceiling`; (K,)."""
+        return self.bottom + self.width * self.futures.ceiling
+
+    def noise_of_mean(self, compute: Array) -> float:
+        """Standard deviation of the mean of one seed's evaluations, one at each compute (m,), about the curve."""
+        x = np.asarray(compute, dtype=float) / self.end
+        apart = np.abs(x[:, None] - x[None, :])
+        share, white, strength, memory = self.noise
+        wander = np.array([s**2 * float(np.exp(-apart / m).mean()) for s, m in zip(strength, memory, strict=True)])
+        return self.width * float(np.sqrt(share @ (white / len(x) + wander)))
+
+
+@dataclass(frozen=True, eq=False)
+class Lookout:
+    """What an outlook is made from, and the outlook once somebody asks: it takes a while.
+
+    seen: a recipe's evaluations; end: of their window, in the curve's unit; bottom, width: of the reward's scale.
+    prior: of the kinds of curves, as other recipes of the study have shown.
+    """
+
+    recipe: str
+    seen: Seen
+    end: float
+    bottom: float
+    width: float
+    prior: Mapping[str, float] | None = None
+
+    @cached_property
+    def outlook(self) -> Outlook:
+        """What the curve may do next."""
+        found = mixture(self.seen, prior=self.prior)
+        noise = found.noise
+        return Outlook(
+            draw(found, DRAWS, np.random.default_rng(zlib.crc32(self.recipe.encode()) + 5)),
+            self.end, self.bottom, self.width, found.weights, found.skill,
+            _jump(found, self.end, self.width), (found.noise_share, noise.white, noise.strength, noise.memory),
+        )  # fmt: skip
+
+
+def _jump(found: Mixture, end: float, width: float) -> Jump | None:
+    """The jump that the points show, if they show one: two evaluations of each seed, for one that lies off is none."""
+    after = len(found.seen.x) - np.searchsorted(found.seen.x, found.cells.at)
+    cells = found.cells.take((found.cells.extra == JUMP) & (after >= 2 * found.seen.seeds))
+    weight = np.exp(cells.log_weight)
+    p = float(weight.sum())
+    if p <= 0.5:
+        return None
+
+    def median(values: Array) -> float:
+        order = np.argsort(values)
+        return float(values[order][np.searchsorted(np.cumsum(weight[order]), 0.5 * weight.sum())])
+
+    return Jump(p, end * median(cells.at), width * median(cells.extra_mean))
+
+
+def lookout(recipe: str, points: Points, scale: tuple[float, float] | None) -> Lookout | None:
+    """Points without units; None where there are too few to say anything.
+
+    Args:
+        recipe: its label, which seeds the draws.
+        points: its points.
+        scale: the ends of the reward's scale, None if rewards have no bounds.
+    """
+    positive = points.compute > 0
+    if len(points.reward) < _LEAST or len(np.unique(points.compute[positive])) < _LEAST - 1:
+        return None
+    bottom, top = scale or (float(points.reward.min()), float(points.reward.max()))
+    width = top - bottom
+    if width <= 0:
+        return None
+    fewer, _ = pooled(points, _MOST)
+    order = np.lexsort((fewer.seed, fewer.compute))
+    end = float(points.compute.max())
+    variance = None if fewer.variance is None else fewer.variance[order] / width**2
+    x, z = fewer.compute[order] / end, (fewer.reward[order] - bottom) / width
+    return Lookout(recipe, Seen(x, z, fewer.seed[order], variance, scale is not None), end, bottom, width)

@@ -1,0 +1,176 @@
+"""What a point's noise may be: its sampling error, the wander of its run in compute, and what sets seeds apart.
+
+The wander is an Ornstein-Uhlenbeck process in compute, so that spacing counts and not the number of evaluations. A
+policy diffuses: how far it strays grows with the root of how long it remembers, and the prior is on that rate. So a
+misfit is not taken for wander however well wander would explain it. All is on a reward scale of width 1, compute in
+windows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg.lapack import dpotrf, dtrtri
+
+from sweeps.fit.least_squares import Array
+
+# The wander's standard deviation that half the policies exceed, at a memory of `_AT` windows; and how likely there is
+# none to speak of.
+WANDER_SD, _AT = 0.03, 0.3
+P_STILL = 0.15
+# Strengths tried, in units of the points' roughness; memories, in windows, with their weights.
+STRENGTHS = (0.25, 0.7, 1.6, 3.5)
+MEMORIES = ((0.03, 0.25), (0.15, 0.3), (0.7, 0.45))
+# Sampling errors tried: as multiples of the variance given (the same prompts every time make evaluations agree better
+# than their own errors say), or of the roughness where none is given.
+_WHITE_KNOWN = ((0.5, 0.1), (1.0, 0.9))
+_WHITE_UNKNOWN = ((0.35, 0.25), (0.7, 0.35), (1.2, 0.4))
+# Seeds of one recipe end about this far apart (arXiv 2510.13786, A.7), and do not begin so.
+SEED_SD, _SETTLED = 0.015, 0.15
+# No law holds more exactly than this.
+_EXACT = 1e-3
+# Evaluations that all agree are not infinitely precise.
+_LEAST = 0.04
+
+
+def apart(x: Array) -> Array:
+    """How much of what sets seeds apart there is by then; compute in windows, (n,)."""
+    grown: Array = -np.expm1(-x / _SETTLED)
+    return grown
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A recipe's evaluations without units.
+
+    Shapes: x (compute in windows), z (reward on a scale of width 1) and seed are (n,), ordered by x; variance (n,) of
+    sampling, None if unknown. bounded: whether rewards lie in [0, 1].
+    """
+
+    x: Array
+    z: Array
+    seed: NDArray[np.intp]
+    variance: Array | None
+    bounded: bool
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without what was worked out: that is many times as large."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    @cached_property
+    def seeds(self) -> int:
+        """How many."""
+        return len(np.unique(self.seed))
+
+    @cached_property
+    def same(self) -> Array:
+        """1 where two points are of one seed; (n, n)."""
+        found: Array = (self.seed[:, None] == self.seed[None, :]).astype(float)
+        return found
+
+    @cached_property
+    def roughness(self) -> float:
+        """Standard deviation of a point about its neighbours: second differences within seeds, by their median."""
+        found = []
+        for s in np.unique(self.seed):
+            z = self.z[self.seed == s]
+            if len(z) >= 3:
+                found.append((z[:-2] - 2 * z[1:-1] + z[2:]) / np.sqrt(6))
+        every = np.abs(np.concatenate(found)) if found else np.zeros(1)
+        mean_square = float(np.sqrt(np.mean(every**2)))
+        spread = max(1.4826 * float(np.median(every)), 0.3 * mean_square)
+        levels = np.unique(self.z)
+        if len(levels) == 1:
+            spread = max(spread, _LEAST)
+        elif len(levels) < 0.6 * len(self.z):
+            # Coarse rewards repeat themselves, which is no precision: a step of theirs is one rollout.
+            spread = max(spread, 0.7 * mean_square, 0.5 * float(np.diff(levels).min()))
+        if self.variance is not None:
+            spread = max(spread, 0.5 * float(np.sqrt(np.median(self.variance))))
+        return max(spread, _EXACT)
+
+    @cached_property
+    def white(self) -> list[tuple[Array, float]]:
+        """Sampling variances to consider (n,), with their weights."""
+        if self.variance is not None:
+            return [(np.maximum(self.variance * scale, _EXACT**2), weight) for scale, weight in _WHITE_KNOWN]
+        even = np.full(len(self.x), self.roughness**2)
+        return [(even * scale**2, weight) for scale, weight in _WHITE_UNKNOWN]
+
+    @cached_property
+    def between(self) -> Array:
+        """Covariance by what sets seeds apart, which grows as they learn; (n, n).
+
+        About the mean of the seeds given, which is what the curve is of: how far that lies off the mean of all seeds is
+        added where it is asked for (`sweeps.fit.predict.seed_offsets`).
+        """
+        if self.seeds == 1:
+            return np.zeros((len(self.x), len(self.x)))
+        grown = apart(self.x)
+        result: Array = SEED_SD**2 * np.outer(grown, grown) * (self.same - 1 / self.seeds)
+        return result
+
+    def wandering(self, strength: float, memory: float) -> Array:
+        """Covariance by wander; (n, n)."""
+        result: Array = strength**2 * np.exp(-np.abs(self.x[:, None] - self.x[None, :]) / memory) * self.same
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class Noises:
+    """Kinds of noise that a recipe's points may have.
+
+    Shapes: whiten (J, n, n), inverse Cholesky factors; log_prior (J,); white, strength, memory (J,): mean sampling
+    variance, the wander's standard deviation and memory.
+    """
+
+    whiten: Array
+    log_prior: Array
+    white: Array
+    strength: Array
+    memory: Array
+
+    def take(self, keep: NDArray[np.intp]) -> Noises:
+        """Some of them; their weights are not made to sum to 1 again."""
+        return Noises(*(getattr(self, name)[keep] for name in self.__dataclass_fields__))
+
+    @property
+    def log_det(self) -> Array:
+        """Log determinant of the covariance; (J,)."""
+        found: Array = -2 * np.log(np.einsum("jnn->jn", self.whiten)).sum(1)
+        return found
+
+
+def noises(seen: Seen, brief: bool = False) -> Noises:
+    """Every kind of noise, with its weight before the data; brief: the few that most curves are explained by."""
+    memories, strengths = (MEMORIES[1:], STRENGTHS[1:3]) if brief else (MEMORIES, STRENGTHS)
+    kernels = [(memory, share, seen.wandering(1.0, memory)) for memory, share in memories]
+    covariance, prior, what = [], [], []
+    for variance, weight in seen.white[-1:] if brief else seen.white:
+        white, mean = seen.between + np.diag(variance), float(variance.mean())
+        covariance.append(white)
+        prior.append(weight * P_STILL)
+        what.append((mean, 0.0, 1.0))
+        for memory, share, kernel in kernels:
+            for times in strengths:
+                strength = times * seen.roughness
+                rate = strength / (WANDER_SD * np.sqrt(memory / _AT))
+                covariance.append(white + strength**2 * kernel)
+                prior.append(weight * (1 - P_STILL) * share / len(strengths) / (1 + rate**2) ** 2)
+                what.append((mean, strength, memory))
+    return Noises(whitening(np.stack(covariance)), np.log(prior) - np.log(np.sum(prior)), *np.array(what).T)
+
+
+def whitening(covariance: Array) -> Array:
+    """Inverse Cholesky factors; (J, n, n) -> (J, n, n)."""
+    inverse = np.empty_like(covariance)
+    for j, matrix in enumerate(covariance):
+        root, bad = dpotrf(matrix, lower=1, clean=1)
+        if bad:
+            jitter = 1e-8 * np.trace(matrix) / len(matrix)
+            root, _ = dpotrf(matrix + jitter * np.eye(len(matrix)), lower=1, clean=1)
+        inverse[j] = dtrtri(root, lower=1)[0]
+    return inverse
