@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.curve import Curve, make_curve
-from sweeps.decide.next_run import Step, chosen_recipe, settle
+from sweeps.decide.next_run import Step, choice_of, chosen_recipe, settle
 from sweeps.fit.fit import Fit, fit_curve
 
 Array = NDArray[np.float64]
@@ -63,7 +63,7 @@ def one_study(study: int) -> tuple[float, float, float, float]:
         chosen = chosen_recipe(known, MARGIN)
         return 1.0 if chosen is None else float(truth.max() - truth[int(chosen[1:])] > MARGIN)
 
-    steps = [step for step in settle(fits).steps if step.expected_gain is not None]
+    steps = [step for step in settle(choice_of(fits)).steps if step.expected_gain is not None]
     if not steps:
         return (wrong(fits),) * 3 + (0.0,)
     step = steps[0]

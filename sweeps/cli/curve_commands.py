@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sweeps.cli.output import print_json, warn
+from sweeps.cli.output import print_json, print_ranking, warn
 from sweeps.errors import UserError
 from sweeps.fit.names import METHOD
 from sweeps.report.plain import one_line, table
@@ -161,7 +161,6 @@ def rank_command(options: argparse.Namespace) -> int:
     from sweeps.decide.rank import rank
     from sweeps.fit.fit import shown
     from sweeps.parallel import cores
-    from sweeps.report.text import ranking_rows
     from sweeps.run.health import idle_variants
 
     ranking = rank(
@@ -176,8 +175,7 @@ def rank_command(options: argparse.Namespace) -> int:
     if options.json:
         print_json(ranking.to_json())
         return 0
-    print(f"{one_line(ranking.sentence)}\n")
-    print(table(*ranking_rows(ranking)))
+    print_ranking(ranking)
     if ranking.leave_one_out:
         print(f"\nagainst {one_line(ranking.baseline or '')}:")
         rows = [
@@ -200,14 +198,25 @@ def plan_command(options: argparse.Namespace) -> int:
     more = tuple(text for text in options.sizes.split(",") if text.strip())
     factors = Factors(options.size, options.rollouts, options.difficulty, more)
     plan = make_plan(fits, options.target, options.budget, options.margin, factors)
+    from sweeps.launch.again import command
+
+    commands = [command(step, study.runs, fits[0].curve.axis) for step in plan.next]
     warn(study.warnings)
     if options.json:
-        print_json(plan.to_json())
+        entry = plan.to_json()
+        for step, line in zip(entry["next"], commands, strict=True):
+            step["command"] = line
+        print_json(entry)
         return 0
     blocks = []
     for heading, head, rows in sections(plan):
         blocks.append(one_line(heading) + ("\n" + table(head, rows) if rows else ""))
     print("\n\n".join(blocks))
+    if any(commands):
+        # Not in a table: a line to paste must stay whole.
+        print("\nto paste:")
+        for line in filter(None, commands):
+            print(f"  {one_line(line)}")
     for sizes in plan.sizes:
         warn([f"{sizes.recipe}: {note}" for note in sizes.warnings])
     return 0

@@ -288,7 +288,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         "all: a curve a set",
     )
     parser.add_argument("--x", metavar="COL", help="compute column (default: compute), or axis of journals and logs")
-    parser.add_argument("--y", metavar="COL", help="reward column (default: reward)")
+    parser.add_argument("--y", metavar="COL", help="reward column (default: reward); all: every column is a run")
     parser.add_argument("--by", metavar="COL", help="recipe column (default: recipe), or tag or parameter in MLflow")
     parser.add_argument(
         "--seed-from",

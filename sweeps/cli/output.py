@@ -50,9 +50,15 @@ def show_chart(study: Path, tracking: str) -> None:
 
 def print_ranking(ranking: Ranking) -> None:
     """Its sentence, and the table."""
-    from sweeps.report.text import ranking_rows
+    from sweeps.report.text import ranking_rows, reward_rows
 
-    print(f"\n{one_line(ranking.sentence)}\n")
+    print(one_line(ranking.sentence))
+    if ranking.rewards is not None and len(ranking.rewards.rows) > 1:
+        print(f"{one_line(ranking.rewards.sentence)}\n")
+        print(table(*reward_rows(ranking.rewards)))
+        print("\nby asymptote:")
+    else:
+        print()
     print(table(*ranking_rows(ranking)))
 
 
@@ -70,4 +76,5 @@ def show_ranking(study: Path) -> None:
     except UserError as error:
         warn([f"no ranking yet: {error}"])
     else:
+        print()
         print_ranking(ranking)

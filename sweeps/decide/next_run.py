@@ -10,8 +10,7 @@ variance is the old one's times its inflation by autocorrelation; an extension t
 alone; a seed is one observation of the recipe's A with the variance between seeds plus that of one run's fit;
 the choice after the results is the one with least chance of being wrong; ties in A are not broken by B; one
 step is looked ahead. Where few draws explain new data, the noise is raised until enough do, which understates
-the gain. Where A is not identifiable its draws spread up to the reward's bound, which overstates the chance of
-being wrong.
+the gain. Where A is not identifiable its draws are what the curve may come to by any law, which is wide.
 """
 
 from __future__ import annotations
@@ -19,20 +18,21 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.as_json import AsJson
-from sweeps.decide.rank import CONFIDENCE, margin_of, pairing_of
+from sweeps.decide.standing import CONFIDENCE, Standing, joint, margin_of, stand, wrong_chances
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.least_squares import Array
-from sweeps.fit.predict import predict, support, total_draws
+from sweeps.fit.predict import reward_at
 
-# Recipes with a rising curve. Where A is not identifiable its draws spread up to the reward's bound: enough to
-# say that the recipe may still be best and what an extension would tell, not to choose it.
-_CONTENDS = ("identifiable", "open", "at_bound", "pre_inflection")
+# Recipes with a curve. Where A is not identifiable its draws are wide: enough to say that the recipe may still be
+# best and what an extension would tell, not to choose it.
+_CONTENDS = ("identifiable", "open", "at_bound", "pre_inflection", "misfit")
 _FACTORS = (1.5, 2.0, 3.0, 4.0)
 _OUTCOMES = 400
 _SAMPLES = 256
@@ -44,6 +44,8 @@ _WORTH = 0.005
 _CHEAPER = 0.5
 # How far an evaluated point may stand for its neighbours.
 _MAX_POINTS = 64
+# What is played through: recipes that could be best, at most this many. The others stay as they are.
+_COULD, _AT_MOST = 0.002, 10
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,8 @@ class Step(AsJson):
 class Settlement:
     """Where the choice stands and what would settle it.
 
-    leader: the identifiable recipe with least chance of being a wrong choice; None where there is none.
-    p_wrong: that chance; over all recipes with a rising curve if there is no leader, None if there is no other.
-    steps: the best thing to run for each recipe, the best first; those without an expected gain last.
+    leader, p_wrong, settled: as of `sweeps.decide.standing.Standing`, which the ranking says too. steps: the best thing
+    to run for each recipe, the best first; those without an expected gain last.
     """
 
     leader: str | None
@@ -77,11 +78,7 @@ class Settlement:
     margin: float
     steps: tuple[Step, ...]
     sentence: str
-
-    @property
-    def settled(self) -> bool:
-        """Whether the choice is sure enough as it is."""
-        return self.p_wrong is not None and self.p_wrong <= 1 - CONFIDENCE
+    settled: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,25 +105,35 @@ class Split:
 
 
 class _Future:
-    """The contenders' draws of A over seeds, and the same after what could be run; shared random numbers."""
+    """Draws of A of the recipes that could be best, and the same after what could be run; shared random numbers.
 
-    def __init__(self, fits: Sequence[Fit], margin: float) -> None:
-        self.fits, self.margin = fits, margin
-        # Compared in pairs where the recipes share their seeds, as in `sweeps.decide.rank`.
-        pairing = pairing_of([fit for fit in fits if fit.identifiable])
-        paired = None if pairing is None else pairing.spread
-        self.theta = [total_draws(fit, spread=paired if fit.identifiable else None) for fit in fits]
-        self._prior = [self._sample(fit, theta) for fit, theta in zip(fits, self.theta, strict=True)]
+    fits: of every recipe. standing: of the choice between them.
+    """
+
+    def __init__(self, fits: Sequence[Fit], standing: Standing) -> None:
+        self.fits, self.margin = list(fits), standing.margin
+        every = [one.asymptote(self.margin) for one in standing.drawn]
+        top = np.max(every, axis=0)
+        best = np.array([float((theta == top).mean()) for theta in every])
+        order = [int(i) for i in np.argsort(-best, kind="stable")]
+        named = [i for i in order if fits[i].identifiable][:1]
+        # What could be best, and the ranked recipe that is most likely to be.
+        self.near = sorted({*named, *(i for i in order[:_AT_MOST] if best[i] >= _COULD)})
+        self.theta = {i: every[i] for i in self.near}
+        self._rows = {i: standing.drawn[i].rows for i in self.near}
+        self._prior = {i: self._sample(fits[i], every[i]) for i in self.near}
+        # Of all the others only the highest matters.
+        self._rest = np.full((_OUTCOMES, _SAMPLES), -np.inf)
+        for i in range(len(every)):
+            if i not in self.theta:
+                np.maximum(self._rest, self._sample(fits[i], every[i]), out=self._rest)
         self._after: dict[tuple[int, str, float], Array] = {}
-        self.wrong = self._wrong(self._prior).mean(axis=(1, 2))
-        self.p_wrong = float(self.wrong.min())
-        named = [i for i, fit in enumerate(fits) if fit.identifiable]
-        self.leader = min(named, key=lambda i: self.wrong[i], default=None)
+        self.p_wrong = float(self._wrong(list(self._prior.values())).mean(axis=(1, 2)).min())
 
     def _wrong(self, samples: Sequence[Array]) -> Array:
         """Whether the best A exceeds each recipe's by more than the margin. Shapes: (J, L) each -> (R, J, L)."""
         stacked = np.stack(samples)
-        wrong: Array = (stacked.max(axis=0) - stacked > self.margin).astype(np.float64)
+        wrong: Array = np.maximum(stacked.max(axis=0), self._rest) - stacked > self.margin
         return wrong
 
     def _sample(self, fit: Fit, theta: Array) -> Array:
@@ -140,7 +147,7 @@ class _Future:
         The choice is made on half of an outcome's draws and judged on the other, so that it cannot profit from
         the simulation's own noise.
         """
-        samples = [self._posterior(i, steps[i]) if i in steps else prior for i, prior in enumerate(self._prior)]
+        samples = [self._posterior(i, steps[i]) if i in steps else prior for i, prior in self._prior.items()]
         wrong = self._wrong(samples)
         half = _SAMPLES // 2
         first, second = wrong[:, :, :half].mean(2), wrong[:, :, half:].mean(2)
@@ -156,7 +163,10 @@ class _Future:
             # Truths at even quantiles of A: less noise than drawing them.
             order = np.argsort(theta, kind="stable")
             truth = order[((np.arange(_OUTCOMES) + 0.5) / _OUTCOMES * len(theta)).astype(np.intp)]
-            seen = _seed_signal(fit, theta) if step.action == "seed" else _extension_signal(fit, step.compute)
+            if step.action == "seed":
+                seen = _seed_signal(fit, theta)
+            else:
+                seen = _extension_signal(fit, step.compute, self._rows[i])
             weight = _weights(seen, truth, rng)
             cumulative = np.cumsum(weight, axis=1)
             position = rng.random((_OUTCOMES, _SAMPLES)) * cumulative[:, -1:]
@@ -174,17 +184,19 @@ def _seed_signal(fit: Fit, theta: Array) -> Array:
     return signal
 
 
-def _extension_signal(fit: Fit, to: float) -> Array:
+def _extension_signal(fit: Fit, to: float, rows: NDArray[np.intp] | None) -> Array:
     """What an extension would show of each draw: its curve there, in units of the noise. (K, q).
 
     Reduced to the few directions in which the curves of the draws differ.
     """
-    draws, window, noise = fit.draws, fit.window, fit.noise
-    assert draws is not None and window is not None and noise is not None
+    noise = fit.noise
+    assert noise is not None and fit.draws is not None
     added = _added_compute(fit, to)
     kept = added[np.unique(np.linspace(0, len(added) - 1, min(len(added), _MAX_POINTS)).astype(np.intp))]
     variance = noise.sd**2 * noise.inflation / fit.seeds * len(kept) / len(added)
-    paths = draws.curve(kept)
+    # The curves whose asymptotes are compared: draw by draw the same.
+    own = fit.draws.curve(kept) if fit.identifiable or fit.outlook is None else fit.outlook.at(kept)
+    paths = own if rows is None else own[rows]
     paths = (paths - paths.mean(0)) / np.sqrt(max(variance, 1e-14))
     u, s, _ = np.linalg.svd(paths, full_matrices=False)
     signal: Array = u[:, :6] * s[:6]
@@ -230,61 +242,67 @@ def comparable(fits: Sequence[Fit], apart_from: str | None = None) -> list[list[
 
 def _contenders(fits: Sequence[Fit]) -> list[Fit]:
     """Those whose curve says something of their asymptote."""
-    return [fit for fit in fits if fit.verdict in _CONTENDS and fit.draws is not None]
+    return [fit for fit in fits if fit.verdict in _CONTENDS and fit.draws is not None and fit.lookout is not None]
 
 
 def chosen_recipe(fits: Sequence[Fit], margin: float | None = None) -> str | None:
     """The recipe with the least chance of being a wrong choice as things stand; None if no recipe has a curve."""
-    contenders = _contenders(fits)
-    if not contenders:
+    if not _contenders(fits):
         return None
-    return contenders[int(_Future(contenders, margin_of(fits, margin)).wrong.argmin())].recipe
+    return fits[int(np.argmin(wrong_chances(joint(fits), margin_of(fits, margin))))].recipe
 
 
-def settle(fits: Sequence[Fit], margin: float | None = None, limit: float | None = None) -> Settlement:
-    """What to run next to settle which recipe has the highest asymptote.
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Where a choice stands, and the future of it once somebody asks: both are worked out once."""
 
-    Args:
-        fits: one a recipe, as `fit_curves` returns them.
-        margin: recipes whose A lies within this of the best are no wrong choice, in reward units.
-        limit: nothing that costs more than this, in the curves' unit.
+    fits: Sequence[Fit]
+    standing: Standing
 
-    A recipe whose curve has no bend yet, or no fit, is listed with its cure and no expected gain.
+    @cached_property
+    def future(self) -> _Future:
+        """What could be run, played through."""
+        return _Future(self.fits, self.standing)
+
+
+def choice_of(fits: Sequence[Fit], margin: float | None = None) -> Choice:
+    """The choice between recipes.
 
     Raises:
         UserError: margin is negative or no number.
     """
-    margin = margin_of(fits, margin)
+    return Choice(fits, stand(fits, margin))
+
+
+def settle(choice: Choice, limit: float | None = None) -> Settlement:
+    """What to run next to settle which recipe has the highest asymptote.
+
+    Args:
+        choice: between the recipes.
+        limit: nothing that costs more than this, in the curves' unit.
+
+    A recipe that does not rise, or has no fit, is listed with its cure and no expected gain.
+    """
+    fits, standing = choice.fits, choice.standing
     contenders = _contenders(fits)
     cures = [_cure(fit) for fit in fits if fit not in contenders]
     cures = [step for step in cures if limit is None or step.cost <= limit]
-    if len(contenders) < 2:
-        leader = next((fit.recipe for fit in contenders if fit.identifiable), None)
-        sentence = "nothing to compare: only one recipe" if len(fits) == 1 else "fewer than two recipes have a curve"
-        return Settlement(leader, None, margin, tuple(cures), sentence)
-    future = _Future(contenders, margin)
-    leader, p_wrong, sentence = _standing(future)
-    if p_wrong <= 1 - CONFIDENCE and leader is not None:
+    if len(fits) < 2:
+        return _settlement(standing, cures, "nothing to compare: only one recipe", settled=False)
+    if standing.decided:
         # What is settled needs no more of the recipes compared; those without a curve may still change it.
-        return Settlement(leader, p_wrong, margin, tuple(cures), f"settled: {sentence}")
-    steps = [_best_step(future, i, limit) for i in range(len(contenders))]
+        return _settlement(standing, cures, f"settled: {standing.sentence}", settled=True)
+    sentence = f"not settled: {standing.sentence.removeprefix('undecided: ')}"
+    steps = [_best_step(choice.future, list(fits).index(fit), limit) for fit in contenders]
     chosen = sorted((s for s in steps if s is not None), key=lambda s: (-(s.expected_gain or 0) / s.cost, s.recipe))
     if max((step.expected_gain or 0.0 for step in chosen), default=0.0) < 0.01:
         # One step is looked ahead; several together may pay where none alone can turn the choice.
         sentence += "; no single step is expected to change that, several seeds might"
-    return Settlement(leader, p_wrong, margin, (*chosen, *cures), f"not settled: {sentence}")
+    return _settlement(standing, [*chosen, *cures], sentence, settled=False)
 
 
-def _standing(future: _Future) -> tuple[str | None, float, str]:
-    """The leader, the chance that it is a wrong choice, and both in words."""
-    if future.leader is None:
-        return None, future.p_wrong, "the asymptote of no recipe is identifiable"
-    leader, p = future.fits[future.leader].recipe, float(future.wrong[future.leader])
-    text = f"the chance that another A exceeds that of {leader} by more than {future.margin:g} is {p:.2f}"
-    unknown = [fit.recipe for fit in future.fits if not fit.identifiable]
-    if unknown:
-        text += f", with A of {', '.join(unknown)} taken to lie anywhere that the data allow, up to the reward's bound"
-    return leader, p, text
+def _settlement(standing: Standing, steps: Sequence[Step], sentence: str, settled: bool) -> Settlement:
+    return Settlement(standing.leader, standing.p_wrong, standing.margin, tuple(steps), sentence, settled)
 
 
 def _options(fit: Fit, limit: float | None) -> list[Step]:
@@ -299,9 +317,8 @@ def _options(fit: Fit, limit: float | None) -> list[Step]:
     return [step for step in found if limit is None or step.cost <= limit]
 
 
-def _judged(future: _Future, step: Step, before: float, after: float) -> Step:
+def _judged(fit: Fit, step: Step, gain: float) -> Step:
     """A step with its expected gain, and that in words."""
-    fit = future.fits[[f.recipe for f in future.fits].index(step.recipe)]
     assert fit.window is not None
     what = (
         f"{step.compute / fit.window[1]:.2g} x its window, each of {fit.seeds} runs"
@@ -312,14 +329,16 @@ def _judged(future: _Future, step: Step, before: float, after: float) -> Step:
     if fit.verdict == "pre_inflection" and step.action == "extend":
         what = _cure(fit).reason
         note = f"; to {step.compute / fit.window[1]:.2g} x at first"
-    gain = max(before - after, 0.0)
-    return Step(step.recipe, step.action, step.compute, gain, step.cost, what + note)
+    return Step(step.recipe, step.action, step.compute, max(gain, 0.0), step.cost, what + note)
 
 
 def _best_step(future: _Future, i: int, limit: float | None) -> Step | None:
     """The cheapest a point of gain among those that come near the recipe's largest gain."""
+    fit = future.fits[i]
+    # What is as good as out of the race cannot turn the choice.
     judged = [
-        _judged(future, step, future.p_wrong, future.p_after({i: step})) for step in _options(future.fits[i], limit)
+        _judged(fit, step, future.p_wrong - future.p_after({i: step}) if i in future.near else 0.0)
+        for step in _options(fit, limit)
     ]
     if not judged:
         return None
@@ -343,7 +362,7 @@ def _cure(fit: Fit) -> Step:
     return Step(fit.recipe, "extend", factor * end, None, (factor - 1) * end * fit.seeds, reason)
 
 
-def split_budget(fits: Sequence[Fit], budget: float, margin: float | None = None) -> Split:
+def split_budget(choice: Choice, budget: float) -> Split:
     """A budget of further compute over recipes: what settles the choice, then the rest for the winner.
 
     Steps are taken one after the other by expected gain per compute, each judged together with those before
@@ -351,28 +370,27 @@ def split_budget(fits: Sequence[Fit], budget: float, margin: float | None = None
     The rest continues one run of the winner. It is a plan before the results: plan again with them.
 
     Args:
-        fits: one a recipe, as `fit_curves` returns them.
+        choice: between the recipes.
         budget: compute still to spend, over all recipes, in the curves' unit.
-        margin: as for `settle`.
 
     Raises:
         UserError: budget is not positive.
     """
-    margin = margin_of(fits, margin)
+    fits, standing = choice.fits, choice.standing
     if not (np.isfinite(budget) and budget > 0):
         raise UserError(f"--budget {budget:g}: must be positive, in the unit of the compute axis")
     contenders = _contenders(fits)
     if not contenders:
         return _split_cures(fits, budget)
-    future = _Future(contenders, margin)
+    future = choice.future
     taken: dict[int, Step] = {}
     now, left = future.p_wrong, budget
-    while len(contenders) > 1 and now > 1 - CONFIDENCE:
+    while not standing.decided and now > 1 - CONFIDENCE:
         offers = [
-            (i, _judged(future, step, now, future.p_after({**taken, i: step})))
-            for i in range(len(contenders))
-            if i not in taken
-            for step in _options(contenders[i], left)
+            (i, _judged(fits[i], step, now - future.p_after({**taken, i: step})))
+            for i in future.near
+            if i not in taken and fits[i] in contenders
+            for step in _options(fits[i], left)
         ]
         offers = [(i, step) for i, step in offers if (step.expected_gain or 0.0) >= _WORTH]
         if not offers:
@@ -380,8 +398,8 @@ def split_budget(fits: Sequence[Fit], budget: float, margin: float | None = None
         i, step = max(offers, key=lambda offer: (offer[1].expected_gain or 0.0) / offer[1].cost)
         taken[i] = step
         now, left = now - (step.expected_gain or 0.0), left - step.cost
-    winner = None if future.leader is None else contenders[future.leader]
-    return _split(fits, winner, {contenders[i].recipe: s for i, s in taken.items()}, budget, left)
+    winner = next((fit for fit in fits if fit.recipe == standing.leader), None)
+    return _split(fits, winner, {fits[i].recipe: s for i, s in taken.items()}, budget, left)
 
 
 def _split_cures(fits: Sequence[Fit], budget: float) -> Split:
@@ -420,12 +438,3 @@ def _split(fits: Sequence[Fit], winner: Fit | None, taken: Mapping[str, Step], b
         sentence = f"nothing is left to commit to a winner; as it stands that is {winner.recipe}"
     steps = tuple(taken.values())
     return Split(budget, tuple(shares), steps, winner.recipe if winner else None, commit, sentence)
-
-
-def reward_at(fit: Fit, compute: float) -> Interval | None:
-    """The runs' reward at a compute with its 95% interval; None where the fit may not be read."""
-    limit = support(fit)
-    if limit is None or compute > limit * (1 + 1e-9):
-        return None
-    band = predict(fit, [compute])
-    return Interval(float(band.mean[0]), float(band.low[0]), float(band.high[0]))

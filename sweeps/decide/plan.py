@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from sweeps.as_json import AsJson, as_json
-from sweeps.decide.next_run import Settlement, Split, Step, comparable, reward_at, settle, split_budget
+from sweeps.decide.next_run import Settlement, Split, Step, choice_of, comparable, settle, split_budget
 from sweeps.decide.power_law import parse_size, sized
 from sweeps.decide.reach import Asymptote, Reach, check_target, compute_to_reach, near_asymptote
 from sweeps.decide.rollout_counts import RolloutPlan, best_rollouts
 from sweeps.decide.sizes import Sizes, compare_sizes
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.predict import reward_at
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,11 @@ def make_plan(
         rollouts = tuple(best_rollouts(fits, budget, factors.rollouts, factors.difficulty))
     unit = fits[0].curve.unit
     if budget is not None and not any(fit.curve.factors for fit in fits):
-        split = split_budget(fits, budget, margin)
+        choice = choice_of(fits, margin)
+        split = split_budget(choice, budget)
         rows = tuple(_share_row(fit, split) for fit in fits)
-        standing = settle(fits, margin, budget)
-        return Plan(None, budget, unit, rows, split.steps, (standing,), split, sizes, rollouts)
-    settlements = tuple(settle(group, margin) for group in comparable(fits, apart_from=factors.rollouts))
+        return Plan(None, budget, unit, rows, split.steps, (settle(choice, budget),), split, sizes, rollouts)
+    settlements = tuple(settle(choice_of(group, margin)) for group in comparable(fits, apart_from=factors.rollouts))
     steps = tuple(step for settlement in settlements for step in settlement.steps)
     rows = tuple(_reach_row(fit, target) if target is not None else _budget_row(fit, budget) for fit in fits)
     return Plan(target, budget, unit, rows, steps, settlements, None, sizes, rollouts)

@@ -20,21 +20,26 @@ from sweeps.as_json import AsJson
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.least_squares import Array
-from sweeps.fit.predict import _REACH, FAR, SUPPORT, chance, quantiles, support, total_draws
+from sweeps.fit.predict import chance, paths, quantiles, seed_offsets, support
+from sweeps.fit.wander import apart
 
 # A run is near its asymptote with this share of A - R0 gained: of a gain of 0.3 that leaves 0.015, the spread
 # between seeds.
 NEAR = 0.95
 _NOTHING = Interval(None, None, None)
+# Computes at which a curve is looked at, within its window and beyond.
+_WITHIN, _BEYOND = 241, 160
+# Verdicts under which there is a rise to speak of.
+_RISING = ("identifiable", "open", "at_bound", "pre_inflection")
 
 
 @dataclass(frozen=True)
 class Reach(AsJson):
     """Compute to reach a target.
 
-    compute: for the runs given, continued; None where it may not be named. new_run: the same for another seed,
-    whose A differs by the spread between seeds. p_never: probability that the runs do not get there within
-    `FAR` times the window. reached: the fitted curve passed it within the window, with 97.5%.
+    compute: for the runs given, continued; None where they do not get there. new_run: the same for another seed,
+    which differs by the spread between seeds. p_never: probability that the runs do not get there as far as the fit may
+    be read. reached: the curve passed it within the window, with 97.5%.
     """
 
     recipe: str
@@ -66,69 +71,59 @@ class Asymptote(AsJson):
 
 
 def compute_to_reach(fit: Fit, target: float) -> Reach:
-    """Compute at which the fitted curve passes a reward, with a 95% interval.
+    """Compute at which the curve passes a reward, with a 95% interval.
 
     Args:
-        fit: one recipe's fit.
+        fit: one recipe's fit, of any verdict: what the window shows needs no asymptote, and what comes is forecast.
         target: reward.
 
     The value is the median over draws and the bounds their quantiles; a bound is open (None) where more than
-    2.5% of the draws do not get there within `FAR` times the window, and the value is None ("never") where
-    more than half do not.
+    2.5% of the draws do not get there as far as the fit may be read (`support`), and the value is None ("never")
+    where more than half do not.
 
     Raises:
         UserError: the target is no number, or outside the reward's bounds.
     """
     _check_target(target, fit.bounds)
     limit = support(fit)
-    if limit is None or fit.draws is None or fit.window is None:
+    if limit is None or fit.window is None:
         return Reach(fit.recipe, target, None, f"{fit.verdict}: {fit.reason}")
     end = fit.window[1]
-    times = _inverse(fit, fit.draws.A, target, FAR * end)
-    fresh = _inverse(fit, total_draws(fit, new_run=True), target, FAR * end)
+    grid = np.concatenate([[0.0], np.linspace(0, end, _WITHIN)[1:], np.geomspace(end, limit, _BEYOND)[1:]])
+    ahead = paths(fit, grid)
+    times = first_above(ahead, grid, target)
+    fresh = first_above(ahead + seed_offsets(fit, new_run=True)[:, None] * apart(grid / end), grid, target)
     p_never = float(np.isinf(times).mean())
-    raw = quantiles(times)
+    raw, new_run = quantiles(times), _named(quantiles(fresh))
+    if (raw.high is None or raw.high > end) and fit.outlook is not None:
+        # What the window shows needs no law: a run that has passed the target has, whatever it did then.
+        shown = quantiles(first_above(fit.outlook.smoothed()[1], fit.outlook.smoothed()[0], target))
+        raw = shown if shown.high is not None else raw
     reached = raw.high is not None and raw.high <= end
     if raw.value == 0.0:
-        met = f"met before training (R0 {fit.R0:.3f})"
-        return Reach(fit.recipe, target, Interval(0.0, 0.0, raw.high), met, quantiles(fresh), p_never, True)
-    if not fit.identifiable and (raw.value is None or raw.value > limit):
-        where = "within the window" if limit <= end else f"by {SUPPORT:g} x its end"
-        reason = f"not reached {where} ({limit:.4g}), and A is not identifiable ({fit.verdict}): {fit.reason}"
-        return Reach(fit.recipe, target, None, reason)
+        met = f"met before training (R0 {float(np.median(ahead[:, 0])):.3f})"
+        return Reach(fit.recipe, target, Interval(0.0, 0.0, raw.high), met, new_run, p_never, True)
     if raw.value is None:
-        reason = f"never: {chance(p_never)} that its runs do not reach it within {FAR:g} x their compute"
-        return Reach(fit.recipe, target, None, reason, _named(quantiles(fresh)), p_never)
-    compute, new_run = _within(raw, fit, limit), _within(quantiles(fresh), fit, limit)
-    reason = _reach_reason(fit, compute, p_never, reached)
-    return Reach(fit.recipe, target, compute, reason, _named(new_run), p_never, reached)
+        reason = f"never: {chance(p_never)} that its runs do not reach it within {limit / end:g} x their compute"
+        return Reach(fit.recipe, target, None, reason, new_run, p_never)
+    return Reach(fit.recipe, target, raw, _reach_reason(fit, raw, p_never, reached), new_run, p_never, reached)
+
+
+def first_above(ahead: Array, grid: Array, target: float) -> Array:
+    """Compute at which each path first passes a reward, infinite where it does not; (K, m), (m,) -> (K,)."""
+    above = ahead >= target
+    at = above.argmax(1)
+    rows = np.arange(len(ahead))
+    before = np.maximum(at - 1, 0)
+    low, high = ahead[rows, before], ahead[rows, at]
+    share = np.clip((target - low) / np.where(high > low, high - low, 1.0), 0.0, 1.0)
+    found = np.where(at > 0, grid[before] + share * (grid[at] - grid[before]), 0.0)
+    return np.where(above.any(1), found, np.inf)
 
 
 def _check_target(target: float, bounds: tuple[float, float]) -> None:
     if not np.isfinite(target) or not bounds[0] <= target <= bounds[1]:
         raise UserError(f"--target {target:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
-
-
-def _inverse(fit: Fit, asymptote: Array, target: float, far: float) -> Array:
-    """C(target) per draw: 0 where R0 is past it already, infinite where not reached by `far`. (K,)."""
-    draws = fit.draws
-    assert draws is not None
-    gap = asymptote - target
-    with np.errstate(divide="ignore", invalid="ignore"):
-        # In logs: 1/B up to 10 would overflow close to A.
-        log_c = np.log(draws.C_mid) + (np.log(target - draws.R0) - np.log(gap)) / draws.B
-    met, short = target <= draws.R0, gap <= 0
-    log_c = np.where(met, -np.inf, np.where(short, np.inf, log_c))
-    result: Array = np.where(log_c <= np.log(far), np.exp(np.minimum(log_c, np.log(far))), np.inf)
-    return result
-
-
-def _within(compute: Interval, fit: Fit, limit: float) -> Interval:
-    """Without bounds that lie where the fit may not be read."""
-    if fit.identifiable:
-        return compute
-    value, low, high = (None if v is None or v > limit else v for v in (compute.value, compute.low, compute.high))
-    return Interval(value, low, high)
 
 
 def _named(interval: Interval) -> Interval | None:
@@ -145,7 +140,7 @@ def _reach_reason(fit: Fit, compute: Interval, p_never: float, reached: bool) ->
     else:
         text = f"{compute.value / end:.2g} x the compute spent so far"
     if not fit.identifiable:
-        text += f"; A is not identifiable ({fit.verdict}), but the curve is known there"
+        text += f"; A is not identifiable ({fit.verdict}): " + ("the window shows it" if reached else "a forecast")
     if not reached and p_never >= 0.005:
         text += f"; {chance(p_never)} that its runs never get there"
     return text
@@ -157,7 +152,7 @@ def near_asymptote(fit: Fit) -> Asymptote:
     share = (R(C_end) - R0) / (A - R0) = 1 / (1 + (C_mid / C_end)^B), C_end the window's end. `near` needs an
     identifiable A; that a run is not near can be sure without one.
     """
-    if fit.draws is None or fit.window is None or fit.verdict not in _REACH:
+    if fit.draws is None or fit.window is None or fit.verdict not in _RISING:
         return Asymptote(fit.recipe, "unknown", _NOTHING, _NOTHING, f"{fit.verdict}: {fit.reason}")
     end, draws = fit.window[1], fit.draws
     shares = 1 / (1 + np.exp(np.clip(draws.B * (np.log(draws.C_mid) - np.log(end)), -700, 700)))

@@ -8,16 +8,16 @@ and to saturate; that is for the study to show.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from sweeps.as_json import AsJson
-from sweeps.decide.rank import CONFIDENCE
+from sweeps.decide.standing import CONFIDENCE
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.least_squares import Array
-from sweeps.fit.predict import chance, quantiles, support, total_draws
+from sweeps.fit.predict import chance, paths_over_seeds, quantiles, support
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,4 @@ def _plan(recipe: str, difficulty: str | None, by_value: dict[int, Fit], budget:
 
 def _at(fit: Fit, budget: float) -> Array:
     """Draws of the recipe's reward at the budget, over seeds. (K,)."""
-    assert fit.draws is not None
-    over_seeds = replace(fit.draws, A=np.maximum(total_draws(fit), fit.draws.R0))
-    return over_seeds.curve(np.array([budget]))[:, 0]
+    return paths_over_seeds(fit, [budget])[:, 0]

@@ -15,12 +15,12 @@ import numpy as np
 
 from sweeps.as_json import AsJson, as_json
 from sweeps.decide.power_law import PowerLaw, fit_power_law
-from sweeps.decide.rank import CONFIDENCE
 from sweeps.decide.reach import check_target, compute_to_reach
+from sweeps.decide.standing import CONFIDENCE
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, fit_curve
 from sweeps.fit.least_squares import Array
-from sweeps.fit.predict import FAR, chance, predict, quantiles, support, total_draws
+from sweeps.fit.predict import FAR, chance, quantiles, seed_offsets, support
 
 _HELD_OUT = 0.25
 _GRID = 400
@@ -213,7 +213,9 @@ def _opened(crossing: Interval, start: float) -> Interval:
 def _sigmoid(fit: Fit, compute: Array) -> Array:
     """Curves of a recipe's mean over seeds, per draw. Shapes: (m,) -> (K, m)."""
     assert fit.draws is not None
-    return replace(fit.draws, A=np.maximum(total_draws(fit), fit.draws.R0)).curve(compute)
+    # The sigmoid's own, whatever the verdict: here it is one of two laws that are held against each other.
+    over_seeds = fit.draws.A + seed_offsets(fit)
+    return replace(fit.draws, A=np.maximum(over_seeds, fit.draws.R0)).curve(compute)
 
 
 def overtakes(lead: Array, grid: Array) -> Array:
@@ -280,7 +282,7 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
                 continue
             c, seen = curve.compute[late], float(curve.reward[late].mean())
             by_law = 1 - np.exp(level[s] - k_max / (1 + n_0 / size) * np.log(c / law.reference))
-            errors.append((float(by_law.mean()) - seen, float(predict(early, c).mean.mean()) - seen))
+            errors.append((float(by_law.mean()) - seen, float(early.draws.curve(c).mean()) - seen))
             noise.append(fit.noise.sd**2 * min(1.0, fit.noise.inflation / late.sum()))
     if not errors:
         return HeldOut(None, None, "unknown", 0)

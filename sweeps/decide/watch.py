@@ -3,9 +3,8 @@
 A snapshot is the fit up to some compute C, and a check: the evaluations of the last tenth (C / 1.1 to C) against
 what the fit up to C / 1.5 predicted of their mean. It depends on the evaluations and on C alone, not on when
 anybody looked. A run has departed if two snapshots apart by a factor 1.15, and all between them, lie on one side
-of a 95% interval widened by a quarter. On simulated runs (31 to 75 evaluations, one or two seeds, a policy that
-wanders with lag-1 correlation 0.6, looked at after every evaluation) that rang in 1 to 3% of 150 that follow the
-law and in 92 to 100% of 50 that fall by 0.1 after half their compute; `tests/sweeps/decide/test_watch.py` measures it.
+of a 95% interval. How often that rings for runs that follow the law, and for runs that fall, stands in docs/watch.md
+(`benchmarks/watch.py`).
 """
 
 from __future__ import annotations

@@ -200,12 +200,12 @@ def _draw_fit(panel: Axes, fit: Fit, left: float, right: float, colour: str, gho
     x = np.geomspace(left, right, 120)
     band = predict(fit, x)
     if ghost:
-        panel.plot(x, band.mean, color=colour, linewidth=0.9, alpha=0.8)
+        panel.plot(x, band.value, color=colour, linewidth=0.9, alpha=0.8)
         return
     inside = x <= fit.window[1]
     panel.fill_between(x, band.low, band.high, color=colour, alpha=0.16, linewidth=0)
-    panel.plot(x[inside], band.mean[inside], color=colour, linewidth=1.6)
-    panel.plot(x[~inside], band.mean[~inside], color=colour, linewidth=1.3, linestyle=(0, (4, 2)))
+    panel.plot(x[inside], band.value[inside], color=colour, linewidth=1.6)
+    panel.plot(x[~inside], band.value[~inside], color=colour, linewidth=1.3, linestyle=(0, (4, 2)))
     if fit.identifiable and fit.A.value is not None:
         panel.axhline(fit.A.value, color=colour, linewidth=0.7, linestyle=":")
         note = f"A {fit.A.value:.3f}"

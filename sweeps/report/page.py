@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from sweeps.curve import Curve
-from sweeps.decide.next_run import Settlement
+from sweeps.decide.next_run import Settlement, Step
 from sweeps.decide.rank import Ranking
 from sweeps.fit.compare import Comparison
 from sweeps.fit.family import FAMILIES
@@ -35,7 +35,8 @@ class Findings:
     """What a report shows beyond the fits and their ranking.
 
     sensitivity: rows a recipe. settlements: what to run next, one a group of comparable recipes. comparisons: of
-    families. histories: snapshots a recipe. mapping: a line a source, on how it was read. Each may be empty.
+    families. histories: snapshots a recipe. mapping: a line a source, on how it was read. commands: by step, what to
+    paste, where the study was launched by this package. Each may be empty.
     """
 
     sensitivity: Mapping[str, Sequence[Row]] = field(default_factory=dict)
@@ -43,6 +44,7 @@ class Findings:
     comparisons: Sequence[Comparison] = ()
     histories: Mapping[str, Sequence[Snapshot]] = field(default_factory=dict)
     mapping: Sequence[str] = ()
+    commands: Mapping[Step, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def summary(fit: Fit, p_best: float | None) -> FitSummary:
         rmse=fit.rmse,
         p_best=p_best,
         curve_x=compute,
-        curve_y=band.mean,
+        curve_y=band.value,
         band_low=band.low,
         band_high=band.high,
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sweeps.decide.plan import Plan
 from sweeps.decide.rank import Ranking
+from sweeps.decide.reward import Rewards
 from sweeps.decide.rollout_counts import RolloutPlan
 from sweeps.decide.sizes import Sizes
 from sweeps.fit.fit import shown
@@ -140,11 +141,28 @@ def refit_row(row: SensitivityRow) -> list[str]:
     ]
 
 
+def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of what needs no asymptote."""
+    head = ["recipe", f"R at {rewards.compute:.4g}", "P(highest)"]
+    if rewards.reward is not None:
+        head += [f"compute to {rewards.reward:.3f}", "times the least"]
+    if rewards.budget is not None:
+        head += [f"R at {rewards.budget:.4g}", "P(highest)"]
+    rows = []
+    for entry in rewards.rows:
+        row = [entry.recipe, shown(entry.R, ".3f"), f"{entry.p_best:.2f}"]
+        if rewards.reward is not None:
+            row += [shown(entry.C, ".4g"), "1" if entry.ratio is None else shown(entry.ratio, ".2f")]
+        if rewards.budget is not None:
+            p = "-" if entry.p_best_at_budget is None else f"{entry.p_best_at_budget:.2f}"
+            row += [shown(entry.R_at_budget, ".3f"), p]
+        rows.append(row)
+    return head, rows
+
+
 def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the ranking's table."""
     head = ["rank", "recipe", "P(best)", "A", "B at shared A"]
-    if ranking.budget is not None:
-        head.append(f"R at {ranking.budget:.4g}")
     head.append("why")
     rows = []
     for entry in ranking.ranking:
@@ -156,7 +174,5 @@ def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
             shown(entry.A if named else None, ".3f"),
             shown(entry.B_at_shared_A, ".3g"),
         ]
-        if ranking.budget is not None:
-            row.append(shown(entry.R_at_budget, ".3f"))
         rows.append([*row, entry.reason if named else f"{entry.verdict}: {entry.reason}"])
     return head, rows

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sweeps.curve import Curve
-from sweeps.decide.next_run import comparable, settle
+from sweeps.decide.next_run import choice_of, comparable, settle
 from sweeps.decide.rank import Ranking
 from sweeps.errors import UserError, require
 from sweeps.fit.compare import Comparison
@@ -19,6 +19,7 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.history import GROWTH, Snapshot, history
 from sweeps.fit.sensitivity import sensitivity
 from sweeps.fit.verdict import MIN_COMPUTES
+from sweeps.launch.again import command
 from sweeps.run.journal import JournalView
 
 # Fits a recipe in `histories`, about: they are most of a report's time.
@@ -72,12 +73,16 @@ def write_report(
     from sweeps.report.page import NAMED, Findings, render
 
     page = Path(path)
+    settlements = [settle(choice_of(group, ranking.margin)) for group in comparable(fits) if len(group) > 1]
+    steps = [step for settlement in settlements for step in settlement.steps]
+    commands = [(step, command(step, runs, curves[0].axis)) for step in steps]
     findings = Findings(
         {fit.recipe: sensitivity(fit.curve, fit.options) for fit in fits if fit.verdict in NAMED},
-        [settle(group, ranking.margin) for group in comparable(fits) if len(group) > 1],
+        settlements,
         comparisons or ranking.comparisons,
         histories or {},
         mapping,
+        {step: line for step, line in commands if line is not None},
     )
     figures = {
         "curves": curves_figure(curves, fits, ranking),

@@ -47,6 +47,7 @@ class RunSpec:
         config: the resolved configuration.
         reference: the configuration of the recipe itself, same seed and settings.
         folders: of the user's: configuration files, and the modules that these name.
+        overrides: of the command that launched it, but those of addresses: what to paste to go on.
     """
 
     run: str
@@ -60,6 +61,7 @@ class RunSpec:
     config: Mapping[str, Any]
     reference: Mapping[str, Any]
     folders: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -94,7 +96,8 @@ class RunSpec:
             values = json.loads((run_dir / SPEC_FILE).read_text())
             if values.pop("form", 1) != FORM:
                 raise UserError(_OTHER_FORM.format(run_dir / SPEC_FILE))
-            return cls(**{**values, "folders": tuple(values["folders"])})
+            overrides = tuple(values.get("overrides", ()))
+            return cls(**{**values, "folders": tuple(values["folders"]), "overrides": overrides})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{run_dir / SPEC_FILE}: not a run's frozen specification ({error})") from error
 

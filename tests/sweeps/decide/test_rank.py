@@ -67,9 +67,12 @@ def test_refused_recipes_come_last_with_their_reason() -> None:
     last = result.ranking[-2:]
     assert [entry.rank for entry in result.ranking] == [1, 2, None, None]
     assert {entry.recipe for entry in last} == {"a-flat", "scalerl+loss=dapo"}
-    assert all(entry.p_best is None and entry.reason for entry in last)
+    assert all(entry.reason for entry in last)
     assert sum(entry.p_best or 0 for entry in result.ranking) == pytest.approx(1.0)
-    assert "2 of 4 recipes cannot be ranked" in result.sentence
+    # A window before the bend may hide the best; a level curve does not.
+    p_best = {entry.recipe: entry.p_best or 0.0 for entry in result.ranking}
+    assert p_best["a-flat"] < 0.05 < p_best["scalerl+loss=dapo"] and result.undecided
+    assert "2 of 4 recipes cannot be ranked, and of these scalerl+loss=dapo (P = 0." in result.sentence
 
 
 def test_nothing_identifiable_is_undecided() -> None:
@@ -77,14 +80,13 @@ def test_nothing_identifiable_is_undecided() -> None:
     assert result.undecided and all(entry.rank is None for entry in result.ranking)
 
 
-def test_reward_at_the_budget_is_better_known_than_A() -> None:
+def test_reward_at_the_budget_holds_the_truth() -> None:
     result = ranked(curve("scalerl", white=0.01, end=6000, rng=1), budget=6000.0)
     (entry,) = result.ranking
     assert entry.R_at_budget is not None
     low, high = entry.R_at_budget.low, entry.R_at_budget.high
     assert low is not None and high is not None and entry.A.low is not None
-    assert low <= 0.3 + 0.31 / (1 + (2500 / 6000) ** 1.9) <= high
-    assert high - low < (1 if entry.A.high is None else entry.A.high) - entry.A.low
+    assert low <= 0.3 + 0.31 / (1 + (2500 / 6000) ** 1.9) <= high and high - low < 0.06
 
 
 def test_leave_one_out_compares_with_the_baseline() -> None:
@@ -146,7 +148,7 @@ def test_what_a_seed_does_to_all_recipes_alike_drops_out() -> None:
 def test_seeds_that_only_some_recipes_have_are_not_paired() -> None:
     x = seeded("x", {"0": 0.0, "1": 0.002, "2": 0.03, "3": 0.03}, 1)
     y = seeded("y", {"0": 0.0, "1": 0.002, "7": -0.03, "8": -0.03}, 2)
-    ranking = rank(fit_curves([x, y]), margin=0.005)
+    ranking = rank(fit_curves([x, y]), margin=0.0)
     assert ranking.pairing is None and ranking.undecided
 
 

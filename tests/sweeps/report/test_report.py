@@ -24,6 +24,7 @@ from sweeps.fit.predict import confidence_curve, fitted
 from sweeps.report.figures import history_figure, profile_figure, residuals_figure
 from sweeps.report.write import histories, write_ranking_csv, write_report
 from sweeps.run.journal import Journal
+from sweeps.run.spec import make_spec
 from sweeps.source import load
 from tests.paths import ROOT
 from tests.sweeps.fit.simulate import curve
@@ -249,7 +250,7 @@ def test_ranking_csv(tmp_path: Path) -> None:
     assert [row["recipe"] for row in rows] == ["scalerl", "a,b"]
     assert {"verdict", "A", "A_low", "A_high", "B", "C_mid", "p_best"} <= set(rows[0])
     assert float(rows[0]["A_low"]) < float(rows[0]["A"]) < float(rows[0]["A_high"])
-    assert rows[1]["A_high"] == "" and rows[1]["p_best"] == ""
+    assert rows[1]["A_high"] == "" and float(rows[1]["p_best"]) > 0.05
 
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
@@ -339,3 +340,21 @@ def test_the_command_brings_mapping_families_and_history(tmp_path: Path, capsys:
     assert "How the sources were read" in plain and "264 rows: 264 points" in plain
     # A recipe that is not ranked is compared too.
     assert "scalerl+aggregation=token: exponential foretells" in plain
+
+
+def test_advice_is_a_command_to_paste_where_the_study_was_ours(tmp_path: Path) -> None:
+    for number, (recipe, a) in enumerate((("scalerl", 0.61), ("scalerl+loss=dapo", 0.6))):
+        config = {"seed": 0, "budget": {"steps": 24}, "loss": {"_target_": recipe}}
+        spec = replace(make_spec(config, config, recipe, "scalerl"), overrides=("experiment=<mine>", "seed=0"))
+        spec.write(tmp_path / spec.run)
+        journal = Journal(tmp_path / spec.run)
+        journal.header(run=spec.run, curve=spec.curve, recipe=recipe, seed=0)
+        data = curve(a=a, end=7000, points=25, seeds=1, rng=number)
+        for step, (compute, reward) in enumerate(zip(data.compute, data.reward, strict=True)):
+            journal.record("eval", step, {"compute/flops": float(compute), "eval/heldout/pass_rate": float(reward)})
+        journal.close()
+    study = load([tmp_path], x="compute/flops")
+    fits = fit_curves(study.curves)
+    text = write_report(tmp_path / "x.html", study.curves, fits, rank(fits), study.runs)[0].read_text()
+    assert "<code>scalerl train --multirun &#39;experiment=&lt;mine&gt;&#39; seed=1 budget.steps=24</code>" in text
+    Page(text)

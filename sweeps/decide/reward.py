@@ -1,0 +1,125 @@
+"""Answers that need no asymptote: reward at a compute that all recipes have spent, and compute to a reward all reached.
+
+Both are read off forecasts (`sweeps.fit.predict`), which hold under any verdict; so every recipe has an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from sweeps.as_json import AsJson
+from sweeps.decide.reach import first_above
+from sweeps.decide.standing import best_chances
+from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.least_squares import Array
+from sweeps.fit.predict import paths_over_seeds, quantiles, readable, within
+
+_LOOKS = 201
+# The common reward, as a share of what the slowest recipe gained by the common compute.
+_GAINED = 0.8
+
+
+@dataclass(frozen=True)
+class RewardRow(AsJson):
+    """One recipe.
+
+    R: reward at the common compute; p_best: chance that it is the highest there. C: compute to the common reward;
+    ratio: to that of the recipe that needs least. R_at_budget, p_best_at_budget: as R and p_best, at a budget; None
+    without one or where it lies too far beyond what was run.
+    """
+
+    recipe: str
+    R: Interval
+    p_best: float
+    C: Interval | None
+    ratio: Interval | None
+    R_at_budget: Interval | None
+    p_best_at_budget: float | None
+
+
+@dataclass(frozen=True)
+class Rewards(AsJson):
+    """All recipes, the highest reward first. compute: spent by all. reward: reached by all; None if none is."""
+
+    compute: float
+    reward: float | None
+    budget: float | None
+    sentence: str
+    rows: tuple[RewardRow, ...]
+
+    JSON: ClassVar = {"compute": "common_compute", "reward": "common_reward"}
+
+
+def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
+    """Compare recipes at common compute and common reward; None where fewer than one can be read.
+
+    Args:
+        fits: one a recipe.
+        budget: compute at which to forecast as well, in the curves' unit.
+    """
+    known = [fit for fit in fits if readable(fit) and fit.window is not None]
+    if not known:
+        return None
+    compute = min(fit.window[1] for fit in known if fit.window is not None)
+    ends = [paths_over_seeds(fit, [0.0, compute]) for fit in known]
+    at_end = [np.asarray(end[:, 1]) for end in ends]
+    p_best = best_chances(at_end)
+    # Most of what the slowest has gained: all have passed it, and none so late that its plateau blurs when.
+    started = max(float(np.median(end[:, 0])) for end in ends)
+    slowest = min(float(np.median(end)) for end in at_end)
+    reward = started + _GAINED * (slowest - started)
+    looks = np.linspace(0, compute, _LOOKS)
+    # One after the other: a thousand recipes' paths are gigabytes.
+    times = [first_above(paths_over_seeds(fit, looks), looks, reward) for fit in known] if reward > started else []
+    fastest = min(range(len(times)), key=lambda i: float(np.median(times[i])), default=None)
+    ahead = [_at_budget(fit, budget) for fit in known]
+    read = [values for values in ahead if values is not None]
+    p_ahead = dict(zip((i for i, v in enumerate(ahead) if v is not None), best_chances(read), strict=True))
+    rows = []
+    for i, fit in enumerate(known):
+        took = _ratio(times[i], times[fastest]) if fastest is not None and i != fastest else None
+        values = ahead[i]
+        rows.append(
+            RewardRow(
+                fit.recipe,
+                quantiles(at_end[i]),
+                p_best[i],
+                quantiles(times[i]) if times else None,
+                took,
+                None if values is None else quantiles(values),
+                p_ahead.get(i),
+            )
+        )
+    order = sorted(range(len(rows)), key=lambda i: (-(rows[i].R.value or 0.0), rows[i].recipe))
+    ordered = tuple(rows[i] for i in order)
+    first = None if fastest is None else known[fastest].recipe
+    return Rewards(compute, reward if times else None, budget, _sentence(ordered, compute, reward, first), ordered)
+
+
+def _at_budget(fit: Fit, budget: float | None) -> Array | None:
+    if budget is None or not within(fit, budget):
+        return None
+    return np.asarray(paths_over_seeds(fit, [budget])[:, 0])
+
+
+def _ratio(mine: Array, fastest: Array) -> Interval | None:
+    """How many times the compute of the fastest; None where it is not known on either side."""
+    known = (fastest > 0) & np.isfinite(fastest)
+    both = np.where(known, mine / np.where(known, fastest, 1.0), np.inf)
+    found = quantiles(both)
+    return None if found.value is None else found
+
+
+def _sentence(rows: Sequence[RewardRow], compute: float, reward: float, fastest: str | None) -> str:
+    best = rows[0]
+    text = f"at compute {compute:.4g}, which all have spent, {best.recipe} is ahead with {best.R.value:.3f}"
+    text += f" (P = {best.p_best:.2f} that it is highest there)" if len(rows) > 1 else ""
+    times = {row.recipe: row.ratio.value for row in rows if row.ratio is not None and row.ratio.value is not None}
+    if fastest is not None and times:
+        slowest = max(times, key=lambda recipe: times[recipe])
+        text += f"; {slowest} takes {times[slowest]:.2g}x the compute of {fastest} to reach {reward:.3f}"
+    return text

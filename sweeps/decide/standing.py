@@ -1,0 +1,330 @@
+"""Where the choice between recipes stands: one joint posterior, which ranking, plan and report all read.
+
+Every recipe takes part with draws of what its curve comes to (`sweeps.fit.outlook`), one whose A may not be named with
+all its width, one of which nothing is known with the whole scale. So a choice is sure only where it is sure against the
+recipes that could not be ranked, too.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sweeps.decide.margin import MARGIN
+from sweeps.errors import UserError
+from sweeps.fit.fit import Fit, refit
+from sweeps.fit.futures import by_weight
+from sweeps.fit.least_squares import Array
+from sweeps.fit.mixture import PRIOR, shared_prior
+from sweeps.fit.outlook import DRAWS
+from sweeps.fit.predict import asymptote_draws, chance, readable, seed_offsets
+from sweeps.fit.seeds import Pairing, paired_seed_spread
+
+# What counts as decided.
+CONFIDENCE = 0.95
+_UNSURE = 1 - CONFIDENCE
+# A recipe that cannot be ranked is named where it could be best with more than this chance.
+COULD_WIN = 0.05
+# Recipes from which on their scatter can be told, the least it is taken to be (of the reward's scale), and its tail.
+_FEW, _APART, _TAIL = 3, 0.03, 4.0
+# Draws of a law from which on they say what it says.
+_LEAST = 8
+_SIGMOID = list(PRIOR).index("sigmoid")
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Draws of one recipe's asymptote, (K,), which draw of its curve each is, and what its seeds add.
+
+    The curve's are those of `Fit.draws` where A is named, else of `Fit.outlook`; rows is None where it is neither.
+    offsets (K,): how far the mean of the seeds given lies off the recipe's, of standard deviation `spread` a seed.
+    """
+
+    values: Array
+    rows: NDArray[np.intp] | None
+    offsets: Array
+    spread: float
+
+    def asymptote(self, margin: float | None = None) -> Array:
+        """Over all seeds, (K,); given the margin of a tie, a spread below it is left out: the margin stands for it."""
+        return self.values if margin is not None and self.spread <= margin else self.values + self.offsets
+
+
+@dataclass(frozen=True, eq=False)
+class Standing:
+    """The choice as it stands. Mappings are by recipe.
+
+    leader: the recipe to choose: the ranked one that is best, or first among those tied; one that could not be ranked
+    where it is surely best all the same; None where no A may be named and none is. p_best: of having
+    the highest asymptote of all, ranked or not, with the spread between seeds. p_wrong: chance that another's exceeds
+    the leader's by more than the margin; None where there is no leader or no other. tied: ranked recipes within the
+    margin of the best, the leader first; shared_a: the A at which they were refitted, at_shared. rivals: recipes that
+    could not be ranked and might be best with more than `COULD_WIN`. drawn: what all this is read off, by fit.
+    """
+
+    margin: float
+    leader: str | None
+    p_best: dict[str, float]
+    p_wrong: float | None
+    ranked: tuple[str, ...]
+    tied: tuple[str, ...]
+    shared_a: float | None
+    at_shared: dict[str, Fit]
+    rivals: tuple[str, ...]
+    decided: bool
+    sentence: str
+    pairing: Pairing | None
+    drawn: tuple[Drawn, ...]
+
+
+def margin_of(fits: Sequence[Fit], margin: float | None) -> float:
+    """The margin of a tie, in reward units: the paper's 0.02, carried over to the reward's scale, if not given.
+
+    Raises:
+        UserError: it is negative or no number.
+    """
+    if margin is None:
+        return MARGIN * max((fit.curve.scale for fit in fits), default=1.0)
+    if not (np.isfinite(margin) and margin >= 0):
+        raise UserError(f"--margin {margin:g}: must be 0 or more, in reward units")
+    return margin
+
+
+def pairing_of(fits: Sequence[Fit]) -> Pairing | None:
+    """The seeds by which identifiable recipes are compared, if they are the same for all."""
+    return paired_seed_spread([fit.seed_excess for fit in fits], max((fit.curve.scale for fit in fits), default=1.0))
+
+
+def joint(fits: Sequence[Fit]) -> list[Drawn]:
+    """Joint draws of every recipe's asymptote.
+
+    In each draw all recipes follow one law, drawn by what foretold the study's curves: that one law puts every ceiling
+    higher than another does must not look like a difference between recipes. Named recipes are drawn in the light of
+    each other, for the highest of many is high by luck, too: they scatter about the others' mean as a Student t, whose
+    width is what their estimates show beyond their errors. A named A is the sigmoid's, moved by what the law of the
+    draw puts it higher or lower. Refused recipes keep all their width.
+
+    Args:
+        fits: as `fit_curves` returns them.
+    """
+    pairing = pairing_of([fit for fit in fits if fit.identifiable])
+    laws = _laws(fits)
+    width = _scatter(fits)
+    # The same for all: how much a law differs from another depends on the window, and recipes' windows are alike.
+    beyond = np.mean([_beyond_sigmoid(fit) for fit in fits if fit.identifiable] or [np.zeros(len(PRIOR))], axis=0)
+    named = {fit.recipe: named_a(fit) for fit in fits if fit.identifiable}
+    found = []
+    for fit in fits:
+        rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 7)
+        if not readable(fit):
+            found.append(Drawn(np.asarray(rng.uniform(*fit.bounds, DRAWS)), None, np.zeros(DRAWS), 0.0))
+            continue
+        values, rows = asymptote_draws(fit), None
+        if fit.identifiable and fit.draws is not None:
+            weight = np.ones(len(values))
+            if width is not None:
+                others = float(np.mean([value for recipe, value in named.items() if recipe != fit.recipe]))
+                weight = (1 + (values - others) ** 2 / (_TAIL * width)) ** (-0.5 * (_TAIL + 1))
+            rows = by_weight(weight, DRAWS, rng)
+            values = np.clip(values[rows] + beyond[laws], *fit.bounds)
+        elif _has_law(fit) and fit.outlook is not None:
+            rows = _under_laws(fit.outlook.futures.kind, laws, rng)
+            values = values[rows]
+        spread = pairing.spread if pairing is not None and fit.identifiable else fit.seed_spread
+        found.append(Drawn(values, rows, seed_offsets(fit, spread=spread), spread.sd))
+    return found
+
+
+def _has_law(fit: Fit) -> bool:
+    """Whether its asymptote is what its curve comes to: not of another family, nor where nothing rises."""
+    return fit.options.sigmoid and fit.verdict not in ("flat", "decreasing") and fit.outlook is not None
+
+
+def _laws(fits: Sequence[Fit]) -> NDArray[np.intp]:
+    """The law of each draw: an index of `sweeps.fit.kinds.KINDS`, or beyond them for a walk; (K,)."""
+    weights = np.array(list(shared_prior([fit.skill for fit in fits if fit.skill]).values()))
+    return by_weight(weights, DRAWS, np.random.default_rng(0))
+
+
+def _scatter(fits: Sequence[Fit]) -> float | None:
+    """Variance of named asymptotes between recipes, beyond their errors; None where they are too few to tell."""
+    named = [fit for fit in fits if fit.identifiable and fit.draws is not None]
+    if len(named) < _FEW:
+        return None
+    error = float(np.mean([fit.draws.A.var() for fit in named if fit.draws is not None]))
+    least = (_APART * max(fit.curve.scale for fit in named)) ** 2
+    return max(float(np.var([named_a(fit) for fit in named], ddof=1)) - error, least)
+
+
+def _beyond_sigmoid(fit: Fit) -> Array:
+    """By how much each law puts the recipe's ceiling above the sigmoid's, on average; (laws,)."""
+    shift = np.zeros(len(PRIOR))
+    if not _has_law(fit) or fit.outlook is None:
+        return shift
+    ceiling, kind = fit.outlook.ceiling, fit.outlook.futures.kind
+    count = np.bincount(kind, minlength=len(shift))
+    if count[_SIGMOID] >= _LEAST:
+        mean = np.bincount(kind, ceiling, len(shift)) / np.maximum(count, 1)
+        shift = np.where(count >= _LEAST, mean - mean[_SIGMOID], 0.0)
+    return shift
+
+
+def _under_laws(kind: NDArray[np.intp], laws: NDArray[np.intp], rng: np.random.Generator) -> NDArray[np.intp]:
+    """Which of a recipe's draws to take so that their laws are those given; (K,)."""
+    rows = np.empty(len(laws), dtype=np.intp)
+    for law in np.unique(laws):
+        mine = np.flatnonzero(kind == law)
+        # A law that explains a recipe hardly at all says nothing of it.
+        mine = mine if len(mine) >= _LEAST else np.arange(len(kind))
+        wanted = np.flatnonzero(laws == law)
+        rows[wanted] = mine[by_weight(np.ones(len(mine)), len(wanted), rng)]
+    return rows
+
+
+def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
+    """Which recipe to choose, and whether the data decide.
+
+    Args:
+        fits: one a recipe, as `fit_curves` returns them.
+        margin: recipes whose A lies within this of the best are no wrong choice.
+
+    Raises:
+        UserError: margin is negative or no number.
+    """
+    margin = margin_of(fits, margin)
+    drawn = joint(fits)
+    chances = best_chances([one.asymptote() for one in drawn])
+    p_best = dict(zip((fit.recipe for fit in fits), chances, strict=True))
+    ranked = [fit for fit in fits if fit.identifiable]
+    names = {fit.recipe: named_a(fit) for fit in ranked}
+    best = max(names.values(), default=0.0)
+    tied = [fit for fit in ranked if best - names[fit.recipe] <= margin + 1e-12]
+    shared_a, at_shared = at_shared_a(tied)
+
+    def order(fit: Fit) -> tuple[bool, float, str]:
+        refitted = at_shared.get(fit.recipe)
+        efficiency = None if refitted is None else refitted.B.value
+        first = -(efficiency or 0.0) if fit in tied and at_shared else -names[fit.recipe]
+        return fit not in tied, first, fit.recipe
+
+    ordered = sorted(ranked, key=order)
+    rivals = tuple(fit.recipe for fit in fits if not fit.identifiable and p_best[fit.recipe] > COULD_WIN)
+    wrong = dict(zip((fit.recipe for fit in fits), wrong_chances(drawn, margin), strict=True))
+    leader = ordered[0] if ordered else None
+    p_wrong = None if leader is None or len(fits) < 2 else wrong[leader.recipe]
+    refused = [fit for fit in fits if not fit.identifiable]
+    surest = min(refused, key=lambda fit: wrong[fit.recipe], default=None)
+    led = p_wrong is not None and p_wrong <= _UNSURE
+    if len(fits) > 1 and not led and surest is not None and wrong[surest.recipe] <= _UNSURE:
+        # Whatever it comes to is above the others: that its asymptote may not be named takes nothing from that.
+        leader, p_wrong, decided = surest, wrong[surest.recipe], True
+        sentence = (
+            f"{surest.recipe} has the highest asymptote with {chance(p_best[surest.recipe])}, though it may not be "
+            f"named yet ({surest.verdict}); that it is within {margin:g} of the best has {chance(1 - p_wrong)}"
+        )
+    else:
+        decided, sentence = _outcome(fits, ordered, tied, p_best, p_wrong, at_shared, rivals, margin)
+    return Standing(
+        margin,
+        None if leader is None else leader.recipe,
+        p_best,
+        p_wrong,
+        tuple(fit.recipe for fit in ordered),
+        tuple(fit.recipe for fit in ordered if fit in tied),
+        shared_a,
+        at_shared,
+        rivals,
+        decided,
+        sentence,
+        pairing_of(ranked),
+        tuple(drawn),
+    )
+
+
+def named_a(fit: Fit) -> float:
+    """An estimate that the verdict lets be named."""
+    assert fit.A.value is not None
+    return fit.A.value
+
+
+def wrong_chances(drawn: Sequence[Drawn], margin: float) -> list[float]:
+    """Of each recipe, the share of joint draws in which another's asymptote is higher by more than the margin."""
+    runs = np.stack([one.asymptote(margin) for one in drawn])
+    return [float(p) for p in (runs.max(axis=0) - runs > margin).mean(axis=1)]
+
+
+def best_chances(draws: Sequence[Array]) -> list[float]:
+    """Share of joint draws in which each is highest; equal values (a common bound) share the draw."""
+    if not draws:
+        return []
+    stacked = np.stack(draws)
+    top = stacked == stacked.max(axis=0)
+    return [float(p) for p in (top / top.sum(axis=0)).mean(axis=1)]
+
+
+def at_shared_a(tied: Sequence[Fit]) -> tuple[float | None, dict[str, Fit]]:
+    """The mean A of tied recipes and their refits at it; nothing where there is no tie."""
+    if len(tied) < 2:
+        return None, {}
+    shared = float(np.mean([named_a(fit) for fit in tied]))
+    return shared, {fit.recipe: refit(fit, shared) for fit in tied}
+
+
+def _p_more_efficient(leader: Fit, others: Sequence[Fit]) -> float:
+    """Share of draws in which the leader's B is the highest, all at one A."""
+    if leader.draws is None or any(fit.draws is None for fit in others):
+        return 0.0
+    return best_chances([fit.draws.B for fit in (leader, *others) if fit.draws is not None])[0]
+
+
+def _outcome(
+    fits: Sequence[Fit],
+    ordered: Sequence[Fit],
+    tied: Sequence[Fit],
+    p_best: dict[str, float],
+    p_wrong: float | None,
+    at_shared: dict[str, Fit],
+    rivals: Sequence[str],
+    margin: float,
+) -> tuple[bool, str]:
+    """Whether the data decide, and one sentence that says so."""
+    total, refused = len(fits), len(fits) - len(ordered)
+    unranked = f"; {refused} of {total} recipes cannot be ranked" if refused else ""
+    if rivals:
+        could = ", ".join(f"{name} ({chance(p_best[name])})" for name in rivals[:4])
+        unranked += f", and of these {could}{' and others' if len(rivals) > 4 else ''} could be best"
+    elif refused:
+        unranked += ", and none of them is likely to be best"
+    if not ordered:
+        return False, f"undecided: the asymptote of none of the {total} recipes is identifiable{unranked}"
+    leader = ordered[0]
+    if p_wrong is None:
+        return True, f"{leader.recipe} is the only recipe: nothing to compare"
+    sure, p = p_wrong <= _UNSURE, p_best[leader.recipe]
+    within = f"that it is within {margin:g} of the best has {chance(1 - p_wrong)}"
+    if len(tied) == 1:
+        if sure:
+            return True, f"{leader.recipe} has the highest asymptote with {chance(p)}, and {within}{unranked}"
+        return (
+            False,
+            f"undecided: {leader.recipe} has the highest asymptote with {chance(p)} only, and {within}{unranked}",
+        )
+    efficient = _p_more_efficient(
+        at_shared[leader.recipe], [at_shared[fit.recipe] for fit in tied if fit is not leader]
+    )
+    names = ", ".join(fit.recipe for fit in ordered if fit in tied)
+    if sure and efficient >= CONFIDENCE:
+        return True, (
+            f"{leader.recipe} is best: {names} are tied in A within {margin:g}, and it has the highest B "
+            f"at the shared A with {chance(efficient)}{unranked}"
+        )
+    why = (
+        f"B does not separate them ({chance(efficient)} for {leader.recipe})"
+        if sure
+        else f"that {leader.recipe} is within {margin:g} of the best A is uncertain ({chance(1 - p_wrong)})"
+    )
+    return False, f"undecided: {names} are tied in A within {margin:g}, and {why}{unranked}"

@@ -1,0 +1,58 @@
+"""The command that carries out an advice, where the study was launched by this package: the one to paste."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from typing import Protocol
+
+from sweeps.errors import UserError
+from sweeps.run.journal import JournalView
+from sweeps.run.spec import RunSpec
+
+# What the advice itself decides.
+_DECIDED = ("seed", "budget.steps")
+
+
+class Advice(Protocol):
+    """Something to run next, see `sweeps.decide.next_run.Step`."""
+
+    @property
+    def recipe(self) -> str: ...  # noqa: D102
+
+    @property
+    def action(self) -> str: ...  # noqa: D102
+
+    @property
+    def compute(self) -> float: ...  # noqa: D102
+
+
+def command(advice: Advice, runs: Sequence[JournalView], axis: str) -> str | None:
+    """`scalerl train ...` that does what is advised; None where the runs were not launched by this package.
+
+    A run goes on where it is: the same identity with a larger budget. Steps are taken to cost what they have so far.
+
+    Args:
+        advice: to extend each run of a recipe to a compute, or to add a seed of that compute.
+        runs: journals of the study.
+        axis: name of the compute axis.
+    """
+    mine = [run for run in runs if run.header.get("recipe") == advice.recipe]
+    try:
+        specs = [RunSpec.read(run.path.parent) for run in mine]
+    except UserError:
+        return None
+    if not specs or not specs[0].overrides:
+        return None
+    spent = [(record.step, record.metrics.get(axis, 0.0)) for run in mine for record in run.of_kind("eval")]
+    steps, compute = max(spent, key=lambda pair: pair[1], default=(0, 0.0))
+    if not compute:
+        return None
+    seeds = sorted({spec.seed for spec in specs})
+    budget = math.ceil(steps * advice.compute / compute)
+    if advice.action == "seed":
+        seeds, budget = [seeds[-1] + 1], max(spec.steps for spec in specs)
+    kept = [entry for entry in specs[0].overrides if entry.lstrip("+~").split("=")[0] not in _DECIDED]
+    words = [*kept, f"seed={','.join(map(str, seeds))}", f"budget.steps={budget}"]
+    return "scalerl train --multirun " + " ".join(map(shlex.quote, words))

@@ -1,0 +1,141 @@
+"""Truths about where a choice stands: one posterior, and nobody who reads it contradicts another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from benchmarks.ranking import KINDS, Recipe, run, study
+from sweeps.curve import Curve, make_curve
+from sweeps.decide.next_run import choice_of, settle, split_budget
+from sweeps.decide.rank import rank
+from sweeps.decide.reward import rewards
+from sweeps.decide.standing import joint, stand
+from sweeps.fit.fit import fit_curve, fit_curves
+from tests.sweeps.fit.simulate import curve, law
+
+
+def simulated(*recipes: Recipe, number: int = 0) -> list[Curve]:
+    source = np.random.default_rng((13, number))
+    return [run(recipe, f"r{i}", source) for i, recipe in enumerate(recipes)]
+
+
+def test_a_recipe_that_could_not_be_ranked_can_still_win() -> None:
+    """The slower recipe has the higher ceiling, and its window ends at 2 C_mid."""
+    found = stand(fit_curves(simulated(Recipe(0.55, 1.8, 1.0, 6.0), Recipe(0.58, 1.5, 3.0, 6.0))))
+    assert not found.decided and found.leader == "r0" and found.rivals == ("r1",)
+    assert found.p_best["r1"] > 0.05 and "could be best" in found.sentence
+    assert sum(found.p_best.values()) == pytest.approx(1)
+    # Also where it is less likely than not.
+    found = stand(fit_curves(simulated(Recipe(0.6, 1.8, 1.0, 6.0), Recipe(0.5, 1.5, 3.0, 6.0))))
+    assert 0.06 < found.p_best["r1"] < 0.4 and found.rivals == ("r1",)
+
+
+def test_a_level_recipe_is_no_rival() -> None:
+    level = make_curve("level", np.linspace(0, 6, 31), 0.2 + 0.01 * np.random.default_rng(1).standard_normal(31))
+    found = stand(fit_curves([*simulated(Recipe(0.66, 1.8, 1.0, 8.0)), level]))
+    assert found.decided and found.rivals == () and "none of them is likely to be best" in found.sentence
+
+
+def test_a_recipe_of_which_nothing_is_known_keeps_the_whole_scale() -> None:
+    fits = fit_curves([curve("a", rng=1), curve("few", points=2)])
+    draws = joint(fits)[1].asymptote()
+    assert draws.min() < 0.02 and draws.max() > 0.98
+    assert not stand(fits).decided
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.__name__ != "many"], ids=lambda kind: kind.__name__)
+def test_ranking_and_plan_agree(kind: Callable[[np.random.Generator], list[Recipe]]) -> None:
+    assert study((KINDS.index(kind), 991)).agreed
+
+
+@pytest.mark.slow
+def test_what_is_sure_is_true() -> None:
+    """Some of the studies of `benchmarks/ranking.py`."""
+    outcomes = [study((place, 500 + number)) for place in range(len(KINDS)) for number in range(6)]
+    assert all(outcome.agreed for outcome in outcomes)
+    assert np.mean([outcome.right for outcome in outcomes if outcome.sure]) >= 0.88
+    assert np.mean([outcome.within for outcome in outcomes if outcome.decided]) >= 0.93
+
+
+def test_ranking_plan_and_budget_say_one_thing_on_the_example() -> None:
+    fits = fit_curves(simulated(Recipe(0.64, 1.8, 1.0, 4.0), Recipe(0.63, 1.6, 1.0, 4.0), Recipe(0.5, 1.8, 1.0, 4.0)))
+    choice = choice_of(fits)
+    ranking, settlement, split = rank(fits), settle(choice), split_budget(choice, 100.0)
+    assert settlement.settled == (not ranking.undecided)
+    assert ranking.sentence.removeprefix("undecided: ") in settlement.sentence
+    assert settlement.leader == split.winner == ranking.ranking[0].recipe
+
+
+def test_what_is_surely_best_is_chosen_though_its_asymptote_is_open() -> None:
+    fits = fit_curves(simulated(Recipe(0.5, 1.8, 1.0, 6.0), Recipe(0.75, 1.5, 3.0, 6.0)))
+    assert fits[0].identifiable and not fits[1].identifiable
+    ranking, choice = rank(fits), choice_of(fits)
+    assert not ranking.undecided and ranking.leader == fits[1].recipe == settle(choice).leader
+    assert "though it may not be named yet" in ranking.sentence and (choice.standing.p_wrong or 0.0) <= 0.05
+    # Nothing is decided where it could still lie below.
+    fits = fit_curves(simulated(Recipe(0.6, 1.8, 1.0, 6.0), Recipe(0.62, 1.5, 3.0, 6.0)))
+    assert not fits[1].identifiable and rank(fits).undecided and stand(fits).leader == fits[0].recipe
+
+
+@pytest.mark.parametrize("number", [4, 8, 11])
+def test_only_what_could_not_be_ranked_is_said_not_to_be_named(number: int) -> None:
+    """Within a tie the more efficient leads, though the other is the surer to be within the margin."""
+    fits = fit_curves(simulated(Recipe(0.6, 2.2, 1.0, 9.0), Recipe(0.625, 1.5, 1.0, 9.0), number=number))
+    found = stand(fits)
+    assert all(fit.identifiable for fit in fits)
+    assert found.leader == found.ranked[0] and "may not be named" not in found.sentence
+
+
+def test_the_highest_of_many_is_drawn_to_the_others() -> None:
+    fits = fit_curves(simulated(*(Recipe(0.6, 1.8, 1.0, 5.0, 1) for _ in range(8))))
+    named = [i for i, fit in enumerate(fits) if fit.identifiable]
+    top = max(named, key=lambda i: fits[i].A.value or 0.0)
+    rows, own = joint(fits)[top].rows, fits[top].draws
+    assert own is not None and rows is not None
+    assert float(np.median(own.A[rows])) < float(np.median(own.A))
+
+
+def test_one_law_for_all_recipes_in_a_draw() -> None:
+    """That one law puts every ceiling higher than another is no difference between recipes."""
+    fits = fit_curves(simulated(*(Recipe(0.6, 1.8, 1.0, 1.0, 3) for _ in range(2))))
+    assert not any(fit.identifiable for fit in fits)
+    first, second = (drawn.rows for drawn in joint(fits))
+    assert first is not None and second is not None
+    assert fits[0].outlook is not None and fits[1].outlook is not None
+    kinds = fits[0].outlook.futures.kind[first], fits[1].outlook.futures.kind[second]
+    assert np.mean(kinds[0] == kinds[1]) > 0.9
+
+
+# --- rewards --------------------------------------------------------------------------------------------------
+
+
+def test_every_recipe_has_a_reward_at_common_compute() -> None:
+    slow = curve("slow", c_mid=5000, end=4000, points=20, rng=2)
+    found = rewards(fit_curves([curve("fast", rng=1), slow, curve("few", points=4)]), budget=8000.0)
+    assert found is not None and found.compute <= 4000
+    rows = {row.recipe: row for row in found.rows}
+    assert set(rows) == {"fast", "slow", "few"} and sum(row.p_best for row in found.rows) == pytest.approx(1)
+    assert rows["fast"].R_at_budget is not None and (rows["fast"].R_at_budget.value or 0) > (rows["fast"].R.value or 0)
+
+
+def test_the_same_reward_for_more_compute() -> None:
+    """C(R) is proportional to C_mid where all else is equal."""
+    fits = fit_curves([curve("fast", c_mid=2000, white=0.004, rng=1), curve("slow", c_mid=3400, white=0.004, rng=2)])
+    found = rewards(fits)
+    assert found is not None and found.reward is not None
+    slow = next(row for row in found.rows if row.recipe == "slow")
+    assert slow.ratio is not None and slow.ratio.low is not None and slow.ratio.high is not None
+    assert slow.ratio.low < 1.7 < slow.ratio.high and slow.ratio.high < 2.5
+    assert "slow takes 1.7x the compute of fast" in found.sentence
+    # At four fifths of what the slower has gained, where neither blurs into its plateau.
+    assert found.reward == pytest.approx(
+        0.3 + 0.8 * (law(np.array([16000.0]), 0.61, 1.9, 3400, 0.3)[0] - 0.3), abs=0.02
+    )
+
+
+def test_nothing_to_read_is_no_answer() -> None:
+    assert rewards([fit_curve(curve("few", points=2))]) is None
