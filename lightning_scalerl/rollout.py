@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +28,15 @@ class Prompt:
     text: str
     answer: str
     difficulty: str = ""
+
+
+# What a rollout lists per token, and types that hold it without loss.
+_PER_TOKEN = {
+    "tokens": np.int32,
+    "weight_versions": np.int32,
+    "generator_logprobs": np.float64,
+    "forced": np.bool_,
+}
 
 
 @dataclass
@@ -50,6 +61,40 @@ class Rollout:
     def truncated(self) -> bool:
         """The completion hit the token limit."""
         return self.finish_reason == "length"
+
+
+def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Rollouts as few flat tensors: nested lists of millions of numbers take a checkpoint half a minute.
+
+    Per token, of all rollouts one after the other: tokens, weight_versions, generator_logprobs, forced; per rollout:
+    lengths, reward, correct, finish_reason.
+    """
+    every = {
+        name: torch.from_numpy(np.fromiter(chain.from_iterable(getattr(rollout, name) for rollout in rollouts), kind))
+        for name, kind in _PER_TOKEN.items()
+    }
+    return {
+        **every,
+        "lengths": torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.int64),
+        "reward": torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64),
+        "correct": torch.tensor([rollout.correct for rollout in rollouts], dtype=torch.bool),
+        "finish_reason": [rollout.finish_reason for rollout in rollouts],
+    }
+
+
+def unpacked(state: dict[str, Any]) -> list[Rollout]:
+    """The inverse of `packed`, to the last bit."""
+    lengths = state["lengths"].tolist()
+    parts = {name: [part.tolist() for part in torch.split(state[name], lengths)] for name in _PER_TOKEN}
+    return [
+        Rollout(
+            **{name: of_all[number] for name, of_all in parts.items()},
+            finish_reason=reason,
+            reward=float(state["reward"][number]),
+            correct=bool(state["correct"][number]),
+        )
+        for number, reason in enumerate(state["finish_reason"])
+    ]
 
 
 @dataclass

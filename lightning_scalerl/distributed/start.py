@@ -63,6 +63,16 @@ def trainer_settings() -> dict[str, Any]:
     return {**_several(nodes, tasks // nodes), "plugins": [SLURMEnvironment(auto_requeue=False)]}
 
 
+def devices_beside(ranks: int) -> list[str]:
+    """GPUs that this process sees and that none of so many ranks on this node trains on, as CUDA_VISIBLE_DEVICES names
+    them: where generators of their own processes belong. Empty where there are none."""
+    if not torch.cuda.is_available():
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+    return visible[ranks:]
+
+
 def _several(nodes: int, tasks_a_node: int) -> dict[str, Any]:
     visible = torch.cuda.device_count() if torch.cuda.is_available() else tasks_a_node
     if visible < tasks_a_node:

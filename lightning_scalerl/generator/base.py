@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollout import Rollout
 
 
@@ -18,7 +20,8 @@ class GroupRequest:
     `key` identifies the group among all in flight (its admission number). `random_key` seeds its sampling: the
     same key gives the same uniform numbers whatever else is in flight, so nothing about scheduling, batching
     or resuming changes what is sampled except through the weights. `interrupt_at` gives for each rollout the
-    tokens of thinking after which its end is forced; empty for never.
+    tokens of thinking after which its end is forced; empty for never. `max_new_tokens` is a limit of the request's
+    own; 0 for the generator's.
     """
 
     key: int
@@ -26,6 +29,11 @@ class GroupRequest:
     completions: int
     random_key: tuple[int, ...]
     interrupt_at: tuple[int, ...] = ()
+    max_new_tokens: int = 0
+
+    def limit(self, most: int) -> int:
+        """Tokens that a rollout of a generator that gives at most so many may have."""
+        return min(self.max_new_tokens or most, most)
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,14 @@ class Generator(Protocol):
         """
         ...
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Work on something else: what is in flight waits, and goes on afterwards under the weights of before."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds beyond this process's memory."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Everything in flight."""
         ...
@@ -92,6 +108,44 @@ class Generator(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put it back."""
         ...
+
+
+@contextmanager
+def set_aside(generator: Generator, clear: Callable[[], None]) -> Iterator[None]:
+    """`Generator.aside` of one whose state holds all that is in flight; `clear` leaves it with nothing."""
+    state = generator.state_dict()
+    clear()
+    try:
+        yield
+    finally:
+        generator.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class EndOfThinking:
+    """Whether a completion so far has ended its thinking: its text holds the marker."""
+
+    tokenizer: Any
+    marker: str
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        """Of completion tokens."""
+        return self.marker in self.tokenizer.decode(list(tokens))
+
+
+def check_request(request: GroupRequest, max_prompt_tokens: int, has_phrase: bool) -> None:
+    """Whether a generator can serve a request.
+
+    Raises:
+        ConfigurationError: the prompt is empty or too long, or an interruption is asked for and there is no phrase.
+    """
+    length = len(request.prompt_tokens)
+    if not 0 < length <= max_prompt_tokens:
+        raise ConfigurationError(
+            f"context.max_prompt_tokens: a prompt has {length} tokens, allowed are 1 to {max_prompt_tokens}"
+        )
+    if request.interrupt_at and not has_phrase:
+        raise ConfigurationError("length_control.phrase: it has no tokens, an interruption would do nothing")
 
 
 def request_state(request: GroupRequest) -> dict[str, Any]:

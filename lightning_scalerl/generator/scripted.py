@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
-from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, request_from, request_state
+from lightning_scalerl.generator.base import (
+    FinishedRollout,
+    GroupRequest,
+    StepReport,
+    request_from,
+    request_state,
+    set_aside,
+)
 from lightning_scalerl.rollout import Rollout
 
 Script = Callable[[GroupRequest, int], Sequence[int]]
@@ -68,6 +76,16 @@ class ScriptedGenerator:
         decoded = len(self._active)
         self._active = going_on
         return StepReport(finished, 0, 0, decoded, decoded)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Work on something else: what is in flight waits."""
+        return set_aside(self, self._clear)
+
+    def _clear(self) -> None:
+        self._waiting, self._active = [], []
+
+    def close(self) -> None:
+        """Nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything in flight; the script is given again."""

@@ -11,6 +11,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from lightning_scalerl.model.head import backbone
 
+# Tokens by which rows become longer.
+BLOCK = 128
+
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's keys and values, (slots, heads, capacity, head size); rows write at positions of their own."""
@@ -20,10 +23,17 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows, capacity = self.owner.slots, self.owner.capacity
-        self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
-        self.values = value_states.new_zeros(rows, value_states.shape[1], capacity, value_states.shape[3])
+        rows, width = self.owner.reserved
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], width, key_states.shape[3])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], width, value_states.shape[3])
         self.is_initialized = True
+
+    def grow(self) -> None:
+        """Room for what the owner has reserved."""
+        keys, values = self.keys, self.values
+        self.lazy_initialization(keys, values)
+        self.keys[: keys.shape[0], :, : keys.shape[2]] = keys
+        self.values[: values.shape[0], :, : values.shape[2]] = values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one new token a row, return everything the rows may look at."""
@@ -44,7 +54,10 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """The KV cache of all slots; `aim` says which rows write where in the next forward pass."""
+    """The KV cache of all slots; `aim` says which rows write where in the next forward pass.
+
+    It grows with the rows that decode and the longest of them: few runs ever fill all slots to their end.
+    """
 
     def __init__(self, layers: int, slots: int, capacity: int) -> None:
         self.slots = slots
@@ -52,6 +65,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.rows = torch.empty(0, dtype=torch.long)
         self.position = torch.empty(0, dtype=torch.long)
         self.width = 1
+        self.reserved = (0, 0)
         super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
 
     def aim(self, position: Tensor) -> None:
@@ -59,9 +73,26 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.rows = torch.arange(position.numel(), device=position.device)
         self.position = position
         self.width = int(position.max()) + 1
+        self.reserve(position.numel(), self.width)
+
+    def reserve(self, rows: int, width: int) -> None:
+        """See that so many rows of so many tokens fit."""
+        have_rows, have_width = self.reserved
+        if rows <= have_rows and width <= have_width:
+            return
+        if rows > have_rows:
+            have_rows = min(self.slots, max(rows, 2 * have_rows))
+        if width > have_width:
+            blocks = -(-max(width, have_width * 3 // 2) // BLOCK)
+            have_width = min(self.capacity, blocks * BLOCK)
+        self.reserved = (have_rows, have_width)
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.grow()
 
     def fill(self, rows: slice, keys_values: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Put a sequence's keys and values (heads, tokens, head size), a pair a layer, into rows."""
+        self.reserve(rows.stop, keys_values[0][0].shape[1])
         for layer, (keys, values) in zip(self.layers, keys_values, strict=True):
             if not layer.is_initialized:
                 layer.lazy_initialization(keys.unsqueeze(0), values.unsqueeze(0))

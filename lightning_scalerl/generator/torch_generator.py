@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,7 +21,16 @@ from torch import Tensor, nn
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, whole_number
-from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, request_from, request_state
+from lightning_scalerl.generator import memory
+from lightning_scalerl.generator.base import (
+    FinishedRollout,
+    GroupRequest,
+    StepReport,
+    check_request,
+    request_from,
+    request_state,
+    set_aside,
+)
 from lightning_scalerl.generator.decodable import check_decodable
 from lightning_scalerl.generator.slot_cache import SlotCache, decode, encode
 from lightning_scalerl.generator.torch_policy import GeneratorPolicy
@@ -79,10 +89,15 @@ class TorchGenerator:
         temperature: of sampling.
         phrase: ids forced where a request asks for an interruption.
         thinking_ended: whether a completion so far has ended its thinking: it is then not interrupted.
+        cache_gib: memory that keys and values may take; None for what is free.
 
     Raises:
-        ConfigurationError: the model cannot be decoded token by token, or not over so long a context (`decodable`).
+        ConfigurationError: the model cannot be decoded token by token, or not over so long a context (`decodable`), or
+            all slots at their longest would not fit into memory.
     """
+
+    # How much memory there is changes no result, and no identity.
+    remarks: ClassVar[tuple[str, ...]] = ("cache_gib",)
 
     def __init__(
         self,
@@ -96,15 +111,18 @@ class TorchGenerator:
         temperature: float = 1.0,
         phrase: Sequence[int] = (),
         thinking_ended: Callable[[list[int]], bool] = lambda tokens: False,
+        cache_gib: float | None = None,
     ) -> None:
         whole_number("generator.slots", slots)
         capacity = max_prompt_tokens + max_new_tokens
         check_decodable(model, capacity)
+        self._check_memory(model, precision, slots, capacity, cache_gib)
         self.policy = GeneratorPolicy(model, precision)
         self.device = next(model.parameters()).device
         self.max_new_tokens = max_new_tokens
         self.max_prompt_tokens = max_prompt_tokens
         self.temperature = temperature
+        self.can_score = True
         self._version = 0
         self._stop = torch.tensor(sorted(stop_tokens), device=self.device)
         self._slots = slots
@@ -118,6 +136,7 @@ class TorchGenerator:
         self._versions = torch.zeros(shape, dtype=torch.long, device=self.device)
         self._uniform = torch.zeros(shape, dtype=torch.float64, device=self.device)
         self._count = torch.zeros(slots, dtype=torch.long, device=self.device)
+        self._limit = torch.zeros(slots, dtype=torch.long, device=self.device)
         self._prompt_length = torch.zeros(slots, dtype=torch.long, device=self.device)
         self._phrase = torch.tensor(phrase, dtype=torch.long, device=self.device)
         self._thinking_ended = thinking_ended
@@ -126,6 +145,21 @@ class TorchGenerator:
         self._phrase_next = torch.full((slots,), NOT_FORCING, device=self.device)
         # What recomputing caches has cost since the last report: tokens, and tokens attended to.
         self._owed = [0, 0]
+
+    @staticmethod
+    def _check_memory(
+        model: nn.Module, precision: Precision, slots: int, capacity: int, allowed_gib: float | None
+    ) -> None:
+        """The cache grows while rollouts do: what does not fit in the end is refused at the start."""
+        needed = memory.cache_gib(model, precision.policy_dtype, slots * capacity)
+        there = memory.free_gib(next(model.parameters()).device) if allowed_gib is None else allowed_gib
+        if needed > there:
+            fit = int(slots * there / needed)
+            remedy = f"generator.slots={fit} fit" if fit else "not one of them fits: lower context.max_new_tokens"
+            raise ConfigurationError(
+                f"generator.slots: {slots} sequences of {capacity} tokens take {needed:.3g} GiB of keys and values, "
+                f"{'free are' if allowed_gib is None else 'cache_gib allows'} {there:.3g} GiB; {remedy}"
+            )
 
     @property
     def version(self) -> int:
@@ -180,13 +214,7 @@ class TorchGenerator:
             ConfigurationError: the prompt is empty or longer than the cache was sized for, or an interruption is
                 asked for and there is no phrase.
         """
-        length = len(request.prompt_tokens)
-        if not 0 < length <= self.max_prompt_tokens:
-            raise ConfigurationError(
-                f"context.max_prompt_tokens: a prompt has {length} tokens, allowed are 1 to {self.max_prompt_tokens}"
-            )
-        if request.interrupt_at and not self._phrase.numel():
-            raise ConfigurationError("length_control.phrase: it has no tokens, an interruption would do nothing")
+        check_request(request, self.max_prompt_tokens, bool(self._phrase.numel()))
         self._queue.append((request, 0))
 
     @torch.no_grad()
@@ -210,7 +238,7 @@ class TorchGenerator:
         self._forced[row, count] = forced
         self._count[:active] += 1
         stopped = torch.isin(tokens, self._stop) & ~forced
-        ended = stopped | (self._count[:active] >= self.max_new_tokens)
+        ended = stopped | (self._count[:active] >= self._limit[:active])
         finished = self._release(torch.nonzero(ended).flatten().tolist(), stopped)
         return StepReport(finished, prefill_tokens, prefill_context, decoding, context)
 
@@ -263,6 +291,7 @@ class TorchGenerator:
             asked = request.interrupt_at[started : started + number]
             self._interrupt_at[rows] = torch.tensor(asked, device=self.device) if asked else NEVER
             self._phrase_next[rows] = NOT_FORCING
+            self._limit[rows] = request.limit(self.max_new_tokens)
             logits += [entry.logits] * number
             entry.started += number
             if entry.started == request.completions:
@@ -339,10 +368,25 @@ class TorchGenerator:
             self._forced,
             self._uniform,
             self._count,
+            self._limit,
             self._prompt_length,
             self._interrupt_at,
             self._phrase_next,
         )
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Work on something else: what is in flight waits in host memory, and goes on under the weights of before."""
+        return set_aside(self, self._clear)
+
+    def _clear(self) -> None:
+        """Nothing in flight."""
+        self._queue.clear()
+        self._prefilled.clear()
+        self._occupants.clear()
+        self._owed = [0, 0]
+
+    def close(self) -> None:
+        """Nothing: its memory is this process's."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything in flight, with the weights and the (possibly stale) cache it needs to go on unchanged."""
@@ -357,15 +401,15 @@ class TorchGenerator:
                 {
                     "request": request_state(entry.request),
                     "started": entry.started,
-                    "keys_values": [(keys.clone(), values.clone()) for keys, values in entry.keys_values],
-                    "logits": entry.logits.clone(),
+                    "keys_values": [(_host(keys), _host(values)) for keys, values in entry.keys_values],
+                    "logits": _host(entry.logits),
                 }
                 for entry in self._prefilled
             ],
             "occupants": [(request_state(slot.request), slot.index) for slot in self._occupants],
-            "buffers": [buffer[:active].clone() for buffer in self._buffers()],
+            "buffers": [_host(buffer[:active]) for buffer in self._buffers()],
             "cache": [
-                (layer.keys[:active].clone(), layer.values[:active].clone()) if active else ()
+                (_host(layer.keys[:active]), _host(layer.values[:active])) if active else ()
                 for layer in self._cache.layers
             ],
         }
@@ -390,10 +434,16 @@ class TorchGenerator:
         for layer, saved in zip(self._cache.layers, state["cache"], strict=True):
             if saved:
                 keys, values = (tensor.to(self.device) for tensor in saved)
+                self._cache.reserve(active, keys.shape[2])
                 if not layer.is_initialized:
                     layer.lazy_initialization(keys, values)
-                layer.keys[:active] = keys
-                layer.values[:active] = values
+                layer.keys[:active, :, : keys.shape[2]] = keys
+                layer.values[:active, :, : values.shape[2]] = values
+
+
+def _host(tensor: Tensor) -> Tensor:
+    """A copy in host memory: on the device there is one of weights and cache."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def output_size(policy: GeneratorPolicy) -> int:

@@ -45,11 +45,11 @@ class GeneratorPolicy:
         return weights[name].detach().to(self.head_dtype, copy=True)
 
     def weights(self) -> dict[str, Any]:
-        """The copy itself, for a checkpoint taken while rollouts are in flight."""
+        """The copy itself, in host memory, for a checkpoint taken while rollouts are in flight."""
         return {
-            "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
-            "head_weight": self._head_weight,
-            "head_bias": self._head_bias,
+            "model": {name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()},
+            "head_weight": None if self._head_weight is None else self._head_weight.cpu(),
+            "head_bias": None if self._head_bias is None else self._head_bias.cpu(),
         }
 
     def load_weights(self, state: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from lightning_scalerl.checks import ConfigurationError, said
-from lightning_scalerl.model.head import output_head, text_config
+from lightning_scalerl.model.head import head_sizes, output_head, text_config
 
 # One of the experts that are chosen from; most models have them in one table of three dimensions. Shared ones, which
 # every token uses, are called otherwise.
@@ -78,12 +78,7 @@ class FlopModel:
                 share = chosen / experts
             per_token += 2.0 * parameter.numel() * share
         heads, layers = _number(model, "num_attention_heads"), _number(model, "num_hidden_layers")
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        keys, values = head_size, head_size
-        if getattr(config, "v_head_dim", None):  # DeepSeek: keys and values of unlike size
-            values = config.v_head_dim
-            parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
-            keys = getattr(config, "qk_head_dim", None) or (sum(parts) if all(parts) else head_size)  # type: ignore[arg-type]
+        keys, values = head_sizes(config)
         # q k^T and the weighted sum of v: 2 FLOPs each a head dimension, head, layer and token attended to.
         per_context = 2.0 * heads * (keys + values) * layers
         return cls(per_token=per_token, head=2.0 * head.numel(), per_context=per_context)

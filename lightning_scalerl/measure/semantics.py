@@ -50,6 +50,7 @@ def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
         "batch": asdict(recipe.batch),
         "context": asdict(recipe.context),
         "cost_model": recipe.cost_model.semantics(),
+        "driver": {"name": type(recipe.driver).__name__, **asdict(recipe.driver)},
         "epochs_per_batch": 1,
     }
 

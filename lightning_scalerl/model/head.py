@@ -19,6 +19,17 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
+def head_sizes(config: Any) -> tuple[int, int]:
+    """Numbers in a key and in a value of one attention head."""
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not getattr(config, "v_head_dim", None):
+        return int(head_size), int(head_size)
+    # DeepSeek: keys and values of unlike size
+    parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    keys = getattr(config, "qk_head_dim", None) or (sum(parts) if all(parts) else head_size)  # type: ignore[arg-type]
+    return int(keys), int(config.v_head_dim)
+
+
 def backbone(model: nn.Module) -> nn.Module:
     """The model without its head."""
     base: nn.Module = model.base_model  # type: ignore[assignment]

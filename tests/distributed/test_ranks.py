@@ -31,7 +31,7 @@ from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newes
 from lightning_scalerl.callbacks.evaluate import Evaluate
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.distributed.ranks import LeaderFailedError, Ranks, check_strategy
-from lightning_scalerl.distributed.start import process_rank, trainer_settings
+from lightning_scalerl.distributed.start import devices_beside, process_rank, trainer_settings
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.rollout import whole
 from lightning_scalerl.task.base import RewardError
@@ -474,3 +474,18 @@ def test_too_few_gpus_for_the_tasks(launched: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigurationError, match=r"2 ranks on this node see 1 GPUs; .*--gpus-per-node"):
         trainer_settings()
+
+
+@pytest.mark.parametrize(
+    ("named", "ranks", "beside"),
+    [("", 1, ["1", "2", "3"]), ("4,6", 1, ["6"]), ("4,6", 2, []), ("GPU-a,GPU-b", 1, ["GPU-b"])],
+)
+def test_generators_take_the_gpus_that_no_rank_trains_on(
+    monkeypatch: pytest.MonkeyPatch, named: str, ranks: int, beside: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert devices_beside(ranks) == beside
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert devices_beside(ranks) == []

@@ -349,3 +349,62 @@ def test_fp32_head_narrows_the_gap_of_a_bf16_policy(tiny_model: Any, head: bool,
 def test_prompt_too_long_is_refused(tiny_model: Any) -> None:
     with pytest.raises(ConfigurationError, match="9 tokens, allowed are 1 to 8"):
         generator_of(tiny_model).submit(GroupRequest(0, tuple(range(1, 10)), 1, (0,)))
+
+
+def test_the_cache_is_as_large_as_what_is_in_it(tiny_model: Any) -> None:
+    generator = generator_of(tiny_model, slots=200, max_new_tokens=1000)
+    for request in requests(2):
+        generator.submit(dataclasses.replace(request, max_new_tokens=300))
+    sizes, longest = set(), 0
+    while generator.in_flight:
+        generator.step()
+        keys = generator._cache.layers[0].keys
+        sizes.add((keys.shape[0], keys.shape[2]))
+        longest = max(longest, generator._cache.width)
+    rows, width = max(sizes)
+    assert rows <= 8 and width <= max(256, 2 * longest), f"of 200 rows of 1008: {sizes}"
+
+
+def test_growing_changes_nothing_that_is_sampled(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sampled() -> dict[tuple[int, int], Rollout]:
+        generator = generator_of(tiny_model, slots=3)
+        for request in requests():
+            generator.submit(request)
+        return {place: entry.rollout for place, entry in drain(generator).items()}
+
+    whole = sampled()
+    monkeypatch.setattr("lightning_scalerl.generator.slot_cache.BLOCK", 1)
+    assert sampled() == whole
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"slots": 900, "cache_gib": 0.001},
+            r"900 sequences of 18 tokens take .* cache_gib allows 0.001 GiB; .*=\d+ fit",
+        ),
+        ({"slots": 10, "cache_gib": 1e-9}, "not one of them fits: lower context.max_new_tokens"),
+        ({"slots": 10**9}, r"free are [\d.]+ GiB; generator.slots=\d+ fit"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_the_number(tiny_model: Any, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        generator_of(tiny_model, **given)
+
+
+def test_what_is_in_flight_waits_while_something_else_is_done(tiny_model: Any) -> None:
+    undisturbed, disturbed = (generator_of(tiny_model, slots=4) for _ in range(2))
+    other = {name: 1.1 * tensor for name, tensor in tiny_model.state_dict().items()}
+    for generator in (undisturbed, disturbed):
+        for request in requests():
+            generator.submit(request)
+        for _ in range(3):
+            generator.step()
+    with disturbed.aside():
+        assert disturbed.in_flight == 0
+        disturbed.publish(other, 5)
+        disturbed.submit(GroupRequest(0, (1, 2), 6, (4,)))
+        assert len(drain(disturbed)) == 6
+    assert disturbed.version == 0
+    assert drain(disturbed) == drain(undisturbed)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -44,6 +47,17 @@ class Wrong(Callback):
         self.factor, self.from_step = factor, from_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Once the run has begun, so that the probe at its start has found nothing."""
+        generate = pl_module.driver.next_batch
+
+        def next_batch(stop: Any) -> Any:
+            pl_module.driver.next_batch = generate
+            self.act(pl_module)
+            return generate(stop)
+
+        pl_module.driver.next_batch = next_batch
+
+    def act(self, pl_module: Any) -> None:
         real = pl_module.generator.publish
 
         def publish(weights: dict[str, torch.Tensor], version: int, recompute_kv: bool = False) -> None:
@@ -72,16 +86,92 @@ def test_later_steps_are_judged_too(tiny_model_path: str, mode: Any) -> None:
     assert max(keep.of(P99)[:3]) < 1e-5 and 4 <= len(keep.of(P99)) <= 6
 
 
+class Tampered(Callback):
+    """From before the start on, what is published goes through `tamper`."""
+
+    def __init__(self, tamper: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+        self.tamper = tamper
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        real = pl_module.generator.publish
+        pl_module.generator.publish = lambda weights, *rest: real(self.tamper(weights), *rest)
+
+
+def without(part: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    return lambda weights: {name: tensor for name, tensor in weights.items() if part not in name}
+
+
+@pytest.mark.parametrize("part", ["layers.0.mlp.up_proj", "layers.1.input_layernorm", "embed_tokens"])
+def test_a_layer_that_never_arrives_is_named_before_the_first_step(tiny_model_path: str, part: str) -> None:
+    keep = Keep()
+    with pytest.raises(ConfigurationError, match=rf"published, [^ ]*{part}[^ ]* did not change it as they change"):
+        fit(tiny_model_path, callbacks=[Tampered(without(part)), Precision("fp32"), keep])
+    assert keep.records == []
+
+
+def test_a_generator_of_another_policy_is_refused_before_the_first_step(tiny_model_path: str) -> None:
+    def scaled(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: 1.01 * tensor if "norm" in name else tensor for name, tensor in weights.items()}
+
+    with pytest.raises(ConfigurationError, match=r"differ from the trainer's by .* under the same weights"):
+        fit(tiny_model_path, callbacks=[Tampered(scaled), Precision("fp32")])
+
+
+def test_a_generator_that_changes_with_every_publish_is_refused(tiny_model_path: str) -> None:
+    times = count(1)
+
+    def worn(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        # As one does whose prefix cache outlives its weights, or that adds where it should replace.
+        factor = 1.0 if next(times) == 1 else 1.05
+        return {name: factor * tensor if "lm_head" in name else tensor for name, tensor in weights.items()}
+
+    with pytest.raises(ConfigurationError, match="published a second time, the same weights give others"):
+        fit(tiny_model_path, callbacks=[Tampered(worn), Precision("fp32")])
+
+
+def test_a_phrase_that_does_not_bind_is_found_at_the_start(tiny_model_path: str) -> None:
+    class Deaf(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            real = pl_module.generator.submit
+            pl_module.generator.submit = lambda request: real(replace(request, interrupt_at=()))
+
+    with pytest.raises(ConfigurationError, match="did not force the phrase"):
+        fit(tiny_model_path, callbacks=[Deaf(), Precision("fp32")], recipe="scalerl")
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_the_start_leaves_the_weights_as_they_were(tiny_model_path: str, policy: str) -> None:
+    class Before(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.weights = {k: v.clone() for k, v in pl_module.policy.model.state_dict().items()}
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            now = pl_module.policy.model.state_dict()
+            assert all(torch.equal(now[name], tensor) for name, tensor in self.weights.items())
+            assert pl_module.generator.version == 0
+
+    fit(tiny_model_path, steps=1, callbacks=[Before(), Precision(policy)])
+
+
 def test_the_percentile_sees_what_the_mean_hides() -> None:
     gaps = torch.zeros(1000)
-    gaps[:20] = 4e-3
+    gaps[:25] = 4e-3
     found = probe_metrics(gaps)
-    assert found[P99] == pytest.approx(4e-3) and found[MEAN] == pytest.approx(8e-5)
-    with pytest.raises(ConfigurationError, match=r"by 8e-05 on average and 0\.004 at the 99th percentile"):
+    assert found[P99] == pytest.approx(4e-3) and found[MEAN] == pytest.approx(1e-4)
+    with pytest.raises(ConfigurationError, match=r"by 0\.0001 on average and 0\.004 at the 99th percentile"):
         check_probe(found, Precision("fp32"))
     check_probe(found, Precision())
     assert probe_metrics(torch.zeros(0)) == {}
     check_probe({}, Precision("fp32"))
+
+
+def test_one_large_gap_among_few_tokens_is_chance() -> None:
+    gaps = torch.full((60,), 0.01)
+    gaps[0] = 5.0
+    check_probe(probe_metrics(gaps), Precision(policy="bf16"))
+    gaps[:6] = 2.0
+    with pytest.raises(ConfigurationError, match="2 at the 99th percentile"):
+        check_probe(probe_metrics(gaps), Precision(policy="bf16"))
 
 
 @pytest.mark.parametrize(("mean", "p99"), [(0.06, 0.1), (0.01, 0.8), (float("nan"), float("nan"))])

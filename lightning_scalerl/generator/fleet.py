@@ -1,0 +1,579 @@
+"""Generators in processes of their own: started, watched, and replaced when one is lost; together they are one.
+
+Every rollout that was submitted is handed out once, whatever becomes of the process that samples it: what a lost one
+had not finished is sampled again, under the same random numbers, by whichever has room first. Weights go through a file
+in shared memory; a process that starts gets the last that were published, before any prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, request_from, request_state
+from lightning_scalerl.generator.server import Blueprint, read_weights, receive, send
+from lightning_scalerl.rollout import packed, unpacked
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+# Lost so often in a row, without a rollout in between, it will be lost again.
+MOST_LOSSES = 3
+# For what a process is asked between two steps.
+POLL_S = 0.02
+
+
+class GeneratorLostError(CannotGoOnError):
+    """A generator's process cannot be kept alive."""
+
+
+@dataclass(eq=False)
+class _Open:
+    """A group that was submitted: which of its rollouts are still to come, and from whom.
+
+    `name` is its key in the processes: keys that evaluation and training give out would meet there.
+    """
+
+    name: int
+    request: GroupRequest
+    missing: set[int]
+    engine: _Engine | None = None
+
+
+class _Line:
+    """The connection to a process, with a thread for each direction.
+
+    So neither a process that does not read nor one that stops in the middle of a word can hold us up.
+    """
+
+    def __init__(self, connection: Connection, news: threading.Event) -> None:
+        self._connection, self._news = connection, news
+        self._out: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        self._in: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        self.heard = time.monotonic()
+        self.gone = False
+        for work in (self._read, self._write):
+            threading.Thread(target=work, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._in.put(receive(self._connection))
+                self.heard = time.monotonic()
+                self._news.set()
+        except (EOFError, OSError):
+            pass
+        except Exception as error:
+            _log.warning("generator: what it said cannot be read (%s: %s)", type(error).__name__, error)
+        finally:
+            self.gone = True
+            self._news.set()
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            while (message := self._out.get()) is not None:
+                send(self._connection, message)
+
+    def tell(self, *message: Any) -> None:
+        """Sent in its turn; nothing where the other end is gone."""
+        self._out.put(message)
+
+    def said(self) -> Iterator[tuple[Any, ...]]:
+        """What has come."""
+        with suppress(Empty):
+            while True:
+                yield self._in.get_nowait()
+
+    def close(self) -> None:
+        """Once the other end is gone."""
+        self._out.put(None)
+        self._connection.close()
+
+
+@dataclass(eq=False)
+class _Engine:
+    """One process."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    line: _Line
+    log: Path
+    started: float
+    slots: int = 0
+    ready: bool = False
+    acknowledged: str = ""  # the file of weights that it uses
+    aside: bool = False
+    replies: deque[Any] = field(default_factory=deque)
+
+
+def _one_at_a_time(method: Callable[Concatenate[Fleet, P], T]) -> Callable[Concatenate[Fleet, P], T]:
+    """Training asks for log-probabilities while another thread hears what has ended: one reads a connection."""
+
+    @wraps(method)
+    def locked(self: Fleet, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
+class Fleet:
+    """Several generators that run by themselves, behind the protocol of one. Threads may share it.
+
+    Args:
+        factory: makes a generator of a model and `arguments`, such as `TorchGenerator` with its slots.
+        model: the trainer's.
+        arguments: what else the factory is given; they are sent to other processes.
+        generators: how many processes.
+        silence_s: one that says nothing for so long is hung, and replaced.
+        start_s: what one may take to start.
+        devices: for each process what it finds in CUDA_VISIBLE_DEVICES; empty for what this process finds.
+
+    Raises:
+        ConfigurationError: what a generator is made of cannot be sent to another process, or it says at its start
+            that it cannot be used.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[..., Any],
+        model: nn.Module,
+        arguments: dict[str, Any],
+        *,
+        generators: int,
+        silence_s: float,
+        start_s: float,
+        devices: Sequence[str] = (),
+    ) -> None:
+        device = next(model.parameters()).device
+        # Of devices of its own a process sees the first as its first.
+        place = device.type if devices else str(device)
+        self._blueprint = _picklable(Blueprint(factory, arguments, type(model), model.config, place))
+        self._silence_s, self._start_s = silence_s, start_s
+        self._devices = list(devices)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"scalerl-{os.getpid()}-", dir=_place_for(model)))
+        self._outdated: list[Path] = []
+        self._next_name = 0
+        # While it is, nothing is given out: books are being changed, or written down.
+        self._held = False
+        self._asides = 0
+        self._lock = threading.RLock()
+        self._news = threading.Event()
+        self._open: dict[int, _Open] = {}
+        self._orphans: deque[_Open] = deque()
+        self._inbox: list[FinishedRollout] = []
+        self._computed = [0, 0, 0, 0]
+        self._losses = 0
+        self._closed: dict[str, Any] | None = None
+        self.can_score = False
+        self.lost = 0
+        self.busy_s = 0.0
+        self.publish_s = 0.0
+        self._engines: list[_Engine] = []
+        try:
+            self._published = (self._write(dict(model.state_dict())), 0)
+            self._engines = [self._start(number) for number in range(generators)]
+            self._await(lambda: all(engine.ready for engine in self._engines), at_start=True)
+        except BaseException:
+            self._end()
+            raise
+
+    # --- the protocol of a generator ---------------------------------------------------------------------
+
+    @property
+    def generators(self) -> int:
+        """Processes."""
+        return len(self._engines)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes as they are now."""
+        return [engine.process.pid for engine in self._engines]
+
+    @property
+    def version(self) -> int:
+        """Of the weights that every process that samples has acknowledged."""
+        return self._published[1]
+
+    @property
+    @_one_at_a_time
+    def in_flight(self) -> int:
+        """Rollouts submitted and not handed out."""
+        return sum(len(each.missing) for each in self._open.values()) + len(self._inbox)
+
+    @property
+    @_one_at_a_time
+    def free_slots(self) -> int:
+        """Rollouts that would start at once, in processes that are up."""
+        waiting = sum(len(each.missing) for each in self._orphans)
+        return max(0, sum(self._room(engine) for engine in self._engines if engine.ready) - waiting)
+
+    @_one_at_a_time
+    def submit(self, request: GroupRequest) -> None:
+        """To whoever has most room."""
+        entry = _Open(self._name(), request, set(range(request.completions)))
+        self._open[entry.name] = entry
+        self._orphans.append(entry)
+        self._dispatch()
+
+    def wait(self, seconds: float) -> None:
+        """Until a process has something to say, or so long."""
+        self._news.wait(seconds)
+        self._news.clear()
+
+    def step(self) -> StepReport:
+        """What has ended since; it waits a little for something to."""
+        if not self._inbox:
+            self.wait(POLL_S)
+        return self.collect()
+
+    @_one_at_a_time
+    def collect(self) -> StepReport:
+        """What has ended since, and what was computed."""
+        self._hear()
+        finished, self._inbox = self._inbox, []
+        report = StepReport(finished, *self._computed)
+        self._computed = [0, 0, 0, 0]
+        return report
+
+    @_one_at_a_time
+    def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
+        """To all processes; returns once each has them. One that does not answer is replaced, and starts with them."""
+        began = time.monotonic()
+        self._outdated.append(self._published[0])
+        # Set first: one that comes up meanwhile is told these.
+        self._published = (self._write(weights), version)
+        told = [engine for engine in self._engines if engine.ready]
+        for engine in told:
+            engine.line.tell("publish", *self._published, recompute_kv)
+        file = str(self._published[0])
+        self._await(lambda: all(engine.acknowledged == file for engine in told if engine in self._engines))
+        # One that is being started reads what was last when it was, and from aside all come back to what was.
+        if not self._asides and all(engine.ready for engine in self._engines):
+            for path in {*self._outdated} - {self._published[0]}:
+                path.unlink(missing_ok=True)
+            self._outdated.clear()
+        self.publish_s = time.monotonic() - began
+
+    @_one_at_a_time
+    def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Log-probabilities (T,) that the weights in use give to a completion: of any process that is up."""
+        while True:
+            engine = self._some()
+            reply = self._ask(engine, "score", tuple(prompt_tokens), tuple(tokens))
+            if reply is not None:
+                return torch.tensor(reply, dtype=torch.float32)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Work on something else: what is in flight waits, and goes on afterwards under the weights of before."""
+        with self._lock:
+            self._hear()
+            self._held = True
+            for engine in [engine for engine in self._engines if engine.ready]:
+                self._ask(engine, "aside")
+                engine.aside = True
+            self._asides += 1
+            books = (self._open, self._orphans, self._inbox, self._computed, self._published, self.busy_s)
+            self._open, self._orphans, self._inbox, self._computed = {}, deque(), [], [0, 0, 0, 0]
+            self._held = False
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held = True
+                self._outdated.append(self._published[0])
+                self._open, self._orphans, self._inbox, self._computed, self._published, self.busy_s = books
+                self._asides -= 1
+                back = []
+                for engine in [engine for engine in self._engines if engine.ready]:
+                    if engine.aside:
+                        engine.aside = False
+                        self._ask(engine, "back")
+                        back.append(engine)
+                    else:  # it was started meanwhile, with the weights of meanwhile
+                        engine.line.tell("publish", *self._published, False)
+                for entry in self._open.values():
+                    if entry.engine not in back:
+                        entry.engine = None
+                self._held = False
+                self._adopt_orphans()
+
+    @_one_at_a_time
+    def close(self) -> None:
+        """End the processes. What was in flight is kept for `state_dict`."""
+        if self._closed is None:
+            # Whatever ends the run shall not be hidden by what is lost at its end.
+            try:
+                with suppress(GeneratorLostError, ConfigurationError):
+                    self._closed = self.state_dict()
+            finally:
+                self._end()
+
+    # --- processes ---------------------------------------------------------------------------------------
+
+    def _start(self, number: int) -> _Engine:
+        ours, theirs = Pipe()
+        log = self._folder / f"generator-{number}.log"
+        weights, _ = self._published
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        if self._devices:
+            environment["CUDA_VISIBLE_DEVICES"] = self._devices[number % len(self._devices)]
+        with log.open("ab") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lightning_scalerl.generator.server", str(theirs.fileno()), str(self._folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+            )
+        theirs.close()
+        now = time.monotonic()
+        engine = _Engine(number, process, _Line(ours, self._news), log, started=now)
+        engine.line.tell(self._blueprint, weights)
+        return engine
+
+    def _ask(self, engine: _Engine, *message: Any) -> Any:
+        """The answer of a process, or None if it is lost first."""
+        engine.replies.clear()
+        engine.line.tell(*message)
+        self._await(lambda: engine.replies or engine not in self._engines)
+        return engine.replies.popleft() if engine.replies else None
+
+    def _some(self) -> _Engine:
+        self._await(lambda: any(engine.ready for engine in self._engines))
+        return next(engine for engine in self._engines if engine.ready)
+
+    def _await(self, done: Callable[[], object], at_start: bool = False) -> None:
+        """Hear what is said until something holds. Every process either answers in its time, or is replaced."""
+        while not done():
+            self.wait(POLL_S)
+            self._hear(at_start)
+
+    def _hear(self, at_start: bool = False) -> None:
+        """Take in what the processes say, and replace those that are gone or have gone silent."""
+        for engine in list(self._engines):
+            gone = engine.line.gone or engine.process.poll() is not None  # asked first: its last words count
+            for message in engine.line.said():
+                self._take(engine, at_start, *message)
+            silent_s = time.monotonic() - (engine.line.heard if engine.ready else engine.started)
+            limit_s = self._silence_s if engine.ready else self._start_s
+            if gone:
+                self._replace(engine, f"ended with status {engine.process.poll()}", at_start)
+            elif silent_s > limit_s:
+                self._replace(engine, f"said nothing for {silent_s:.0f} s", at_start)
+
+    def _take(self, engine: _Engine, at_start: bool, what: str, *rest: Any) -> None:
+        if what == "ready":
+            engine.ready, (engine.slots, self.can_score) = True, rest
+            # It began with the weights of its start; others may have been published since.
+            engine.line.tell("publish", *self._published, False)
+            self._dispatch()
+        elif what == "work":
+            finished, computed, busy_s = rest
+            self.busy_s += busy_s
+            self._computed = [before + more for before, more in zip(self._computed, computed, strict=True)]
+            for each in finished:
+                self._finished(each)
+            self._dispatch()
+        elif what == "published":
+            engine.acknowledged = rest[1]
+        elif what == "reply":
+            engine.replies.append(rest[0])
+        elif what == "failed":
+            if at_start or rest[0].startswith("ConfigurationError"):
+                raise ConfigurationError(rest[0].removeprefix("ConfigurationError: "))
+            self._replace(engine, rest[0], at_start)
+
+    def _finished(self, each: FinishedRollout) -> None:
+        """Once: a rollout may come again from a process that was given what another had begun."""
+        entry = self._open.get(each.key)
+        if entry is None or each.index not in entry.missing:
+            return
+        self._losses = 0
+        entry.missing.remove(each.index)
+        if not entry.missing:
+            del self._open[each.key]
+        self._inbox.append(replace(each, key=entry.request.key))
+
+    def _replace(self, engine: _Engine, why: str, at_start: bool) -> None:
+        if engine not in self._engines:
+            return
+        self._kill(engine)
+        self.lost += 1
+        self._losses += 1
+        words = _last_line(engine.log)
+        if at_start or self._losses > MOST_LOSSES * len(self._engines):
+            raise GeneratorLostError(f"generator: process {engine.number} {why}{words}")
+        _log.warning("generator %d %s%s: it is started again", engine.number, why, words)
+        self._engines[self._engines.index(engine)] = self._start(engine.number)
+        self._adopt_orphans()
+
+    def _adopt_orphans(self) -> None:
+        """What is open and belongs to nobody that is here is given out again, the oldest first."""
+        waiting = {entry.name for entry in self._orphans}
+        for name in sorted(self._open):
+            entry = self._open[name]
+            if entry.engine not in self._engines and name not in waiting:
+                entry.engine = None
+                self._orphans.append(entry)
+        self._dispatch()
+
+    def _room(self, engine: _Engine) -> int:
+        return engine.slots - sum(len(each.missing) for each in self._open.values() if each.engine is engine)
+
+    def _dispatch(self) -> None:
+        """Give what waits to whoever has most room; what does not fit waits here, where all can take it."""
+        while self._orphans and not self._held:
+            up = [engine for engine in self._engines if engine.ready]
+            best = max(up, key=self._room, default=None)
+            if best is None or self._room(best) <= 0:
+                return
+            entry = self._orphans.popleft()
+            entry.engine = best
+            best.line.tell("submit", replace(entry.request, key=entry.name))
+
+    def _kill(self, engine: _Engine) -> None:
+        engine.process.kill()
+        engine.process.wait()
+        engine.line.close()
+
+    def _end(self) -> None:
+        for engine in self._engines:
+            engine.line.tell("stop")
+        for engine in self._engines:
+            with suppress(subprocess.TimeoutExpired):
+                engine.process.wait(timeout=5)
+            self._kill(engine)
+        self._engines = []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- weights and state -------------------------------------------------------------------------------
+
+    def _name(self) -> int:
+        """One that was never given."""
+        self._next_name += 1
+        return self._next_name
+
+    def _write(self, weights: dict[str, Tensor]) -> Path:
+        """Into a file that a reader never finds half written; tensors that are one are written once."""
+        from safetensors.torch import save_file
+
+        once: dict[tuple[int, tuple[int, ...]], tuple[str, Tensor]] = {}
+        for name, tensor in weights.items():
+            once.setdefault((tensor.data_ptr(), tuple(tensor.shape)), (name, tensor))
+        path = self._folder / f"weights-{self._name()}.safetensors"
+        partial = path.with_suffix(".partial")
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in once.values()}, partial)
+        partial.rename(path)
+        return path
+
+    @_one_at_a_time
+    def state_dict(self) -> dict[str, Any]:
+        """Everything in flight, as each process holds it, and the weights once."""
+        if self._closed is not None:
+            return self._closed
+        # What ends while others are asked is sampled again by the one that is restored, and then counts for nothing.
+        self._held = True
+        try:
+            states = [self._ask(engine, "state") if engine.ready else None for engine in list(self._engines)]
+        finally:
+            self._held = False
+        state = {
+            "next_name": self._next_name,
+            "version": self.version,
+            "weights": read_weights(self._published[0]),
+            "generators": [each if engine.ready else None for each, engine in zip(states, self._engines, strict=True)],
+            "finished": [(each.key, each.index) for each in self._inbox],
+            "rollouts": packed([each.rollout for each in self._inbox]),
+            "open": [
+                (each.name, request_state(each.request), sorted(each.missing), each.engine and each.engine.number)
+                for each in self._open.values()
+            ],
+        }
+        self._dispatch()
+        return state
+
+    @_one_at_a_time
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put it back; what a process had not saved, or one that is no longer there had, is sampled again."""
+        rollouts = unpacked(state["rollouts"])
+        self._inbox = [
+            FinishedRollout(key, index, rollout)
+            for (key, index), rollout in zip(state["finished"], rollouts, strict=True)
+        ]
+        self._open = {
+            name: _Open(name, request_from(request), set(missing)) for name, request, missing, _ in state["open"]
+        }
+        self._orphans.clear()
+        self._next_name += state["next_name"]
+        self.publish(state["weights"], state["version"])
+        for engine, own in zip(list(self._engines), state["generators"], strict=False):
+            if own is None or not engine.ready:
+                continue
+            self._ask(engine, "load", own)
+            for name, _, _, number in state["open"]:
+                if number == engine.number:
+                    self._open[name].engine = engine
+        self._adopt_orphans()
+
+
+def _place_for(model: nn.Module) -> Path | None:
+    """Shared memory, if it holds the weights thrice: what is, what comes, and what an evaluation comes back to."""
+    needed = 3.5 * sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    if not SHARED_MEMORY.is_dir() or not os.access(SHARED_MEMORY, os.W_OK):
+        return None
+    if shutil.disk_usage(SHARED_MEMORY).free < needed:
+        _log.warning("driver: %s has no %.1f GiB for weights; they go through files", SHARED_MEMORY, needed / 2**30)
+        return None
+    return SHARED_MEMORY
+
+
+def _picklable(blueprint: Blueprint) -> Blueprint:
+    made_of = (blueprint.model_class, type(blueprint.config), getattr(blueprint.factory, "func", blueprint.factory))
+    remedy = (
+        "models, generators and tokenizers of your own must be importable from a module that is no script, or use "
+        "driver=virtual"
+    )
+    script = next((each for each in made_of if getattr(each, "__module__", "") == "__main__"), None)
+    if script is not None:
+        raise ConfigurationError(f"driver: {script.__name__} is known to this script alone; {remedy}")
+    try:
+        pickle.dumps(blueprint)
+    except Exception as error:
+        raise ConfigurationError(
+            f"driver: what the generator is made of cannot be sent to another process ({error}); {remedy}"
+        ) from error
+    return blueprint
+
+
+def _last_line(log: Path) -> str:
+    with suppress(OSError):
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        return f" ({lines[-1].strip()[:300]})" if lines else ""
+    return ""

@@ -1,0 +1,33 @@
+"""What keys and values take, and what there is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_scalerl.model.head import head_sizes, text_config
+
+GIB = 2**30
+
+
+def cache_gib(model: nn.Module, dtype: torch.dtype, tokens: int) -> float:
+    """Keys and values of so many tokens in all layers."""
+    config: Any = text_config(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return int(config.num_hidden_layers) * int(heads) * sum(head_sizes(config)) * dtype.itemsize * tokens / GIB
+
+
+def free_gib(device: torch.device) -> float:
+    """Memory of a device that nobody has."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0]) / GIB
+    # What files are cached in is given up on demand.
+    known = Path("/proc/meminfo")
+    for line in known.read_text().splitlines() if known.exists() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 / GIB
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB

