@@ -88,6 +88,10 @@ class DesignChoice(Callback):
     neutral: ClassVar[Mapping[str, Any] | None] = None
     added: ClassVar[Mapping[str, Any]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Lightning gives each callback the module's `log`: a choice that is sent elsewhere goes without.
+        return {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")}
+
     @property
     def state_key(self) -> str:
         """Axis and class: a checkpoint of one choice never restores into another."""

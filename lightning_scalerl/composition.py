@@ -21,7 +21,19 @@ if TYPE_CHECKING:
 
 # What a run consists of besides its choices, by configuration group; each is built, but for `thinking`.
 SETTINGS = frozenset(
-    {"model", "task", "generator", "evaluation", "optimizer", "schedule", "batch", "context", "thinking", "cost_model"}
+    {
+        "model",
+        "task",
+        "generator",
+        "driver",
+        "evaluation",
+        "optimizer",
+        "schedule",
+        "batch",
+        "context",
+        "thinking",
+        "cost_model",
+    }
 )
 
 Folders = Sequence[str | Path]
@@ -183,6 +195,7 @@ def build_recipe(config: Any, name: str, build: Callable[[Any, str], Any] = buil
         context=build(config, "context"),
         cost_model=build(config, "cost_model"),
         generator=build(config, "generator"),
+        driver=build(config, "driver"),
         scaled_for=config.get("scaled_for"),
     )
 

@@ -6,7 +6,8 @@ The path of a training step is in `module`.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices, by_axis
 from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.distributed.ranks import Follower, Ranks
-from lightning_scalerl.generator.base import Generator
+from lightning_scalerl.generator.base import EndOfThinking, Generator
+from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.mechanism import MechanismCounters
+from lightning_scalerl.measure.probe import start_probe
 from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
 from lightning_scalerl.model.head import check_head
@@ -41,6 +44,7 @@ from lightning_scalerl.model.load import check_weights, load_model, load_tokeniz
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.state import StateRegistry, TorchRandomState
+from lightning_scalerl.stream.drivers import Driver
 from lightning_scalerl.stream.prompts import PromptSource, check_lengths
 from lightning_scalerl.stream.random_streams import PROMPT_STREAM
 from lightning_scalerl.stream.rollout_stream import RolloutStream
@@ -53,6 +57,7 @@ class Lifecycle(LightningModule):
     """All of `ScaleRL` but its training step."""
 
     stream: RolloutStream
+    driver: Driver
 
     def __init__(
         self,
@@ -151,7 +156,8 @@ class Lifecycle(LightningModule):
         self.policy.to(self.trainer.strategy.root_device)
         resolved = {**resolved_choices(self.recipe, chosen), **self._constructed, "seed": self.seed}
         self.save_hyperparameters(resolved)
-        self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=self.trainer.world_size)
+        devices = self.trainer.world_size + self.recipe.driver.generators
+        self.meter = ComputeMeter(FlopModel.of(self.policy.model), devices=devices)
         self.ranks = Ranks.of(self.trainer)
         if stage == "validate":
             # Evaluation asks the stream for the step alone; what a fit has left behind stays for the next one.
@@ -203,22 +209,23 @@ class Lifecycle(LightningModule):
     def _build_data_path(self) -> None:
         """All that comes before and after the training step, and its state."""
         self._check_prompts()
-        self.generator = self.new_generator()
         self.prompts = PromptSource(self.task.train_prompts(), (self.seed, PROMPT_STREAM), self.choices.resampling)
         self.stream = RolloutStream(
             prompts=self.prompts,
             task=self.task,
             encode=self.encode,
             decode=self.decode,
-            generator=self.generator,
             choices=self.choices,
-            weights=self._weights,
-            cost_model=self.recipe.cost_model,
             groups_per_step=self.recipe.batch.prompts,
             completions=self.recipe.batch.completions,
             max_new_tokens=self.recipe.context.max_new_tokens,
             seed=self.seed,
-            listeners=[self.meter.on_event],
+        )
+        # Last of what can be refused: it may have processes.
+        self.generator = self._new_generator()
+        channel = DirectChannel(self._weights, self.generator)
+        self.driver = self.recipe.driver.driver(
+            self.stream, self.generator, channel, self.recipe.cost_model, [self.meter.on_event]
         )
         self.mechanism = MechanismCounters(
             self.choices, self.recipe.choices, self.stream, self.policy, self.tokenizer.decode
@@ -227,6 +234,7 @@ class Lifecycle(LightningModule):
         self._state = StateRegistry()
         self._state.register("prompts", self.prompts)
         self._state.register("stream", self.stream)
+        self._state.register("driver", self.driver)
         self._state.register("generator", self.generator)
         self._state.register("meter", self.meter)
         self._state.register("mechanism", self.mechanism)
@@ -274,23 +282,43 @@ class Lifecycle(LightningModule):
         """Why the run is to stop at its next clean border: asked by whoever runs it, or by a signal to Lightning."""
         return interruption.reason or ("SIGTERM" if self.trainer.received_sigterm else None)
 
-    def new_generator(self) -> Generator:
-        """A generator with a copy of the current weights."""
+    def _new_generator(self) -> Generator:
+        """With a copy of the current weights."""
+        given, ranks = self._generator_arguments(), self.trainer.num_devices
+        return self.recipe.driver.generator(self.recipe.generator, self.policy.model, given, ranks)
+
+    def _generator_arguments(self) -> dict[str, Any]:
+        """What a generator is given beside the model."""
         control = self.choices.length_control
         phrase = self.encode(control.phrase) if control.phrase else []
         problem = control.check_limit(self.recipe.context.max_new_tokens, len(phrase))
         if problem:
             raise ConfigurationError(problem)
-        return self.recipe.generator(
-            model=self.policy.model,
-            precision=self.choices.precision,
-            max_prompt_tokens=self.recipe.context.max_prompt_tokens,
-            max_new_tokens=self.recipe.context.max_new_tokens,
-            stop_tokens=self.stop_tokens,
-            temperature=self.recipe.context.temperature,
-            phrase=phrase,
-            thinking_ended=lambda tokens: control.end_of_thinking in self.tokenizer.decode(tokens),
-        )
+        return {
+            "precision": self.choices.precision,
+            "max_prompt_tokens": self.recipe.context.max_prompt_tokens,
+            "max_new_tokens": self.recipe.context.max_new_tokens,
+            "stop_tokens": self.stop_tokens,
+            "temperature": self.recipe.context.temperature,
+            "phrase": phrase,
+            "thinking_ended": EndOfThinking(self.tokenizer, control.end_of_thinking),
+        }
+
+    @contextmanager
+    def generating(self) -> Iterator[Generator]:
+        """The run's generator with nothing in flight, for something else than training; whatever was waits.
+
+        In a fit there is one engine, with one copy of weights and cache; `Trainer.validate` makes one for this.
+        """
+        if self.trainer.state.fn == "fit":
+            with self.driver.quiet(), self.generator.aside():
+                yield self.generator
+            return
+        generator = self._new_generator()
+        try:
+            yield generator
+        finally:
+            generator.close()
 
     def _weights(self) -> dict[str, Tensor]:
         return dict(self.policy.model.state_dict())
@@ -328,21 +356,35 @@ class Lifecycle(LightningModule):
         for module in self.policy.modules():
             # Layers that recompute their activations do so in training mode only; what is in them stays as it is.
             module.training = module.training or bool(getattr(module, "gradient_checkpointing", False))
+        self.ranks.share(self._probe)
         if self.ranks.leads and self.completed_steps == 0 and self.trainer.ckpt_path is None:
             self.generator.publish(self._weights(), 0)
         self.ranks.restore_sigterm(self._on_sigterm)
         self.meter.start()
         self._under_way = True
 
+    def _probe(self) -> None:
+        """Trainer and generator compute the same, before any of it counts."""
+        given, prompt = self._generator_arguments(), self.task.train_prompts()[0]
+        interruption = (given["phrase"], given["thinking_ended"])
+        with self.generating() as generator:
+            start_probe(generator, self.policy, self.encode(prompt.text), self.completed_steps, *interruption)
+
     def on_fit_end(self) -> None:
         """The clock stops: what passes until another fit of this module is nobody's compute."""
         self.meter.stop()
         self._under_way = False
 
+    def teardown(self, stage: str) -> None:
+        """Generators with processes or memory of their own give them back; another fit starts them again."""
+        if stage == "fit" and "driver" in vars(self):
+            self.driver.close()
+
     def failed(self, error: BaseException) -> None:
         """The fit ended with an error: the clock stops, and but for a clean border no other can go on from here."""
         if "meter" in vars(self):
             self.meter.stop()
+        self.teardown("fit")
         if self._under_way and not isinstance(error, RunInterruptedError | SIGTERMException):
             self._broken = type(error).__name__
         self._under_way = False
@@ -365,7 +407,8 @@ class Lifecycle(LightningModule):
         """Everything that the registry holds on rank 0, and the random state of the other ranks. All ranks call it."""
         _, *others = self.ranks.gather(self._random.state_dict())
         if self.ranks.leads:
-            checkpoint["scalerl"] = self._state.state_dict()
+            with self.driver.quiet():
+                checkpoint["scalerl"] = self._state.state_dict()
             checkpoint["scalerl_followers"] = others
             checkpoint["scalerl_metrics"] = dict(self._latest)
 
@@ -417,7 +460,7 @@ class Lifecycle(LightningModule):
 
     def _write(self, kind: str, metrics: dict[str, Any]) -> dict[str, float]:
         step = self.completed_steps
-        compute = {**self.meter.metrics(), **self.stream.virtual_metrics()}
+        compute = {**self.meter.metrics(), **self.driver.metrics()}
         values = {name: float(value) for name, value in {**metrics, **compute}.items()}
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Recorder):

@@ -1,9 +1,9 @@
 """The path of one training step, top to bottom.
 
-prompts -> generator -> length control -> reward                                       (rollout_stream)
+prompts -> generator -> length control -> reward                       (rollout_stream, virtual_driver)
         -> filter -> advantage, normalization -> truncated -> TrainBatch               (credit)
         -> trainer logprobs -> loss (per token) -> aggregation -> optimizer step       (here)
-        -> weights to the generator                                                    (rollout_stream)
+        -> weights to the generator                                                    (virtual_driver)
 
 With several ranks, rank 0 does what stands in other files and hands the batch to all; each trains on its rows of
 it, and their gradients add up to the batch's (distributed).
@@ -50,7 +50,7 @@ class ScaleRL(Lifecycle):
         # Before the step begins, so that whoever looks at its beginning (LearningRateMonitor) sees its own rate.
         self._set_learning_rate()
         with self.meter.phase("generate"):
-            batch = self.ranks.share_batch(lambda: self.stream.next_batch(lambda: self.stop_reason is not None))
+            batch = self.ranks.share_batch(lambda: self.driver.next_batch(lambda: self.stop_reason is not None))
         return batch if batch is not None else self._stop_between_steps()
 
     def training_step(self, batch: TrainBatch, batch_index: int) -> None:
@@ -83,7 +83,8 @@ class ScaleRL(Lifecycle):
             if self.ranks.leads:
                 trainer_logprobs, _ = whole(batch, parts)
                 size = self.recipe.batch.micro_batch
-                gaps = logprob_gaps(batch, trainer_logprobs, self.policy, self.completed_steps, size, self.generator)
+                asked = self.generator if self.driver.may_probe else None
+                gaps = logprob_gaps(batch, trainer_logprobs, self.policy, self.completed_steps, size, asked)
                 if self.mechanism.axes:
                     self.mechanism.observe(batch, trainer_logprobs)
             optimizer.step()  # type: ignore[union-attr]

@@ -10,6 +10,7 @@ from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.optim import AdamW, ConstantSchedule
 from lightning_scalerl.stream.cost_model import CostModel
+from lightning_scalerl.stream.drivers import Live, Virtual
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Recipe:
     context: ContextSettings
     cost_model: CostModel
     generator: Callable[..., Generator]
+    driver: Virtual | Live = Virtual()  # noqa: RUF009  # frozen, and without fields
     scaled_for: str | None = None
 
     def check_scale(self, made_for_it: bool) -> None:

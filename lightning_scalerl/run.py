@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol, cast
 
 import torch
@@ -57,8 +58,8 @@ class Run(Protocol):
         """Completion tokens to text, without special tokens."""
         ...
 
-    def new_generator(self) -> Generator:
-        """A generator with a copy of the current weights."""
+    def generating(self) -> AbstractContextManager[Generator]:
+        """The run's generator with nothing in flight, for something else than training; whatever was waits."""
         ...
 
     @property

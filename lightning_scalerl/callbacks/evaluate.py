@@ -37,7 +37,6 @@ class Evaluate(Callback):
         self.samples = whole_number("evaluation.samples", samples)
         self.seed = seed
         self.prompts = None if prompts is None else whole_number("evaluation.prompts", prompts)
-        self._generator: Generator | None = None
         self._last_step = -1
 
     @property
@@ -70,10 +69,6 @@ class Evaluate(Callback):
         if self.owes(run.completed_steps, trainer.max_steps):
             validate_now(trainer)
 
-    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """The generator goes: the next run's may be another."""
-        self._generator = None
-
     def measure(self, run: Run, in_fit: bool = True) -> dict[str, float]:
         """Evaluate the weights as they are: pass rates of every held-out set, and what that cost. All ranks call it.
 
@@ -91,21 +86,17 @@ class Evaluate(Callback):
 
     def _measure(self, run: Run) -> dict[str, float] | None:
         """On rank 0; the others wait. None if the run is asked to stop meanwhile."""
-        with run.meter.phase("evaluate"):
-            # A generator of its own: rollouts in flight are not disturbed, and the weights are exactly these.
-            generator = self._generator or run.new_generator()
-            self._generator = None
+        # Rollouts in flight stand aside, and the weights are exactly these.
+        with run.meter.phase("evaluate"), run.generating() as generator:
             generator.publish(dict(run.policy.model.state_dict()), run.completed_steps)
             metrics: dict[str, float] = {}
             before = run.meter.evaluation_flops
             for number, (name, prompts) in enumerate(run.task.eval_sets().items()):
                 rates = self._pass_rates(name, number, prompts[: self.prompts], run, generator)
                 if rates is None:
-                    # Its generator goes too, with the rollouts that it has in flight.
                     run.meter.evaluation_thrown_away(before)
                     return None
                 metrics |= rates
-        self._generator = generator
         return {**metrics, **run.meter.evaluation_metrics()}
 
     def _pass_rates(

@@ -8,7 +8,7 @@ through Hydra whole, so that what is planned and what is complained about never 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,10 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     drafts = [_draft(list(overrides), everywhere, composer) for overrides in override_lists]
     builder = _Builder()
     known: dict[str, dict[str, Any]] = {}
-    specs = [_identified(draft, own, builder, known) for draft in drafts]
+    specs = [
+        replace(_identified(draft, own, builder, known), overrides=_to_paste(overrides))
+        for draft, overrides in zip(drafts, override_lists, strict=True)
+    ]
     checked: set[str] = set()
     for spec in specs:
         if spec.curve not in checked:
@@ -53,6 +56,11 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     for spec in specs:
         builder(spec.config, "model")
     return specs
+
+
+def _to_paste(overrides: Sequence[str]) -> tuple[str, ...]:
+    """What may be written down of a command: not where things are tracked, for an address may carry a login."""
+    return tuple(entry for entry in overrides if _group(entry) != "mlflow")
 
 
 @dataclass(frozen=True)

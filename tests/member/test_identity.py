@@ -44,6 +44,9 @@ CASES = [
     "task=jsonl task.train=train.jsonl task.heldout={a:heldout.jsonl} task.verifier=math:hypot",
     "model=path model.path=./model",
     "model=path model.path=org/name",
+    "generator=vllm",
+    "driver=live",
+    "driver=live driver.generators=2",
 ]
 
 
@@ -84,6 +87,12 @@ def test_the_table_tells_curves_apart() -> None:
     assert frozen["seed=7"][1] == frozen["variant=none"][1] and frozen["seed=7"][0] != frozen["variant=none"][0]
     others = [frozen[case][1] for case in frozen if case not in same | {"seed=7"}]
     assert len(set(others)) == len(others) and frozen["variant=none"][1] not in others
+
+
+def test_what_a_machine_needs_changes_no_identity(place: Path) -> None:
+    needs = ["generator.cache_gib=3", "driver=live driver.silence_s=9 driver.start_s=9 driver.probe_every=2"]
+    plain, cache, live_plain, live = identities(["seed=0", needs[0], "driver=live", needs[1]]).values()
+    assert plain == cache and live_plain == live != plain
 
 
 def test_data_counts_by_content_wherever_it_lies(place: Path) -> None:

@@ -63,7 +63,7 @@ class OnEvent(Callback):
         self.left: list[Left] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.stream.listeners.append(self.on_event)
+        pl_module.driver.listeners.append(self.on_event)
 
     def on_event(self, event: Event) -> None:
         self.seen.append(event.kind)

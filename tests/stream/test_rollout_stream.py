@@ -1,4 +1,4 @@
-"""The scheduler, with scripted generators: staleness, order, nothing lost, one rule at a time."""
+"""The stream and its virtual driver, with scripted generators: staleness, order, nothing lost, one rule at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from lightning_scalerl.axes.async_mode.base import AsyncMode
 from lightning_scalerl.axes.resampling import NoPositiveResampling, Resampling, UniformResampling
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import GroupRequest
+from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.generator.scripted import Script, ScriptedGenerator
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
-from lightning_scalerl.stream.rollout_stream import RolloutStream, SchedulerStuckError
+from lightning_scalerl.stream.rollout_stream import RolloutStream
+from lightning_scalerl.stream.virtual_driver import SchedulerStuckError, VirtualDriver
 from lightning_scalerl.task.base import RewardError
 from tests.helpers import CountingTask, row
 
@@ -42,39 +44,46 @@ def rates(**options: Any) -> CostModel:
 
 def stream_of(
     mode: AsyncMode,
+    task: CountingTask | None = None,
+    groups: int = 2,
+    size: int = 3,
+    resampling: Resampling | None = None,
+) -> RolloutStream:
+    task, resampling = task or CountingTask(prompts=99), resampling or UniformResampling()
+    return RolloutStream(
+        prompts=PromptSource(task.train_prompts(), (0,), resampling),
+        task=task,
+        encode=lambda text: [1, 2],
+        decode=lambda tokens: "1" * (len(tokens) % 2) + "0" * 3,
+        choices=row(resampling, mode),
+        groups_per_step=groups,
+        completions=size,
+        max_new_tokens=1000,
+        seed=0,
+    )
+
+
+def driver_of(
+    mode: AsyncMode,
     lengths: Mapping[tuple[int, int], int] | None = None,
     slots: int = 5,
     groups: int = 2,
     size: int = 3,
     cost_model: CostModel | None = None,
     resampling: Resampling | None = None,
-) -> tuple[RolloutStream, list[Event]]:
-    task = CountingTask(prompts=99)
+) -> tuple[VirtualDriver, list[Event]]:
     events: list[Event] = []
-    resampling = resampling or UniformResampling()
-    stream = RolloutStream(
-        prompts=PromptSource(task.train_prompts(), (0,), resampling),
-        task=task,
-        encode=lambda text: [1, 2],
-        decode=lambda tokens: "1" * (len(tokens) % 2) + "0" * 3,
-        generator=ScriptedGenerator(script_of(lengths), slots),
-        choices=row(resampling, mode),
-        weights=dict,
-        cost_model=cost_model or rates(),
-        groups_per_step=groups,
-        completions=size,
-        max_new_tokens=1000,
-        seed=0,
-        listeners=[events.append],
-    )
-    return stream, events
+    stream = stream_of(mode, groups=groups, size=size, resampling=resampling)
+    generator = ScriptedGenerator(script_of(lengths), slots)
+    channel = DirectChannel(dict, generator)
+    return VirtualDriver(stream, generator, channel, cost_model or rates(), [events.append]), events
 
 
-def train(stream: RolloutStream, steps: int) -> list[Any]:
+def train(driver: VirtualDriver, steps: int) -> list[Any]:
     batches = []
     for _ in range(steps):
-        batches.append(stream.next_batch())
-        stream.step_completed()
+        batches.append(driver.next_batch())
+        driver.stream.step_completed()
     return batches
 
 
@@ -114,12 +123,13 @@ def test_staleness_bounded_nothing_lost_nothing_stuck(
     mode: AsyncMode, cost_model: CostModel, slots: int, groups: int, seed: int, giant: bool
 ) -> None:
     """Invariant 4, for random lengths, rates and k, also with one rollout a hundred times longer than the rest."""
-    stream, events = stream_of(mode, random_lengths(seed, giant), slots, groups, size=2, cost_model=cost_model)
+    driver, events = driver_of(mode, random_lengths(seed, giant), slots, groups, size=2, cost_model=cost_model)
     resolved: list[str] = []
+    stream = driver.stream
     stream.prompts.resolved = lambda prompt_id, rate: resolved.append(prompt_id)  # type: ignore[method-assign]
     steps = 12
     seen: list[int] = []
-    batches = train(stream, steps)
+    batches = train(driver, steps)
     for step, batch in enumerate(batches):
         for group in batch.groups:
             assert step - group.oldest_version <= mode.max_staleness
@@ -138,6 +148,11 @@ def test_staleness_bounded_nothing_lost_nothing_stuck(
     assert times == sorted(times)
 
 
+def parts(driver: VirtualDriver) -> list[Any]:
+    """All that has state, in the order in which a run puts it back."""
+    return [driver.stream.prompts, driver.stream, driver, driver.generator]
+
+
 @settings(max_examples=60, deadline=None)
 @given(mode=MODES, cost_model=RATES, seed=st.integers(0, 10**6), stop=st.integers(0, 8))
 def test_a_stream_resumes_with_everything_in_flight(
@@ -146,23 +161,20 @@ def test_a_stream_resumes_with_everything_in_flight(
     """Queued and half-generated rollouts, the clock, pass-rate history: as if it had never stopped."""
     lengths = random_lengths(seed, giant=True)
 
-    def fresh() -> tuple[RolloutStream, list[Event]]:
-        return stream_of(mode, lengths, slots=4, size=2, cost_model=cost_model, resampling=NoPositiveResampling(1.0))
+    def fresh() -> tuple[VirtualDriver, list[Event]]:
+        return driver_of(mode, lengths, slots=4, size=2, cost_model=cost_model, resampling=NoPositiveResampling(1.0))
 
-    def outcome(batches: list[Any], stream: RolloutStream) -> list[Any]:
-        return [[vars(g) for g in batch.groups] for batch in batches] + [stream.virtual_metrics(), stream.admitted]
+    def outcome(batches: list[Any], driver: VirtualDriver) -> list[Any]:
+        return [[vars(g) for g in batch.groups] for batch in batches] + [driver.metrics(), driver.stream.admitted]
 
     whole, _ = fresh()
     expected = outcome(train(whole, 9)[stop:], whole)
     first, _ = fresh()
     train(first, stop)
-    parts = ("prompts", "generator")
-    state = pickle.dumps([first.state_dict(), *(getattr(first, part).state_dict() for part in parts)])
+    state = pickle.dumps([part.state_dict() for part in parts(first)])
     second, _ = fresh()
-    saved = pickle.loads(state)
-    for part, values in zip(parts, saved[1:], strict=True):
-        getattr(second, part).load_state_dict(values)
-    second.load_state_dict(saved[0])
+    for part, values in zip(parts(second), pickle.loads(state), strict=True):
+        part.load_state_dict(values)
     assert outcome(train(second, 9 - stop), second) == expected
 
 
@@ -175,14 +187,14 @@ def test_pipeline_by_hand() -> None:
     """
     mode = Pipeline(3, "stale")
     lengths = {(group, 0): 3 for group in range(20)}
-    stream, events = stream_of(mode, lengths, slots=2, groups=1, size=1, cost_model=rates(train_s=2.0))
-    batches = train(stream, 4)
+    driver, events = driver_of(mode, lengths, slots=2, groups=1, size=1, cost_model=rates(train_s=2.0))
+    batches = train(driver, 4)
     assert [batch.groups[0].admission for batch in batches] == [0, 1, 2, 3]
     assert [event.time_s for event in events if event.kind == "batch"] == [3, 5, 7, 9]
     assert [event.time_s for event in events if event.kind == "publish"] == [5, 7, 9]
     versions = [batch.groups[0].rollouts[0].weight_versions for batch in batches]
     assert versions == [[0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 1]]
-    metrics = stream.virtual_metrics()
+    metrics = driver.metrics()
     assert metrics["compute/virtual_device_hours"] == pytest.approx(2 * 11 / 3600)
     assert metrics["virtual/trainer_idle"] == pytest.approx(3 / 11)
     assert metrics["virtual/generator_idle"] == 0
@@ -192,10 +204,10 @@ def test_draining_by_hand() -> None:
     """The same work on-policy, alternating: 3 s of generation, 2 s of training, 1 s until the weights have arrived."""
     lengths = {(group, 0): 3 for group in range(20)}
     cost_model = rates(train_s=2.0, publish_s=1.0)
-    stream, events = stream_of(OnPolicy(), lengths, slots=2, groups=1, size=1, cost_model=cost_model)
-    train(stream, 3)
+    driver, events = driver_of(OnPolicy(), lengths, slots=2, groups=1, size=1, cost_model=cost_model)
+    train(driver, 3)
     assert [event.time_s for event in events if event.kind == "batch"] == [3, 9, 15]
-    metrics = stream.virtual_metrics()
+    metrics = driver.metrics()
     assert metrics["compute/virtual_device_hours"] == pytest.approx(2 * 17 / 3600)
     assert metrics["virtual/trainer_idle"] == pytest.approx(11 / 17)
     assert metrics["virtual/generator_idle"] == pytest.approx(6 / 15)
@@ -205,9 +217,9 @@ def test_one_straggler_holds_up_a_drain_but_not_a_pipeline() -> None:
     lengths = {(group, index): 100 if (group, index) == (1, 0) else 4 for group in range(99) for index in range(3)}
     hours = []
     for mode in (PPOOffPolicy(8), Pipeline(8, "stale")):
-        stream, _ = stream_of(mode, lengths, slots=8)
-        train(stream, 8)
-        hours.append(stream.virtual_metrics()["compute/virtual_device_hours"])
+        driver, _ = driver_of(mode, lengths, slots=8)
+        train(driver, 8)
+        hours.append(driver.metrics()["compute/virtual_device_hours"])
     assert hours[1] < 0.7 * hours[0]
 
 
@@ -215,11 +227,11 @@ def test_one_straggler_holds_up_a_drain_but_not_a_pipeline() -> None:
 def test_an_exhausted_pool_trains_what_it_has_and_says_so(mode: AsyncMode) -> None:
     """Everything is solved at once: 96 prompts, two a step, and the 48 steps they are good for."""
     lengths = {(group, index): 3 for group in range(200) for index in range(3)}
-    stream, _ = stream_of(mode, lengths, slots=8, resampling=NoPositiveResampling(0.5))
-    batches = train(stream, 48)
+    driver, _ = driver_of(mode, lengths, slots=8, resampling=NoPositiveResampling(0.5))
+    batches = train(driver, 48)
     assert len({group.prompt.prompt_id for batch in batches for group in batch.groups}) == 96
     with pytest.raises(PoolExhaustedError, match="all 96 prompts of the pool are retired"):
-        train(stream, 1)
+        train(driver, 1)
 
 
 def test_rules_that_contradict_each_other_are_a_clear_error() -> None:
@@ -227,17 +239,17 @@ def test_rules_that_contradict_each_other_are_a_clear_error() -> None:
         def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
             return admission < 3
 
-    stream, _ = stream_of(Never(3, "stale"))
+    driver, _ = driver_of(Never(3, "stale"))
     with pytest.raises(SchedulerStuckError, match="Never neither trains nor generates after 1 steps and 3 admissions"):
-        train(stream, 9)
+        train(driver, 9)
 
 
 def test_colocated_devices_are_idle_when_they_do_neither() -> None:
     lengths = {(group, 0): 3 for group in range(20)}
     cost_model = rates(train_s=2.0, publish_s=1.0, colocated=True)
-    stream, _ = stream_of(OnPolicy(), lengths, slots=2, groups=1, size=1, cost_model=cost_model)
-    train(stream, 3)
-    metrics = stream.virtual_metrics()
+    driver, _ = driver_of(OnPolicy(), lengths, slots=2, groups=1, size=1, cost_model=cost_model)
+    train(driver, 3)
+    metrics = driver.metrics()
     assert metrics["compute/virtual_device_hours"] == pytest.approx(17 / 3600)
     assert metrics["virtual/trainer_idle"] == metrics["virtual/generator_idle"] == pytest.approx(2 / 17)
 
@@ -250,8 +262,8 @@ def test_kv_policy_is_checked(bad: Any) -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 8])
 def test_ppo_off_policy_generates_for_k_steps_then_trains_k_steps(k: int) -> None:
-    stream, events = stream_of(PPOOffPolicy(k), slots=99)
-    batches = train(stream, 2 * k)
+    driver, events = driver_of(PPOOffPolicy(k), slots=99)
+    batches = train(driver, 2 * k)
     staleness = [[step - g.oldest_version for g in batch.groups] for step, batch in enumerate(batches)]
     assert staleness == [[step % k] * 2 for step in range(2 * k)]
     order = [event.kind for event in events if event.kind in ("admit", "batch", "publish")]
@@ -295,13 +307,13 @@ def test_prompt_order_resumes(taken: int) -> None:
 
 @pytest.mark.parametrize("bad", ["raises", "nan", "text"])
 def test_a_broken_verifier_names_its_prompt(bad: str) -> None:
-    stream, _ = stream_of(OnPolicy())
+    driver, _ = driver_of(OnPolicy())
 
     def reward(prompt: Any, completion: str) -> Any:
         if bad == "raises":
             raise KeyError("gone")
         return float("nan") if bad == "nan" else "good"
 
-    stream.task.reward = reward  # type: ignore[method-assign]
+    driver.stream.task.reward = reward  # type: ignore[method-assign]
     with pytest.raises(RewardError, match=r"reward of prompt 'p\d+'"):
-        stream.next_batch()
+        driver.next_batch()

@@ -1,6 +1,6 @@
 """Axis `async_mode`: how far generation may run ahead of training, and when it sees new weights.
 
-All modes are one scheduler (`rollout_stream`) with different rules. With s completed optimizer steps and P
+All modes are one ledger (`rollout_stream`) with different rules. With s completed optimizer steps and P
 groups a step, a mode answers two questions: may admission i open now, and are the weights of step s published
 to the generator now. DESIGN.md, "Staleness".
 """

@@ -1,0 +1,180 @@
+"""The rollout stream in real time: generators that run by themselves, beside a trainer that does.
+
+While the trainer takes its step, a thread of this process hears what the generators have finished, has it rewarded, and
+admits what the async mode's rules allow. The rules are the ledger's (`RolloutStream`), those of virtual time to the
+letter; what differs is who says when.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_scalerl.generator.channel import WeightChannel
+from lightning_scalerl.generator.fleet import Fleet
+from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.stream.events import Event
+from lightning_scalerl.stream.rollout_stream import RolloutStream
+
+# How long a wait lasts until it is asked again whether to stop.
+LOOK_S = 0.05
+
+
+@dataclass
+class _Times:
+    """Seconds: that have passed, that the trainer has worked, that the generators have, all of them together."""
+
+    passed: float = 0.0
+    trained: float = 0.0
+    generated: float = 0.0
+
+
+class LiveDriver:
+    """Hands out the TrainBatch of each optimizer step as soon as it is due.
+
+    Args:
+        stream: keeps the count.
+        generator: runs by itself.
+        channel: brings the trainer's weights to it.
+        listeners: called with every event.
+        probe_every: steps after which the generators may be asked for log-probabilities of what they are given.
+    """
+
+    def __init__(
+        self,
+        stream: RolloutStream,
+        generator: Fleet,
+        channel: WeightChannel,
+        listeners: list[Callable[[Event], None]] | None = None,
+        probe_every: int = 8,
+    ) -> None:
+        self.stream, self.generator, self.channel = stream, generator, channel
+        self.listeners = listeners or []
+        self._probe_every = probe_every
+        self._lock = threading.RLock()
+        self._changed = threading.Event()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._times = _Times()
+        self._since: float | None = None  # up to when the times are counted
+        self._counted_busy_s = 0.0
+
+    def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
+        """Wait until a batch is due, and hand it out; the step on the last one is over.
+
+        Asked to `stop`, it returns None; the next call goes on as if nothing had been.
+
+        Raises:
+            RewardError: a verifier failed.
+            PoolExhaustedError: every prompt is retired.
+            GeneratorLostError: a generator cannot be kept alive.
+        """
+        with self._lock:
+            self._count(trained=self.stream.training)
+            if self.stream.training:
+                self.stream.training = False
+                self._publish()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="generators", daemon=True)
+            self._thread.start()
+        while True:
+            self._changed.clear()
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                if self.stream.batch_due():
+                    self._count(trained=False)
+                    return self.stream.take()
+            if stop():
+                return None
+            self._changed.wait(LOOK_S)
+
+    def _publish(self) -> None:
+        mode, version = self.stream.choices.async_mode, self.stream.completed_steps
+        if mode.publishes(version):
+            self.channel.publish(version, mode.recompute_kv)
+
+    def _run(self) -> None:
+        """In a thread of its own, until the driver is closed or something fails."""
+        try:
+            while not self._closing.is_set():
+                with self._lock:
+                    self._turn()
+                self.generator.wait(LOOK_S)
+        except BaseException as error:
+            self._error = error
+            self._changed.set()
+
+    def _turn(self) -> None:
+        """Take what has ended, and fill what is free."""
+        report = self.generator.collect()
+        for listener in self.listeners:
+            listener(Event("decode", time.monotonic(), report))
+        for finished in report.finished:
+            self.stream.finish(finished)
+        # A group that waits for a slot only grows old.
+        while self.generator.free_slots and self.stream.may_admit():
+            self.generator.submit(self.stream.admit(self.channel.version))
+        if report.finished:
+            self._changed.set()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Nothing is admitted and nothing finishes: for whoever saves or evaluates. The time counts for nobody."""
+        with self._lock:
+            self._count(trained=self.stream.training)
+            try:
+                yield
+            finally:
+                self._since = time.monotonic()
+
+    def close(self) -> None:
+        """End the thread and the generators' processes; what is in flight can be saved still."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.generator.close()
+
+    @property
+    def may_probe(self) -> bool:
+        """Whether this step is one at which the generators may be asked what they would record."""
+        return self.stream.completed_steps % self._probe_every == 0
+
+    # --- what is measured and kept -----------------------------------------------------------------------
+
+    def _count(self, trained: bool) -> None:
+        """What has passed since the last time was the trainer's, or it has waited."""
+        now = time.monotonic()
+        passed = 0.0 if self._since is None else now - self._since
+        self._since = now
+        self._times.passed += passed
+        self._times.trained += passed * trained
+        self._times.generated += self.generator.busy_s - self._counted_busy_s
+        self._counted_busy_s = self.generator.busy_s
+
+    def metrics(self) -> dict[str, float]:
+        """Shares of real time in which the trainer and the generators had nothing to do, and what a publish took."""
+        with self._lock:
+            self._count(trained=self.stream.training)
+            times, generators = self._times, self.generator.generators
+        passed = max(times.passed, 1e-9)
+        return {
+            "live/trainer_idle": max(0.0, 1.0 - times.trained / passed),
+            "live/generator_idle": max(0.0, 1.0 - times.generated / (passed * max(1, generators))),
+            "live/publish_s": self.generator.publish_s,
+            "live/generators_lost": float(self.generator.lost),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The times; what is in flight is the generators' own state."""
+        return asdict(self._times)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting from there."""
+        self._times = _Times(**state)

@@ -1,0 +1,177 @@
+"""The stream in virtual time: generator and trainer side by side on a discrete-event clock.
+
+This process does one thing after the other; when each would have happened on a cluster follows from the cost model, and
+so does which weights sample a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lightning_scalerl.generator.base import FinishedRollout, Generator, StepReport
+from lightning_scalerl.generator.channel import WeightChannel
+from lightning_scalerl.rollout import TrainBatch, packed, unpacked
+from lightning_scalerl.stream.cost_model import CostModel
+from lightning_scalerl.stream.events import Event, VirtualClock
+from lightning_scalerl.stream.rollout_stream import RolloutStream
+
+
+class SchedulerStuckError(RuntimeError):
+    """Nothing is due, nothing is in flight and nothing may start: a bug in an async mode's rules."""
+
+
+@dataclass
+class VirtualDriver:
+    """Produces the TrainBatch of each optimizer step, one event at a time.
+
+    Args:
+        stream: keeps the count.
+        generator: samples, a token of everything in flight at a time.
+        channel: brings the trainer's weights to it.
+        cost_model: how long things take in virtual time.
+        listeners: called with every event.
+    """
+
+    stream: RolloutStream
+    generator: Generator
+    channel: WeightChannel
+    cost_model: CostModel
+    listeners: list[Callable[[Event], None]] = field(default_factory=list)
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    _decoded: StepReport | None = None  # what the generator has in hand at `generator_until_s`
+
+    def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
+        """Run both parties until the trainer is free and its next batch is due, and hand that out.
+
+        Between any two events everything is consistent and can be saved. Asked to `stop` there, it returns None; the
+        next call goes on as if nothing had been. In virtual time the step on a batch ends at `trainer_until_s`.
+
+        Raises:
+            RewardError: a verifier failed.
+            PoolExhaustedError: every prompt is retired.
+        """
+        self._start_generator()
+        while self.stream.training or not self.stream.batch_due():
+            if stop():
+                return None
+            self._next_event()
+            self._start_generator()
+        batch = self.stream.take()
+        seconds = self.cost_model.train_step_s(batch)
+        self.clock.trainer_until_s = self.clock.now_s + seconds
+        self.clock.trainer_busy_s += seconds
+        self._emit("batch")
+        return batch
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """For whoever saves or evaluates: nothing happens between two calls of `next_batch` anyway."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Give back what the generator holds."""
+        self.generator.close()
+
+    @property
+    def may_probe(self) -> bool:
+        """Whether the generator may be asked what it would record now: in virtual time that costs nothing."""
+        return True
+
+    def _next_event(self) -> None:
+        """Whichever comes first: the trainer is done, or the generator has its next token."""
+        stream, clock = self.stream, self.clock
+        if stream.training and (self._decoded is None or clock.trainer_until_s <= clock.generator_until_s):
+            clock.now_s = clock.trainer_until_s
+            stream.training = False
+            self._emit("trained")
+            self._publish()
+        elif self._decoded is not None:
+            clock.now_s = clock.generator_until_s
+            report, self._decoded = self._decoded, None
+            for finished in report.finished:
+                stream.finish(finished)
+                self._emit("finish")
+        else:
+            raise SchedulerStuckError(
+                f"async_mode: {type(stream.choices.async_mode).__name__} neither trains nor generates after "
+                f"{stream.completed_steps} steps and {stream.admitted} admissions"
+            )
+
+    def _publish(self) -> None:
+        mode, version = self.stream.choices.async_mode, self.stream.completed_steps
+        if not mode.publishes(version):
+            return
+        # A token under way was sampled already; the swap comes behind it.
+        arrival_s = self.clock.now_s if self._decoded is None else self.clock.generator_until_s
+        self.clock.generator_from_s = arrival_s + self.cost_model.publish_s
+        self.channel.publish(version, mode.recompute_kv)
+        self._emit("publish")
+
+    def _start_generator(self) -> None:
+        """If it is idle, admit what may be admitted and begin the next token of everything in flight."""
+        if self._decoded is not None:
+            return
+        # A group that waits for a slot only grows old.
+        while self.generator.free_slots and self.stream.may_admit():
+            self.generator.submit(self.stream.admit(self.channel.version))
+            self._emit("admit")
+        if not self.generator.in_flight:
+            return
+        self._decoded = self.generator.step()
+        seconds = self.cost_model.generator_step_s(self._decoded)
+        self.clock.generator_until_s = max(self.clock.now_s, self.clock.generator_from_s) + seconds
+        self.clock.generator_busy_s += seconds
+        self.clock.generator_step_s = seconds
+        self._emit("decode", self._decoded)
+
+    def _emit(self, kind: str, report: StepReport | None = None) -> None:
+        for listener in self.listeners:
+            listener(Event(kind, self.clock.now_s, report))
+
+    # --- what is measured and kept -----------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """The virtual compute axis at the end of the last step, and the share of time each party was idle.
+
+        The trainer's share is up to the end of that step, the generator's up to its beginning: what it did
+        meanwhile has not been computed yet. Time in which weights arrive counts as idle. Devices that do both in turns
+        are idle when they do neither.
+        """
+        clock = self.clock
+        end_s = max(clock.now_s, clock.trainer_until_s)
+        to_come_s = min(clock.generator_step_s, max(0.0, clock.generator_until_s - clock.now_s))
+        generated_s = clock.generator_busy_s - to_come_s
+        trained = clock.trainer_busy_s / end_s if end_s else 1.0
+        generated = generated_s / clock.now_s if clock.now_s else 1.0
+        if self.cost_model.colocated and end_s:
+            trained = generated = (clock.trainer_busy_s + generated_s) / end_s
+        return {
+            "compute/virtual_device_hours": self.cost_model.devices * end_s / 3600.0,
+            "virtual/trainer_idle": 1.0 - trained,
+            "virtual/generator_idle": 1.0 - generated,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The clock, and the token under way."""
+        if self._decoded is None:
+            return {"clock": asdict(self.clock), "decoded": None}
+        finished = self._decoded.finished
+        decoded = {
+            **{name: value for name, value in vars(self._decoded).items() if name != "finished"},
+            "finished": [(each.key, each.index) for each in finished],
+            "rollouts": packed([each.rollout for each in finished]),
+        }
+        return {"clock": asdict(self.clock), "decoded": decoded}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken."""
+        self.clock = VirtualClock(**state["clock"])
+        self._decoded = None
+        if state["decoded"] is not None:
+            entry = dict(state["decoded"])
+            rollouts = unpacked(entry.pop("rollouts"))
+            places = zip(entry.pop("finished"), rollouts, strict=True)
+            finished = [FinishedRollout(key, index, rollout) for (key, index), rollout in places]
+            self._decoded = StepReport(finished=finished, **entry)

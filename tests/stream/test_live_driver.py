@@ -1,0 +1,213 @@
+"""The stream in real time: generators in processes of their own, delays on either side, the rules of virtual time."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
+from lightning_scalerl.axes.async_mode.base import AsyncMode
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.generator.channel import DirectChannel
+from lightning_scalerl.generator.fleet import Fleet
+from lightning_scalerl.generator.scripted import ScriptedGenerator
+from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.stream.drivers import Live
+from lightning_scalerl.stream.live_driver import LiveDriver
+from lightning_scalerl.stream.rollout_stream import RolloutStream
+from lightning_scalerl.stream.virtual_driver import VirtualDriver
+from lightning_scalerl.task.base import RewardError
+from tests.generator.slow import Size, SlowGenerator, Weights, script, weights_of
+from tests.helpers import CountingTask
+from tests.stream.test_rollout_stream import rates, stream_of
+
+GROUPS, SIZE = 2, 3
+MODES = [OnPolicy(), PPOOffPolicy(4), Pipeline(2), Pipeline(8)]
+
+
+def fleet(generators: int = 2, slots: int = 4, most_s: float = 0.01, silence_s: float = 200.0) -> Fleet:
+    arguments = {"slots": slots, "most_s": most_s}
+    return Fleet(SlowGenerator, Weights(Size()), arguments, generators=generators, silence_s=silence_s, start_s=120)
+
+
+def live(mode: AsyncMode, task: CountingTask | None = None, **size: Any) -> LiveDriver:
+    stream, generators = stream_of(mode, task), fleet(**size)
+    return LiveDriver(stream, generators, DirectChannel(lambda: weights_of(stream.completed_steps), generators))
+
+
+def train(driver: LiveDriver | VirtualDriver, steps: int, most_s: float = 0.0, seed: int = 0) -> list[TrainBatch]:
+    """Steps of a trainer that takes its time, each batch looked at when it is handed out."""
+    delays, batches = random.Random(seed), []
+    for _ in range(steps):
+        batch = driver.next_batch()
+        assert batch is not None
+        obeys(driver.stream, batch)
+        batches.append(batch)
+        time.sleep(delays.uniform(0, most_s))
+        driver.stream.step_completed()
+    return batches
+
+
+def obeys(stream: RolloutStream, batch: TrainBatch) -> None:
+    """The one rule of both clocks: nothing is older than the mode allows, and the oldest come first."""
+    mode, step = stream.choices.async_mode, stream.completed_steps
+    versions = [v for group in batch.groups for rollout in group.rollouts for v in rollout.weight_versions]
+    assert len(batch.groups) == GROUPS and all(len(group.rollouts) == SIZE for group in batch.groups)
+    assert step - max(versions) >= 0 and step - min(versions) <= mode.max_staleness
+    newest = max(group.oldest_version for group in batch.groups)
+    assert all(left.oldest_version >= newest for left in stream._ready)
+
+
+def once(batches: Sequence[TrainBatch], stream: RolloutStream) -> None:
+    """Every group that was admitted is trained, ready or open: one of these, once."""
+    trained = [group.admission for batch in batches for group in batch.groups]
+    everywhere = [*trained, *(group.admission for group in stream._ready), *stream._open]
+    assert sorted(everywhere) == list(range(stream.admitted))
+    rollouts = [rollout for batch in batches for group in batch.groups for rollout in group.rollouts]
+    keys = [(group.admission, index) for batch in batches for group in batch.groups for index in range(SIZE)]
+    for (key, index), rollout in zip(keys, rollouts, strict=True):
+        assert len(rollout.tokens) == 1 + (key * 5 + index * 3) % 7, "each is its own, whole"
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: type(mode).__name__ + str(mode.max_staleness))
+def test_both_clocks_obey_one_rule(mode: AsyncMode) -> None:
+    with closing(live(mode)) as driver:
+        once(train(driver, 9, 0.02), driver.stream)
+    stream, generator = stream_of(mode), ScriptedGenerator(script, 4)
+    virtual = VirtualDriver(stream, generator, DirectChannel(dict, generator), rates())
+    once(train(virtual, 9), stream)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_delays_on_either_side(seed: int) -> None:
+    delays = random.Random(seed)
+    mode = delays.choice([OnPolicy(), PPOOffPolicy(3), Pipeline(1), Pipeline(2), Pipeline(5)])
+    sizes = {"generators": delays.randint(1, 3), "slots": delays.randint(1, 6)}
+    with closing(live(mode, most_s=delays.choice([0.0, 0.005, 0.02]), **sizes)) as driver:
+        once(train(driver, 15, delays.choice([0.0, 0.02, 0.1]), seed), driver.stream)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("generators", [1, 2])
+def test_a_generator_that_is_lost_costs_its_share(how: signal.Signals, generators: int) -> None:
+    with closing(live(Pipeline(2), generators=generators, silence_s=5.0)) as driver:
+        batches = train(driver, 3)
+        before = driver.generator.pids
+        os.kill(before[0], how)
+        batches += train(driver, 30)
+        once(batches, driver.stream)
+        while driver.generator.lost == 0 or len(set(driver.generator.pids) & set(before)) >= generators:
+            batches += train(driver, 1, 0.01)  # the other one may have done all that
+        batches += train(driver, 5)
+        once(batches, driver.stream)
+        assert before[0] not in driver.generator.pids
+        assert driver.metrics()["live/generators_lost"] == driver.generator.lost >= 1
+    for pid in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.slow
+def test_one_that_never_comes_back_ends_the_run_with_its_last_words() -> None:
+    class Broken(DirectChannel):
+        """Weights that no generator can take."""
+
+    stream, generators = stream_of(Pipeline(2)), fleet(generators=1)
+    driver = LiveDriver(stream, generators, Broken(lambda: weights_of(-1), generators))
+    with closing(driver), pytest.raises(Exception, match="published as version 1"):
+        train(driver, 9)
+
+
+def test_a_verifiers_failure_reaches_the_trainer() -> None:
+    class Failing(CountingTask):
+        def reward(self, prompt: Any, completion: str) -> float:
+            raise KeyError("no such answer")
+
+    with closing(live(Pipeline(2), Failing(prompts=9))) as driver, pytest.raises(RewardError, match="no such answer"):
+        train(driver, 1)
+
+
+@pytest.mark.slow
+def test_two_threads_may_ask() -> None:
+    """Training asks for log-probabilities while the other thread hears what has ended."""
+    with closing(live(Pipeline(8), most_s=0.002, slots=8)) as driver:
+        batches = []
+        for _ in range(20):
+            batches += train(driver, 1)
+            for number in range(20):
+                assert driver.generator.score((1, 2), (number, 7)).tolist() == [number, 7]
+        once(batches, driver.stream)
+        assert driver.generator.lost == 0
+
+
+def test_asked_to_stop_it_returns_and_goes_on_later() -> None:
+    with closing(live(OnPolicy(), most_s=0.05)) as driver:
+        assert driver.next_batch(lambda: True) is None
+        once(train(driver, 2), driver.stream)
+
+
+@pytest.mark.parametrize("generators", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_is_in_flight_survives_a_checkpoint(generators: int) -> None:
+    """Saved in the middle, put into other processes: every group is trained once, in all."""
+    mode = Pipeline(4)
+    with closing(live(mode, generators=generators, most_s=0.05)) as driver:
+        batches = train(driver, 3)
+        with driver.quiet():
+            parts = [driver.stream.prompts, driver.stream, driver, driver.generator]
+            saved = [part.state_dict() for part in parts]
+        assert saved[3]["open"], "nothing in flight would test nothing"
+    with closing(live(mode, generators=2)) as driver:
+        for part, state in zip([driver.stream.prompts, driver.stream, driver, driver.generator], saved, strict=True):
+            part.load_state_dict(state)
+        assert driver.generator.version == 2
+        batches += train(driver, 6)
+        once(batches, driver.stream)
+
+
+@pytest.mark.slow
+def test_a_fleet_that_is_closed_keeps_what_was_in_flight() -> None:
+    with closing(live(Pipeline(4), most_s=0.05)) as driver:
+        train(driver, 2)
+    saved = driver.generator.state_dict()
+    assert saved["open"] and saved["version"] == 1 and driver.generator.pids == []
+
+
+@pytest.mark.slow
+def test_idle_shares_add_up_to_what_was_waited() -> None:
+    """A trainer that trains for far longer than the generators need is hardly idle, and the other way round."""
+    with closing(live(Pipeline(8), generators=1, most_s=0.0)) as driver:
+        driver.next_batch()
+        time.sleep(3.0)
+        busy = driver.metrics()
+    with closing(live(OnPolicy(), generators=1, most_s=0.2)) as driver:
+        train(driver, 3)
+        waits = driver.metrics()
+    assert busy["live/trainer_idle"] < 0.5 < busy["live/generator_idle"]
+    assert waits["live/trainer_idle"] > 0.5 and 0 <= waits["live/generator_idle"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"generators": 0}, "driver.generators"),
+        ({"silence_s": -1.0}, "driver.silence_s: -1.0"),
+        ({"start_s": 0}, "start_s"),
+    ],
+)
+def test_bad_settings_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        Live(**given)
+
+
+def test_what_cannot_be_sent_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot be sent to another process .* use driver=virtual"):
+        Live().generator(lambda **arguments: None, Weights(Size()), {})
