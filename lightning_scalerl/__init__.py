@@ -44,15 +44,16 @@ _HOMES = {
     "member.run": ["run_member"],
     "model.load": ["model_path"],
     "module": ["ScaleRL"],
-    "optim": ["AdamW", "ConstantSchedule"],
+    "optim": ["AdamW", "ConstantSchedule", "CosineSchedule", "SqrtBatchSchedule"],
     "recipe": ["BatchSettings", "ContextSettings", "Recipe"],
     "rollout": ["Group", "Prompt", "Rollout", "TrainBatch"],
     "stream.cost_model": ["CostModel"],
     "stream.drivers": ["Live", "Virtual"],
     "task.arithmetic": ["ArithmeticTask"],
     "task.arithmetic_base": ["arithmetic_base_model"],
-    "task.base": ["Task"],
+    "task.base": ["RewardScale", "Task"],
     "task.jsonl": ["JsonlTask"],
+    "update.health": ["Health"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

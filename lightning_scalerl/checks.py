@@ -29,6 +29,17 @@ def positive(field: str, value: float) -> float:
     return value
 
 
+def not_negative(field: str, value: float) -> float:
+    """`value`, if it is a finite number of 0 or more.
+
+    Raises:
+        ConfigurationError: otherwise.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ConfigurationError(f"{field}: {value!r} must be a number, 0 or more")
+    return value
+
+
 def whole_number(field: str, value: Any) -> int:
     """`value`, if it is a whole number of 1 or more.
 

@@ -17,6 +17,9 @@ from torch import Tensor
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollout import Group, Rollout, TrainBatch
 
+# exp(20) is far outside every clip interval; beyond it float32 would overflow to inf and poison the gradient.
+MAX_LOG_RATIO = 20.0
+
 C = TypeVar("C", bound="DesignChoice")
 
 
@@ -46,6 +49,11 @@ class ObservedStep(Protocol):
     @property
     def groups_per_step(self) -> int:
         """P."""
+        ...
+
+    @property
+    def dropped(self) -> int:
+        """Groups that were dropped and replaced for this batch."""
         ...
 
     @property

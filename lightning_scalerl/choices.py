@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from lightning_scalerl.axes.allocation import Allocation
     from lightning_scalerl.axes.async_mode import AsyncMode
     from lightning_scalerl.axes.correction import Correction
+    from lightning_scalerl.axes.critic import Critic
+    from lightning_scalerl.axes.curriculum import Curriculum
+    from lightning_scalerl.axes.entropy import Entropy
+    from lightning_scalerl.axes.epochs import Epochs
     from lightning_scalerl.axes.filter import Filter
+    from lightning_scalerl.axes.kl import KL
     from lightning_scalerl.axes.length_control import LengthControl
     from lightning_scalerl.axes.loss import Loss
     from lightning_scalerl.axes.normalization import Normalization
@@ -28,10 +33,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Passes:
+    """Passes over a batch in one step: updates are forward and backward, forwards are made before the first update."""
+
+    policy_updates: int = 1
+    value_updates: int = 0
+    policy_forwards: int = 0
+    value_forwards: int = 0
+
+    @property
+    def relative(self) -> float:
+        """In units of one update of the policy; a forward pass is a third of it."""
+        return self.policy_updates + self.value_updates + (self.policy_forwards + self.value_forwards) / 3
+
+
+@dataclass(frozen=True)
 class Choices:
     """One choice on every axis, in the order of the data path, and those on axes of the user's own."""
 
     resampling: Resampling
+    curriculum: Curriculum
     allocation: Allocation
     async_mode: AsyncMode
     length_control: LengthControl
@@ -41,8 +62,12 @@ class Choices:
     normalization: Normalization
     precision: Precision
     correction: Correction
+    critic: Critic
     loss: Loss
+    kl: KL
+    entropy: Entropy
     aggregation: Aggregation
+    epochs: Epochs
     own: Mapping[str, DesignChoice] = field(default_factory=dict)
 
     @classmethod
@@ -81,6 +106,21 @@ class Choices:
         """The choice on an axis; on one of the user's own that the row leaves open, None."""
         choice: DesignChoice | None = getattr(self, axis) if axis in AXES else self.own.get(axis)
         return choice
+
+    @property
+    def needs_anchor(self) -> bool:
+        """Whether the trainer's log-probabilities before the update are asked for."""
+        return self.correction.recomputes or self.kl.where == "reward"
+
+    @property
+    def passes(self) -> Passes:
+        """What one step takes of the models."""
+        return Passes(
+            policy_updates=self.epochs.count,
+            value_updates=self.epochs.count if self.critic.has_values else 0,
+            policy_forwards=int(self.needs_anchor) + int(bool(self.kl.where)),
+            value_forwards=int(self.critic.has_values),
+        )
 
     def having(self, choice: DesignChoice) -> Choices:
         """The same row with another choice on its axis."""

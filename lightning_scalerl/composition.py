@@ -33,6 +33,8 @@ SETTINGS = frozenset(
         "context",
         "thinking",
         "cost_model",
+        "reward",
+        "health",
     }
 )
 
@@ -195,8 +197,9 @@ def build_recipe(config: Any, name: str, build: Callable[[Any, str], Any] = buil
         context=build(config, "context"),
         cost_model=build(config, "cost_model"),
         generator=build(config, "generator"),
-        driver=build(config, "driver"),
         scaled_for=config.get("scaled_for"),
+        # A study that was frozen before these were there has the defaults.
+        **{group: build(config, group) for group in ("driver", "reward", "health") if group in config},
     )
 
 

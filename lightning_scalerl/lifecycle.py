@@ -5,6 +5,7 @@ The path of a training step is in `module`.
 
 from __future__ import annotations
 
+import copy
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
 from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.load import check_weights, load_model, load_tokenizer, stop_tokens
 from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.state import StateRegistry, TorchRandomState
 from lightning_scalerl.stream.drivers import Driver
@@ -50,6 +52,9 @@ from lightning_scalerl.stream.random_streams import PROMPT_STREAM
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.arithmetic_base import is_arithmetic_base
 from lightning_scalerl.task.base import Task
+from lightning_scalerl.update.health import HealthWatch
+from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
+from lightning_scalerl.update.terms import Term, terms
 from sweeps.run.interruption import RunInterruptedError, interruption
 
 
@@ -105,6 +110,13 @@ class Lifecycle(LightningModule):
         self.policy = Policy(model, self.recipe.choices.precision, self.recipe.context.temperature)
         self.choices = self.recipe.choices
         self.ranks = Ranks()
+        # A model that takes part in training and is saved, and one that does neither.
+        self.critic: ValueModel | None = None
+        self._reference: list[Policy] = []
+        self.terms: list[Term] = []
+        self.loss_scale = LossScale(acts=False)
+        self.skipped = SkippedUpdates()
+        self.health = HealthWatch(self.recipe.health, self.recipe.reward.incorrect)
         self._state = StateRegistry()
         self._random = TorchRandomState()
         self._optimizer: torch.optim.Optimizer | None = None
@@ -138,8 +150,18 @@ class Lifecycle(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The recipe's optimizer, that of the last fit if there was one; the schedule is applied in the step."""
         if self._optimizer is None:
-            self._optimizer = self.recipe.optimizer.build(self.policy.parameters())
+            groups = [{"params": list(self.policy.parameters()), "lr": self.recipe.optimizer.lr}]
+            if self.critic is not None:
+                groups.append({"params": list(self.critic.parameters()), "lr": self.learning_rates[1]})
+            self._optimizer = self.recipe.optimizer.build(groups)
         return self._optimizer
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """Of the policy and, if there is one, of the critic, before the schedule's factor."""
+        rate = self.recipe.optimizer.lr
+        own = getattr(self.choices.critic, "lr", None)
+        return [rate] if self.critic is None else [rate, rate if own is None else own]
 
     def setup(self, stage: str) -> None:
         """Resolve the choices and build the data path; every mistake surfaces here, before any compute."""
@@ -163,6 +185,7 @@ class Lifecycle(LightningModule):
             # Evaluation asks the stream for the step alone; what a fit has left behind stays for the next one.
             self.stream = vars(self).get("stream", Follower())
             return
+        self._build_update()
         meaning = self._meant(resolved)
         before = self._trained(meaning)
         self.ranks.share(self._build_data_path)
@@ -175,6 +198,26 @@ class Lifecycle(LightningModule):
             self._go_on(*before)
         else:
             self._optimizer = None
+
+    def _build_update(self) -> None:
+        """What the update asks besides the policy; all ranks have it."""
+        choices, device = self.choices, self.trainer.strategy.root_device
+        if choices.critic.has_values and self.critic is None:
+            self.critic = ValueModel(self.policy.model, choices.precision).to(device)
+        if choices.kl.where and not self._reference:
+            # Before any checkpoint is read: these are the weights that training began with.
+            frozen = Policy(copy.deepcopy(self.policy.model), choices.precision, self.policy.temperature)
+            self._reference = [frozen.requires_grad_(False).eval().to(device)]
+        self.terms = terms(choices)
+        if self._meaning is None or not self.completed_steps:
+            self.loss_scale = LossScale(acts=choices.precision.policy == "fp16")
+            self.skipped = SkippedUpdates()
+            self.health = HealthWatch(self.recipe.health, self.recipe.reward.incorrect)
+
+    @property
+    def reference(self) -> Policy | None:
+        """The frozen model that axis `kl` measures from; kept out of the module's own parameters."""
+        return self._reference[0] if self._reference and self.choices.kl.where else None
 
     def _meant(self, resolved: dict[str, Any]) -> dict[str, Any]:
         """What a run of this module is a run of: settings, choices, seed and task."""
@@ -209,13 +252,15 @@ class Lifecycle(LightningModule):
     def _build_data_path(self) -> None:
         """All that comes before and after the training step, and its state."""
         self._check_prompts()
-        self.prompts = PromptSource(self.task.train_prompts(), (self.seed, PROMPT_STREAM), self.choices.resampling)
+        key = (self.seed, PROMPT_STREAM)
+        self.prompts = PromptSource(self.task.train_prompts(), key, self.choices.resampling, self.choices.curriculum)
         self.stream = RolloutStream(
             prompts=self.prompts,
             task=self.task,
             encode=self.encode,
             decode=self.decode,
             choices=self.choices,
+            reward=self.recipe.reward,
             groups_per_step=self.recipe.batch.prompts,
             completions=self.recipe.batch.completions,
             max_new_tokens=self.recipe.context.max_new_tokens,
@@ -353,6 +398,8 @@ class Lifecycle(LightningModule):
         """The clock of the compute meter starts; the generator of a fresh run gets the weights as they are now."""
         # The model's own dropout would make trainer and generator two policies.
         self.policy.train(self.recipe.optimizer.dropout)
+        if self.critic is not None:
+            self.critic.train(False)
         for module in self.policy.modules():
             # Layers that recompute their activations do so in training mode only; what is in them stays as it is.
             module.training = module.training or bool(getattr(module, "gradient_checkpointing", False))
@@ -410,6 +457,11 @@ class Lifecycle(LightningModule):
             with self.driver.quiet():
                 checkpoint["scalerl"] = self._state.state_dict()
             checkpoint["scalerl_followers"] = others
+            checkpoint["scalerl_update"] = {
+                "loss_scale": self.loss_scale.state_dict(),
+                "skipped": self.skipped.state_dict(),
+                "health": self.health.state_dict(),
+            }
             checkpoint["scalerl_metrics"] = dict(self._latest)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -418,6 +470,11 @@ class Lifecycle(LightningModule):
         `Trainer.fit(ckpt_path=...)` goes on with the run. `load_from_checkpoint` and `Trainer.validate` take its
         weights alone, and a later fit begins with them.
         """
+        if self.critic is None:
+            # Who only evaluates, or begins anew with these weights, has no use for the critic's.
+            weights = checkpoint["state_dict"]
+            for name in [name for name in weights if name.startswith("critic.")]:
+                del weights[name]
         if self._trainer is None or self.trainer.state.fn != "fit":
             self._meaning = None
             steps = checkpoint.get("scalerl", {}).get("stream", {}).get("completed_steps", 0)
@@ -431,6 +488,11 @@ class Lifecycle(LightningModule):
         self._latest = dict(checkpoint.get("scalerl_metrics", {}))
         # Lightning restores its own counters later, and an evaluation that is still owed asks for the step before.
         count_from(self.trainer, checkpoint["scalerl"]["stream"]["completed_steps"])
+        update = checkpoint.get("scalerl_update")
+        if update is not None:
+            self.loss_scale.load_state_dict(update["loss_scale"])
+            self.skipped.load_state_dict(update["skipped"])
+            self.health.load_state_dict(update["health"])
         if self.ranks.leads:
             self._state.load_state_dict(checkpoint["scalerl"])
             return

@@ -2,7 +2,8 @@
 
 prompts -> generator -> length control -> reward                       (rollout_stream, virtual_driver)
         -> filter -> advantage, normalization -> truncated -> TrainBatch               (credit)
-        -> trainer logprobs -> loss (per token) -> aggregation -> optimizer step       (here)
+        -> passes before the update -> credit a token                                  (update.before, token_credit)
+        -> trainer logprobs -> terms of the loss (per token) -> aggregation -> optimizer step   (here, update.terms)
         -> weights to the generator                                                    (virtual_driver)
 
 With several ranks, rank 0 does what stands in other files and hands the batch to all; each trains on its rows of
@@ -15,14 +16,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_scalerl.callbacks.evaluate import Evaluate, evaluation_of
 from lightning_scalerl.callbacks.trainer import count_from
 from lightning_scalerl.lifecycle import Lifecycle
 from lightning_scalerl.measure.probe import check_probe, logprob_gaps, probe_metrics
-from lightning_scalerl.measure.step_metrics import step_metrics
-from lightning_scalerl.rollout import Part, TrainBatch, whole
+from lightning_scalerl.measure.step_metrics import Pass, step_metrics
+from lightning_scalerl.rollout import Part, Scored, TrainBatch, whole
+from lightning_scalerl.update.before import scored_before
+from lightning_scalerl.update.token_credit import token_credit
 
 
 class ScaleRL(Lifecycle):
@@ -54,59 +57,83 @@ class ScaleRL(Lifecycle):
         return batch if batch is not None else self._stop_between_steps()
 
     def training_step(self, batch: TrainBatch, batch_index: int) -> None:
-        """One optimizer step."""
+        """One step: as many updates of the weights on one batch as axis `epochs` says."""
         batch = batch.to(self.device)
         optimizer = self.optimizers()
         with self.meter.phase("train"):
-            # To nothing, not to zero: without a gradient a batch that keeps nothing moves nothing, momentum included.
-            optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
-            total = torch.zeros((), device=self.device)
-            own_parts: list[Part] = []
-            with self.ranks.unsynchronized():
-                for micro_batch in self.ranks.rows(batch).micro_batches(self.recipe.batch.micro_batch):
-                    trainer_logprobs, entropies = self.policy(micro_batch)
-                    anchor_logprobs = self.choices.correction.anchor(micro_batch)
-                    per_token_loss = self.choices.loss.per_token(
-                        trainer_logprobs, anchor_logprobs, micro_batch.advantages, micro_batch.loss_mask
-                    )
-                    for own in self.choices.own.values():
-                        per_token_loss = own.adjust_loss(per_token_loss, micro_batch, trainer_logprobs)
-                    loss = self.choices.aggregation.reduce(per_token_loss, micro_batch, batch.denominators)
-                    self.manual_backward(loss)
-                    total += loss.detach()
-                    own_parts.append((micro_batch, trainer_logprobs.detach(), entropies))
-            self.ranks.sum_gradients(self.policy.parameters())
-            total = self.ranks.sum(total)
-            parts = self.ranks.gather_parts(batch, own_parts)
-            gradient_norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.recipe.optimizer.clip_norm)
+            rows = self._credited(self.ranks.rows(batch))
+            batch = self.ranks.gather_rows(batch, rows)
+            passes = []
             gaps = torch.zeros(0)
-            if self.ranks.leads:
-                trainer_logprobs, _ = whole(batch, parts)
-                size = self.recipe.batch.micro_batch
-                asked = self.generator if self.driver.may_probe else None
-                gaps = logprob_gaps(batch, trainer_logprobs, self.policy, self.completed_steps, size, asked)
-                if self.mechanism.axes:
-                    self.mechanism.observe(batch, trainer_logprobs)
+            for number in range(self.choices.epochs.count):
+                # To nothing, not to zero: a batch that keeps nothing then moves nothing, momentum included.
+                optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
+                done = self._backward(batch, rows)
+                if self.ranks.leads and number == 0:
+                    gaps = self._observed(batch, done)
+                if number + 1 < self.choices.epochs.count:
+                    self.optimizers(use_pl_optimizer=False).step()  # type: ignore[union-attr]  # Lightning counts batches
+                passes.append(done)
             optimizer.step()  # type: ignore[union-attr]
-            self.meter.trained(batch)
+            self.meter.trained(batch, self.choices.passes)
         self.stream.step_completed()
-        optimized = {
-            "train/loss": total,
-            "train/gradient_norm": gradient_norm,
-            "train/learning_rate": optimizer.param_groups[0]["lr"],  # type: ignore[union-attr]
-        }
-        recorded = self.record(
-            "train", lambda: {**optimized, **self._step_metrics(batch, parts), **probe_metrics(gaps)}
-        )
+        recorded = self.record("train", lambda: {**self._step_metrics(batch, passes), **probe_metrics(gaps)})
         check_probe(recorded, self.choices.precision)
+        self.health.check(recorded, self.completed_steps)
 
-    def _step_metrics(self, batch: TrainBatch, parts: Sequence[Part]) -> dict[str, Any]:
+    def _credited(self, rows: TrainBatch) -> TrainBatch:
+        """With everything that is to be known before the first update."""
+        size = self.recipe.batch.micro_batch
+        rows = scored_before(rows, self.choices, self.policy, self.reference, self.critic, size)
+        return token_credit(rows, self.choices, self.ranks.sum, remember=True)
+
+    def _backward(self, batch: TrainBatch, rows: TrainBatch) -> Pass:
+        """One pass over the batch: the gradient of all terms, summed over ranks and clipped; none if not finite."""
+        parts: list[Part] = []
+        totals = torch.zeros(len(self.terms), device=self.device)
+        with self.ranks.unsynchronized():
+            for micro_batch in rows.micro_batches(self.recipe.batch.micro_batch):
+                logprobs, entropies = self.policy(micro_batch, entropy_gradient=self.choices.entropy.acts)
+                values = None if self.critic is None else self.critic(micro_batch)
+                scored = Scored(micro_batch, logprobs, entropies, values)
+                losses = torch.stack([term.reduce(scored) for term in self.terms])
+                self.manual_backward(self.loss_scale.scaled(losses.sum()))
+                totals += losses.detach()
+                parts.append((micro_batch, logprobs.detach(), entropies.detach()))
+        self.ranks.sum_gradients(self.parameters())
+        totals = self.ranks.sum(totals)
+        gathered = self.ranks.gather_parts(batch, parts)
+        self.loss_scale.unscale(self.parameters())
+        clip = self.recipe.optimizer.clip_norm
+        norms = {"gradient_norm": nn.utils.clip_grad_norm_(self.policy.parameters(), clip)}
+        if self.critic is not None:
+            norms["value_gradient_norm"] = nn.utils.clip_grad_norm_(self.critic.parameters(), clip)
+        finite = bool(torch.stack([totals.sum(), *norms.values()]).isfinite().all())
+        self.skipped.observe(finite, self.loss_scale, self.completed_steps)
+        if not finite:
+            self.optimizers().zero_grad(set_to_none=True)  # type: ignore[union-attr]
+        return Pass(gathered, {term.name: total for term, total in zip(self.terms, totals, strict=True)}, norms, finite)
+
+    def _observed(self, batch: TrainBatch, done: Pass) -> Tensor:
+        """Before the first update, on rank 0: mechanism counters, and how far the generator is from the trainer."""
+        trainer_logprobs, _ = whole(batch, done.parts)
+        size = self.recipe.batch.micro_batch
+        asked = self.generator if self.driver.may_probe else None
+        gaps = logprob_gaps(batch, trainer_logprobs, self.policy, self.completed_steps, size, asked)
+        if self.mechanism.axes:
+            self.mechanism.observe(batch, trainer_logprobs)
+        return gaps
+
+    def _step_metrics(self, batch: TrainBatch, passes: Sequence[Pass]) -> dict[str, Any]:
         """What the step on `batch` looked like, on rank 0."""
-        metrics = step_metrics(batch, parts, self.choices, self.completed_steps - 1)
+        metrics = step_metrics(batch, passes, self.choices, self.completed_steps - 1, self.stream.dropped_for_batch)
         return {
+            "train/learning_rate": self.optimizers().param_groups[0]["lr"],  # type: ignore[union-attr]
             "train/epoch": self.prompts.epoch,
             "train/prompts_retired": self.prompts.retired,
             **metrics,
+            **self.skipped.metrics(),
+            **({"train/loss_scale": self.loss_scale.factor} if self.loss_scale.acts else {}),
             **self.alarm.observe(metrics["train/truncated"], self.completed_steps),
             **self.mechanism.metrics(),
         }
@@ -124,6 +151,6 @@ class ScaleRL(Lifecycle):
         self.log_dict(metrics, batch_size=1, sync_dist=several, rank_zero_only=several)
 
     def _set_learning_rate(self) -> None:
-        rate = self.recipe.optimizer.lr * self.recipe.schedule.factor(self.completed_steps)
-        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
-            group["lr"] = rate
+        factor = self.recipe.schedule.factor(self.completed_steps)
+        for group, rate in zip(self.optimizers().param_groups, self.learning_rates, strict=True):  # type: ignore[union-attr]
+            group["lr"] = rate * factor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from lightning_scalerl.checks import ConfigurationError, positive
+from lightning_scalerl.checks import ConfigurationError, positive, whole_number
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class AdamW:
             if not 0 <= getattr(self, field) < 1:
                 raise ConfigurationError(f"optimizer.{field}: {getattr(self, field)!r} must be in [0, 1)")
 
-    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer."""
+    def build(self, parameters: Iterable[nn.Parameter] | list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """The optimizer, of parameters or of groups of them that bring their own rates."""
         return torch.optim.AdamW(
             parameters,
             lr=self.lr,
@@ -69,3 +70,64 @@ class ConstantSchedule:
     def factor(self, completed_steps: int) -> float:
         """What the learning rate is multiplied with in the next step."""
         return min(1.0, (completed_steps + 1) / (self.warmup_steps + 1))
+
+
+@dataclass(frozen=True)
+class CosineSchedule:
+    """Linear warm-up over `warmup_steps`, then half a cosine down to `final` of the rate at `total_steps`.
+
+    The curve depends on where it ends, so `total_steps` belongs to the run's identity: unlike under a constant rate, a
+    larger budget is another run.
+    """
+
+    warmup_steps: int
+    total_steps: int
+    final: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ConfigurationError(f"schedule.warmup_steps: {self.warmup_steps!r} must be 0 or more")
+        if not self.total_steps > self.warmup_steps:
+            raise ConfigurationError(
+                f"schedule.total_steps: {self.total_steps!r} must be more than schedule.warmup_steps, "
+                f"{self.warmup_steps}"
+            )
+        if not 0 <= self.final <= 1:
+            raise ConfigurationError(f"schedule.final: {self.final!r} must be in [0, 1]")
+
+    def factor(self, completed_steps: int) -> float:
+        """What the learning rate is multiplied with in the next step."""
+        warm = min(1.0, (completed_steps + 1) / (self.warmup_steps + 1))
+        progress = (completed_steps - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        decay = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
+        return warm * (self.final + (1 - self.final) * decay)
+
+
+@dataclass(frozen=True)
+class SqrtBatchSchedule:
+    """Warm-up, then constant, times the square root of (rollouts a step / `reference`): one rate for all batch sizes.
+
+    Args:
+        warmup_steps: of the linear warm-up.
+        prompts, completions: of a step; their product is its rollouts.
+        reference: rollouts a step at which `optimizer.lr` is meant as it stands.
+    """
+
+    warmup_steps: int
+    prompts: int
+    completions: int
+    reference: int
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ConfigurationError(f"schedule.warmup_steps: {self.warmup_steps!r} must be 0 or more")
+        for field in ("prompts", "completions", "reference"):
+            whole_number(f"schedule.{field}", getattr(self, field))
+
+    def factor(self, completed_steps: int) -> float:
+        """What the learning rate is multiplied with in the next step."""
+        warm = min(1.0, (completed_steps + 1) / (self.warmup_steps + 1))
+        return warm * math.sqrt(self.prompts * self.completions / self.reference)
+
+
+Schedule = ConstantSchedule | CosineSchedule | SqrtBatchSchedule

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import Generator
-from lightning_scalerl.optim import AdamW, ConstantSchedule
+from lightning_scalerl.optim import AdamW, Schedule
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.drivers import Live, Virtual
+from lightning_scalerl.task.base import RewardScale
+from lightning_scalerl.update.health import Health
+from lightning_scalerl.update.terms import terms
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,14 @@ class Recipe:
     name: str
     choices: Choices
     optimizer: AdamW
-    schedule: ConstantSchedule
+    schedule: Schedule
     batch: BatchSettings
     context: ContextSettings
     cost_model: CostModel
     generator: Callable[..., Generator]
     driver: Virtual | Live = Virtual()  # noqa: RUF009  # frozen, and without fields
+    reward: RewardScale = RewardScale()  # noqa: RUF009  # frozen
+    health: Health = Health()  # noqa: RUF009  # frozen
     scaled_for: str | None = None
 
     def check_scale(self, made_for_it: bool) -> None:
@@ -86,3 +91,4 @@ class Recipe:
         ]
         for problem in filter(None, problems):
             raise ConfigurationError(problem)
+        terms(choices)

@@ -126,19 +126,26 @@ class Group:
         """Share of correct rollouts."""
         return sum(rollout.correct for rollout in self.rollouts) / len(self.rollouts)
 
+    @property
+    def pass_rate_so_far(self) -> float:
+        """Mean pass rate of the prompt's groups up to this one: how easy the prompt has been."""
+        return (sum(self.history) + self.pass_rate) / (len(self.history) + 1)
+
 
 @dataclass(frozen=True)
 class Denominators:
     """What the aggregations divide by, counted over the *global* batch of one optimizer step.
 
     Passed as an argument everywhere, never recomputed for a rank or micro-batch, so any split of a batch gives
-    the same gradient.
+    the same gradient. `prompts`, `samples` and `tokens` are those that carry credit; `sampled` are all rollouts of the
+    step, with credit or without, and `max_tokens` is the completion limit.
     """
 
     prompts: float
     samples: float
     tokens: float
     max_tokens: float
+    sampled: float = 0.0
 
 
 @dataclass
@@ -149,7 +156,11 @@ class TrainBatch:
     the prompt's length. The (R, T) tensors are aligned to the completion's first token: generator_logprobs,
     weight_versions, loss_mask (sampled, credited tokens), forced_mask, advantages. `sample_tokens` and
     `group_tokens` (R,) count loss-mask tokens of the rollout and of its whole group. `row` (R,) is the
-    rollout's place in the flattened `groups`. Micro-batches keep `denominators` of the whole batch.
+    rollout's place in the flattened `groups`. `rewards` (R,) are what is trained on, `pass_rates` (R,) those of the
+    prompt's groups so far, this one among them. Micro-batches keep `denominators` of the whole batch.
+
+    What forward passes before the update add, where a choice asks for it, (R, T): `anchor_logprobs` and `values` of the
+    weights before the update, `reference_logprobs` of the frozen reference, `returns` that values are to meet.
     """
 
     tokens: Tensor
@@ -163,8 +174,14 @@ class TrainBatch:
     sample_tokens: Tensor
     group_tokens: Tensor
     row: Tensor
+    rewards: Tensor
+    pass_rates: Tensor
     denominators: Denominators
     groups: list[Group] = field(default_factory=list)
+    anchor_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     @property
     def rollouts(self) -> int:
@@ -185,11 +202,16 @@ class TrainBatch:
             values[entry.name] = value
         return TrainBatch(**values)
 
-    def micro_batches(self, size: int) -> Iterator[TrainBatch]:
-        """Split into micro-batches of at most `size` rollouts, of similar length so that little is padding."""
+    def cut(self, size: int) -> Iterator[Tensor]:
+        """Row numbers of micro-batches: at most `size` rollouts each, of similar length so that little is padding."""
         order = torch.argsort(self.lengths, descending=True, stable=True)
         for start in range(0, self.rollouts, size):
-            yield self.select(order[start : start + size])
+            yield order[start : start + size]
+
+    def micro_batches(self, size: int) -> Iterator[TrainBatch]:
+        """The batch, cut."""
+        for rows in self.cut(size):
+            yield self.select(rows)
 
     def to(self, device: torch.device | str) -> TrainBatch:
         """The same batch on another device."""
@@ -198,6 +220,23 @@ class TrainBatch:
             value = getattr(self, entry.name)
             values[entry.name] = value.to(device) if isinstance(value, Tensor) else value
         return TrainBatch(**values)
+
+
+# What a batch is given after its layout and before the update, (R, T) each.
+BEFORE_UPDATE = ("advantages", "anchor_logprobs", "reference_logprobs", "values", "returns")
+
+
+@dataclass
+class Scored:
+    """What the models say of a (micro-)batch in a pass over it: (R, T) each, zero beyond a completion's end.
+
+    `entropies` have a gradient only where a term asks for it; `values` are the critic's, None without one.
+    """
+
+    batch: TrainBatch
+    trainer_logprobs: Tensor
+    entropies: Tensor
+    values: Tensor | None = None
 
 
 # A micro-batch with the trainer's log-probabilities and entropies of it, (R, T) each.

@@ -29,7 +29,7 @@ FLOORS = {
         {"choice", "state"},
         {"axes"},
         {"choices", "task", "model", "optim", "distributed"},
-        {"generator"},
+        {"generator", "update"},
         {"stream"},
         {"recipe"},
         {"composition", "measure"},

@@ -1,13 +1,16 @@
-"""Axis `advantage`: from the rewards of a group to credit."""
+"""Axis `advantage`: from rewards to credit."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
@@ -15,14 +18,53 @@ def group_advantages(rewards: Tensor) -> Tensor:
     return rewards - rewards.mean()
 
 
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, mask: Tensor, discount: float, trace: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns a token: A_t = d_t + discount trace A_t', d_t = r_t + discount V_t' - V_t.
+
+    t' is the next token inside the mask; beyond the last one value and advantage are 0. Tokens outside the mask
+    (forced, padding) are no actions: they are skipped, and are 0 in both results. Returns are A + V.
+    Shapes: all (R, T). Source: GAE, arXiv 1506.02438, eq. 16.
+    """
+    taken = mask > 0
+    advantages = torch.zeros_like(values)
+    next_value, following = torch.zeros_like(values[:, 0:1]), torch.zeros_like(values[:, 0:1])
+    for token in reversed(range(values.shape[1])):
+        at, here = slice(token, token + 1), taken[:, token : token + 1]
+        change = rewards[:, at] + discount * next_value - values[:, at]
+        following = torch.where(here, change + discount * trace * following, following)
+        next_value = torch.where(here, values[:, at], next_value)
+        advantages[:, at] = torch.where(here, following, 0.0)
+    return advantages, torch.where(taken, advantages + values, 0.0)
+
+
+def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
+    """(R, T): a rollout's reward (R,) on its last token inside the mask; none where it has none."""
+    place = torch.where(mask > 0, torch.arange(mask.shape[1], device=mask.device), -1).amax(1)
+    spread = torch.zeros_like(mask)
+    there = place >= 0
+    spread[there, place[there]] = rewards[there].to(mask.dtype)
+    return spread
+
+
 class Advantage(DesignChoice):
-    """Estimates each rollout's advantage before normalization."""
+    """Estimates advantages before normalization: a rollout's from the rewards of its group, or a token's from values.
+
+    Attributes:
+        after_forward: whether it is `estimate_tokens` that is asked, once the critic has spoken.
+    """
 
     axis: ClassVar[str] = "advantage"
+    after_forward: ClassVar[bool] = False
 
     @abstractmethod
     def estimate(self, rewards: Tensor) -> Tensor:
         """Advantages (G,) of one group from its rewards (G,)."""
+
+    def estimate_tokens(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantages and returns (R, T) of tokens from their rewards and the critic's values (R, T)."""
+        raise NotImplementedError
 
     def check_group_size(self, completions: int) -> str | None:
         """One line if the estimator cannot work with groups of this size, else None."""
@@ -47,3 +89,65 @@ class GroupAdvantage(Advantage):
                 "advantage=group (GroupAdvantage) needs at least 2"
             )
         return None
+
+
+class GAE(Advantage):
+    """Generalized advantage estimation on the values of a critic, token by token.
+
+    The reward stands on the last sampled token; a truncated completion that is kept ends there as any other, without
+    bootstrapping: the limit is part of the task.
+
+    Args:
+        discount: gamma, a token.
+        trace: lambda; 1 trusts returns, 0 the critic.
+
+    Source: arXiv 1506.02438; both 1 are usual for language models.
+    """
+
+    after_forward: ClassVar[bool] = True
+
+    def __init__(self, discount: float = 1.0, trace: float = 0.95) -> None:
+        for field, value in (("discount", discount), ("trace", trace)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ConfigurationError(f"advantage.{field}: {value!r} must be in [0, 1]")
+        self.discount = discount
+        self.trace = trace
+
+    def estimate(self, rewards: Tensor) -> Tensor:
+        """Without values there is no credit yet."""
+        return torch.zeros_like(rewards)
+
+    def estimate_tokens(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """See `generalized_advantages`."""
+        return generalized_advantages(rewards, values, mask, self.discount, self.trace)
+
+    def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
+        """What it needs, and what is defined for groups alone."""
+        if not getattr(others["critic"], "has_values", False):
+            return "advantage: gae (GAE) needs values; choose critic=value_network, or advantage=group"
+        normalization = others["normalization"]
+        if not getattr(normalization, "scales_tokens", False):
+            return (
+                f"normalization: {type(normalization).__name__} is defined for groups, and advantage=gae (GAE) gives "
+                "advantages a token; choose normalization=batch, running or none"
+            )
+        for choice in others.values():
+            if type(choice).adjust_advantages is not DesignChoice.adjust_advantages:
+                return (
+                    f"{choice.axis}: {type(choice).__name__} adjusts the advantages of groups, and advantage=gae (GAE) "
+                    "gives advantages a token"
+                )
+        return None
+
+    def semantics(self) -> dict[str, Any]:
+        """With where rewards stand."""
+        return {
+            **super().semantics(),
+            "reward": "on the last sampled token",
+            "truncated": "ends there, no bootstrap",
+            "forced_tokens": "skipped",
+        }
+
+    def differs(self, theirs: Advantage, step: ObservedStep) -> bool:
+        """Whether tokens weigh otherwise."""
+        return step.loss_weights_differ(theirs)

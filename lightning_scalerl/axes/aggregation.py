@@ -8,10 +8,12 @@ the same loss and gradient.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.rollout import Denominators, TrainBatch
 
@@ -33,6 +35,15 @@ def sample_weights(mask: Tensor, sample_tokens: Tensor, samples: float) -> Tenso
 def token_weights(mask: Tensor, tokens: float) -> Tensor:
     """Every token of the batch counts the same: 1 / tokens. Shape: mask (R, T)."""
     return mask / max(tokens, 1.0)
+
+
+def constant_weights(mask: Tensor, sampled: float, max_tokens: float) -> Tensor:
+    """One constant for every token: 1 / (rollouts of the step * completion limit), so length biases nothing.
+
+    All rollouts of the step count, with credit or without: a divisor that moved with the filter would be none.
+    Shape: mask (R, T). Source: Dr.GRPO, arXiv 2503.20783, listing 1.
+    """
+    return mask / max(sampled * max_tokens, 1.0)
 
 
 class Aggregation(DesignChoice):
@@ -71,3 +82,47 @@ class TokenAggregation(Aggregation):
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
         """1 / tokens of the batch."""
         return token_weights(batch.loss_mask, denominators.tokens)
+
+
+class SumAggregation(Aggregation):
+    """The sum over all tokens, divided by nothing: the step grows with the batch."""
+
+    def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
+        """1."""
+        return batch.loss_mask
+
+
+class ConstantAggregation(Aggregation):
+    """The sum over all tokens, divided by what they could be at most (Dr.GRPO)."""
+
+    def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
+        """1 / (rollouts of the step * completion limit)."""
+        return constant_weights(batch.loss_mask, denominators.sampled, denominators.max_tokens)
+
+    def semantics(self) -> dict[str, Any]:
+        """With the divisor."""
+        return {**super().semantics(), "divisor": "rollouts sampled for the step * context.max_new_tokens"}
+
+
+BY_NAME: Mapping[str, type[Aggregation]] = {
+    "prompt": PromptAggregation,
+    "sample": SampleAggregation,
+    "token": TokenAggregation,
+    "sum": SumAggregation,
+    "constant": ConstantAggregation,
+}
+
+
+def named_aggregation(field: str, name: str | None) -> Aggregation | None:
+    """An aggregation of a term's own; None for the run's.
+
+    Raises:
+        ConfigurationError: an unknown name.
+    """
+    if name is None:
+        return None
+    if name not in BY_NAME:
+        raise ConfigurationError(
+            f"{field}: {name!r} is no aggregation; valid: {', '.join(BY_NAME)}, or null for the axis aggregation's"
+        )
+    return BY_NAME[name]()

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from lightning_scalerl.checks import positive, whole_number
 from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
@@ -16,8 +17,11 @@ class Allocation(DesignChoice):
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "FixedAllocation"}
 
     @abstractmethod
-    def completions(self, average: int, pass_rates: Sequence[float]) -> int:
-        """Rollouts for a prompt whose groups so far had these pass rates."""
+    def completions(self, average: int, pass_rates: Sequence[float], surplus: int = 0) -> int:
+        """Rollouts for a prompt whose groups so far had these pass rates.
+
+        `surplus` is what all prompts before it were given beyond the average: who gives unlike numbers pays it back.
+        """
 
     def differs(self, theirs: Allocation, step: ObservedStep) -> bool:
         """Whether a group of the batch has another size."""
@@ -29,6 +33,31 @@ class Allocation(DesignChoice):
 class FixedAllocation(Allocation):
     """The same number for every prompt."""
 
-    def completions(self, average: int, pass_rates: Sequence[float]) -> int:
+    def completions(self, average: int, pass_rates: Sequence[float], surplus: int = 0) -> int:
         """The average."""
         return average
+
+
+class AllocationByDifficulty(Allocation):
+    """More rollouts for prompts that are seldom solved, fewer for those that often are; the same total.
+
+    A prompt gets average * (hard + (easy - hard) * p), p being the pass rate of its last group; one that is new gets
+    the average. What was given beyond the average is never more than one prompt's average, either way.
+
+    Args:
+        hard: factor at a pass rate of 0.
+        easy: factor at a pass rate of 1.
+        least: rollouts that every prompt gets.
+    """
+
+    def __init__(self, hard: float = 1.5, easy: float = 0.5, least: int = 2) -> None:
+        self.hard = positive("allocation.hard", hard)
+        self.easy = positive("allocation.easy", easy)
+        self.least = whole_number("allocation.least", least)
+
+    def completions(self, average: int, pass_rates: Sequence[float], surplus: int = 0) -> int:
+        """By difficulty, as far as the total allows."""
+        factor = self.hard + (self.easy - self.hard) * pass_rates[-1] if pass_rates else 1.0
+        wanted = max(self.least, round(average * factor))
+        # Of what all prompts before it got, `surplus` was too much: after this one it lies within one average again.
+        return max(1, min(max(wanted, -surplus), 2 * average - surplus))

@@ -12,10 +12,15 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.checks import ConfigurationError, not_negative, positive
+from lightning_scalerl.choice import MAX_LOG_RATIO, DesignChoice
 from lightning_scalerl.rollout import TrainBatch
+
+LEVELS = ("token", "sequence")
+MODES = ("truncate", "mask", "none")
 
 
 class Correction(DesignChoice):
@@ -24,9 +29,16 @@ class Correction(DesignChoice):
     axis: ClassVar[str] = "correction"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "Behaviour"}
 
+    # Whether the trainer's log-probabilities before the update are asked for (`TrainBatch.anchor_logprobs`).
+    recomputes: ClassVar[bool] = False
+
     @abstractmethod
     def anchor(self, batch: TrainBatch) -> Tensor:
         """Log-probabilities (R, T) below the ratio's fraction bar; no gradient."""
+
+    def weights(self, batch: TrainBatch) -> Tensor | None:
+        """What the policy's loss of each token is multiplied with, (R, T) without gradient; None for 1."""
+        return None
 
 
 class Behaviour(Correction):
@@ -35,3 +47,77 @@ class Behaviour(Correction):
     def anchor(self, batch: TrainBatch) -> Tensor:
         """What the generator recorded as it sampled."""
         return batch.generator_logprobs
+
+
+def importance_weights(
+    anchor_logprobs: Tensor, generator_logprobs: Tensor, mask: Tensor, level: str, mode: str, low: float, high: float
+) -> Tensor:
+    """w = pi_anchor / pi_generator of each token, or of its whole sequence (the product), bounded.
+
+    "truncate" moves w into [low, high]; "mask" sets what lies outside to 0. Nothing outside the mask is read.
+    Shapes: all (R, T) -> (R, T). Source: truncated importance sampling (Yao et al. 2025) and its masked form, as in
+    TRL's `vllm_importance_sampling_mode`.
+    """
+    gap = torch.where(mask > 0, anchor_logprobs - generator_logprobs, 0.0)
+    if level == "sequence":
+        gap = gap.sum(1, keepdim=True).expand_as(gap)
+    weights = torch.exp(gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    if mode == "truncate":
+        return weights.clamp(low, high)
+    return torch.where((weights >= low) & (weights <= high), weights, 0.0)
+
+
+class Proximal(Correction):
+    """ratio = trainer / trainer before the update; what lies between that and the generator is a bounded weight.
+
+    The anchor is recomputed by the trainer on every batch, with the weights that its first pass begins with: in that
+    pass the ratio is 1. Staleness and the mismatch of the engine are in the weight.
+
+    Args:
+        level: "token", or "sequence" for the product over a rollout's sampled tokens.
+        mode: "truncate" or "mask" what lies outside [min_weight, max_weight]; "none" leaves the weight out.
+        min_weight, max_weight: the bounds.
+
+    Source: decoupled PPO, arXiv 2505.24298 (AReaL), section 5.2; the weight as in TRL and verl.
+    """
+
+    recomputes: ClassVar[bool] = True
+
+    def __init__(
+        self, level: str = "token", mode: str = "truncate", min_weight: float = 0.0, max_weight: float = 2.0
+    ) -> None:
+        for field, value, valid in (("level", level, LEVELS), ("mode", mode, MODES)):
+            if value not in valid:
+                raise ConfigurationError(f"correction.{field}: {value!r} is unknown; valid: {', '.join(valid)}")
+        self.level = level
+        self.mode = mode
+        self.max_weight = positive("correction.max_weight", max_weight)
+        self.min_weight = not_negative("correction.min_weight", min_weight)
+        if min_weight > max_weight:
+            raise ConfigurationError(
+                f"correction.min_weight: {min_weight!r} exceeds correction.max_weight, {max_weight!r}"
+            )
+
+    def anchor(self, batch: TrainBatch) -> Tensor:
+        """What the trainer computed before the update."""
+        if batch.anchor_logprobs is None:
+            return batch.generator_logprobs
+        return batch.anchor_logprobs
+
+    def weights(self, batch: TrainBatch) -> Tensor | None:
+        """See `importance_weights`."""
+        if self.mode == "none" or batch.anchor_logprobs is None:
+            return None
+        return importance_weights(
+            batch.anchor_logprobs,
+            batch.generator_logprobs,
+            batch.loss_mask,
+            self.level,
+            self.mode,
+            self.min_weight,
+            self.max_weight,
+        )
+
+    def semantics(self) -> dict[str, Any]:
+        """With the anchor."""
+        return {**super().semantics(), "anchor": "the trainer, before the first pass over the batch"}

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.checks import whole_number
+from lightning_scalerl.choice import DesignChoice, ObservedStep
 from lightning_scalerl.rollout import Group
 
 
@@ -18,10 +19,17 @@ def has_variance(rewards: Tensor) -> bool:
 
 
 class Filter(DesignChoice):
-    """Decides for each completed group whether it carries credit."""
+    """Decides for each completed group whether it carries credit.
+
+    Attributes:
+        refills: whether a group that is dropped is replaced, as soon as it is complete, by another prompt's.
+        most_dropped: with `refills`, groups dropped for one batch beyond which the run gives up, a group of the batch.
+    """
 
     axis: ClassVar[str] = "filter"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "NoFilter"}
+    refills: ClassVar[bool] = False
+    most_dropped: int = 0
 
     @abstractmethod
     def keep(self, group: Group) -> bool:
@@ -38,6 +46,31 @@ class ZeroVariance(Filter):
     def keep(self, group: Group) -> bool:
         """True if the rewards differ."""
         return has_variance(group.rewards)
+
+
+class DynamicSampling(Filter):
+    """Drop groups whose rewards are all equal, and sample others in their place: every batch is full.
+
+    A dropped group opens one admission, whatever the async mode; its prompt's pass rate counts in its history.
+
+    Args:
+        most_dropped: for each group of a batch; beyond that the pool has nothing left to learn from, and the run stops.
+
+    Source: DAPO, arXiv 2503.14476, section 3.2; its code gives up after a number of batches too.
+    """
+
+    refills: ClassVar[bool] = True
+
+    def __init__(self, most_dropped: int = 20) -> None:
+        self.most_dropped = whole_number("filter.most_dropped", most_dropped)
+
+    def keep(self, group: Group) -> bool:
+        """True if the rewards differ."""
+        return has_variance(group.rewards)
+
+    def differs(self, theirs: Filter, step: ObservedStep) -> bool:
+        """Whether groups were dropped for this batch and others sampled; or the weights differ."""
+        return step.dropped > 0 if not theirs.refills else step.loss_weights_differ(theirs)
 
 
 class NoFilter(Filter):

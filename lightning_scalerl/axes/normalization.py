@@ -8,7 +8,8 @@ has left; the paper does not say whether before or after.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,15 +18,64 @@ from torch import Tensor
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choice import DesignChoice
 
+# Adds numbers up over all ranks.
+Sums = Callable[[Tensor], Tensor]
 
-def scale_by_batch(advantages: list[Tensor], ddof: int, eps: float) -> list[Tensor]:
-    """Divide by the standard deviation of all advantages of the batch.
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and sum of squared deviations of numbers, in float64; two of them add up to those of all numbers."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: Tensor, sums: Sums = lambda numbers: numbers) -> Moments:
+        """Of this rank's values (n,) and, by `sums`, of all ranks'."""
+        values = values.double()
+        count, total = sums(torch.stack([values.new_tensor(values.numel()), values.sum()])).tolist()
+        if not count:
+            return cls()
+        mean = total / count
+        (squares,) = sums((values - mean).square().sum().reshape(1)).tolist()
+        return cls(count, mean, squares)
+
+    def __add__(self, other: Moments) -> Moments:
+        """Of both. Source: Chan, Golub and LeVeque 1979."""
+        count = self.count + other.count
+        if not count:
+            return self
+        gap = other.mean - self.mean
+        mean = self.mean + gap * other.count / count
+        return Moments(count, mean, self.squares + other.squares + gap * gap * self.count * other.count / count)
+
+    def deviation(self, ddof: int) -> float | None:
+        """The standard deviation; None of too few numbers."""
+        return (self.squares / (self.count - ddof)) ** 0.5 if self.count > ddof else None
+
+
+def scale_by_batch(advantages: list[Tensor], ddof: int, eps: float, centre: bool = False) -> list[Tensor]:
+    """Divide by the standard deviation of all advantages of the batch, their mean taken away before if asked.
 
     Shapes: a list of (G,), one a group. Source: arXiv 2510.13786, section 5.1.
     """
     if not advantages:
         return []
     everything = torch.cat(advantages)
+    if everything.numel() <= ddof:
+        return advantages
+    scale = everything.std(correction=ddof) + eps
+    if centre:
+        advantages = [group - everything.mean() for group in advantages]
+    return [group / scale for group in advantages]
+
+
+def scale_by_batch_reward(advantages: list[Tensor], rewards: list[Tensor], ddof: int, eps: float) -> list[Tensor]:
+    """Divide by the standard deviation of all raw rewards of the batch. Shapes: lists of (G,), one a group."""
+    if not advantages:
+        return []
+    everything = torch.cat(rewards)
     if everything.numel() <= ddof:
         return advantages
     scale = everything.std(correction=ddof) + eps
@@ -40,15 +90,39 @@ def scale_by_prompt(advantages: list[Tensor], rewards: list[Tensor], ddof: int, 
     ]
 
 
+def scaled_tokens(advantages: Tensor, mask: Tensor, moments: Moments, ddof: int, eps: float, centre: bool) -> Tensor:
+    """Advantages (R, T) inside the mask over the deviation of `moments`, their mean taken away before if asked."""
+    deviation = moments.deviation(ddof)
+    if deviation is None:
+        return advantages
+    shifted = advantages - moments.mean if centre else advantages
+    return torch.where(mask > 0, shifted / (deviation + eps), 0.0)
+
+
 class Normalization(DesignChoice):
-    """Rescales the advantages of one optimizer step's batch."""
+    """Rescales the advantages of one optimizer step's batch.
+
+    Attributes:
+        scales_tokens: whether `scale_tokens` is defined, for advantages a token.
+    """
 
     axis: ClassVar[str] = "normalization"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "NoNormalization"}
+    scales_tokens: ClassVar[bool] = False
 
     @abstractmethod
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
-        """Scaled advantages; both lists hold one (G,) tensor a group that passed the filter."""
+        """Scaled advantages; both lists hold one (G,) tensor a group that passed the filter.
+
+        A pure function: mechanism counters call it again.
+        """
+
+    def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
+        """Scaled advantages (R, T) of this rank's tokens; `sums` adds up over ranks. A pure function too."""
+        raise NotImplementedError
+
+    def remember(self, moments: Callable[[], Moments]) -> None:
+        """A batch is about to be scaled, with these moments of its advantages: once a step, for who has a memory."""
 
 
 class _Scaled(Normalization):
@@ -62,11 +136,42 @@ class _Scaled(Normalization):
 
 
 class BatchNormalization(_Scaled):
-    """Advantages over the standard deviation of all advantages in the batch (ScaleRL)."""
+    """Advantages over the standard deviation of all advantages in the batch (ScaleRL).
+
+    Args:
+        ddof, eps: of the standard deviation.
+        centre: take the batch's mean away before, as PPO does with advantages a token; within groups it is 0 already.
+    """
+
+    added: ClassVar[Mapping[str, Any]] = {"centre": False}
+    scales_tokens: ClassVar[bool] = True
+
+    def __init__(self, ddof: int = 1, eps: float = 1e-6, centre: bool = False) -> None:
+        super().__init__(ddof, eps)
+        self.centre = centre
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
         """One scale for the whole batch."""
-        return scale_by_batch(advantages, self.ddof, self.eps)
+        return scale_by_batch(advantages, self.ddof, self.eps, self.centre)
+
+    def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
+        """One scale for all credited tokens of the batch: each counts once, whatever its rollout's length."""
+        moments = Moments.of(advantages[mask > 0], sums)
+        return scaled_tokens(advantages, mask, moments, self.ddof, self.eps, self.centre)
+
+
+class BatchRewardNormalization(_Scaled):
+    """Advantages over the standard deviation of all raw rewards in the batch: TRL's "batch".
+
+    The difficulty of the prompts widens it, which `batch` does not see.
+    """
+
+    def __init__(self, ddof: int = 1, eps: float = 1e-4) -> None:
+        super().__init__(ddof, eps)
+
+    def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
+        """One scale for the whole batch."""
+        return scale_by_batch_reward(advantages, rewards, self.ddof, self.eps)
 
 
 class PromptNormalization(_Scaled):
@@ -77,9 +182,62 @@ class PromptNormalization(_Scaled):
         return scale_by_prompt(advantages, rewards, self.ddof, self.eps)
 
 
+class RunningNormalization(_Scaled):
+    """Advantages over the standard deviation of all advantages so far, this batch's among them: global statistics.
+
+    Args:
+        ddof, eps: of the standard deviation.
+        centre: take the mean so far away before.
+    """
+
+    scales_tokens: ClassVar[bool] = True
+
+    def __init__(self, ddof: int = 1, eps: float = 1e-6, centre: bool = False) -> None:
+        super().__init__(ddof, eps)
+        self.centre = centre
+        # Scaling must be pure, so the batch at hand is only counted in with the next one.
+        self._before = Moments()
+        self._last = Moments()
+
+    def remember(self, moments: Callable[[], Moments]) -> None:
+        """The batch before this one is history now."""
+        self._before, self._last = self._before + self._last, moments()
+
+    def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
+        """One scale for the whole run so far."""
+        moments = self._before + Moments.of(torch.cat(advantages) if advantages else torch.zeros(0))
+        deviation = moments.deviation(self.ddof)
+        if deviation is None:
+            return advantages
+        return [(group - moments.mean * self.centre) / (deviation + self.eps) for group in advantages]
+
+    def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
+        """One scale for all credited tokens of the run so far."""
+        moments = self._before + Moments.of(advantages[mask > 0], sums)
+        return scaled_tokens(advantages, mask, moments, self.ddof, self.eps, self.centre)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is remembered."""
+        return {name: vars(moments) for name, moments in (("before", self._before), ("last", self._last))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._before, self._last = Moments(**state_dict["before"]), Moments(**state_dict["last"])
+
+    def semantics(self) -> dict[str, Any]:
+        """With what runs."""
+        return {**super().semantics(), "statistics": "all advantages of the run so far, each once"}
+
+
 class NoNormalization(Normalization):
     """Advantages as they are (Dr.GRPO)."""
 
+    scales_tokens: ClassVar[bool] = True
+
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
+        """Unchanged."""
+        return advantages
+
+    def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
         """Unchanged."""
         return advantages

@@ -7,39 +7,57 @@ trainer and generator differ mostly there. Source: arXiv 2510.13786, section 3.2
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 # Far above the rounding of an FP32 log-probability, far below what a 16-bit type does to one.
 LOGPROB_THRESHOLD = 1e-4
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What trainer and generator may differ by under the same weights, in log-probability: on average, and at the 99th
 # percentile. Measured (benchmarks/precision_gap.py): 1e-7 and 1e-6 in FP32; 0.002 and 0.03 in BF16 where the tokens are
 # these weights' own, up to 0.01 and 0.15 where older weights have sampled them.
-PROBE_BOUNDS = {"fp32": (1e-4, 1e-4), "bf16": (0.05, 0.75)}
+# FP16 has three bits more than BF16; its bounds are BF16's by assumption, a quarter of them.
+PROBE_BOUNDS = {"fp32": (1e-4, 1e-4), "bf16": (0.05, 0.75), "fp16": (0.0125, 0.19)}
 
 
 class Precision(DesignChoice):
     """Data types of policy and head.
 
     Args:
-        policy: "bf16" or "fp32".
+        policy: "bf16", "fp16" (with loss scaling) or "fp32".
         fp32_head_trainer: compute the trainer's logits in FP32 even if the policy is not.
         fp32_head_generator: the same for the generator.
+        fp32_value: run the critic in FP32 even if the policy is not.
+        fp32_advantage: keep advantages in FP32; else they are rounded to the policy's type.
+        fp32_kl: compute the distance from the reference in FP32; else from log-probabilities rounded to that type.
     """
 
     axis: ClassVar[str] = "precision"
+    added: ClassVar[Mapping[str, Any]] = {"fp32_value": True, "fp32_advantage": True, "fp32_kl": True}
 
-    def __init__(self, policy: str = "bf16", fp32_head_trainer: bool = True, fp32_head_generator: bool = True) -> None:
+    def __init__(
+        self,
+        policy: str = "bf16",
+        fp32_head_trainer: bool = True,
+        fp32_head_generator: bool = True,
+        fp32_value: bool = True,
+        fp32_advantage: bool = True,
+        fp32_kl: bool = True,
+    ) -> None:
         if policy not in DTYPES:
             raise ConfigurationError(f"precision.policy: {policy!r} is unknown; valid: {', '.join(DTYPES)}")
         self.policy = policy
         self.fp32_head_trainer = fp32_head_trainer
         self.fp32_head_generator = fp32_head_generator
+        self.fp32_value = fp32_value
+        self.fp32_advantage = fp32_advantage
+        self.fp32_kl = fp32_kl
 
     @property
     def policy_dtype(self) -> torch.dtype:
@@ -55,17 +73,41 @@ class Precision(DesignChoice):
         """The type in which logits are computed."""
         return torch.float32 if fp32_head else self.policy_dtype
 
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """The type of the critic's matrix products."""
+        return torch.float32 if self.fp32_value else self.policy_dtype
+
+    def kept(self, values: Tensor, fp32: bool) -> Tensor:
+        """`values` in FP32, or rounded to the policy's type on the way."""
+        return values if fp32 else values.to(self.policy_dtype).to(values.dtype)
+
+    def components(self) -> dict[str, str]:
+        """The effective type of every component, so that an FP32 head on an FP32 policy reads as what it is."""
+        parts = {
+            "head_trainer": self.fp32_head_trainer,
+            "head_generator": self.fp32_head_generator,
+            "value": self.fp32_value,
+            "advantage": self.fp32_advantage,
+            "kl": self.fp32_kl,
+        }
+        return {name: "fp32" if fp32 else self.policy for name, fp32 in parts.items()}
+
     def differs(self, theirs: Precision, step: ObservedStep) -> bool:
-        """Whether log-probabilities differ from those in the other precision."""
+        """Whether log-probabilities differ from those in the other precision; or what is computed of values does."""
+        ours_kept, theirs_kept = self.components(), theirs.components()
+        if any(ours_kept[part] != theirs_kept[part] for part in ("value", "advantage", "kl")):
+            batch = step.batch
+            acts = {"value": batch.values, "kl": batch.reference_logprobs, "advantage": batch.advantages}
+            if any(
+                ours_kept[part] != theirs_kept[part] and values is not None and bool((values != 0).any())
+                for part, values in acts.items()
+            ):
+                return True
         ours, others = step.probe_logprobs(self), step.probe_logprobs(theirs)
         return bool(((ours - others).abs() > LOGPROB_THRESHOLD).any())
 
     def semantics(self) -> dict[str, Any]:
-        """The effective types, so that an FP32 head on an FP32 policy reads as what it is."""
-        return {
-            "choice": "Precision",
-            "master_weights": "fp32",
-            "policy": self.policy,
-            "head_trainer": "fp32" if self.fp32_head_trainer else self.policy,
-            "head_generator": "fp32" if self.fp32_head_generator else self.policy,
-        }
+        """The effective types."""
+        scaling = {"loss_scaling": "dynamic"} if self.policy == "fp16" else {}
+        return {"choice": "Precision", "master_weights": "fp32", "policy": self.policy, **self.components(), **scaling}

@@ -31,7 +31,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.rollout import Part, TrainBatch, whole
+from lightning_scalerl.rollout import BEFORE_UPDATE, Part, TrainBatch, whole
 from sweeps.run.interruption import interruption
 
 T = TypeVar("T")
@@ -191,6 +191,22 @@ class Ranks:
         if self.count > 1:
             dist.all_reduce(value)
         return value
+
+    def gather_rows(self, batch: TrainBatch, rows: TrainBatch) -> TrainBatch:
+        """The batch with what the ranks found out about their rows before the update."""
+        if self.count == 1:
+            return rows
+        names = [name for name in BEFORE_UPDATE if getattr(rows, name) is not None]
+        if batch.rollouts == 0 or not names:
+            return batch
+        order = torch.argsort(batch.row)
+        place = order[torch.searchsorted(batch.row[order], rows.row)]
+        tables = torch.zeros(len(names), *batch.generator_logprobs.shape, device=batch.tokens.device)
+        for table, name in zip(tables, names, strict=True):
+            values = getattr(rows, name)
+            table[place, : values.shape[1]] = values
+        found: dict[str, Any] = dict(zip(names, self.sum(tables), strict=True))
+        return replace(batch, **found)
 
     def gather_parts(self, batch: TrainBatch, parts: Sequence[Part]) -> Sequence[Part]:
         """What the ranks computed on their rows, as one part of the whole batch."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from lightning_scalerl.choices import Passes
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.stream.events import Event
@@ -71,9 +72,12 @@ class ComputeMeter:
         flops += self._flop_model.decode(report.decoded_tokens, report.decoded_context)
         self._flops["evaluate" if self._evaluating else "generate"] += flops
 
-    def trained(self, batch: TrainBatch) -> None:
-        """One forward and backward pass over a batch."""
-        self._flops["train"] += self._flop_model.train(batch.lengths.tolist(), batch.completion_start.tolist())
+    def trained(self, batch: TrainBatch, passes: Passes = Passes()) -> None:  # noqa: B008  # frozen
+        """One step on a batch: a forward and backward pass is three forward ones. A critic has no vocabulary."""
+        lengths, prompts = batch.lengths.tolist(), batch.completion_start.tolist()
+        policy, value = self._flop_model.forward(lengths, prompts), self._flop_model.body(lengths)
+        flops = (3 * passes.policy_updates + passes.policy_forwards) * policy
+        self._flops["train"] += flops + (3 * passes.value_updates + passes.value_forwards) * value
 
     def evaluation_thrown_away(self, flops_before: float) -> None:
         """An evaluation was broken off and will be made again: a run that was stopped costs what another one costs.

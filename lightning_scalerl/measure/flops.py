@@ -91,13 +91,22 @@ class FlopModel:
         """Completion tokens, one forward pass each."""
         return self.per_token * tokens + self.per_context * context
 
-    def train(self, lengths: list[int], prompt_lengths: list[int]) -> float:
-        """Forward and backward over whole sequences; the head on completion tokens only."""
+    def body(self, lengths: list[int]) -> float:
+        """Forward over whole sequences, without the head."""
+        tokens = sum(length - 1 for length in lengths)
+        context = sum((length - 1) * length // 2 for length in lengths)
+        return (self.per_token - self.head) * tokens + self.per_context * context
+
+    def forward(self, lengths: list[int], prompt_lengths: list[int]) -> float:
+        """Forward over whole sequences; the head on completion tokens only."""
         tokens = sum(length - 1 for length in lengths)
         context = sum((length - 1) * length // 2 for length in lengths)
         completion = sum(length - prompt for length, prompt in zip(lengths, prompt_lengths, strict=True))
-        forward = (self.per_token - self.head) * tokens + self.head * completion + self.per_context * context
-        return 3.0 * forward
+        return (self.per_token - self.head) * tokens + self.head * completion + self.per_context * context
+
+    def train(self, lengths: list[int], prompt_lengths: list[int]) -> float:
+        """Forward and backward."""
+        return 3.0 * self.forward(lengths, prompt_lengths)
 
 
 def _first(config: Any, keys: Sequence[str]) -> int | None:

@@ -19,8 +19,10 @@ from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollout import TrainBatch
-from lightning_scalerl.stream.credit import assemble, loss_weights
+from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.stream.rollout_stream import RolloutStream
+from lightning_scalerl.update.terms import loss_weights
+from lightning_scalerl.update.token_credit import token_credit
 
 THRESHOLD = 1e-3
 # Rollouts on which two precisions are compared each step: a hundredth of a usual batch.
@@ -128,6 +130,10 @@ class _Step:
     def completions(self) -> int:
         return self.stream.completions
 
+    @property
+    def dropped(self) -> int:
+        return self.stream.dropped_for_batch
+
     def histories(self) -> Sequence[Sequence[float]]:
         return list(self.stream.prompts.histories())
 
@@ -141,16 +147,40 @@ class _Step:
 
     def loss_weights_differ(self, theirs: DesignChoice) -> bool:
         other = self.choices.having(theirs)
-        twin = assemble(self.batch.groups, other, self.stream.max_new_tokens).to(self.trainer_logprobs.device)
-        logprobs = twin.generator_logprobs.clone()
-        # Rollouts that only the recipe's choice would have kept have no trainer log-probability; what the generator
-        # recorded stands in, a ratio of 1: exact enough to see that they would have weighed something.
-        place = {int(row): number for number, row in enumerate(self.batch.row)}
-        shared = [(number, place[int(row)]) for number, row in enumerate(twin.row) if int(row) in place]
-        if shared:
-            target, source = (torch.tensor(column, device=logprobs.device) for column in zip(*shared, strict=True))
-            width = min(logprobs.shape[1], self.trainer_logprobs.shape[1])
-            logprobs[target, :width] = self.trainer_logprobs.detach()[source, :width]
+        if not self._legal(other):
+            return self.batch.rollouts > 0  # theirs goes with another choice that the run does not have either
+        device = self.trainer_logprobs.device
+        twin = assemble(self.batch.groups, other, self.stream.max_new_tokens).to(device)
+        logprobs = self._on(twin, self.trainer_logprobs.detach(), twin.generator_logprobs)
+        # What only the recipe's choice would have kept was never put through a model: what the generator recorded
+        # stands in, a ratio of 1 and a value of 0: exact enough to see that it would have weighed something.
+        # Before the first pass over a batch the anchor is what that pass computes.
+        twin.anchor_logprobs = logprobs
+        twin.reference_logprobs = self._on(twin, self.batch.reference_logprobs, twin.generator_logprobs)
+        if self.batch.values is not None:
+            twin.values = self._on(twin, self.batch.values, torch.zeros_like(twin.generator_logprobs))
+        twin = token_credit(twin, other, lambda numbers: numbers)
         ours = loss_weights(self.batch, self.trainer_logprobs, self.choices)
         others = loss_weights(twin, logprobs, other)
         return bool((ours - others).norm() > THRESHOLD * others.norm())
+
+    def _legal(self, other: Choices) -> bool:
+        """Whether the batch holds what such a row asks for."""
+        asks = (
+            (other.advantage.after_forward, self.batch.values),
+            (other.kl.where, self.batch.reference_logprobs),
+        )
+        return all(there is not None for asked, there in asks if asked)
+
+    def _on(self, twin: TrainBatch, ours: Tensor | None, otherwise: Tensor) -> Tensor:
+        """`ours` (R, T) laid out as the twin is, and `otherwise` on rollouts that only the twin has."""
+        if ours is None:
+            return otherwise
+        found = otherwise.clone()
+        place = {int(row): number for number, row in enumerate(self.batch.row)}
+        shared = [(number, place[int(row)]) for number, row in enumerate(twin.row) if int(row) in place]
+        if shared:
+            target, source = (torch.tensor(column, device=found.device) for column in zip(*shared, strict=True))
+            width = min(found.shape[1], ours.shape[1])
+            found[target, :width] = ours[source, :width]
+        return found

@@ -13,8 +13,11 @@ from typing import Any
 
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.update.terms import terms
 from sweeps.run.journal import SEMANTICS_FILE
 
+# In what order credit is given; the paper does not say whether its filter comes before its normalization.
+ORDER = ["reward", "length control", "filter", "advantage", "normalization", "truncated"]
 PACKAGES = ("lightning-scalerl", "torch", "lightning", "transformers", "numpy", "hydra-core")
 
 
@@ -51,7 +54,11 @@ def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
         "context": asdict(recipe.context),
         "cost_model": recipe.cost_model.semantics(),
         "driver": {"name": type(recipe.driver).__name__, **asdict(recipe.driver)},
-        "epochs_per_batch": 1,
+        "reward": {**asdict(recipe.reward), "of": "the verifier's 0 to 1; before length control"},
+        "health": asdict(recipe.health),
+        "order": ORDER,
+        "epochs_per_batch": choices.epochs.count,
+        "terms": [{"name": term.name, "aggregation": type(term.aggregation).__name__} for term in terms(choices)],
     }
 
 

@@ -2,19 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
+from lightning_scalerl.axes.filter import has_variance
 from lightning_scalerl.axes.loss.base import importance_ratio
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollout import Part, Rollout, TrainBatch
+from lightning_scalerl.rollout import Part, Rollout, Scored, TrainBatch
+from lightning_scalerl.update.terms import distances
 
 
-def step_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choices, completed_steps: int) -> dict[str, float]:
-    """Metrics of the step on `batch`, which `completed_steps` steps went before."""
+@dataclass(frozen=True)
+class Pass:
+    """One pass over a batch: its parts as scored, each term's total, gradient norms, and whether all were finite."""
+
+    parts: Sequence[Part]
+    totals: Mapping[str, Tensor]
+    norms: Mapping[str, Tensor]
+    finite: bool = True
+
+
+@dataclass
+class Rate:
+    """A numerator over a denominator: rates add up as sums over sums, whatever they were split into."""
+
+    numerator: float = 0.0
+    denominator: float = 0.0
+
+    def add(self, numerator: float, denominator: float) -> None:
+        """One more share."""
+        self.numerator += numerator
+        self.denominator += denominator
+
+    @property
+    def value(self) -> float:
+        """0 of nothing."""
+        return self.numerator / self.denominator if self.denominator else 0.0
+
+
+def step_metrics(
+    batch: TrainBatch, passes: Sequence[Pass], choices: Choices, completed_steps: int, dropped: int = 0
+) -> dict[str, float]:
+    """Metrics of the step on `batch`, which `completed_steps` steps went before.
+
+    `dropped` groups were sampled for it too, and replaced.
+    What compares trainer and generator, and entropy, are of the first pass; what the loss does is of all passes.
+    """
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     tokens = sum(len(rollout.tokens) for rollout in rollouts)
+    constant = sum(not has_variance(group.rewards) for group in batch.groups)
+    sampled = len(batch.groups) + dropped
     return {
         "train/pass_rate": sum(rollout.correct for rollout in rollouts) / len(rollouts),
         "train/reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
@@ -23,9 +64,28 @@ def step_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choices, com
         "train/interrupted": sum(any(rollout.forced) for rollout in rollouts) / len(rollouts),
         "train/forced_tokens": sum(sum(rollout.forced) for rollout in rollouts) / tokens,
         "train/groups_kept": batch.denominators.prompts / len(batch.groups),
+        "train/zero_variance": (constant + dropped) / sampled,
+        **({"train/groups_dropped": dropped / sampled} if choices.filter.refills else {}),
         **staleness(rollouts, completed_steps),
-        **_credited_token_metrics(batch, parts, choices),
+        **_loss_metrics(passes),
+        **_first_pass_metrics(batch, passes[0].parts, choices),
+        **_ratio_metrics(batch, passes, choices),
     }
+
+
+def _loss_metrics(passes: Sequence[Pass]) -> dict[str, float]:
+    """Means over passes; of several terms each apart as well."""
+    finite = [each for each in passes if each.finite]
+    if not finite:
+        return {}
+    names = list(finite[0].totals)
+    totals = {name: sum(float(each.totals[name]) for each in finite) / len(finite) for name in names}
+    metrics = {"train/loss": sum(totals.values())}
+    if len(names) > 1:
+        metrics |= {f"train/loss_{name}": total for name, total in totals.items()}
+    for name in finite[0].norms:
+        metrics[f"train/{name}"] = sum(float(each.norms[name]) for each in finite) / len(finite)
+    return metrics
 
 
 def staleness(rollouts: Sequence[Rollout], completed_steps: int) -> dict[str, float]:
@@ -49,19 +109,57 @@ def staleness(rollouts: Sequence[Rollout], completed_steps: int) -> dict[str, fl
     return metrics
 
 
-def _credited_token_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choices) -> dict[str, float]:
-    tokens = max(1.0, batch.denominators.tokens)
-    sums = dict.fromkeys(("entropy", "clip_fraction", "logprob_gap", "ratio_mean"), 0.0)
-    largest = 0.0
+def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choices) -> dict[str, float]:
+    """Of the weights before the update: entropy, and how far the trainer is from what sampled, nothing truncated."""
+    tokens = batch.denominators.tokens
+    sums = dict.fromkeys(("entropy", "logprob_gap", "mismatch_kl"), 0.0)
+    weight = square = 0.0
     for micro_batch, trainer_logprobs, entropies in parts:
         mask = micro_batch.loss_mask
-        anchor = choices.correction.anchor(micro_batch)
-        ratio = importance_ratio(trainer_logprobs, anchor)
-        gap = (trainer_logprobs - micro_batch.generator_logprobs).abs()
-        clipped = choices.loss.clipped(trainer_logprobs, anchor, micro_batch.advantages, mask)
+        gap = trainer_logprobs - micro_batch.generator_logprobs
+        ratio = importance_ratio(trainer_logprobs, micro_batch.generator_logprobs)
         sums["entropy"] += float((entropies * mask).sum())
-        sums["clip_fraction"] += float((clipped * mask).sum())
-        sums["logprob_gap"] += float((gap * mask).sum())
-        sums["ratio_mean"] += float((ratio * mask).sum())
-        largest = max(largest, float((ratio * mask).max()))
-    return {**{f"train/{name}": value / tokens for name, value in sums.items()}, "train/ratio_max": largest}
+        sums["logprob_gap"] += float((gap.abs() * mask).sum())
+        sums["mismatch_kl"] += float(((ratio - 1 - gap) * mask).sum())
+        weight += float((ratio * mask).sum())
+        square += float((ratio.square() * mask).sum())
+    metrics = {f"train/{name}": Rate(value, tokens).value for name, value in sums.items()}
+    # (sum w)^2 / (n sum w^2): 1 where all tokens weigh the same. Kish 1965.
+    metrics["train/effective_samples"] = Rate(weight * weight, tokens * square).value
+    if batch.reference_logprobs is not None:
+        distance = Rate()
+        for micro_batch, trainer_logprobs, entropies in parts:
+            gaps = distances(Scored(micro_batch, trainer_logprobs, entropies), choices)
+            distance.add(float((gaps * micro_batch.loss_mask).sum()), float(micro_batch.loss_mask.sum()))
+        metrics["train/kl"] = distance.value
+    if batch.values is not None and batch.returns is not None:
+        metrics["train/explained_variance"] = explained_variance(batch.values, batch.returns, batch.loss_mask)
+    return metrics
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over credited tokens; 0 where returns do not vary. Shapes: (R, T)."""
+    wanted, found = returns[mask > 0].double(), values[mask > 0].double()
+    if wanted.numel() < 2 or not float(wanted.var()) > 0:
+        return 0.0
+    return float(1 - (wanted - found).var() / wanted.var())
+
+
+def _ratio_metrics(batch: TrainBatch, passes: Sequence[Pass], choices: Choices) -> dict[str, float]:
+    """Of the ratio that the loss is given, over all passes."""
+    clip, mean = Rate(), Rate()
+    lowest, largest = math.inf, 0.0
+    for each in passes:
+        for micro_batch, trainer_logprobs, _ in each.parts:
+            mask = micro_batch.loss_mask
+            anchor = choices.correction.anchor(micro_batch)
+            ratio = importance_ratio(trainer_logprobs, anchor)
+            clipped = choices.loss.clipped(trainer_logprobs, anchor, micro_batch.advantages, mask)
+            tokens = float(mask.sum())
+            clip.add(float((clipped * mask).sum()), tokens)
+            mean.add(float((ratio * mask).sum()), tokens)
+            if tokens:
+                largest = max(largest, float((ratio * mask).max()))
+                lowest = min(lowest, float(ratio[mask > 0].min()))
+    metrics = {"train/clip_fraction": clip.value, "train/ratio_mean": mean.value, "train/ratio_max": largest}
+    return metrics if math.isinf(lowest) else {**metrics, "train/ratio_min": lowest}

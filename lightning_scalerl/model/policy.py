@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,10 +37,15 @@ class Policy(nn.Module):
     def autocast(self, precision: Precision) -> AbstractContextManager[Any]:
         """The policy type's autocast on this policy's device; nothing for FP32."""
         device = next(self.model.parameters()).device.type
-        return torch.autocast(device, dtype=torch.bfloat16, enabled=precision.policy_dtype != torch.float32)
+        dtype = precision.policy_dtype
+        if dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(device, dtype=dtype)
 
-    def forward(self, batch: TrainBatch, precision: Precision | None = None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the completion's tokens, with gradient, and the entropies, without.
+    def forward(
+        self, batch: TrainBatch, precision: Precision | None = None, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the completion's tokens, with gradient, and the entropies, without unless asked for.
 
         Shapes: (R, T) each, zero beyond a completion's end. No attention mask is needed: sequences are
         left-aligned and padding stands behind everything it could disturb.
@@ -48,6 +53,7 @@ class Policy(nn.Module):
         Args:
             batch: sequences.
             precision: instead of the policy's own (to compare two).
+            entropy_gradient: whether the entropies have one too.
         """
         precision = precision or self.precision
         rollouts, width = batch.generator_logprobs.shape
@@ -58,21 +64,24 @@ class Policy(nn.Module):
         row = torch.arange(rollouts, device=hidden.device).unsqueeze(1).expand(-1, width)[real]
         position = (batch.completion_start.unsqueeze(1) - 1 + column)[real]
         targets = batch.tokens[row, position + 1]
-        logprobs, entropies = self._score(hidden[row, position], targets, precision)
+        logprobs, entropies = self._score(hidden[row, position], targets, precision, entropy_gradient)
         shape = batch.generator_logprobs
         return (
             torch.zeros_like(shape).masked_scatter(real, logprobs),
             torch.zeros_like(shape).masked_scatter(real, entropies),
         )
 
-    def _score(self, hidden: Tensor, targets: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, hidden: Tensor, targets: Tensor, precision: Precision, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
         head = output_head(self.model)
         dtype = precision.head_dtype(precision.fp32_head_trainer)
 
         def score(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
             logits = head_logits(self.model, states, head.weight, head.bias, dtype) / self.temperature
             logprobs = F.log_softmax(logits, dim=-1)
-            entropies = -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
+            scored = logprobs if entropy_gradient else logprobs.detach()
+            entropies = -(scored.exp() * scored).sum(-1)
             return logprobs.gather(-1, wanted.unsqueeze(-1)).squeeze(-1), entropies
 
         chunk = max(1, MAX_LOGITS // head.weight.shape[0])

@@ -88,9 +88,9 @@ class CostModel:
             seconds += self.decode_s + share * (self.decode_rollout_s + context * self.decode_context_s)
         return seconds
 
-    def train_step_s(self, batch: TrainBatch) -> float:
-        """One optimizer step over the tokens that carry credit."""
-        return self.train_s + float(batch.lengths.sum()) * self.train_token_s / self.trainer_devices
+    def train_step_s(self, batch: TrainBatch, passes: float = 1.0) -> float:
+        """One step over the tokens that carry credit; `passes` in units of one forward and backward of the policy."""
+        return self.train_s + float(batch.lengths.sum()) * self.train_token_s * passes / self.trainer_devices
 
     def semantics(self) -> dict[str, Any]:
         """Every rate."""

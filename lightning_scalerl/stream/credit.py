@@ -2,6 +2,9 @@
 
 A pure function of the groups and the choices, so that the same batch can be credited a second time with
 another choice: that is how a mechanism counter knows whether a variant changed anything (`mechanism`).
+
+This is the credit that rewards alone decide, before any forward pass. An estimator that asks a model
+(`Advantage.after_forward`) gives its advantages later, in `update.token_credit`.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.normalization import Moments
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollout import Denominators, Group, TrainBatch
 
@@ -28,9 +32,12 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
     """
     kept = [number for number, group in enumerate(groups) if choices.filter.keep(group)]
     rewards = [groups[number].rewards for number in kept]
-    advantages = choices.normalization.scale([choices.advantage.estimate(r) for r in rewards], rewards)
-    for own in choices.own.values():
-        advantages = own.adjust_advantages(advantages, [groups[number] for number in kept])
+    if choices.advantage.after_forward:
+        advantages = [torch.zeros_like(reward) for reward in rewards]
+    else:
+        advantages = choices.normalization.scale([choices.advantage.estimate(r) for r in rewards], rewards)
+        for own in choices.own.values():
+            advantages = own.adjust_advantages(advantages, [groups[number] for number in kept])
     first_row = _offsets(groups)
     rows = []
     prompts = 0
@@ -48,8 +55,21 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
         samples=float(len(rows)),
         tokens=float(batch.loss_mask.sum()),
         max_tokens=float(max_new_tokens),
+        sampled=float(sum(len(group.rollouts) for group in groups)),
     )
     return batch
+
+
+def remember(groups: list[Group], choices: Choices) -> None:
+    """Tell a normalization with a memory of the batch that is about to be assembled of these groups; once a batch."""
+    if choices.advantage.after_forward:
+        return
+
+    def moments() -> Moments:
+        kept = [choices.advantage.estimate(group.rewards) for group in groups if choices.filter.keep(group)]
+        return Moments.of(torch.cat(kept)) if kept else Moments()
+
+    choices.normalization.remember(moments)
 
 
 def _offsets(groups: list[Group]) -> list[int]:
@@ -90,24 +110,7 @@ def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
         sample_tokens=sampled.sum(1).float(),
         group_tokens=torch.tensor([tokens for *_, tokens, _ in rows], dtype=torch.float32),
         row=torch.tensor([row for *_, row in rows], dtype=torch.long),
+        rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
+        pass_rates=torch.tensor([group.pass_rate_so_far for group, *_ in rows], dtype=torch.float32),
         denominators=Denominators(0.0, 0.0, 0.0, 0.0),
     )
-
-
-def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Choices) -> Tensor:
-    """d loss / d trainer_logprobs, (all rollouts of the groups, T): what each token weighs in the update.
-
-    Rollouts without credit weigh zero. Tokens are laid out by `batch.row`, so that two batches of the
-    same groups can be compared whatever each has kept.
-    """
-    logprobs = trainer_logprobs.detach().requires_grad_(True)
-    per_token = choices.loss.per_token(logprobs, choices.correction.anchor(batch), batch.advantages, batch.loss_mask)
-    for own in choices.own.values():
-        per_token = own.adjust_loss(per_token, batch, logprobs)
-    loss = choices.aggregation.reduce(per_token, batch, batch.denominators)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    total = sum(len(group.rollouts) for group in batch.groups)
-    longest = max(len(rollout.tokens) for group in batch.groups for rollout in group.rollouts)
-    weights = gradient.new_zeros(total, longest)
-    weights[batch.row, : gradient.shape[1]] = gradient
-    return weights

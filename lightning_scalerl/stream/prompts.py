@@ -1,13 +1,16 @@
-"""Where prompts come from: a finite pool, reshuffled for every epoch, with a history of pass rates; resumable."""
+"""Where prompts come from: a finite pool, reshuffled for every epoch, opened by a curriculum, with a history of pass
+rates; resumable."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from lightning_scalerl.axes.curriculum import Curriculum, NoCurriculum
 from lightning_scalerl.axes.resampling import Resampling
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.rollout import Prompt
@@ -24,12 +27,21 @@ class PromptSource:
         pool: the prompts; ids are unique.
         random_key: seeds the orders.
         resampling: which prompts are retired; a retired one leaves all later draws.
+        curriculum: which prompts may be drawn yet. An epoch is a pass over those: one that is let in while it lasts
+            takes its turn in it.
 
     Raises:
-        ConfigurationError: an empty pool or a prompt id that occurs twice.
+        ConfigurationError: an empty pool, a prompt id that occurs twice, or a prompt without the difficulty that the
+            curriculum asks for.
     """
 
-    def __init__(self, pool: Sequence[Prompt], random_key: tuple[int, ...], resampling: Resampling) -> None:
+    def __init__(
+        self,
+        pool: Sequence[Prompt],
+        random_key: tuple[int, ...],
+        resampling: Resampling,
+        curriculum: Curriculum | None = None,
+    ) -> None:
         if not pool:
             raise ConfigurationError("task: its pool of training prompts is empty")
         self._pool = list(pool)
@@ -39,23 +51,27 @@ class PromptSource:
             raise ConfigurationError(f"task: prompt id {double!r} occurs twice in the pool")
         self._key = random_key
         self._resampling = resampling
+        self._curriculum = curriculum or NoCurriculum()
+        self._place = self._curriculum.places(self._pool)
         self._history: dict[str, list[float]] = {}
         self._retired: set[str] = set()
         self._epoch = 0
+        # In the epoch's order: everything before the position has had its turn, and of what follows these.
         self._position = 0
+        self._taken: set[int] = set()
         self._order = self._shuffled(0)
 
     @property
     def epoch(self) -> float:
         """Passes over the pool so far."""
-        return self._epoch + self._position / len(self._pool)
+        return self._epoch + (self._position + len(self._taken)) / len(self._pool)
 
     def _shuffled(self, epoch: int) -> list[int]:
         source = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._key, epoch))))
         return [int(place) for place in source.permutation(len(self._pool))]
 
-    def next(self) -> Prompt:
-        """The next prompt that is not retired.
+    def next(self, completed_steps: int = 0) -> Prompt:
+        """The next prompt that is not retired, and that the curriculum lets in after so many optimizer steps.
 
         Raises:
             PoolExhaustedError: none is left.
@@ -65,15 +81,41 @@ class PromptSource:
                 f"resampling: all {len(self._pool)} prompts of the pool are retired, nothing is left to train on; "
                 "use a larger or harder pool, or resampling=uniform"
             )
+        allowed = math.ceil(self._curriculum.share(completed_steps) * len(self._pool))
+        if self._retired and allowed < len(self._pool):
+            # Where all that may be drawn are retired, the next easiest is let in before its time.
+            left = min(
+                p for p, prompt in zip(self._place, self._pool, strict=True) if prompt.prompt_id not in self._retired
+            )
+            allowed = max(allowed, left + 1)
         while True:
-            if self._position == len(self._order):
-                self._epoch += 1
-                self._position = 0
-                self._order = self._shuffled(self._epoch)
-            prompt = self._pool[self._order[self._position]]
+            if (place := self._first(allowed)) is not None:
+                return self._pool[self._order[place]]
+            self._epoch += 1
+            self._position = 0
+            self._taken = set()
+            self._order = self._shuffled(self._epoch)
+
+    def _first(self, allowed: int) -> int | None:
+        """The first place in this epoch's order whose prompt may be drawn and has not been; it has now."""
+        place = self._position
+        while place < len(self._order):
+            number = self._order[place]
+            retired = self._pool[number].prompt_id in self._retired
+            if not retired and place not in self._taken and self._place[number] < allowed:
+                self._taken.add(place)
+                self._advance()
+                return place
+            if retired:
+                self._taken.add(place)
+            place += 1
+        self._advance()
+        return None
+
+    def _advance(self) -> None:
+        while self._position in self._taken:
+            self._taken.remove(self._position)
             self._position += 1
-            if prompt.prompt_id not in self._retired:
-                return prompt
 
     def resolved(self, prompt_id: str, pass_rate: float) -> None:
         """A group of this prompt is complete, whatever becomes of it."""
@@ -113,6 +155,7 @@ class PromptSource:
         return {
             "epoch": self._epoch,
             "position": self._position,
+            "taken": sorted(self._taken),
             "history": {prompt_id: list(rates) for prompt_id, rates in self._history.items()},
             "retired": sorted(self._retired),
         }
@@ -120,6 +163,7 @@ class PromptSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue there."""
         self._epoch, self._position = state["epoch"], state["position"]
+        self._taken = set(state.get("taken", ()))
         self._order = self._shuffled(self._epoch)
         self._history = {prompt_id: list(rates) for prompt_id, rates in state["history"].items()}
         self._retired = set(state["retired"])

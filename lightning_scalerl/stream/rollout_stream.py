@@ -14,10 +14,10 @@ from typing import Any
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.rollout import Group, Prompt, Rollout, TrainBatch, packed, unpacked
-from lightning_scalerl.stream.credit import assemble
-from lightning_scalerl.stream.prompts import PromptSource
+from lightning_scalerl.stream.credit import assemble, remember
+from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
 from lightning_scalerl.stream.random_streams import INTERRUPTION_STREAM, TRAINING_STREAM
-from lightning_scalerl.task.base import Task, score
+from lightning_scalerl.task.base import RewardScale, Task, score
 
 
 @dataclass
@@ -44,6 +44,7 @@ class RolloutStream:
         completions: rollouts a group, on average.
         max_new_tokens: completion limit.
         seed: of sampling.
+        reward: how the verifier's reward becomes the one that is trained on.
     """
 
     prompts: PromptSource
@@ -55,9 +56,14 @@ class RolloutStream:
     completions: int
     max_new_tokens: int
     seed: int
+    reward: RewardScale = RewardScale()  # noqa: RUF009  # frozen
     completed_steps: int = 0
     admitted: int = 0
+    dropped: int = 0  # groups that a refilling filter has dropped: each has opened one more admission
+    surplus: int = 0  # rollouts that admitted groups were given beyond the average
     training: bool = False  # a batch is at the trainer
+    dropped_for_batch: int = 0  # the last one taken
+    _dropped_since: int = 0
     _taken_at: int = 0
     _open: dict[int, _OpenGroup] = field(default_factory=dict)
     _ready: list[Group] = field(default_factory=list)
@@ -76,10 +82,14 @@ class RolloutStream:
 
     def may_admit(self) -> bool:
         """Whether the async mode lets another group start now, and there is a prompt worth it."""
-        if not self.choices.async_mode.may_admit(self.admitted, self._done, self.groups_per_step):
+        if not self._opens():
             return False
         # What was sampled can still be trained.
         return not (self.prompts.exhausted and (self._open or len(self._ready) >= self.groups_per_step))
+
+    def _opens(self) -> bool:
+        """By the async mode's rule; a group that was dropped does not count."""
+        return self.choices.async_mode.may_admit(self.admitted - self.dropped, self._done, self.groups_per_step)
 
     def admit(self, version: int) -> GroupRequest:
         """Start a group under weights of that version.
@@ -87,11 +97,12 @@ class RolloutStream:
         Raises:
             PoolExhaustedError: every prompt is retired.
         """
-        prompt = self.prompts.next()
+        prompt = self.prompts.next(self.completed_steps)
         tokens = self.encode(prompt.text)
         key = self.admitted
         history = tuple(self.prompts.history(prompt.prompt_id))
-        count = self.choices.allocation.completions(self.completions, history)
+        count = self.choices.allocation.completions(self.completions, history, self.surplus)
+        self.surplus += count - self.completions
         self._open[key] = _OpenGroup(prompt, tokens, version, [None] * count, history)
         self.admitted += 1
         interrupt_at = self.choices.length_control.interrupt_at(count, (self.seed, INTERRUPTION_STREAM, key))
@@ -101,6 +112,7 @@ class RolloutStream:
             completions=count,
             random_key=(self.seed, TRAINING_STREAM, key),
             interrupt_at=interrupt_at,
+            max_new_tokens=self.choices.curriculum.max_new_tokens(self.max_new_tokens, self.completed_steps),
         )
 
     def finish(self, finished: FinishedRollout) -> None:
@@ -113,7 +125,8 @@ class RolloutStream:
         rollout = finished.rollout
         reward = score(self.task, group.prompt, self.decode(rollout.tokens))
         rollout.correct = self.task.is_correct(reward)
-        rollout.reward = self.choices.length_control.reward(reward, rollout.correct, len(rollout.tokens))
+        scaled = self.reward.scale(reward)
+        rollout.reward = self.choices.length_control.reward(scaled, rollout.correct, len(rollout.tokens))
         for own in self.choices.own.values():
             rollout.reward = own.adjust_reward(rollout.reward, rollout)
         group.rollouts[finished.index] = rollout
@@ -121,8 +134,23 @@ class RolloutStream:
         if len(rollouts) == len(group.rollouts):
             del self._open[finished.key]
             complete = Group(finished.key, group.prompt, group.prompt_tokens, rollouts, group.history)
-            self._ready.append(complete)
             self.prompts.resolved(group.prompt.prompt_id, complete.pass_rate)
+            if self.choices.filter.refills and not self.choices.filter.keep(complete):
+                self._drop()
+            else:
+                self._ready.append(complete)
+
+    def _drop(self) -> None:
+        self.dropped += 1
+        self._dropped_since += 1
+        most = self.choices.filter.most_dropped * self.groups_per_step
+        if self._dropped_since > most:
+            raise PoolExhaustedError(
+                f"filter.most_dropped: {self._dropped_since} groups were dropped for one batch of "
+                f"{self.groups_per_step}, more than {self.choices.filter.most_dropped} for each: all rollouts of a "
+                "prompt get the same reward; use a harder or an easier pool, more completions a prompt, or "
+                "filter=zero_variance"
+            )
 
     def batch_due(self) -> bool:
         """P groups are ready, and nobody has to be waited for.
@@ -135,7 +163,7 @@ class RolloutStream:
             return False
         mode = self.choices.async_mode
         if mode.drains:
-            more = mode.may_admit(self.admitted, self._done, self.groups_per_step) and not self.prompts.exhausted
+            more = self._opens() and not self.prompts.exhausted
             return not self._open and not more
         left = sorted(group.oldest_version for group in self._ready)[self.groups_per_step :]
         left = sorted(left + [group.version for group in self._open.values()])
@@ -147,6 +175,8 @@ class RolloutStream:
         self._ready.sort(key=lambda group: (group.oldest_version, group.admission))
         groups, self._ready = self._ready[: self.groups_per_step], self._ready[self.groups_per_step :]
         self.training, self._taken_at = True, self.completed_steps
+        self.dropped_for_batch, self._dropped_since = self._dropped_since, 0
+        remember(groups, self.choices)
         return assemble(groups, self.choices, self.max_new_tokens)
 
     # --- what is kept ------------------------------------------------------------------------------------
@@ -156,6 +186,8 @@ class RolloutStream:
         return {
             "completed_steps": self.completed_steps,
             "admitted": self.admitted,
+            "dropped": [self.dropped, self.dropped_for_batch, self._dropped_since],
+            "surplus": self.surplus,
             "training": self.training,
             "open": {
                 key: {
@@ -186,6 +218,8 @@ class RolloutStream:
         """Continue exactly where `state_dict` was taken."""
         self.completed_steps = state["completed_steps"]
         self.admitted = state["admitted"]
+        self.dropped, self.dropped_for_batch, self._dropped_since = state.get("dropped", [0, 0, 0])
+        self.surplus = state.get("surplus", 0)
         self.training = state["training"]
         self._taken_at = self.completed_steps - 1  # states are taken between steps
         rollouts = iter(unpacked(state["rollouts"]))

@@ -60,7 +60,7 @@ class VirtualDriver:
             self._next_event()
             self._start_generator()
         batch = self.stream.take()
-        seconds = self.cost_model.train_step_s(batch)
+        seconds = self.cost_model.train_step_s(batch, self.stream.choices.passes.relative)
         self.clock.trainer_until_s = self.clock.now_s + seconds
         self.clock.trainer_busy_s += seconds
         self._emit("batch")

@@ -6,9 +6,10 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.rollout import Prompt
@@ -32,6 +33,36 @@ class Task(ABC):
     def is_correct(self, reward: float) -> bool:
         """Whether a reward counts as a pass: 1 or more."""
         return reward >= 1.0
+
+
+@dataclass(frozen=True)
+class RewardScale:
+    """How a verifier's reward r becomes the one that is trained on: incorrect + (correct - incorrect) * r.
+
+    Verifiers give 0 to 1 here, the paper's -1 or 1. Under a normalization it is the same, but for what is added to it:
+    a length penalty of up to 1 takes half of the span from a reward of -1 or 1 and all of it from one of 0 or 1.
+    """
+
+    neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "RewardScale", "correct": 1.0, "incorrect": 0.0}
+
+    correct: float = 1.0
+    incorrect: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("correct", "incorrect"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ConfigurationError(f"reward.{field}: {value!r} must be a number")
+        if not self.correct > self.incorrect:
+            raise ConfigurationError(
+                f"reward.correct: {self.correct!r} must be above reward.incorrect, {self.incorrect!r}"
+            )
+
+    def scale(self, reward: float) -> float:
+        """Of a verifier's reward; unchanged bit for bit under 0 and 1."""
+        if self.incorrect == 0.0 and self.correct == 1.0:
+            return reward
+        return self.incorrect + (self.correct - self.incorrect) * reward
 
 
 def file_digest(field: str, path: str | Path) -> str:

@@ -11,16 +11,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_scalerl.axes.aggregation import PromptAggregation, SampleAggregation, TokenAggregation
-from lightning_scalerl.axes.loss import CISPO, DAPO, GSPO
+from lightning_scalerl.axes.aggregation import (
+    ConstantAggregation,
+    PromptAggregation,
+    SampleAggregation,
+    SumAggregation,
+    TokenAggregation,
+)
+from lightning_scalerl.axes.loss import CISPO, DAPO, GSPO, PPO, Reinforce
 from lightning_scalerl.axes.normalization import BatchNormalization
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollout import Denominators, TrainBatch
 from lightning_scalerl.stream.credit import assemble
 from tests.helpers import make_group, row
 
-LOSSES = [CISPO(max_ratio=5.0), DAPO(clip_low=0.2, clip_high=0.26), GSPO(clip_low=3e-3, clip_high=5e-3)]
-AGGREGATIONS = [PromptAggregation(), SampleAggregation(), TokenAggregation()]
+LOSSES = [
+    CISPO(max_ratio=5.0),
+    DAPO(clip_low=0.2, clip_high=0.26),
+    GSPO(clip_low=3e-3, clip_high=5e-3),
+    PPO(clip=0.2),
+    Reinforce(),
+]
+AGGREGATIONS = [
+    PromptAggregation(),
+    SampleAggregation(),
+    TokenAggregation(),
+    SumAggregation(),
+    ConstantAggregation(),
+]
 
 each_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
 each_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: type(a).__name__)
@@ -110,9 +128,12 @@ def test_aggregations_weigh_as_they_say() -> None:
         assert torch.allclose(inside, inside[0])
     assert torch.allclose(sample.sum(1), torch.full((16,), 1 / 16))
     assert torch.allclose(token[batch.loss_mask > 0], torch.tensor(1 / counts.tokens))
+    assert torch.equal(SumAggregation().weights(batch, counts), batch.loss_mask)
+    constant = ConstantAggregation().weights(batch, counts)
+    assert torch.allclose(constant, batch.loss_mask / (16 * 8))
 
 
-@pytest.mark.parametrize("loss", [DAPO(0.2, 0.4), GSPO(0.05, 0.1)], ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize("loss", [DAPO(0.2, 0.4), GSPO(0.05, 0.1), PPO(0.3)], ids=lambda loss: type(loss).__name__)
 def test_clipped_is_where_the_gradient_is_gone(loss: Any) -> None:
     batch = batch_of()
     noise = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(5))
@@ -169,7 +190,7 @@ def test_gspo_is_the_papers_formula_under_sample_and_length_weighted_otherwise(
     batch.loss_mask[batch.sample_tokens > 2, 1] = 0.0
     batch.sample_tokens = batch.loss_mask.sum(1)
     batch.group_tokens = batch.sample_tokens.reshape(4, 4).sum(1).repeat_interleave(4)
-    counts = Denominators(prompts=4.0, samples=16.0, tokens=float(batch.loss_mask.sum()), max_tokens=8.0)
+    counts = Denominators(prompts=4.0, samples=16.0, tokens=float(batch.loss_mask.sum()), max_tokens=8.0, sampled=16.0)
     noise = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(5))
     logprobs = (batch.generator_logprobs + 0.2 * noise).requires_grad_(True)
     value = total_loss(batch, logprobs, GSPO(low, high), aggregation, counts)
@@ -185,6 +206,8 @@ def test_gspo_is_the_papers_formula_under_sample_and_length_weighted_otherwise(
             "SampleAggregation": 1 / 16,
             "TokenAggregation": len(tokens) / counts.tokens,
             "PromptAggregation": len(tokens) / (4 * float(batch.group_tokens[at])),
+            "SumAggregation": len(tokens),
+            "ConstantAggregation": len(tokens) / (16 * 8),
         }[type(aggregation).__name__]
         clipped = ratio > 1 + high if advantage > 0 else ratio < 1 - low
         bounded = (1 + high if advantage > 0 else 1 - low) if clipped else ratio

@@ -14,8 +14,9 @@ from lightning_scalerl.axes.filter import ZeroVariance
 from lightning_scalerl.axes.loss import CISPO
 from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.axes.truncated import KeepTruncated, MaskTruncated
-from lightning_scalerl.rollout import Group, TrainBatch
-from lightning_scalerl.stream.credit import assemble, loss_weights
+from lightning_scalerl.rollout import Denominators, Group, TrainBatch
+from lightning_scalerl.stream.credit import assemble
+from lightning_scalerl.update.terms import loss_weights
 from tests.axes.test_contract import CREDIT, each_aggregation, each_loss, total_loss
 from tests.helpers import make_group
 
@@ -57,7 +58,7 @@ def test_masked_rollouts_leave_the_loss_and_everything_it_is_divided_by() -> Non
     of_group = [sum(count for (g, _), count in zip(rows, counts, strict=True) if g == number) for number in range(4)]
     assert of_group[2] == 0
     assert batch.group_tokens.tolist() == [of_group[g] for g, _ in rows]
-    assert vars(batch.denominators) == {"prompts": 3, "samples": 9, "tokens": sum(counts), "max_tokens": 8}
+    assert batch.denominators == Denominators(prompts=3, samples=9, tokens=sum(counts), max_tokens=8, sampled=16)
     for place, (g, i) in enumerate(rows):
         tokens = groups[g].prompt_tokens + groups[g].rollouts[i].tokens
         assert batch.tokens[place, : batch.lengths[place]].tolist() == tokens
@@ -103,6 +104,8 @@ def plain(groups: list[Group], logprobs: dict[tuple[int, int], list[float]], agg
             "PromptAggregation": len(prompts) * sum(sampled(groups, *other) for other in rows if other[0] == g),
             "SampleAggregation": len(rows) * sampled(groups, g, i),
             "TokenAggregation": sum(sampled(groups, *other) for other in rows),
+            "SumAggregation": 1,
+            "ConstantAggregation": 8 * sum(len(group.rollouts) for group in groups),
         }[aggregation]
         for t, logprob in enumerate(logprobs[g, i]):
             if not rollout.forced[t]:
@@ -137,7 +140,8 @@ def test_loss_and_gradient_are_those_of_a_plain_computation(aggregation: Any, tr
     loss = total_loss(batch, trainer_logprobs, choices.loss, aggregation, batch.denominators)
     assert loss.item() == pytest.approx(expected, rel=1e-4)
     # A row for every rollout, also for those without credit: theirs are zero.
-    weights = loss_weights(batch, trainer_logprobs, choices)
+    weights, of_entropies = loss_weights(batch, trainer_logprobs, choices)
+    assert not of_entropies.any()
     assert weights.shape == (16, max(len(r.tokens) for group in groups for r in group.rollouts))
     table = torch.zeros_like(weights)
     for place, value in expected_gradient.items():
@@ -151,11 +155,11 @@ def test_a_batch_of_only_truncated_rollouts_is_a_step_without_loss(loss: Any, ag
     choices = MASK.having(loss).having(aggregation)
     batch = assemble(groups_of([{0, 1, 2, 3}] * 4), choices, max_new_tokens=8)
     assert (batch.rollouts, len(batch.groups)) == (0, 4)
-    assert vars(batch.denominators) == {"prompts": 0, "samples": 0, "tokens": 0, "max_tokens": 8}
+    assert batch.denominators == Denominators(prompts=0, samples=0, tokens=0, max_tokens=8, sampled=16)
     logprobs = batch.generator_logprobs.clone().requires_grad_(True)
     value = total_loss(batch, logprobs, loss, aggregation, batch.denominators)
     assert value.item() == 0
-    assert torch.equal(loss_weights(batch, logprobs, choices), torch.zeros(16, 7))
+    assert torch.equal(loss_weights(batch, logprobs, choices), torch.zeros(2, 16, 7))
     assert list(batch.micro_batches(4)) == []
 
 
@@ -176,7 +180,7 @@ def test_keep_is_the_batch_without_the_axis() -> None:
     assert_same(kept, assemble(groups_of([set()] * 4), MASK, max_new_tokens=8))
     assert kept.row.tolist() == list(range(16))
     tokens = [sampled(groups, g, i) for g in range(4) for i in range(4)]
-    assert vars(kept.denominators) == {"prompts": 4, "samples": 16, "tokens": sum(tokens), "max_tokens": 8}
+    assert kept.denominators == Denominators(prompts=4, samples=16, tokens=sum(tokens), max_tokens=8, sampled=16)
     assert kept.group_tokens.tolist() == [sum(tokens[4 * g : 4 * g + 4]) for g in range(4) for _ in range(4)]
 
 

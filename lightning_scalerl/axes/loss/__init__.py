@@ -4,5 +4,20 @@ from lightning_scalerl.axes.loss.base import Loss, importance_ratio
 from lightning_scalerl.axes.loss.cispo import CISPO, cispo
 from lightning_scalerl.axes.loss.dapo import DAPO, dapo
 from lightning_scalerl.axes.loss.gspo import GSPO, gspo
+from lightning_scalerl.axes.loss.ppo import PPO, ppo
+from lightning_scalerl.axes.loss.reinforce import Reinforce, reinforce
 
-__all__ = ["CISPO", "DAPO", "GSPO", "Loss", "cispo", "dapo", "gspo", "importance_ratio"]
+__all__ = [
+    "CISPO",
+    "DAPO",
+    "GSPO",
+    "PPO",
+    "Loss",
+    "Reinforce",
+    "cispo",
+    "dapo",
+    "gspo",
+    "importance_ratio",
+    "ppo",
+    "reinforce",
+]

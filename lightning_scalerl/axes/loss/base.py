@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_scalerl.checks import ConfigurationError, positive
-from lightning_scalerl.choice import DesignChoice
-
-# exp(20) is far outside every clip interval; beyond it float32 would overflow to inf and poison the gradient.
-MAX_LOG_RATIO = 20.0
+from lightning_scalerl.choice import MAX_LOG_RATIO, DesignChoice
 
 
 def importance_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
@@ -33,16 +30,19 @@ def pessimistic_clips(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
     return above | below
 
 
-def clip_bounds(clip_low: float, clip_high: float) -> tuple[float, float]:
-    """Both, if `pessimistic` can use them.
+def clip_bounds(
+    clip_low: float, clip_high: float, names: tuple[str, str] = ("clip_low", "clip_high")
+) -> tuple[float, float]:
+    """Both, if `pessimistic` can use them; `names` are what the choice calls them.
 
     Raises:
         ConfigurationError: one is not positive, or the lower bound of the ratio would be negative.
     """
-    positive("loss.clip_low", clip_low)
-    positive("loss.clip_high", clip_high)
+    low, high = names
+    positive(f"loss.{low}", clip_low)
+    positive(f"loss.{high}", clip_high)
     if clip_low > 1:
-        raise ConfigurationError(f"loss.clip_low: {clip_low!r} must be at most 1, the ratio is never negative")
+        raise ConfigurationError(f"loss.{low}: {clip_low!r} must be at most 1, the ratio is never negative")
     return clip_low, clip_high
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scalerl.axes.loss.base import MAX_LOG_RATIO, Loss, clip_bounds, pessimistic, pessimistic_clips
+from lightning_scalerl.axes.loss.base import Loss, clip_bounds, pessimistic, pessimistic_clips
+from lightning_scalerl.choice import MAX_LOG_RATIO
 
 
 def sequence_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor) -> Tensor:

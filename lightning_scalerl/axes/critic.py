@@ -1,0 +1,80 @@
+"""Axis `critic`: what estimates the value of a state, for advantages a token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_scalerl.checks import positive
+from lightning_scalerl.choice import DesignChoice, ObservedStep
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), per token.
+
+    Shapes: all (R, T); unreduced. Source: PPO's reference implementation (arXiv 1707.06347); the half that some put
+    before it is the coefficient's business.
+    """
+    bounded = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
+    return torch.maximum((values - returns).square(), (bounded - returns).square())
+
+
+class Critic(DesignChoice):
+    """A model of values beside the policy, or none.
+
+    Attributes:
+        has_values: whether there is one.
+    """
+
+    axis: ClassVar[str] = "critic"
+    neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "NoCritic"}
+    has_values: ClassVar[bool] = False
+
+    def differs(self, theirs: Critic, step: ObservedStep) -> bool:
+        """Whether values took part in the credit of any token."""
+        return step.batch.values is not None and step.batch.denominators.tokens > 0
+
+
+class NoCritic(Critic):
+    """Rewards alone decide."""
+
+
+class ValueNetwork(Critic):
+    """A copy of the policy's body with a linear head, trained on the returns with a clipped squared error.
+
+    Args:
+        coefficient: of its loss.
+        clip: how far a value may move from that of the weights before the update.
+        lr: its own learning rate, under the policy's schedule; null for the policy's.
+        aggregation: of its loss; null for the run's.
+
+    Source: arXiv 1707.06347, section 5 (c_1). The head begins at zero: the first advantages are returns.
+    """
+
+    has_values: ClassVar[bool] = True
+
+    def __init__(
+        self, coefficient: float = 0.5, clip: float = 0.2, lr: float | None = None, aggregation: str | None = None
+    ) -> None:
+        self.coefficient = positive("critic.coefficient", coefficient)
+        self.clip = positive("critic.clip", clip)
+        self.lr = None if lr is None else positive("critic.lr", lr)
+        self.aggregation = aggregation
+
+    def per_token(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+        """See `clipped_value_loss`."""
+        return clipped_value_loss(values, old_values, returns, self.clip)
+
+    def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
+        """A critic that nobody asks."""
+        if not getattr(others["advantage"], "after_forward", False):
+            name = type(others["advantage"]).__name__
+            return f"critic: value_network (ValueNetwork) is not asked by advantage {name}; choose advantage=gae"
+        return None
+
+    def semantics(self) -> dict[str, Any]:
+        """With what it is."""
+        return {**super().semantics(), "model": "copy of the policy's body, linear head from zero", "weights": "fp32"}

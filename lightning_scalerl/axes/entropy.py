@@ -1,0 +1,71 @@
+"""Axis `entropy`: a bonus on the policy's entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_scalerl.checks import not_negative
+from lightning_scalerl.choice import DesignChoice
+
+
+class Entropy(DesignChoice):
+    """A bonus a token: coefficient times the entropy of the distribution it was drawn from, or none.
+
+    Attributes:
+        acts: whether there is one, and entropies need a gradient.
+    """
+
+    axis: ClassVar[str] = "entropy"
+    neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "NoEntropyBonus"}
+    acts: ClassVar[bool] = True
+    aggregation: str | None = None
+
+    def coefficients(self, pass_rates: Tensor) -> Tensor:
+        """Of each rollout (R,), given its prompt's pass rates (R,)."""
+        return torch.zeros_like(pass_rates)
+
+
+class NoEntropyBonus(Entropy):
+    """None (ScaleRL)."""
+
+    acts: ClassVar[bool] = False
+
+
+class FixedEntropy(Entropy):
+    """The same coefficient for every token.
+
+    Args:
+        coefficient: 0.01 in PPO (arXiv 1707.06347, c_2).
+        aggregation: of the term; null for the run's.
+    """
+
+    def __init__(self, coefficient: float = 0.01, aggregation: str | None = None) -> None:
+        self.coefficient = not_negative("entropy.coefficient", coefficient)
+        self.aggregation = aggregation
+
+    def coefficients(self, pass_rates: Tensor) -> Tensor:
+        """All the same."""
+        return torch.full_like(pass_rates, self.coefficient)
+
+
+class EntropyByDifficulty(Entropy):
+    """More regularisation on easy prompts, less on hard ones: linear in the prompt's pass rate so far.
+
+    Args:
+        easy: coefficient at a pass rate of 1.
+        hard: coefficient at a pass rate of 0.
+        aggregation: of the term; null for the run's.
+    """
+
+    def __init__(self, easy: float = 0.02, hard: float = 0.0, aggregation: str | None = None) -> None:
+        self.easy = not_negative("entropy.easy", easy)
+        self.hard = not_negative("entropy.hard", hard)
+        self.aggregation = aggregation
+
+    def coefficients(self, pass_rates: Tensor) -> Tensor:
+        """Between the two."""
+        return self.hard + (self.easy - self.hard) * pass_rates

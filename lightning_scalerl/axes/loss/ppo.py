@@ -1,0 +1,41 @@
+"""PPO: the pessimistic clipped surrogate with a symmetric interval; GRPO's too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_scalerl.axes.loss.base import Loss, clip_bounds, importance_ratio, pessimistic, pessimistic_clips
+
+
+def ppo(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, clip: float) -> Tensor:
+    """loss_t = -min(r_t A_t, clip(r_t, 1 - clip, 1 + clip) A_t).
+
+    Shapes: all (R, T); unreduced. Source: PPO, arXiv 1707.06347, eq. 7; GRPO, arXiv 2402.03300, eq. 3, without its KL.
+    """
+    return pessimistic(importance_ratio(trainer_logprobs, anchor_logprobs), advantages, clip, clip)
+
+
+class PPO(Loss):
+    """Symmetric clip, 0.2 in PPO and GRPO."""
+
+    def __init__(self, clip: float = 0.2) -> None:
+        self.clip, _ = clip_bounds(clip, clip, names=("clip", "clip"))
+
+    def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """See `ppo`."""
+        return ppo(trainer_logprobs, anchor_logprobs, advantages, self.clip)
+
+    def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """Where the clip takes the gradient away."""
+        ratio = importance_ratio(trainer_logprobs, anchor_logprobs)
+        return pessimistic_clips(ratio, advantages, self.clip, self.clip)
+
+    def semantics(self) -> dict[str, Any]:
+        """With the effective interval of the ratio."""
+        return {
+            **super().semantics(),
+            "ratio_interval": [1 - self.clip, 1 + self.clip],
+            "gradient_of_clipped": "dropped",
+        }

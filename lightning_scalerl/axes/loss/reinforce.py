@@ -1,0 +1,31 @@
+"""REINFORCE: the plain policy gradient, with no importance ratio."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_scalerl.axes.loss.base import Loss
+
+
+def reinforce(trainer_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """loss_t = -A_t * log pi(y_t). Shapes: all (R, T); unreduced. Source: Williams 1992, eq. 11."""
+    return -advantages * trainer_logprobs
+
+
+class Reinforce(Loss):
+    """No ratio: tokens that older weights, or another engine, have sampled count as the policy's own."""
+
+    def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """See `reinforce`."""
+        return reinforce(trainer_logprobs, advantages)
+
+    def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """Nowhere."""
+        return torch.zeros_like(mask, dtype=torch.bool)
+
+    def semantics(self) -> dict[str, Any]:
+        """With what stands in for the ratio."""
+        return {**super().semantics(), "ratio_interval": [1.0, 1.0], "ratio": "none: every token weighs 1"}

@@ -1,0 +1,47 @@
+"""The value network: the body of a causal language model with a linear head that gives one number a token."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.model.head import backbone, output_head
+from lightning_scalerl.rollout import TrainBatch
+
+
+class ValueModel(nn.Module):
+    """V(s_t): of the prompt and the completion up to, and without, token t.
+
+    Args:
+        model: a causal language model, whose body is copied; its head is not.
+        precision: says in what type the critic computes; its weights are FP32.
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        super().__init__()
+        width = output_head(model).weight.shape[1]
+        self.body = copy.deepcopy(backbone(model))
+        self.head = nn.Linear(width, 1, device=output_head(model).weight.device)
+        # The first values are zero whatever the seed, and no random number is drawn for them.
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.precision = precision
+
+    def forward(self, batch: TrainBatch) -> Tensor:
+        """Values (R, T) in FP32, zero beyond a completion's end."""
+        rollouts, width = batch.generator_logprobs.shape
+        dtype = self.precision.value_dtype
+        device = self.head.weight.device
+        with torch.autocast(
+            device.type, dtype=dtype if dtype != torch.float32 else None, enabled=dtype != torch.float32
+        ):
+            hidden = self.body(input_ids=batch.tokens[:, :-1], use_cache=False).last_hidden_state
+            column = torch.arange(width, device=device)
+            real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
+            row = torch.arange(rollouts, device=device).unsqueeze(1).expand(-1, width)[real]
+            position = (batch.completion_start.unsqueeze(1) - 1 + column)[real]
+            values = self.head(hidden[row, position]).squeeze(-1).float()
+        return torch.zeros_like(batch.generator_logprobs).masked_scatter(real, values)

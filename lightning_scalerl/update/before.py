@@ -1,0 +1,48 @@
+"""Forward passes without gradient that a batch needs before its first update, as the choices ask for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_scalerl.choices import Choices
+from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.model.value import ValueModel
+from lightning_scalerl.rollout import TrainBatch
+
+
+@torch.no_grad()
+def scored_before(
+    rows: TrainBatch,
+    choices: Choices,
+    policy: Policy,
+    reference: Policy | None,
+    critic: ValueModel | None,
+    micro_batch: int,
+) -> TrainBatch:
+    """`rows` with `anchor_logprobs`, `reference_logprobs` and `values`, each where somebody asks for it.
+
+    Args:
+        rows: this rank's.
+        choices: the run's.
+        policy: with the weights before the update.
+        reference: the frozen one, if there is a penalty on the distance from it.
+        critic: the model of values, if there is one.
+        micro_batch: rollouts a pass.
+    """
+    passes = {
+        "anchor_logprobs": (lambda part: policy(part)[0]) if choices.needs_anchor else None,
+        "reference_logprobs": (lambda part: reference(part)[0]) if reference is not None else None,
+        "values": (lambda part: critic(part)) if critic is not None else None,
+    }
+    found: dict[str, Any] = {
+        name: torch.zeros_like(rows.generator_logprobs) for name, ask in passes.items() if ask is not None
+    }
+    for cut in rows.cut(micro_batch) if found else ():
+        part = rows.select(cut)
+        for name, into in found.items():
+            values = passes[name](part)  # type: ignore[misc]
+            into[cut, : values.shape[1]] = values
+    return replace(rows, **found)

@@ -1,0 +1,110 @@
+"""Group `health`: whether a run that has gone bad ends itself, with the reason in its status.
+
+arXiv 2510.13786, A.15: runs whose completions are truncated at 10 to 15% destabilise for good; compute spent after that
+says nothing of the recipe. Off by default: a collapse is a result too, and a study may want to see it whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, ClassVar
+
+from lightning_scalerl.checks import CannotGoOnError, ConfigurationError, whole_number
+
+
+class UnhealthyError(CannotGoOnError):
+    """A run was ended for its health."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """When a run ends itself. No part of its identity: it decides when to stop, not what is learned until then.
+
+    Args:
+        stop: whether it does at all.
+        window_steps: means are taken over so many steps.
+        reward_share: the mean reward, above `reward.incorrect`, has fallen below this share of its best mean so far.
+        entropy: the mean entropy has fallen below this, in nats a token.
+        truncated: the mean share of truncated completions has reached this.
+    """
+
+    remarks: ClassVar[tuple[str, ...]] = ("stop", "window_steps", "reward_share", "entropy", "truncated")
+    neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "Health"}
+
+    stop: bool = False
+    window_steps: int = 16
+    reward_share: float = 0.5
+    entropy: float = 0.01
+    truncated: float = 0.15
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stop, bool):
+            raise ConfigurationError(f"health.stop: {self.stop!r} must be true or false")
+        whole_number("health.window_steps", self.window_steps)
+        if not self.entropy >= 0:
+            raise ConfigurationError(f"health.entropy: {self.entropy!r} must be 0 or more")
+        for field in ("reward_share", "truncated"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ConfigurationError(f"health.{field}: {getattr(self, field)!r} must be in [0, 1]")
+
+
+class HealthWatch:
+    """Sees every step's record and ends the run where `health` says so; on every rank alike.
+
+    Args:
+        health: the run's.
+        floor: the reward of an incorrect completion.
+    """
+
+    def __init__(self, health: Health, floor: float = 0.0) -> None:
+        self._health = health
+        self._floor = floor
+        self._best = 0.0
+        names = ("train/reward", "train/entropy", "train/truncated")
+        self._recent: dict[str, deque[float]] = {name: deque(maxlen=health.window_steps) for name in names}
+
+    def check(self, record: Mapping[str, float], step: int) -> None:
+        """Take in one step.
+
+        Raises:
+            UnhealthyError: what has gone bad, with its number and the bound.
+        """
+        if not self._health.stop:
+            return
+        for name, recent in self._recent.items():
+            # An empty batch has no entropy of its own.
+            if name in record and (name != "train/entropy" or record.get("train/groups_kept", 1.0) > 0):
+                recent.append(record[name])
+        means = {n: fmean(r) for n, r in self._recent.items() if len(r) == self._health.window_steps}
+        over = f"on average over {self._health.window_steps} steps"
+        if "train/reward" in means:
+            height = means["train/reward"] - self._floor
+            if self._best > 0 and height < self._health.reward_share * self._best:
+                raise UnhealthyError(
+                    f"health: reward collapsed at step {step}: {height:.3g} {over}, below "
+                    f"{self._health.reward_share:g} of its best, {self._best:.3g} (health.reward_share)"
+                )
+            self._best = max(self._best, height)
+        if means.get("train/entropy", self._health.entropy) < self._health.entropy:
+            raise UnhealthyError(
+                f"health: entropy died at step {step}: {means['train/entropy']:.3g} nats a token {over}, below "
+                f"{self._health.entropy:g} (health.entropy)"
+            )
+        if self._health.truncated <= means.get("train/truncated", -1.0):
+            raise UnhealthyError(
+                f"health: completions are cut off at step {step}: {means['train/truncated']:.3g} of them {over}, the "
+                f"bound is {self._health.truncated:g} (health.truncated)"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is remembered."""
+        return {"best": self._best, "recent": {name: list(values) for name, values in self._recent.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on watching; a window of another length keeps the newest."""
+        self._best = state["best"]
+        for name, values in state["recent"].items():
+            self._recent[name].extend(values)

@@ -1,0 +1,110 @@
+"""The loss of a step: a list of terms, each per token, with its coefficient and its own aggregation.
+
+    policy    the surrogate of axis `loss`, on the anchor and with the weights of axis `correction`
+    value     the critic's clipped squared error
+    kl        the distance from the frozen reference
+    entropy   minus the bonus
+
+All divide by the batch's global denominators, so that any split of a batch sums to the same loss and gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_scalerl.axes.aggregation import Aggregation, named_aggregation
+from lightning_scalerl.axes.critic import ValueNetwork
+from lightning_scalerl.axes.entropy import Entropy
+from lightning_scalerl.axes.kl import KL, k3
+from lightning_scalerl.choices import Choices
+from lightning_scalerl.rollout import Scored, TrainBatch
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of the loss: `per_token` (R, T) of what was scored, its coefficient in it, under `aggregation`."""
+
+    name: str
+    per_token: Callable[[Scored], Tensor]
+    aggregation: Aggregation
+
+    def reduce(self, scored: Scored) -> Tensor:
+        """The (micro-)batch's share of the term; a scalar."""
+        return self.aggregation.reduce(self.per_token(scored), scored.batch, scored.batch.denominators)
+
+
+def terms(choices: Choices) -> list[Term]:
+    """Those of a run, the policy's first.
+
+    Raises:
+        ConfigurationError: a term is to be aggregated in a way that there is none of.
+    """
+
+    def policy(scored: Scored) -> Tensor:
+        batch, logprobs = scored.batch, scored.trainer_logprobs
+        anchor = choices.correction.anchor(batch)
+        per_token = choices.loss.per_token(logprobs, anchor, batch.advantages, batch.loss_mask)
+        weights = choices.correction.weights(batch)
+        if weights is not None:
+            per_token = per_token * weights
+        for added in choices.own.values():
+            per_token = added.adjust_loss(per_token, batch, logprobs)
+        return per_token
+
+    def kl(scored: Scored) -> Tensor:
+        return choices.kl.coefficients(scored.batch.pass_rates).unsqueeze(1) * distances(scored, choices)
+
+    def entropy(scored: Scored) -> Tensor:
+        return -choices.entropy.coefficients(scored.batch.pass_rates).unsqueeze(1) * scored.entropies
+
+    def own(choice: KL | Entropy | ValueNetwork) -> Aggregation:
+        return named_aggregation(f"{choice.axis}.aggregation", choice.aggregation) or choices.aggregation
+
+    found = [Term("policy", policy, choices.aggregation)]
+    critic = choices.critic
+    if isinstance(critic, ValueNetwork):
+
+        def value(scored: Scored) -> Tensor:
+            batch = scored.batch
+            assert scored.values is not None and batch.values is not None and batch.returns is not None
+            return critic.coefficient * critic.per_token(scored.values, batch.values, batch.returns)
+
+        found.append(Term("value", value, own(critic)))
+    if choices.kl.where == "loss":
+        found.append(Term("kl", kl, own(choices.kl)))
+    if choices.entropy.acts:
+        found.append(Term("entropy", entropy, own(choices.entropy)))
+    return found
+
+
+def distances(scored: Scored, choices: Choices) -> Tensor:
+    """k3 of each token (R, T) to the reference, in the type that the precision axis keeps it in."""
+    reference = scored.batch.reference_logprobs
+    assert reference is not None
+    kept, fp32 = choices.precision.kept, choices.precision.fp32_kl
+    return k3(kept(scored.trainer_logprobs, fp32), kept(reference, fp32))
+
+
+def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Choices) -> Tensor:
+    """d loss / d (trainer_logprobs, entropies), (2, all rollouts of the groups, T): a token's weight in the update.
+
+    Rollouts without credit weigh zero. Tokens are laid out by `batch.row`, so that two batches of the
+    same groups can be compared whatever each has kept. The critic's own loss does not move the policy.
+    """
+    logprobs = trainer_logprobs.detach().requires_grad_(True)
+    entropies = torch.zeros_like(logprobs).requires_grad_(True)
+    scored = Scored(batch, logprobs, entropies)
+    moving = [term for term in terms(choices) if term.name != "value"]
+    loss = torch.stack([term.reduce(scored) for term in moving]).sum()
+    gradients = torch.autograd.grad(loss, (logprobs, entropies), allow_unused=True)
+    total = sum(len(group.rollouts) for group in batch.groups)
+    longest = max(len(rollout.tokens) for group in batch.groups for rollout in group.rollouts)
+    weights = logprobs.new_zeros(2, total, longest)
+    for number, gradient in enumerate(gradients):
+        if gradient is not None:
+            weights[number, batch.row, : gradient.shape[1]] = gradient
+    return weights

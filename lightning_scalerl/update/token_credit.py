@@ -1,0 +1,43 @@
+"""Credit a token, once the models have been asked: rewards and values -> advantages and returns -> normalization.
+
+What rewards alone decide was done before (`stream.credit`); where the estimator is of that kind, nothing happens here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_scalerl.axes.advantage import terminal_rewards
+from lightning_scalerl.axes.normalization import Moments, Sums
+from lightning_scalerl.choices import Choices
+from lightning_scalerl.rollout import Scored, TrainBatch
+from lightning_scalerl.update.terms import distances
+
+
+def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool = False) -> TrainBatch:
+    """`rows` with the advantages that are trained on, and with returns where there is a critic.
+
+    A pure function but for `remember`, so that a mechanism counter can credit a batch a second time.
+
+    Args:
+        rows: this rank's, with `values` and whatever else was asked before the update.
+        choices: the run's.
+        sums: adds up over ranks.
+        remember: tell a normalization with a memory; once a step.
+    """
+    advantages, returns = rows.advantages, rows.returns
+    if choices.advantage.after_forward:
+        assert rows.values is not None
+        rewards = terminal_rewards(rows.rewards, rows.loss_mask)
+        if choices.kl.where == "reward":
+            assert rows.anchor_logprobs is not None
+            coefficients = choices.kl.coefficients(rows.pass_rates).unsqueeze(1)
+            gaps = distances(Scored(rows, rows.anchor_logprobs, rows.anchor_logprobs), choices)
+            rewards = rewards - coefficients * gaps * rows.loss_mask
+        advantages, returns = choices.advantage.estimate_tokens(rewards, rows.values, rows.loss_mask)
+        if remember:
+            unscaled = advantages
+            choices.normalization.remember(lambda: Moments.of(unscaled[rows.loss_mask > 0], sums))
+        advantages = choices.normalization.scale_tokens(advantages, rows.loss_mask, sums)
+    advantages = choices.precision.kept(advantages, choices.precision.fp32_advantage)
+    return replace(rows, advantages=advantages, returns=returns)
