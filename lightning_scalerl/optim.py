@@ -111,12 +111,14 @@ class SqrtBatchSchedule:
         warmup_steps: of the linear warm-up.
         prompts, completions: of a step; their product is its rollouts.
         reference: rollouts a step at which `optimizer.lr` is meant as it stands.
+        rollouts: a step, if the batch is given so.
     """
 
     warmup_steps: int
     prompts: int
     completions: int
     reference: int
+    rollouts: int | None = None
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
@@ -127,7 +129,7 @@ class SqrtBatchSchedule:
     def factor(self, completed_steps: int) -> float:
         """What the learning rate is multiplied with in the next step."""
         warm = min(1.0, (completed_steps + 1) / (self.warmup_steps + 1))
-        return warm * math.sqrt(self.prompts * self.completions / self.reference)
+        return warm * math.sqrt((self.rollouts or self.prompts * self.completions) / self.reference)
 
 
 Schedule = ConstantSchedule | CosineSchedule | SqrtBatchSchedule

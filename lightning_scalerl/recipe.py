@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.choices import Choices
@@ -18,15 +19,29 @@ from lightning_scalerl.update.terms import terms
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """One optimizer step: `prompts` groups (P) of `completions` rollouts (G), `micro_batch` rollouts a pass."""
+    """One optimizer step: `prompts` groups (P) of `completions` rollouts (G), `micro_batch` rollouts a pass.
+
+    With `rollouts`, so many in all: `prompts` is then `rollouts / completions`, whatever else it was given as.
+    """
+
+    added: ClassVar[Mapping[str, Any]] = {"rollouts": None}
 
     prompts: int
     completions: int
     micro_batch: int
+    rollouts: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("prompts", "completions", "micro_batch"):
             whole_number(f"batch.{field}", getattr(self, field))
+        if self.rollouts is not None:
+            whole_number("batch.rollouts", self.rollouts)
+            if self.rollouts % self.completions:
+                raise ConfigurationError(
+                    f"batch.rollouts: {self.rollouts} cannot be divided into groups of batch.completions, "
+                    f"{self.completions}"
+                )
+            object.__setattr__(self, "prompts", self.rollouts // self.completions)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,111 @@
+"""Every recipe, variant and experiment of conf/ composes, and trains ten steps at `scale=tiny`: the one override."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+
+from lightning_scalerl.choices import AXES
+from lightning_scalerl.composition import build_recipe, compose
+from lightning_scalerl.member.identify import plan_members
+from lightning_scalerl.member.run import run_member
+from sweeps.run.journal import read_journal
+from tests.paths import ROOT
+
+STEPS = 10
+
+
+def names(group: str) -> list[str]:
+    return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+
+
+def members(experiment: str) -> list[list[str]]:
+    """The override lists of an experiment's grid, as Hydra's sweeper would make them."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    params = OmegaConf.load(ROOT / "conf" / "experiment" / f"{experiment}.yaml").hydra.sweeper.params
+    parsed = OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in params.items()])
+    (grid,) = BasicSweeper.split_arguments(parsed, None)
+    return [[f"experiment={experiment}", *point] for point in grid]
+
+
+def train(overrides: list[str], tmp_path: Path) -> None:
+    """Ten steps, as `scalerl train` makes them; everything in the journal is finite."""
+    given = [*overrides, "scale=tiny", f"budget.steps={STEPS}", f"output_dir={tmp_path}"]
+    (spec,) = plan_members([given])
+    run_dir = tmp_path / "runs" / spec.run
+    spec.write(run_dir)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_member(run_dir)
+    view = read_journal(run_dir)
+    assert view.status == "finished"
+    records = view.of_kind("train")
+    assert [record.step for record in records] == list(range(1, STEPS + 1))
+    assert all(math.isfinite(value) for record in records for value in record.metrics.values())
+    assert any(record.metrics["train/gradient_norm"] > 0 for record in records), [
+        r.metrics["train/reward"] for r in records
+    ]
+
+
+@pytest.mark.parametrize("scale", names("scale"))
+@pytest.mark.parametrize("recipe", names("recipe"))
+def test_every_recipe_goes_with_every_scale(recipe: str, scale: str) -> None:
+    built = build_recipe(compose([f"recipe={recipe}", f"scale={scale}"]), recipe)
+    built.check(built.choices)
+    assert {axis for axis, _ in built.choices.items()} == set(AXES)
+
+
+@pytest.mark.parametrize("recipe", names("recipe"))
+def test_a_recipe_names_every_axis_that_it_could_leave_open(recipe: str) -> None:
+    """So that its file says what it is; the two of before the axes grew are what they were."""
+    named = (ROOT / "conf" / "recipe" / f"{recipe}.yaml").read_text()
+    left = [axis for axis in AXES if f"/{axis}:" not in named]
+    grown = ["curriculum", "critic", "kl", "entropy", "epochs"]
+    assert left == (grown if recipe in ("scalerl", "scalerl_core") else [])
+
+
+@pytest.mark.parametrize("experiment", names("experiment"))
+def test_members_of_an_experiment_differ(experiment: str) -> None:
+    specs = plan_members([[*overrides, "scale=tiny"] for overrides in members(experiment)])
+    assert len({spec.run for spec in specs}) == len(specs) > 1
+    assert len({spec.recipe for spec in specs if spec.seed == 0}) * len({s.seed for s in specs}) == len(specs)
+
+
+@pytest.mark.parametrize("recipe", names("recipe"))
+def test_every_recipe_trains(recipe: str, tmp_path: Path) -> None:
+    train([f"recipe={recipe}"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", names("experiment"))
+def test_every_experiment_trains(experiment: str, tmp_path: Path) -> None:
+    """Its first and its last member."""
+    first, *_, last = members(experiment)
+    train(first, tmp_path)
+    train(last, tmp_path)
+
+
+# What a variant goes with, where it is not ScaleRL itself.
+GOES_WITH = {"advantage_gae": "ppo", "critic_value_network": "ppo", "precision_bf16_value": "ppo"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", names("variant"))
+def test_every_variant_is_one_change_and_trains(variant: str, tmp_path: Path) -> None:
+    """On the first recipe that it changes, and that it is legal with."""
+    axis = next(axis for axis in sorted(AXES, key=len, reverse=True) if variant.startswith(axis))
+    others = [GOES_WITH.get(variant, "scalerl"), "baseline", "ppo", "dr_grpo"]
+    config = {name: compose([f"recipe={name}"]) for name in others}
+    changed = compose([f"variant={variant}"]) if variant != "none" else None
+    if changed is None:
+        return
+    recipe = next(name for name in others if config[name][axis] != changed[axis])
+    if recipe == "ppo" and axis in ("advantage", "critic"):
+        return  # its own choice there: nothing else goes with the rest of it
+    train([f"recipe={recipe}", f"variant={variant}"], tmp_path)
