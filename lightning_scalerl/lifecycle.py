@@ -204,6 +204,8 @@ class Lifecycle(LightningModule):
         choices, device = self.choices, self.trainer.strategy.root_device
         if choices.critic.has_values and self.critic is None:
             self.critic = ValueModel(self.policy.model, choices.precision).to(device)
+        if self.critic is not None:
+            self.critic.precision = choices.precision
         if choices.kl.where and not self._reference:
             # Before any checkpoint is read: these are the weights that training began with.
             frozen = Policy(copy.deepcopy(self.policy.model), choices.precision, self.policy.temperature)

@@ -132,6 +132,7 @@ class ScaleRL(Lifecycle):
             "train/epoch": self.prompts.epoch,
             "train/prompts_retired": self.prompts.retired,
             **metrics,
+            **self.meter.reward_rate(sum(float(group.rewards.sum()) for group in batch.groups)),
             **self.skipped.metrics(),
             **({"train/loss_scale": self.loss_scale.factor} if self.loss_scale.acts else {}),
             **self.alarm.observe(metrics["train/truncated"], self.completed_steps),

@@ -47,13 +47,22 @@ def constant_weights(mask: Tensor, sampled: float, max_tokens: float) -> Tensor:
 
 
 class Aggregation(DesignChoice):
-    """Weights tokens by counts over the global batch."""
+    """Weights tokens by counts over the global batch.
+
+    Attributes:
+        divisor: what a token's loss is divided by, in words; its counts are recorded (`train/credited_*`).
+    """
 
     axis: ClassVar[str] = "aggregation"
+    divisor: ClassVar[str] = ""
 
     @abstractmethod
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
         """Weight (R, T) of each token's loss; zero where the loss mask is."""
+
+    def semantics(self) -> dict[str, Any]:
+        """With the divisor."""
+        return {**super().semantics(), **({"divisor": self.divisor} if self.divisor else {})}
 
     def reduce(self, per_token_loss: Tensor, batch: TrainBatch, denominators: Denominators) -> Tensor:
         """The (micro-)batch's share of the global loss; a scalar. Shares add up to the loss."""
@@ -63,6 +72,8 @@ class Aggregation(DesignChoice):
 class PromptAggregation(Aggregation):
     """Prompt average (ScaleRL, DAPO per prompt)."""
 
+    divisor: ClassVar[str] = "credited prompts * credited tokens of the group"
+
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
         """1 / (prompts * tokens of the group)."""
         return prompt_weights(batch.loss_mask, batch.group_tokens, denominators.prompts)
@@ -70,6 +81,8 @@ class PromptAggregation(Aggregation):
 
 class SampleAggregation(Aggregation):
     """Sample average (GRPO)."""
+
+    divisor: ClassVar[str] = "credited rollouts * credited tokens of the rollout"
 
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
         """1 / (samples * tokens of the rollout)."""
@@ -79,6 +92,8 @@ class SampleAggregation(Aggregation):
 class TokenAggregation(Aggregation):
     """Token average over the whole batch."""
 
+    divisor: ClassVar[str] = "credited tokens of the batch"
+
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
         """1 / tokens of the batch."""
         return token_weights(batch.loss_mask, denominators.tokens)
@@ -86,6 +101,8 @@ class TokenAggregation(Aggregation):
 
 class SumAggregation(Aggregation):
     """The sum over all tokens, divided by nothing: the step grows with the batch."""
+
+    divisor: ClassVar[str] = "1"
 
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
         """1."""
@@ -95,13 +112,11 @@ class SumAggregation(Aggregation):
 class ConstantAggregation(Aggregation):
     """The sum over all tokens, divided by what they could be at most (Dr.GRPO)."""
 
+    divisor: ClassVar[str] = "rollouts sampled for the step * context.max_new_tokens"
+
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
         """1 / (rollouts of the step * completion limit)."""
         return constant_weights(batch.loss_mask, denominators.sampled, denominators.max_tokens)
-
-    def semantics(self) -> dict[str, Any]:
-        """With the divisor."""
-        return {**super().semantics(), "divisor": "rollouts sampled for the step * context.max_new_tokens"}
 
 
 BY_NAME: Mapping[str, type[Aggregation]] = {

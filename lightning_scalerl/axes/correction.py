@@ -48,6 +48,10 @@ class Behaviour(Correction):
         """What the generator recorded as it sampled."""
         return batch.generator_logprobs
 
+    def semantics(self) -> dict[str, Any]:
+        """With the anchor."""
+        return {**super().semantics(), "anchor": "the generator, at sampling time"}
+
 
 def importance_weights(
     anchor_logprobs: Tensor, generator_logprobs: Tensor, mask: Tensor, level: str, mode: str, low: float, high: float

@@ -124,7 +124,7 @@ class StagedLength(Curriculum):
         steps: optimizer steps a stage.
     """
 
-    def __init__(self, shares: Sequence[float] = (0.25, 0.5, 1.0), steps: int = 50) -> None:
+    def __init__(self, shares: Sequence[float] = (0.5, 0.75, 1.0), steps: int = 50) -> None:
         self.shares = [float(share) for share in shares]
         rising = all(low < high for low, high in zip(self.shares, self.shares[1:], strict=False))
         if not self.shares or not rising or not self.shares[0] > 0 or self.shares[-1] != 1:

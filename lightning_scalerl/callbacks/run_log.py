@@ -29,6 +29,7 @@ class RunLog(Recorder):
         run_dir: the run's directory; created if missing.
         identity: fields of the header (run, curve, recipe, seed, ...); a script of one's own may leave it out.
         guard: called before anything is written; raises if another process has taken the run over.
+        announce: print what the run's names mean when it begins.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class RunLog(Recorder):
         run_dir: str | Path,
         identity: Mapping[str, Any] | None = None,
         guard: Callable[[], None] | None = None,
+        announce: bool = False,
     ) -> None:
         self.run_dir = Path(run_dir)
         self.identity = dict(identity or {})
@@ -43,6 +45,7 @@ class RunLog(Recorder):
         self._journal: Journal | None = None
         self._last_step = 0
         self._trial = False
+        self._announce = announce
 
     @property
     def journal(self) -> Journal:
@@ -65,7 +68,7 @@ class RunLog(Recorder):
         run.ranks.share(lambda: self._begin(run, goes_on))
 
     def _begin(self, run: Run, goes_on: bool) -> None:
-        from lightning_scalerl.measure.semantics import header_fields, write_semantics
+        from lightning_scalerl.measure.semantics import effective, header_fields, write_semantics
 
         self._last_step = run.completed_steps
         header = header_fields(run, self.identity)
@@ -74,6 +77,8 @@ class RunLog(Recorder):
             self._check_same_run(earlier, header, goes_on)
         self._guard()
         write_semantics(self.run_dir, run)
+        if self._announce:
+            print("\n".join(f"  {line}" for line in effective(run.recipe, run.choices)), flush=True)
         if earlier is None:
             self.journal.header(**header)
             return

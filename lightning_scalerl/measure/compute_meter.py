@@ -40,6 +40,7 @@ class ComputeMeter:
         self._started: float | None = None
         self._wasted = dict.fromkeys(WASTED, 0.0)
         self._evaluating = False
+        self._hours_at_step = 0.0
 
     def start(self) -> None:
         """Wall clock counts from here, unless it does already."""
@@ -118,6 +119,16 @@ class ComputeMeter:
             values[f"compute/wasted_{name}"] = self._wasted[name]
         return values
 
+    def reward_rate(self, rewards: float) -> dict[str, float]:
+        """`time/reward_per_device_hour`: the rewards of a step over the device hours since the last one.
+
+        Args:
+            rewards: of all rollouts of the step, added up.
+        """
+        hours = self.metrics()["compute/device_hours"]
+        since, self._hours_at_step = hours - self._hours_at_step, hours
+        return {"time/reward_per_device_hour": rewards / since} if since > 0 else {}
+
     def evaluation_metrics(self) -> dict[str, float]:
         """What evaluation has cost: beside the axes."""
         return {
@@ -148,6 +159,7 @@ class ComputeMeter:
         self._wasted = dict(state["wasted"])
         if self._started is not None:
             self._started = self._clock.now()
+        self._hours_at_step = self.metrics()["compute/device_hours"]
 
 
 class Clock(Protocol):

@@ -62,6 +62,30 @@ def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
     }
 
 
+def effective(recipe: Recipe, choices: Choices) -> list[str]:
+    """In a few lines, what the names of a run come to: printed at its start, all of it stored with the run."""
+    meaning = {axis: choice.semantics() for axis, choice in choices.items()}
+    neutral = {axis for axis, choice in choices.items() if choice.neutral == meaning[axis]}
+    lines = [f"{axis}: {_line(values)}" for axis, values in meaning.items() if axis not in neutral]
+    settings = (
+        f"reward {recipe.reward.incorrect:g} to {recipe.reward.correct:g}",
+        f"{recipe.batch.prompts} prompts of {recipe.batch.completions}",
+        f"{recipe.context.max_new_tokens} new tokens at temperature {recipe.context.temperature:g}",
+        f"learning rate {recipe.optimizer.lr:g}, {type(recipe.schedule).__name__}",
+    )
+    return [
+        *lines,
+        f"neutral: {', '.join(sorted(neutral)) or 'none'}",
+        f"order: {' -> '.join(ORDER)}",
+        f"settings: {'; '.join(settings)}",
+    ]
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    rest = ", ".join(f"{name}={value}" for name, value in values.items() if name != "choice")
+    return f"{values['choice']} ({rest})" if rest else str(values["choice"])
+
+
 def write_semantics(run_dir: Path, module: Any) -> None:
     """Write `semantics.json` into the run's directory."""
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, 
         callbacks=[
             *changed,
             build(config, "evaluation"),
-            RunLog(run_dir, spec.header(), guard),
+            RunLog(run_dir, spec.header(), guard, announce=True),
             ResumableCheckpoint(run_dir / "checkpoints", config.checkpoint.every_n_steps, guard),
         ],
     )

@@ -1,0 +1,118 @@
+"""Choices that change what is sampled or how credit is given, on the arithmetic task: does each of them learn?
+
+Runs (or adopts) two studies through the public command, ScaleRL with one change each and PPO with its critic, and
+writes table and figure of docs/design_space.md between its marks. The words there are ours.
+
+    python benchmarks/learning.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from sweeps.run.journal import JournalView
+from sweeps.source import LoadedStudy, load
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "design_space.md"
+FIGURE = ROOT / "docs" / "design_space.png"
+BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
+SCALERL = str(Path(sys.executable).with_name("scalerl"))
+STEPS = 160
+STUDIES = {
+    "learning": (
+        "variant=none,curriculum_linear,curriculum_exponential,curriculum_staged_length,filter_dynamic_sampling,"
+        "allocation_by_difficulty",
+    ),
+    "learning_ppo": ("recipe=ppo",),
+}
+AXIS = "compute/flops"
+
+
+def study(name: str, seeds: str, parallel: int, *overrides: str) -> LoadedStudy:
+    """Run (or adopt) a study and read it over FLOPs."""
+    settings = (f"study={name}", f"seed={seeds}", f"budget.steps={STEPS}", f"launch.max_parallel={parallel}")
+    subprocess.run([SCALERL, "train", "--multirun", *settings, *overrides], check=True, cwd=ROOT)
+    return load([ROOT / "outputs" / name], x=AXIS)
+
+
+def ends(views: list[JournalView]) -> tuple[float, float]:
+    """Pass rate before the first step, and the mean of the last three evaluations; over seeds."""
+    rates = [[record.metrics["eval/heldout/pass_rate"] for record in view.of_kind("eval")] for view in views]
+    return float(np.mean([row[0] for row in rates])), float(np.mean([row[-3:] for row in rates]))
+
+
+def over_runs(views: list[JournalView], metric: str) -> str:
+    """A metric's mean over steps and seeds, where it is recorded."""
+    found = [r.metrics[metric] for view in views for r in view.of_kind("train") if metric in r.metrics]
+    return f"{np.mean(found):.3f}" if found else ""
+
+
+def mechanism(views: list[JournalView]) -> str:
+    """The share of steps in which what departs from the recipe acted."""
+    last = views[0].of_kind("train")[-1].metrics
+    found = [f"{value:.2f}" for name, value in last.items() if name.startswith("mechanism/")]
+    return ", ".join(found)
+
+
+def main() -> int:
+    """Run, tabulate, draw, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--parallel", type=int, default=2, help="runs at a time")
+    given = parser.parse_args()
+    lines = [
+        f"| recipe | pass rate before | after {STEPS} steps | TFLOPs a run | acted in a share of steps "
+        "| groups dropped | truncated | critic: explained variance | KL |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for name, overrides in STUDIES.items():
+        loaded = study(name, given.seeds, given.parallel, *overrides)
+        for curve in loaded.curves:
+            views = [view for view in loaded.runs if view.header["recipe"] == curve.recipe]
+            before, after = ends(views)
+            cost = np.mean([view.of_kind("train")[-1].metrics[AXIS] for view in views])
+            cells = [
+                curve.recipe,
+                f"{before:.3f}",
+                f"{after:.3f}",
+                f"{cost / 1e12:.2f}",
+                mechanism(views),
+                over_runs(views, "train/groups_dropped"),
+                over_runs(views, "train/truncated"),
+                over_runs(views, "train/explained_variance"),
+                over_runs(views, "train/kl"),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+            seeds = sorted(set(curve.seed))
+            rows = [(curve.compute[curve.seed == seed], curve.reward[curve.seed == seed]) for seed in seeds]
+            shortest = min(len(compute) for compute, _ in rows)
+            mean = [np.mean([row[part][:shortest] for row in rows], axis=0) for part in (0, 1)]
+            axes.plot(mean[0], mean[1], label=curve.recipe, linewidth=1.5)
+    axes.set_xlabel("FLOPs")
+    axes.set_ylabel("held-out pass rate, mean of seeds")
+    axes.set_xscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(FIGURE, dpi=110)
+    head = f"Written by `python benchmarks/learning.py --seeds {given.seeds}`."
+    section = "\n".join([BEGIN, head, "", *lines, "", f"![learning curves]({FIGURE.name})", END])
+    PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: section, PAGE.read_text(), flags=re.DOTALL))
+    print(section)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

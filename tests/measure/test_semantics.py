@@ -1,0 +1,54 @@
+"""What a run says of itself: no name hides a meaning."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_scalerl.composition import build_recipe, compose
+from lightning_scalerl.measure.semantics import effective, resolved_choices
+
+
+def lines_of(*overrides: str) -> str:
+    recipe = build_recipe(compose(overrides), "x")
+    return "\n".join(effective(recipe, recipe.choices))
+
+
+def test_a_run_prints_what_its_names_come_to() -> None:
+    shown = lines_of("recipe=scalerl")
+    for expected in (
+        "loss: CISPO (max_ratio=5.0, ratio_interval=[0.0, 5.0]",
+        "aggregation: PromptAggregation (divisor=credited prompts * credited tokens of the group)",
+        "normalization: BatchNormalization (ddof=1, eps=1e-06, centre=False)",
+        "kv_cache_on_update=stale in flight",
+        "order: reward -> length control -> filter -> advantage -> normalization -> truncated",
+        "reward 0 to 1",
+        "anchor=the generator, at sampling time",
+        "neutral: allocation, critic, curriculum, entropy, epochs, kl",
+    ):
+        assert expected in shown, expected
+
+
+def test_the_new_choices_say_what_they_do() -> None:
+    shown = lines_of("recipe=ppo", "reward=plus_minus_one", "correction=proximal", "precision=fp16")
+    for expected in (
+        "ratio_interval=[0.8, 1.2]",
+        "estimator=k3",
+        "anchor=the trainer, before the first pass over the batch",
+        "reward=on the last sampled token",
+        "value=fp32",
+        "loss_scaling=dynamic",
+        "reward -1 to 1",
+        "epochs: Epochs (count=4)",
+    ):
+        assert expected in shown, expected
+
+
+@pytest.mark.parametrize("recipe", ["scalerl", "ppo"])
+def test_terms_and_their_aggregations_are_stored(recipe: str) -> None:
+    built = build_recipe(compose([f"recipe={recipe}", *(["kl.aggregation=sample"] if recipe == "ppo" else [])]), recipe)
+    terms = resolved_choices(built, built.choices)["terms"]
+    expected = [("policy", "PromptAggregation")]
+    if recipe == "ppo":
+        token = "TokenAggregation"
+        expected = [("policy", token), ("value", token), ("kl", "SampleAggregation"), ("entropy", token)]
+    assert [(term["name"], term["aggregation"]) for term in terms] == expected
