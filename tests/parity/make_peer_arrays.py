@@ -13,7 +13,8 @@ its losses need few of them. One command each:
 
 Both peers compute in float64 here. Repositories: huggingface/trl, verl-project/verl; each entry names the
 released version and the function. Neither has a prompt average: TRL runs once a prompt and the results are
-averaged.
+averaged. TRL goes its own way from rewards to loss; verl's actor and critic losses are those of its workers
+(`ppo_loss`, `value_loss`) with the batch's counts, and bare functions where the name of a case says so.
 """
 
 from __future__ import annotations
@@ -32,31 +33,55 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 from trl import GRPOTrainer
-from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
-from verl.workers.config import ActorConfig
+from verl.trainer.ppo.core_algos import (
+    compute_gae_advantage_return,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    kl_penalty,
+)
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+from verl.utils import tensordict_utils
+from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
+from verl.workers.utils import losses as verl_losses
 
 SEED = 1
 # Dyadic, so that every reward minus its group's mean is exact in float32 too. The second group is constant
 # but not zero: a standard deviation of rewards sees its level, one of advantages does not.
 REWARDS = [[1.0, 0.0, 0.25, 0.5], [0.75, 0.75, 0.75, 0.75], [0.0, 0.0, 1.0, 0.0]]
 LENGTHS = [[7, 3, 5, 1], [2, 1, 4, 3], [5, 2, 7, 6]]
+# Rollouts that hit the completion limit, one a group.
+TRUNCATED = (1, 6, 10)
+# More than the longest completion: a divisor that is the padded width is then another one.
+MAX_TOKENS = 9
 
 TRL_LOSS = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
 TRL_ADVANTAGE = "trl.trainer.grpo_trainer.GRPOTrainer._generate_and_score_completions"
 VERL = "verl.trainer.ppo.core_algos"
+VERL_LOSSES = "verl.workers.utils.losses"
+VERL_WEIGHTS = "verl.trainer.ppo.rollout_corr_helper.compute_rollout_correction_and_rejection_mask"
 CENTRED = "reward minus group mean"
 
 
 @dataclass
 class Rollouts:
-    """All rollouts of all prompts, in order: lists (R) of (T) without padding; rewards (P) of (G)."""
+    """All rollouts of all prompts, in order: lists (R) of (T) without padding; rewards (P) of (G), truncated (R).
+
+    `proximal_logprobs` are the trainer's before the update, `values` the critic's then, `new_values` in the update.
+    """
 
     rewards: list[list[float]]
     generator_logprobs: list[list[float]]
     trainer_logprobs: list[list[float]]
     forced: list[list[int]]
+    truncated: list[int]
+    proximal_logprobs: list[list[float]]
+    reference_logprobs: list[list[float]]
+    entropies: list[list[float]]
+    values: list[list[float]]
+    new_values: list[list[float]]
 
     def plain(self) -> dict[str, Any]:
         """As stored."""
@@ -76,6 +101,20 @@ class Rollouts:
         """Reward minus group mean, (R,)."""
         centred = [reward - sum(group) / len(group) for group in self.rewards for reward in group]
         return torch.tensor(centred, dtype=torch.float64)
+
+    def token_rewards(self, mask: Tensor) -> Tensor:
+        """(R, T): a rollout's reward on its last token inside the mask."""
+        table = torch.zeros(mask.shape, dtype=torch.float64)
+        for row, reward in enumerate(reward for group in self.rewards for reward in group):
+            places = mask[row].nonzero()
+            if len(places):
+                table[row, places[-1]] = reward
+        return table
+
+    def ragged(self, table: Tensor) -> list[list[float]]:
+        """(R, T) as stored: without padding."""
+        rows = zip(table.tolist(), self.forced, strict=True)
+        return [[digits(number) for number in row[: len(forced)]] for row, forced in rows]
 
     def rows(self, prompts: list[int]) -> list[int]:
         """Where the rollouts of these prompts are."""
@@ -98,16 +137,52 @@ def make_rollouts() -> Rollouts:
     generator, trainer, forced = [], [], []
     for row, length in enumerate(lengths):
         chosen = [1.27] + [ratios.pop() for _ in range(length - 1)]
-        anchors = [round(draw.uniform(-4.5, -2.5) * 1024) / 1024 for _ in chosen]
+        anchors = [exact(draw.uniform(-4.5, -2.5)) for _ in chosen]
         generator.append(anchors)
-        trainer.append([round((a + math.log(r)) * 1024) / 1024 for a, r in zip(anchors, chosen, strict=True)])
+        trainer.append([exact(a + math.log(r)) for a, r in zip(anchors, chosen, strict=True)])
         # In the cases with forced tokens: all of rollout 3, and some within and at the end of others.
         forced.append([int(row == 3 or (row % 4 == 0 and token in (2, 4))) for token in range(length)])
-    return Rollouts(REWARDS, generator, trainer, forced)
+    truncated = [int(row in TRUNCATED) for row in range(len(lengths))]
+    return Rollouts(REWARDS, generator, trainer, forced, truncated, **make_before_update(trainer))
+
+
+def make_before_update(trainer: list[list[float]]) -> dict[str, list[list[float]]]:
+    """What the models say before the update, and of values and entropies in it.
+
+    Ratios to the proximal anchor lie in [0.3, 6.6]; each rollout opens with 1.23, where a clip at 0.2 bites and one at
+    0.26 does not. The reference is between anchor and trainer, where the estimate of its distance is below 10. Values
+    move by up to 0.5, so that a clip at 0.2 bites. The seed was sought: of the rollouts that have an advantage, with
+    and without forced tokens, some have weights below 0.5, some above 3, some between, each so large a share of the
+    loss that a bound shows; and ratios of whole sequences are on either side of, and between, all of GSPO's clips.
+    """
+    draw = random.Random(30845)
+    spread = sum(map(len, trainer)) - len(trainer)
+    ratios = [0.3 * 22 ** (index / (spread - 1)) for index in range(spread)]
+    draw.shuffle(ratios)
+    tables: dict[str, list[list[float]]] = {}
+
+    def add(name: str, row: list[float]) -> None:
+        tables.setdefault(name, []).append([exact(value) for value in row])
+
+    for row in trainer:
+        chosen = [1.23] + [ratios.pop() for _ in row[1:]]
+        gaps = [math.log(ratio) for ratio in chosen]
+        values = [exact(draw.uniform(-0.5, 1.0)) for _ in row]
+        add("proximal_logprobs", [t - gap for t, gap in zip(row, gaps, strict=True)])
+        add("reference_logprobs", [t - gap / 2 + draw.uniform(-0.7, 0.7) for t, gap in zip(row, gaps, strict=True)])
+        add("entropies", [draw.uniform(0.1, 3.0) for _ in row])
+        add("values", values)
+        add("new_values", [value + draw.uniform(-0.5, 0.5) for value in values])
+    return tables
+
+
+def exact(value: float) -> float:
+    """A multiple of 2**-10, which float32 holds exactly."""
+    return round(value * 1024) / 1024
 
 
 def trl_trainer(**settings: Any) -> Any:
-    """A GRPOTrainer that never saw a model: only what the two methods read.
+    """A GRPOTrainer that never saw a model: only what the two methods read. `settings` may be of its arguments too.
 
     One process, no gradient accumulation, one step a generation: TRL's normalizers are then the batch's.
     """
@@ -133,12 +208,14 @@ def trl_trainer(**settings: Any) -> Any:
     )
     values: dict[str, Any] = {
         "model": model,
+        "ref_model": torch.nn.Module(),
         "accelerator": accelerator,
         "args": args,
         "importance_sampling_level": "token",
         "epsilon_low": 0.2,
         "epsilon_high": 0.2,
         "beta": 0.0,
+        "max_completion_length": MAX_TOKENS,
         "current_gradient_accumulation_steps": 1,
         "use_vllm": False,
         "vllm_importance_sampling_correction": False,
@@ -147,7 +224,8 @@ def trl_trainer(**settings: Any) -> Any:
         "_entropy_bonus_enabled": False,
         "aux_loss_enabled": False,
         "_metrics": {"train": defaultdict(list), "eval": defaultdict(list)},
-        # From here on for the advantages only.
+        "use_adaptive_entropy": False,
+        # From here on for what comes before the loss.
         "environment_factories": None,
         "environments": None,
         "tools": None,
@@ -155,7 +233,8 @@ def trl_trainer(**settings: Any) -> Any:
         "eos_token_ids": [1],
         "pad_to_multiple_of": None,
         "mask_truncated_completions": False,
-        "num_iterations": 1,
+        # Of one iteration TRL would not ask for the log-probabilities before the update.
+        "num_iterations": 2,
         "num_generations": len(REWARDS[0]),
         "multi_objective_aggregation": "sum_then_normalize",
         "reward_weights": torch.ones(1, dtype=torch.float64),
@@ -171,64 +250,155 @@ def trl_trainer(**settings: Any) -> Any:
         "_pending_metrics": {},
         "log_multimodal": False,
     }
-    vars(trainer).update(values | settings)
+    vars(trainer).update(values)
+    for name, value in settings.items():
+        vars(args if hasattr(args, name) else trainer)[name] = value
     return trainer
 
 
-def trl_advantages(rollouts: Rollouts, scale_rewards: str) -> Tensor:
-    """(R,), by TRL's own path from rewards."""
-    count = len(rollouts.forced)
-    completions = [[2] * len(row) for row in rollouts.forced]
-    trainer = trl_trainer(scale_rewards=scale_rewards)
-    trainer._generate = lambda prompts: ([[3]] * count, completions, None, [""] * count, None, {}, None, None)
-    rewards = torch.tensor(rollouts.rewards, dtype=torch.float64).reshape(-1, 1)
-    trainer._calculate_rewards = lambda *_: rewards.clone()
-    inputs: list[dict[str, Any]] = [{"prompt": ""} for _ in range(count)]
-    advantages: Tensor = trainer._generate_and_score_completions(inputs)["advantages"]
-    return advantages
+@dataclass
+class Leaves:
+    """What gradients are taken by, each (R, T)."""
+
+    gradient: Tensor
+    entropy_gradient: Tensor
+    value_gradient: Tensor
+
+    @classmethod
+    def of(cls, rollouts: Rollouts) -> Leaves:
+        """The trainer's log-probabilities, entropies and values in the update; named as they are stored."""
+        names = ("trainer_logprobs", "entropies", "new_values")
+        return cls(*(rollouts.table(name).requires_grad_(True) for name in names))
+
+    def result(self, loss: Tensor) -> dict[str, Tensor]:
+        """The loss and its gradients."""
+        named = vars(self)
+        gradients = torch.autograd.grad(loss, tuple(named.values()), materialize_grads=True)
+        return {"value": loss.detach(), **dict(zip(named, gradients, strict=True))}
 
 
-def trl_loss(rollouts: Rollouts, rows: list[int], mask: Tensor, advantages: Tensor, **settings: Any) -> Any:
-    """Loss and d loss / d trainer_logprobs (all R, T) of these rows in one call.
+def trl_scored(rollouts: Rollouts, rows: list[int], mask: Tensor, trainer: Any) -> dict[str, Any]:
+    """What TRL makes of the rollouts in these rows before the loss: advantages, masks, weights.
 
     `mask` reaches TRL as its tool mask: that is how TRL keeps tokens out of the loss that were not sampled.
     """
-    logprobs = rollouts.table("trainer_logprobs").requires_grad_(True)
-    present = rollouts.mask(with_forced=False)[rows]
+    lengths = [len(rollouts.forced[row]) for row in rows]
+    # 1 is the end of sequence, which a truncated completion lacks.
+    completions = [
+        [2] * (length - 1) + [2 if rollouts.truncated[row] else 1] for row, length in zip(rows, lengths, strict=True)
+    ]
+    tools = [mask[row, :length].tolist() for row, length in zip(rows, lengths, strict=True)]
+    sampling = [rollouts.generator_logprobs[row] for row in rows]
+    prompts, texts = [[3]] * len(rows), [""] * len(rows)
+    trainer._generate = lambda _: (prompts, completions, tools, texts, sampling, {}, None, None)
+    rewards = torch.tensor(rollouts.rewards, dtype=torch.float64).reshape(-1, 1)[rows]
+    trainer._calculate_rewards = lambda *_: rewards.clone()
+    scored: dict[str, Any] = trainer._generate_and_score_completions([{"prompt": ""} for _ in rows])
+    return scored
+
+
+def trl_step(rollouts: Rollouts, rows: list[int], mask: Tensor, anchor: str, **settings: Any) -> Any:
+    """Loss and gradients (all R, T) of these rows in one call, and what came before the loss.
+
+    `anchor` is what the trainer says before the update: with weights TRL takes it over the generator's.
+    """
+    leaves = Leaves.of(rollouts)
     trainer = trl_trainer(**settings)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
-        logprobs[rows],
-        torch.zeros(len(rows), logprobs.shape[1], dtype=torch.float64),
+    width = max(len(rollouts.forced[row]) for row in rows)
+    said = {
+        None: leaves.gradient,
+        trainer.model: rollouts.table(anchor),
+        trainer.ref_model: rollouts.table("reference_logprobs"),
+    }
+    trainer._get_per_token_logps_and_entropies = lambda model, *_, **__: (
+        said[model][rows, :width],
+        leaves.entropy_gradient[rows, :width],
         None,
     )
-    ones = torch.ones(len(rows), 1, dtype=torch.long)
-    inputs = {
-        "prompt_ids": ones,
-        "prompt_mask": ones,
-        "completion_ids": present,
-        "completion_mask": present,
-        "tool_mask": mask[rows],
-        "advantages": advantages[rows],
-        "old_per_token_logps": rollouts.table("generator_logprobs")[rows],
-        "num_items_in_batch": mask[rows].sum(),
-    }
-    loss = trainer._compute_loss(None, inputs)
-    return loss.detach(), torch.autograd.grad(loss, logprobs)[0]
+    scored = trl_scored(rollouts, rows, mask, trainer)
+    return leaves.result(trainer._compute_loss(None, scored)), scored
+
+
+def trl_advantages(rollouts: Rollouts, **settings: Any) -> Tensor:
+    """(R,), by TRL's own path from rewards."""
+    everything = rollouts.rows(list(range(len(REWARDS))))
+    _, scored = trl_step(rollouts, everything, rollouts.mask(False), "generator_logprobs", loss_type="grpo", **settings)
+    advantages: Tensor = scored["advantages"]
+    return advantages
 
 
 def verl_loss(rollouts: Rollouts, mask: Tensor, name: str, loss_agg_mode: str, **settings: float) -> Any:
-    """Loss and d loss / d trainer_logprobs (R, T)."""
-    logprobs = rollouts.table("trainer_logprobs").requires_grad_(True)
+    """Loss and gradients (R, T) of the bare function, which counts what it is shown."""
+    leaves = Leaves.of(rollouts)
     config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **settings)
     loss, _ = get_policy_loss_fn(name)(
         old_log_prob=rollouts.table("generator_logprobs"),
-        log_prob=logprobs,
-        advantages=rollouts.advantages().unsqueeze(1).expand_as(logprobs),
+        log_prob=leaves.gradient,
+        advantages=rollouts.advantages().unsqueeze(1).expand_as(mask),
         response_mask=mask.double(),
         loss_agg_mode=loss_agg_mode,
         config=config,
     )
-    return loss.detach(), torch.autograd.grad(loss, logprobs)[0]
+    return leaves.result(loss)
+
+
+def verl_weights(rollouts: Rollouts, mask: Tensor, **settings: Any) -> Tensor:
+    """(R, T): of the trainer before the update over the generator; 0 outside the mask."""
+    weights, _, _ = compute_rollout_correction_and_rejection_mask(
+        rollouts.table("proximal_logprobs"), rollouts.table("generator_logprobs"), mask, **settings
+    )
+    found: Tensor = weights.batch["rollout_is_weights"]
+    return found
+
+
+def verl_gae(rollouts: Rollouts, mask: Tensor, beta: float, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Advantages, whitened, and returns (R, T); `beta` times k3 is taken from rewards, which stand on last tokens.
+
+    The deduction is that of `apply_kl_penalty` in verl.trainer.ppo.ray_trainer, which cannot be imported alone.
+    """
+    distance = kl_penalty(rollouts.table("proximal_logprobs"), rollouts.table("reference_logprobs"), "low_var_kl")
+    rewards = rollouts.token_rewards(mask) - beta * distance * mask
+    found: tuple[Tensor, Tensor] = compute_gae_advantage_return(rewards, rollouts.table("values"), mask, gamma, lam)
+    return found
+
+
+def verl_step(
+    rollouts: Rollouts,
+    mask: Tensor,
+    settings: dict[str, Any],
+    anchor: str,
+    weights: dict[str, Any] | None,
+    gae: dict[str, float] | None,
+    critic: dict[str, Any],
+) -> Any:
+    """Loss and gradients (R, T) of verl's workers; with `gae` the critic's loss is added to the actor's.
+
+    Log-probabilities come as tables already, so verl's way to make such of them is left out.
+    """
+    leaves = Leaves.of(rollouts)
+    verl_losses.no_padding_2_padding = lambda values, _: values
+    common = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
+    policy_loss = PolicyLossConfig(loss_mode=settings["loss_mode"])
+    chosen = {name: value for name, value in settings.items() if name != "loss_mode"}
+    tables = {
+        "response_mask": mask,
+        "old_log_probs": rollouts.table(anchor),
+        "ref_log_prob": rollouts.table("reference_logprobs"),
+        "values": rollouts.table("values"),
+        "advantages": rollouts.advantages().unsqueeze(1).expand_as(mask),
+    }
+    if gae is not None:
+        tables["advantages"], tables["returns"] = verl_gae(rollouts, mask, **gae)
+    if weights is not None:
+        tables["rollout_is_weights"] = verl_weights(rollouts, mask, **weights)
+    data = TensorDict(tables, batch_size=[len(mask)])
+    counts = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}
+    tensordict_utils.assign_non_tensor(data, **counts)
+    said = {"log_probs": leaves.gradient, "entropy": leaves.entropy_gradient, "values": leaves.value_gradient}
+    loss, _ = verl_losses.ppo_loss(ActorConfig(**common, policy_loss=policy_loss, **chosen), said, data)
+    if gae is not None:
+        loss = loss + verl_losses.value_loss(CriticConfig(**common, **critic), said, data)[0]
+    return leaves.result(loss)
 
 
 def verl_advantages(rollouts: Rollouts, estimator: str, **settings: Any) -> Tensor:
@@ -246,21 +416,37 @@ def digits(value: float) -> float:
     return float(f"{value:.12g}") + 0.0  # no negative zero
 
 
-def loss_entry(rollouts: Rollouts, name: str, result: Any, origin: dict[str, Any]) -> dict[str, Any]:
-    """A stored case; the gradient is ragged as the completions are."""
-    value, gradient = result
+def loss_entry(rollouts: Rollouts, name: str, result: dict[str, Tensor], origin: dict[str, Any]) -> dict[str, Any]:
+    """A stored case; gradients are ragged as the completions are, and those that are 0 throughout are left out."""
     lengths = [len(row) for row in rollouts.forced]
-    padding = torch.arange(gradient.shape[1]) >= torch.tensor(lengths).unsqueeze(1)
-    if gradient[padding].any():
-        raise RuntimeError(f"{name}: the peer has a gradient on padding")
+    gradients = {key: value for key, value in result.items() if key != "value"}
+    for gradient in gradients.values():
+        padding = torch.arange(gradient.shape[1]) >= torch.tensor(lengths).unsqueeze(1)
+        if gradient[padding].any():
+            raise RuntimeError(f"{name}: the peer has a gradient on padding")
     return {
         "name": name,
         **origin,
-        "value": digits(value.item()),
-        "gradient": [
-            [digits(number) for number in row[:length].tolist()] for row, length in zip(gradient, lengths, strict=True)
-        ],
+        "value": digits(result["value"].item()),
+        **{key: rollouts.ragged(gradient) for key, gradient in gradients.items() if gradient.any()},
     }
+
+
+def trl_weighted(mode: str, low: float | None = None) -> dict[str, Any]:
+    """TRL's settings for weights of the trainer before the update over the generator, within [low, 3]."""
+    return {
+        "use_vllm": True,
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": mode,
+        "vllm_importance_sampling_clip_min": low,
+        "vllm_importance_sampling_clip_max": 3.0,
+    }
+
+
+TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+TRL_PLAIN = {"loss_type": "grpo", "scale_rewards": "none"}
 
 
 def trl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
@@ -272,16 +458,17 @@ def trl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
     def add(
         name: str,
         settings: dict[str, Any],
-        prompts: list[int],
+        prompts: list[int] = everything,
         average: str = "batch",
         forced: bool = False,
         scale_rewards: str | None = None,
+        anchor: str = "generator_logprobs",
     ) -> None:
         mask = rollouts.mask(forced)
-        credit = trl_advantages(rollouts, scale_rewards) if scale_rewards else rollouts.advantages()
         calls = [[prompt] for prompt in prompts] if average == "prompt" else [prompts]
-        results = [trl_loss(rollouts, rollouts.rows(call), mask, credit, **settings) for call in calls]
-        result = [sum(part) / len(calls) for part in zip(*results, strict=True)]
+        given = {"scale_rewards": scale_rewards or "none", **settings}
+        results = [trl_step(rollouts, rollouts.rows(call), mask, anchor, **given)[0] for call in calls]
+        result = {key: sum(each[key] for each in results) / len(calls) for key in results[0]}
         origin = {
             "peer": "trl",
             "version": version("trl"),
@@ -292,6 +479,8 @@ def trl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
             "prompts": prompts,
             "forced": forced,
         }
+        if anchor != "generator_logprobs":
+            origin["anchor"] = anchor
         entries.append(loss_entry(rollouts, name, result, origin))
 
     def clip(loss_type: str, high: float) -> dict[str, Any]:
@@ -322,6 +511,60 @@ def trl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
     add("trl gspo 0.1 prompt", sequence("dapo", 0.05, 0.1), everything, "prompt")
     add("trl gspo 0.1 sample forced", sequence("grpo", 0.05, 0.1), everything, forced=True)
     add("trl grpo from rewards", clip("grpo", 0.2), everything, scale_rewards="group")
+
+    # TRL's aggregation is a part of its loss type: dapo and cispo are token, grpo sample, dr_grpo constant; it has no
+    # sum over the batch.
+    token, sample, constant = clip("dapo", 0.2), clip("grpo", 0.2), clip("dr_grpo", 0.2)
+    add("trl ppo token", token)
+    add("trl ppo sample", sample)
+    add("trl ppo prompt", token, average="prompt")
+    add("trl ppo constant", constant)
+    add("trl dapo 0.28 constant", clip("dr_grpo", 0.28))
+    add("trl gspo 0.1 constant", sequence("dr_grpo", 0.05, 0.1))
+    add("trl ppo prompt forced", token, average="prompt", forced=True)
+    add("trl ppo constant forced", constant, forced=True)
+    add("trl ppo token batch rewards", token, scale_rewards="batch")
+
+    masked = {"mask_truncated_completions": True}
+    add("trl ppo token truncated", token | masked)
+    add("trl ppo sample truncated", sample | masked)
+    add("trl ppo prompt truncated", token | masked, average="prompt")
+    add("trl ppo constant truncated", constant | masked)
+    add("trl cispo token truncated", cap | masked)
+    add("trl ppo token truncated forced", token | masked, forced=True)
+    add("trl ppo token truncated from rewards", token | masked, scale_rewards="group")
+
+    distance = {"beta": 0.2, "use_bias_correction_kl": False}
+    add("trl ppo token kl", token | distance)
+    add("trl ppo sample kl", sample | distance)
+    add("trl ppo prompt kl", token | distance, average="prompt")
+    add("trl ppo constant kl", constant | distance)
+    add("trl cispo token kl forced", cap | distance, forced=True)
+    add("trl ppo token kl truncated", token | distance | masked)
+    add("trl ppo token kl biased", token | distance | {"use_bias_correction_kl": True})
+
+    # One coefficient, and a mean over tokens under every loss type.
+    bonus = {"_entropy_bonus_enabled": True, "entropy_coef": 0.01}
+    add("trl ppo token entropy", token | bonus)
+    add("trl ppo sample entropy", sample | bonus)
+    add("trl cispo token entropy forced", cap | bonus, forced=True)
+
+    proximal = "proximal_logprobs"
+    add("trl ppo token proximal", token, anchor=proximal)
+    for mode in TRL_MODES:
+        named = mode.replace("_", " ")
+        add(f"trl ppo token weights {named}", token | trl_weighted(mode), anchor=proximal)
+        add(f"trl cispo token weights {named}", cap | trl_weighted(mode), anchor=proximal)
+        add(f"trl ppo token weights {named} forced", token | trl_weighted(mode), anchor=proximal, forced=True)
+        add(f"trl ppo token kl weights {named}", token | distance | trl_weighted(mode), anchor=proximal)
+    add("trl ppo token kl proximal", token | distance, anchor=proximal)
+    add("trl ppo sample weights sequence mask", sample | trl_weighted("sequence_mask"), anchor=proximal)
+    add("trl ppo constant weights token truncate", constant | trl_weighted("token_truncate"), anchor=proximal)
+    above = {mode: trl_weighted(mode, 0.5) for mode in TRL_MODES}
+    add("trl ppo prompt weights token truncate 0.5", token | above["token_truncate"], average="prompt", anchor=proximal)
+    add("trl ppo sample weights sequence mask 0.5", sample | above["sequence_mask"], anchor=proximal)
+    gspo = sequence("grpo", 0.05, 0.1) | trl_weighted("sequence_truncate")
+    add("trl gspo 0.1 sample weights sequence truncate", gspo, anchor=proximal)
     return entries
 
 
@@ -343,6 +586,30 @@ def verl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
         result = verl_loss(rollouts, rollouts.mask(forced), loss, mode, **settings)
         entries.append(loss_entry(rollouts, name, result, origin))
 
+    def add_step(
+        name: str,
+        settings: dict[str, Any],
+        forced: bool = False,
+        weights: dict[str, Any] | None = None,
+        gae: dict[str, float] | None = None,
+        critic: dict[str, Any] | None = None,
+        anchor: str | None = None,
+    ) -> None:
+        named = anchor or ("generator_logprobs" if weights is None else "proximal_logprobs")
+        given: dict[str, Any] = {"anchor": named, "weights": weights, "gae": gae, "critic": critic or {}}
+        origin = {
+            "peer": "verl",
+            "version": version("verl"),
+            "function": f"{VERL_LOSSES}.ppo_loss" + (" + value_loss" if gae else ""),
+            "settings": {**settings, **{key: value for key, value in given.items() if value}},
+            "calls": "one",
+            "advantages": "verl's, gae" if gae else CENTRED,
+            "prompts": list(range(len(REWARDS))),
+            "forced": forced,
+        }
+        result = verl_step(rollouts, rollouts.mask(forced), settings, **given)
+        entries.append(loss_entry(rollouts, name, result, origin))
+
     # verl bounds the loss of a negative advantage at ratio c, "dual clip". We do not: c is put out of reach,
     # and one case keeps verl's default, 3, to show that it is another surrogate.
     clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1e6}
@@ -361,6 +628,62 @@ def verl_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
     add("verl gspo 0.1 token", "gspo", "token-mean", wider)
     add("verl gspo 0.1 token forced", "gspo", "token-mean", wider, forced=True)
     add("verl dual clip token", "vanilla", "token-mean", clip | {"clip_ratio_c": 3.0})
+
+    token: dict[str, Any] = {"loss_agg_mode": "token-mean"}
+    sample: dict[str, Any] = {"loss_agg_mode": "seq-mean-token-mean"}
+    summed: dict[str, Any] = {"loss_agg_mode": "token-sum"}
+    width: dict[str, Any] = {"loss_agg_mode": "seq-mean-token-sum-norm"}
+    constant = width | {"loss_scale_factor": MAX_TOKENS}
+    aggregations = {"token": token, "sample": sample, "sum": summed, "constant": constant}
+
+    symmetric = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 1e6}
+    ppo = {"loss_mode": "vanilla", **symmetric}
+    dapo, cispo, gspo = {"loss_mode": "vanilla", **clip}, {"loss_mode": "cispo", **cap}, {"loss_mode": "gspo", **wider}
+    reinforce = {"loss_mode": "gpg"}
+    for named, aggregation in aggregations.items():
+        add_step(f"verl ppo {named}", ppo | aggregation)
+        add_step(f"verl ppo {named} forced", ppo | aggregation, forced=True)
+        add_step(f"verl reinforce {named}", reinforce | aggregation)
+    for named in ("sum", "constant"):
+        add_step(f"verl dapo 0.28 {named}", dapo | aggregations[named])
+        add_step(f"verl cispo {named}", cispo | aggregations[named])
+        add_step(f"verl cispo {named} forced", cispo | aggregations[named], forced=True)
+    add_step("verl gspo 0.1 sum", gspo | summed)
+    add_step("verl ppo constant width", ppo | width)
+    add("verl ppo constant forced bare", "vanilla", "seq-mean-token-sum-norm", symmetric, forced=True)
+
+    distance = {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "low_var_kl"}
+    bonus = {"entropy_coeff": 0.01}
+    for named, aggregation in aggregations.items():
+        add_step(f"verl ppo {named} kl", ppo | aggregation | distance)
+        add_step(f"verl ppo {named} entropy", ppo | aggregation | bonus)
+    add_step("verl ppo token kl entropy forced", ppo | token | distance | bonus, forced=True)
+
+    bounded: dict[str, dict[str, Any]] = {
+        "token truncate": {"rollout_is": "token", "rollout_is_threshold": 3.0},
+        "token mask 0.5": {"rollout_is": "token", "rollout_is_threshold": "0.5_3.0"},
+        "sequence truncate": {"rollout_is": "sequence", "rollout_is_threshold": 3.0},
+        "sequence mask 0.5": {"rollout_is": "sequence", "rollout_is_threshold": "0.5_3.0"},
+    }
+    for named, weights in bounded.items():
+        add_step(f"verl ppo token weights {named}", ppo | token, weights=weights)
+        add_step(f"verl ppo token kl weights {named}", ppo | token | distance, weights=weights)
+        add_step(f"verl reinforce token weights {named}", reinforce | token, weights=weights)
+    add_step("verl ppo token kl proximal", ppo | token | distance, anchor="proximal_logprobs")
+    add_step("verl ppo token proximal", ppo | token, anchor="proximal_logprobs")
+    add_step("verl cispo sample weights token truncate", cispo | sample, weights=bounded["token truncate"])
+
+    gae = {"beta": 0.0, "gamma": 1.0, "lam": 0.95}
+    decayed = {"beta": 0.0, "gamma": 0.9, "lam": 0.5}
+    value = {"cliprange_value": 0.2}
+    for named in ("token", "sample", "sum"):
+        own = value | aggregations[named]
+        add_step(f"verl ppo gae {named}", ppo | aggregations[named], gae=gae, critic=own)
+    add_step("verl ppo gae token forced", ppo | token, gae=gae, critic=value | token, forced=True)
+    add_step("verl ppo gae sample, critic token", ppo | sample, gae=decayed, critic=value | token)
+    charged = gae | {"beta": 0.2}
+    proximal = "proximal_logprobs"
+    add_step("verl ppo gae token kl reward", ppo | token, gae=charged, critic=value | token, anchor=proximal)
     return entries
 
 
@@ -382,7 +705,8 @@ def advantage_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
         )
 
     for scale in ("group", "batch", "none"):
-        add("trl", f"trl {scale}", TRL_ADVANTAGE, {"scale_rewards": scale}, trl_advantages(rollouts, scale))
+        settings: dict[str, Any] = {"scale_rewards": scale}
+        add("trl", f"trl {scale}", TRL_ADVANTAGE, settings, trl_advantages(rollouts, **settings))
     for scaled in (True, False):
         settings = {"norm_adv_by_std_in_grpo": scaled}
         values = verl_advantages(rollouts, "grpo", **settings)
@@ -392,7 +716,52 @@ def advantage_cases(rollouts: Rollouts) -> list[dict[str, Any]]:
     whiten = "reinforce_plus_plus_baseline"
     function = f"{VERL}.compute_reinforce_plus_plus_baseline_outcome_advantage"
     add("verl", "verl whitened", function, {}, verl_advantages(rollouts, whiten))
+    for scale in ("group", "batch"):
+        settings = {"scale_rewards": scale, "mask_truncated_completions": True}
+        add("trl", f"trl {scale} truncated", TRL_ADVANTAGE, settings, trl_advantages(rollouts, **settings))
     return entries
+
+
+def token_cases(rollouts: Rollouts) -> dict[str, list[dict[str, Any]]]:
+    """What both have a number a token for, (R) of (T), by what it is: credit, weights, distances."""
+    found: dict[str, list[dict[str, Any]]] = {"token_advantages": [], "weights": [], "distances": []}
+
+    def add(kind: str, name: str, function: str, settings: dict[str, Any], forced: bool, **tables: Tensor) -> None:
+        peer = name.split()[0]
+        origin = {"name": name, "peer": peer, "version": version(peer), "function": function, "settings": settings}
+        ragged = {key: rollouts.ragged(table) for key, table in tables.items()}
+        found[kind].append({**origin, "forced": forced, **ragged})
+
+    for forced in (False, True):
+        mask, suffix = rollouts.mask(forced), " forced" if forced else ""
+        for beta, gamma, lam in ((0.0, 1.0, 0.95), (0.0, 0.9, 0.5), (0.2, 1.0, 1.0)):
+            settings: dict[str, Any] = {"beta": beta, "gamma": gamma, "lam": lam}
+            advantages, returns = verl_gae(rollouts, mask, **settings)
+            tables = {"advantages": advantages * mask, "returns": returns * mask}
+            function = f"{VERL}.compute_gae_advantage_return"
+            add("token_advantages", f"verl gae {gamma} {lam} kl {beta}{suffix}", function, settings, forced, **tables)
+        for mode, low in [(mode, low) for low in (None, 0.5) for mode in TRL_MODES]:
+            settings = trl_weighted(mode, low)
+            everything = list(range(len(mask)))
+            _, scored = trl_step(rollouts, everything, mask, "proximal_logprobs", **settings, **TRL_PLAIN)
+            weights = scored["importance_sampling_ratio"].expand_as(mask) * mask
+            name = f"trl {mode.replace('_', ' ')}{f' {low}' if low else ''}{suffix}"
+            add("weights", name, TRL_ADVANTAGE, settings, forced, weights=weights)
+        for level in ("token", "sequence"):
+            for named, bounds in (("truncate", 3.0), ("mask 0.5", "0.5_3.0")):
+                settings = {"rollout_is": level, "rollout_is_threshold": bounds}
+                weights = verl_weights(rollouts, mask, **settings)
+                add("weights", f"verl {level} {named}{suffix}", VERL_WEIGHTS, settings, forced, weights=weights)
+
+    # Of rollouts as they are, and of a reference so far away that verl's bound at 10 is reached.
+    for name, shift in (("verl k3", 0.0), ("verl k3 far", 2.0)):
+        leaf = rollouts.table("trainer_logprobs").requires_grad_(True)
+        present = rollouts.mask(with_forced=False)
+        distance = kl_penalty(leaf, rollouts.table("reference_logprobs") + shift * present, "low_var_kl")
+        (gradient,) = torch.autograd.grad(distance.sum(), leaf)
+        settings = {"kl_penalty": "low_var_kl", "shift": shift}
+        add("distances", name, f"{VERL}.kl_penalty", settings, False, distance=distance.detach(), gradient=gradient)
+    return found
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -419,6 +788,7 @@ def main() -> None:
             "inputs": rollouts.plain(),
             "losses": trl_cases(rollouts) + verl_cases(rollouts),
             "advantages": advantage_cases(rollouts),
+            **token_cases(rollouts),
         },
     )
 

@@ -1,14 +1,16 @@
-"""Our losses, aggregations and advantages against TRL and verl, on arrays stored by make_peer_arrays.py.
+"""Our losses, aggregations, credit, weights and distances against TRL and verl, as stored by make_peer_arrays.py.
 
-Every loss case goes the whole way: rewards and log-probabilities in, `credit.assemble`, loss, aggregation,
-and out come the value and d loss / d trainer_logprobs. Where a peer does otherwise under the same name, a
-test says what and where.
+Every loss case goes the whole way: rewards and what the models say in, `credit.assemble`, `token_credit`, the terms
+of the loss, and out come the value and the gradients. Where a peer does otherwise under the same name, a test says
+what and where.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +18,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_scalerl.axes.advantage import GroupAdvantage
-from lightning_scalerl.axes.aggregation import Aggregation, PromptAggregation, SampleAggregation, TokenAggregation
+from lightning_scalerl.axes.advantage import GAE, GroupAdvantage
+from lightning_scalerl.axes.aggregation import (
+    Aggregation,
+    ConstantAggregation,
+    PromptAggregation,
+    SampleAggregation,
+    SumAggregation,
+    TokenAggregation,
+)
+from lightning_scalerl.axes.correction import Behaviour, Proximal
+from lightning_scalerl.axes.critic import ValueNetwork
+from lightning_scalerl.axes.entropy import FixedEntropy, NoEntropyBonus
 from lightning_scalerl.axes.filter import ZeroVariance
-from lightning_scalerl.axes.loss import CISPO, DAPO, GSPO, Loss
+from lightning_scalerl.axes.kl import FixedKL, NoKL, k3
+from lightning_scalerl.axes.loss import CISPO, DAPO, GSPO, PPO, Loss, Reinforce
 from lightning_scalerl.axes.normalization import (
     BatchNormalization,
+    BatchRewardNormalization,
     NoNormalization,
     Normalization,
     PromptNormalization,
+    RunningNormalization,
 )
+from lightning_scalerl.axes.truncated import KeepTruncated, MaskTruncated
 from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollout import Group, Prompt, Rollout
+from lightning_scalerl.rollout import Group, Prompt, Rollout, Scored, TrainBatch
 from lightning_scalerl.stream.credit import assemble
+from lightning_scalerl.update.terms import terms
+from lightning_scalerl.update.token_credit import token_credit
 from tests.helpers import row
 
 MAKER = Path(__file__).with_name("make_peer_arrays.py")
@@ -37,6 +55,12 @@ STORED = json.loads(Path(__file__).with_name("peer_arrays.json").read_text())
 INPUTS = STORED["inputs"]
 PEER_LOSSES = {case["name"]: case for case in STORED["losses"]}
 PEER_ADVANTAGES = {case["name"]: case for case in STORED["advantages"]}
+PEER_TOKEN_ADVANTAGES = {case["name"]: case for case in STORED["token_advantages"]}
+PEER_WEIGHTS = {case["name"]: case for case in STORED["weights"]}
+PEER_DISTANCES = {case["name"]: case for case in STORED["distances"]}
+# More than the longest completion, 7.
+MAX_TOKENS = 9
+GRADIENTS = ("gradient", "entropy_gradient", "value_gradient")
 
 
 def choices(loss: Loss, aggregation: Aggregation, **others: DesignChoice) -> Choices:
@@ -45,8 +69,32 @@ def choices(loss: Loss, aggregation: Aggregation, **others: DesignChoice) -> Cho
 
 DAPO_26, DAPO_28, CISPO_5 = DAPO(0.2, 0.26), DAPO(0.2, 0.28), CISPO(5.0)
 GSPO_005, GSPO_1 = GSPO(3e-3, 5e-3), GSPO(0.05, 0.1)
+PPO_2, REINFORCE = PPO(0.2), Reinforce()
 TOKEN, SAMPLE, PROMPT = TokenAggregation(), SampleAggregation(), PromptAggregation()
-ZERO_VARIANCE = ZeroVariance()
+SUM, CONSTANT = SumAggregation(), ConstantAggregation()
+NAMED = {"token": TOKEN, "sample": SAMPLE, "sum": SUM, "constant": CONSTANT}
+ZERO_VARIANCE, MASK_TRUNCATED = ZeroVariance(), MaskTruncated()
+DISTANCE, BONUS = FixedKL(0.2), FixedEntropy(0.01)
+# TRL's bonus is a mean over tokens under every loss type.
+TOKEN_BONUS = FixedEntropy(0.01, aggregation="token")
+PROXIMAL = Proximal(mode="none")
+# By TRL's names, and "0.5" for what is bounded from below too; verl's masks are.
+WEIGHTS = {
+    f"{level} {mode}{f' {low}' if low else ''}": Proximal(level, mode, low, 3.0)
+    for low in (0.0, 0.5)
+    for level in ("token", "sequence")
+    for mode in ("truncate", "mask")
+}
+TRL_WEIGHTS = {name: choice for name, choice in WEIGHTS.items() if not name.endswith("0.5")}
+VERL_WEIGHTS = {name: choice for name, choice in WEIGHTS.items() if (choice.mode == "mask") == name.endswith("0.5")}
+# verl whitens credit by rsqrt(variance + 1e-8), the variance unbiased. No eps at all is nearest to that: of the
+# variances here, above 0.1, the two differ by less than 1e-7 of the result.
+WHITENED = BatchNormalization(ddof=1, eps=0.0, centre=True)
+
+
+def actor_critic(aggregation: Aggregation, gae: GAE, critic: ValueNetwork, **others: DesignChoice) -> Choices:
+    return choices(PPO_2, aggregation, advantage=gae, critic=critic, normalization=WHITENED, **others)
+
 
 SAME_LOSS = {
     "trl dapo 0.26 token": choices(DAPO_26, TOKEN),
@@ -69,7 +117,51 @@ SAME_LOSS = {
     "trl gspo 0.1 prompt": choices(GSPO_1, PROMPT),
     "trl gspo 0.1 sample forced": choices(GSPO_1, SAMPLE),
     # GRPO as TRL runs it, from rewards to loss.
-    "trl grpo from rewards": choices(DAPO(0.2, 0.2), SAMPLE, normalization=PromptNormalization(1, 1e-4)),
+    "trl grpo from rewards": choices(PPO_2, SAMPLE, normalization=PromptNormalization(1, 1e-4)),
+    "trl ppo token": choices(PPO_2, TOKEN),
+    "trl ppo sample": choices(PPO_2, SAMPLE),
+    "trl ppo prompt": choices(PPO_2, PROMPT),
+    "trl ppo constant": choices(PPO_2, CONSTANT),
+    "trl dapo 0.28 constant": choices(DAPO_28, CONSTANT),
+    "trl gspo 0.1 constant": choices(GSPO_1, CONSTANT),
+    "trl ppo prompt forced": choices(PPO_2, PROMPT),
+    # A rollout without a credited token is still one of the twelve that the divisor counts.
+    "trl ppo constant forced": choices(PPO_2, CONSTANT),
+    "trl ppo token batch rewards": choices(PPO_2, TOKEN, normalization=BatchRewardNormalization(1, 1e-4)),
+    "trl ppo token truncated": choices(PPO_2, TOKEN, truncated=MASK_TRUNCATED),
+    "trl ppo prompt truncated": choices(PPO_2, PROMPT, truncated=MASK_TRUNCATED),
+    "trl ppo constant truncated": choices(PPO_2, CONSTANT, truncated=MASK_TRUNCATED),
+    "trl cispo token truncated": choices(CISPO_5, TOKEN, truncated=MASK_TRUNCATED),
+    "trl ppo token truncated forced": choices(PPO_2, TOKEN, truncated=MASK_TRUNCATED),
+    "trl ppo token truncated from rewards": choices(
+        PPO_2, TOKEN, truncated=MASK_TRUNCATED, normalization=PromptNormalization(1, 1e-4)
+    ),
+    "trl ppo token kl": choices(PPO_2, TOKEN, kl=DISTANCE),
+    "trl ppo sample kl": choices(PPO_2, SAMPLE, kl=DISTANCE),
+    "trl ppo prompt kl": choices(PPO_2, PROMPT, kl=DISTANCE),
+    "trl ppo constant kl": choices(PPO_2, CONSTANT, kl=DISTANCE),
+    "trl cispo token kl forced": choices(CISPO_5, TOKEN, kl=DISTANCE),
+    "trl ppo token kl truncated": choices(PPO_2, TOKEN, kl=DISTANCE, truncated=MASK_TRUNCATED),
+    "trl ppo token entropy": choices(PPO_2, TOKEN, entropy=TOKEN_BONUS),
+    "trl ppo sample entropy": choices(PPO_2, SAMPLE, entropy=TOKEN_BONUS),
+    "trl cispo token entropy forced": choices(CISPO_5, TOKEN, entropy=TOKEN_BONUS),
+    "trl ppo token proximal": choices(PPO_2, TOKEN, correction=PROXIMAL),
+    "trl ppo token kl proximal": choices(PPO_2, TOKEN, correction=PROXIMAL, kl=DISTANCE),
+    **{
+        f"trl {head} weights {name}{tail}": choices(loss, TOKEN, correction=weights, **others)
+        for name, weights in TRL_WEIGHTS.items()
+        for head, loss, tail, others in (
+            ("ppo token", PPO_2, "", {}),
+            ("cispo token", CISPO_5, "", {}),
+            ("ppo token", PPO_2, " forced", {}),
+            ("ppo token kl", PPO_2, "", {"kl": DISTANCE}),
+        )
+    },
+    "trl ppo sample weights sequence mask": choices(PPO_2, SAMPLE, correction=WEIGHTS["sequence mask"]),
+    "trl ppo constant weights token truncate": choices(PPO_2, CONSTANT, correction=WEIGHTS["token truncate"]),
+    "trl ppo prompt weights token truncate 0.5": choices(PPO_2, PROMPT, correction=WEIGHTS["token truncate 0.5"]),
+    "trl ppo sample weights sequence mask 0.5": choices(PPO_2, SAMPLE, correction=WEIGHTS["sequence mask 0.5"]),
+    "trl gspo 0.1 sample weights sequence truncate": choices(GSPO_1, SAMPLE, correction=WEIGHTS["sequence truncate"]),
     "verl dapo 0.28 token": choices(DAPO_28, TOKEN),
     "verl dapo 0.28 sample": choices(DAPO_28, SAMPLE),
     "verl cispo token": choices(CISPO_5, TOKEN),
@@ -81,23 +173,89 @@ SAME_LOSS = {
     "verl gspo 0.1 sample": choices(GSPO_1, SAMPLE),
     "verl gspo 0.1 token": choices(GSPO_1, TOKEN),
     "verl gspo 0.1 token forced": choices(GSPO_1, TOKEN),
+    # From here on by verl's workers, which are told how many rollouts the batch has: a sample average counts those
+    # without a credited token too. The constant is `loss_scale_factor`.
+    **{
+        f"verl {head} {name}{tail}": choices(loss, aggregation, **others)
+        for name, aggregation in NAMED.items()
+        for head, loss, tail, others in (
+            ("ppo", PPO_2, "", {}),
+            ("ppo", PPO_2, " forced", {}),
+            ("reinforce", REINFORCE, "", {}),
+            ("ppo", PPO_2, " kl", {"kl": DISTANCE}),
+            ("ppo", PPO_2, " entropy", {"entropy": BONUS}),
+        )
+    },
+    "verl dapo 0.28 sum": choices(DAPO_28, SUM),
+    "verl dapo 0.28 constant": choices(DAPO_28, CONSTANT),
+    "verl cispo sum": choices(CISPO_5, SUM),
+    "verl cispo constant": choices(CISPO_5, CONSTANT),
+    "verl cispo sum forced": choices(CISPO_5, SUM),
+    "verl cispo constant forced": choices(CISPO_5, CONSTANT),
+    "verl gspo 0.1 sum": choices(GSPO_1, SUM),
+    "verl ppo token kl entropy forced": choices(PPO_2, TOKEN, kl=DISTANCE, entropy=BONUS),
+    "verl ppo token proximal": choices(PPO_2, TOKEN, correction=PROXIMAL),
+    "verl ppo token kl proximal": choices(PPO_2, TOKEN, correction=PROXIMAL, kl=DISTANCE),
+    **{
+        f"verl {head} weights {name}": choices(loss, TOKEN, correction=weights, **others)
+        for name, weights in VERL_WEIGHTS.items()
+        for head, loss, others in (
+            ("ppo token", PPO_2, {}),
+            ("ppo token kl", PPO_2, {"kl": DISTANCE}),
+            ("reinforce token", REINFORCE, {}),
+        )
+    },
+    "verl cispo sample weights token truncate": choices(CISPO_5, SAMPLE, correction=WEIGHTS["token truncate"]),
+    # The actor's loss and the critic's as one sum; their gradients do not meet.
+    "verl ppo gae token": actor_critic(TOKEN, GAE(1.0, 0.95), ValueNetwork()),
+    "verl ppo gae sample": actor_critic(SAMPLE, GAE(1.0, 0.95), ValueNetwork()),
+    "verl ppo gae sum": actor_critic(SUM, GAE(1.0, 0.95), ValueNetwork()),
+    "verl ppo gae token forced": actor_critic(TOKEN, GAE(1.0, 0.95), ValueNetwork()),
+    "verl ppo gae sample, critic token": actor_critic(SAMPLE, GAE(0.9, 0.5), ValueNetwork(aggregation="token")),
+    "verl ppo gae token kl reward": actor_critic(
+        TOKEN, GAE(1.0, 0.95), ValueNetwork(), correction=PROXIMAL, kl=FixedKL(0.2, "reward")
+    ),
 }
-OTHER_LOSS = {"verl cispo sample forced", "verl dual clip token"}
+OTHER_LOSS = {
+    "verl cispo sample forced",
+    "verl dual clip token",
+    "verl ppo constant width",
+    "verl ppo constant forced bare",
+    "trl ppo sample truncated",
+    "trl ppo token kl biased",
+}
 
 SAME_ADVANTAGE = {
     "trl group": PromptNormalization(ddof=1, eps=1e-4),
+    "trl batch": BatchRewardNormalization(ddof=1, eps=1e-4),
     "trl none": NoNormalization(),
     "verl grpo scaled": PromptNormalization(ddof=1, eps=1e-6),
     "verl grpo unscaled": NoNormalization(),
     # On completions of one token: verl weighs by tokens there, our batch scale counts each rollout once.
     "verl whitened": BatchNormalization(ddof=1, eps=0.0),
 }
-OTHER_ADVANTAGE = {"trl batch"}
+# Advantages of the rollouts that masking leaves.
+MASKED_ADVANTAGE = {
+    "trl group truncated": PromptNormalization(ddof=1, eps=1e-4),
+    "trl batch truncated": BatchRewardNormalization(ddof=1, eps=1e-4),
+}
+SAME_TOKEN_ADVANTAGE = {
+    f"verl gae {discount} {trace} kl {beta}{tail}": (GAE(discount, trace), FixedKL(beta, "reward"))
+    for discount, trace, beta in ((1.0, 0.95, 0.0), (0.9, 0.5, 0.0), (1.0, 1.0, 0.2))
+    for tail in ("", " forced")
+}
+SAME_WEIGHTS = {
+    f"{peer} {name}{tail}": weights
+    for peer, known in (("trl", WEIGHTS), ("verl", VERL_WEIGHTS))
+    for name, weights in known.items()
+    for tail in ("", " forced")
+}
 
 
 def stored_groups(with_forced: bool) -> list[Group]:
     """The stored rollouts as they would leave a generator; prompts differ in length, to no effect."""
     rows = iter(zip(INPUTS["generator_logprobs"], INPUTS["forced"], strict=True))
+    truncated = iter(INPUTS["truncated"])
     groups = []
     for number, rewards in enumerate(INPUTS["rewards"]):
         rollouts = []
@@ -105,7 +263,8 @@ def stored_groups(with_forced: bool) -> list[Group]:
             logprobs, forced = next(rows)
             length = len(logprobs)
             flags = [with_forced and bool(flag) for flag in forced]
-            rollouts.append(Rollout([5] * length, logprobs, [0] * length, flags, "stop", reward=reward))
+            reason = "length" if next(truncated) else "stop"
+            rollouts.append(Rollout([5] * length, logprobs, [0] * length, flags, reason, reward=reward))
         groups.append(Group(number, Prompt(str(number), "", ""), [3] * (number + 1), rollouts))
     return groups
 
@@ -116,25 +275,50 @@ def padded(rows: list[list[float]], fill: float) -> Tensor:
     return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=torch.float64)
 
 
-def ours(picked: Choices, with_forced: bool, micro_batch: int) -> tuple[Tensor, Tensor]:
-    """Our loss and d loss / d trainer_logprobs, summed over micro-batches; padding holds junk."""
-    batch = assemble(stored_groups(with_forced), picked, max_new_tokens=7)
-    logprobs = padded(INPUTS["trainer_logprobs"], fill=-1.0).requires_grad_(True)
+def credited(picked: Choices, with_forced: bool) -> TrainBatch:
+    """The batch as the update gets it, with what its choices ask of the models before; padding holds junk."""
+    batch = assemble(stored_groups(with_forced), picked, MAX_TOKENS)
+
+    def before(name: str, asked: bool) -> Tensor | None:
+        return padded(INPUTS[name], fill=-1.0)[batch.row, : batch.loss_mask.shape[1]] if asked else None
+
+    rows = replace(
+        batch,
+        anchor_logprobs=before("proximal_logprobs", picked.needs_anchor),
+        reference_logprobs=before("reference_logprobs", bool(picked.kl.where)),
+        values=before("values", picked.critic.has_values),
+    )
+    return token_credit(rows, picked, sums=lambda numbers: numbers)
+
+
+def ours(picked: Choices, with_forced: bool, micro_batch: int) -> dict[str, Tensor]:
+    """Our loss and its gradients (R, T) by what the models say, summed over micro-batches; padding holds junk."""
+    return on_batch(credited(picked, with_forced), picked, micro_batch)
+
+
+def on_batch(batch: TrainBatch, picked: Choices, micro_batch: int) -> dict[str, Tensor]:
+    """`ours`, of a batch with credit."""
+    names = ("trainer_logprobs", "entropies", "new_values")
+    leaves = [padded(INPUTS[name], fill=-1.0).requires_grad_(True) for name in names]
     total = torch.zeros((), dtype=torch.float64)
     for part in batch.micro_batches(micro_batch):
-        per_token = picked.loss.per_token(
-            logprobs[part.row, : part.loss_mask.shape[1]],
-            picked.correction.anchor(part),
-            part.advantages,
-            part.loss_mask,
-        )
-        total = total + picked.aggregation.reduce(per_token, part, batch.denominators)
-    return total.detach(), torch.autograd.grad(total, logprobs)[0]
+        scored = Scored(part, *(leaf[part.row, : part.loss_mask.shape[1]] for leaf in leaves))
+        total = total + torch.stack([term.reduce(scored) for term in terms(picked)]).sum()
+    gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
+    return {"value": total.detach(), **dict(zip(GRADIENTS, gradients, strict=True))}
 
 
-def theirs(name: str) -> tuple[Tensor, Tensor]:
+def theirs(name: str) -> dict[str, Tensor]:
+    """As `ours`; a gradient that is not stored is 0."""
     case = PEER_LOSSES[name]
-    return torch.tensor(case["value"], dtype=torch.float64), padded(case["gradient"], fill=0.0)
+    nothing = [[0.0] * len(row) for row in INPUTS["forced"]]
+    gradients = {key: padded(case.get(key, nothing), fill=0.0) for key in GRADIENTS}
+    return {"value": torch.tensor(case["value"], dtype=torch.float64), **gradients}
+
+
+def sampled(with_forced: bool) -> Tensor:
+    """(R, T, bool): what is neither padding nor forced."""
+    return padded([[1 - (with_forced and flag) for flag in row] for row in INPUTS["forced"]], fill=0.0) > 0
 
 
 def our_advantages(normalization: Normalization) -> Tensor:
@@ -152,59 +336,212 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-12)
 
 
+def assert_same_step(actual: dict[str, Tensor], expected: dict[str, Tensor], times: float = 1.0) -> None:
+    """The loss and all its gradients, `times` as large."""
+    for name in ("value", *GRADIENTS):
+        assert_same(actual[name] * times, expected[name])
+
+
 def test_every_stored_case_is_compared() -> None:
     assert set(PEER_LOSSES) == SAME_LOSS.keys() | OTHER_LOSS
-    assert set(PEER_ADVANTAGES) == SAME_ADVANTAGE.keys() | OTHER_ADVANTAGE
+    assert set(PEER_ADVANTAGES) == SAME_ADVANTAGE.keys() | MASKED_ADVANTAGE.keys()
+    assert set(PEER_TOKEN_ADVANTAGES) == SAME_TOKEN_ADVANTAGE.keys()
+    assert set(PEER_WEIGHTS) == SAME_WEIGHTS.keys()
+    assert set(PEER_DISTANCES) == {"verl k3", "verl k3 far"}
 
 
 @pytest.mark.parametrize("micro_batch", [12, 5])
 @pytest.mark.parametrize("name", SAME_LOSS)
 def test_loss_and_gradient_are_the_peers(name: str, micro_batch: int) -> None:
-    value, gradient = ours(SAME_LOSS[name], PEER_LOSSES[name]["forced"], micro_batch)
-    peer_value, peer_gradient = theirs(name)
-    assert_same(value, peer_value)
-    assert_same(gradient, peer_gradient)
+    assert_same_step(ours(SAME_LOSS[name], PEER_LOSSES[name]["forced"], micro_batch), theirs(name))
+
+
+def departures(right: Choices) -> Iterator[Choices]:
+    """Other choices that a wrong implementation may amount to: loss and aggregation, or one on another axis."""
+    clipped = (PPO_2, PPO(0.3), DAPO_26, DAPO_28, DAPO(0.3, 0.26), CISPO_5, CISPO(4.0), CISPO(6.0), REINFORCE)
+    sequences = (GSPO_005, GSPO_1, GSPO(0.2, 0.1), GSPO(0.05, 0.3))
+    for loss in (*clipped, *sequences, right.loss):
+        for aggregation in (TOKEN, SAMPLE, PROMPT, SUM, CONSTANT):
+            yield right.having(loss).having(aggregation)
+    yield from map(right.having, other_corrections(right))
+    yield from map(right.having, other_credit(right))
+    yield from map(right.having, other_terms(right))
+
+
+def other_corrections(right: Choices) -> list[DesignChoice]:
+    if not right.correction.recomputes:
+        # REINFORCE has no ratio, to whatever that would be.
+        return [WEIGHTS["sequence mask"], *([] if isinstance(right.loss, Reinforce) else [PROXIMAL])]
+    tighter = [Proximal(level, mode, 0.0, 2.0) for level in ("token", "sequence") for mode in ("truncate", "mask")]
+    return [Behaviour(), PROXIMAL, *WEIGHTS.values(), *tighter]
+
+
+def other_credit(right: Choices) -> list[DesignChoice]:
+    found: list[DesignChoice] = [KeepTruncated(), MASK_TRUNCATED, NoNormalization(), BatchNormalization(1, 0.0)]
+    return [*found, *((GAE(1.0, 0.9), GAE(0.99, 0.95)) if right.critic.has_values else ())]
+
+
+def other_terms(right: Choices) -> list[DesignChoice]:
+    found: list[DesignChoice] = [DISTANCE, BONUS]
+    if right.kl.where:
+        found += [NoKL(), FixedKL(0.1, right.kl.where), *(FixedKL(0.2, "loss", name) for name in NAMED)]
+    if right.entropy.acts:
+        found += [NoEntropyBonus(), FixedEntropy(0.005), *(FixedEntropy(0.01, name) for name in NAMED)]
+    if right.critic.has_values:
+        found += [ValueNetwork(0.4), ValueNetwork(clip=0.1), *(ValueNetwork(aggregation=name) for name in NAMED)]
+    return found
+
+
+def meaning(picked: Choices, axis: str) -> dict[str, Any]:
+    """What the choice on an axis is, with the aggregation of its own or else the run's."""
+    choice = picked.on(axis)
+    assert choice is not None
+    name = getattr(choice, "aggregation", None)
+    return {**choice.semantics(), "aggregation": (NAMED[name] if name else picked.aggregation).semantics()}
 
 
 @pytest.mark.parametrize("name", SAME_LOSS)
 def test_no_other_loss_or_aggregation_would_pass(name: str) -> None:
     """The inputs reach every branch that tells the choices apart; else the parity above would say little."""
-    right = SAME_LOSS[name]
-    _, peer_gradient = theirs(name)
-    others = (DAPO_26, DAPO_28, DAPO(0.3, 0.26), CISPO_5, CISPO(4.0), CISPO(6.0))
-    sequences = (GSPO_005, GSPO_1, GSPO(0.2, 0.1), GSPO(0.05, 0.3))
-    for loss in (*others, *sequences, right.loss):
-        for aggregation in (TOKEN, SAMPLE, PROMPT):
-            if loss.same_as(right.loss) and aggregation.same_as(right.aggregation):
-                continue
-            other = right.having(loss).having(aggregation)
-            _, gradient = ours(other, PEER_LOSSES[name]["forced"], micro_batch=12)
-            gap = (gradient - peer_gradient).abs().max() / peer_gradient.abs().max()
-            assert gap > 0.01, (loss.semantics(), aggregation.semantics())
+    right, peer, with_forced = SAME_LOSS[name], theirs(name), PEER_LOSSES[name]["forced"]
+    batch = credited(right, with_forced)
+    for other in departures(right):
+        changed = [axis for axis, choice in other.items() if choice is not right.on(axis)]
+        if all(meaning(other, axis) == meaning(right, axis) for axis in changed):
+            continue
+        after_credit = set(changed) <= {"loss", "aggregation"}
+        step = on_batch(batch if after_credit else credited(other, with_forced), other, micro_batch=12)
+        gaps = [(step[key] - peer[key]).abs().max() / peer[key].abs().max().clamp(min=1e-12) for key in GRADIENTS]
+        assert max(gaps) > 0.01, [meaning(other, axis) for axis in changed]
 
 
 def test_verl_does_not_count_a_rollout_without_credited_tokens() -> None:
-    """verl's sample average leaves it out of the count; ours and TRL's keep it, one of twelve here."""
-    value, gradient = ours(choices(CISPO_5, SAMPLE), with_forced=True, micro_batch=12)
-    peer_value, peer_gradient = theirs("verl cispo sample forced")
-    assert_same(value * 12 / 11, peer_value)
-    assert_same(gradient * 12 / 11, peer_gradient)
+    """verl's bare averages leave it out of the count; ours, TRL's and verl's workers' keep it, one of twelve here."""
+    cispo = ours(choices(CISPO_5, SAMPLE), with_forced=True, micro_batch=12)
+    assert_same_step(cispo, theirs("verl cispo sample forced"), times=12 / 11)
+    # Without a `loss_scale_factor` the divisor is the padded width.
+    ppo = ours(choices(PPO_2, CONSTANT), with_forced=True, micro_batch=12)
+    assert_same_step(ppo, theirs("verl ppo constant forced bare"), times=12 / 11 * 9 / 7)
+
+
+def test_the_constant_of_verl_is_the_padded_width_by_default() -> None:
+    """7 here, where the completion limit is 9: it moves from micro-batch to micro-batch, ours and TRL's do not."""
+    ppo = ours(choices(PPO_2, CONSTANT), with_forced=False, micro_batch=12)
+    assert_same_step(ppo, theirs("verl ppo constant width"), times=9 / 7)
+
+
+def test_a_filter_does_not_move_the_constant() -> None:
+    """TRL, which has none, keeps the constant group in the divisor; its advantages are 0 anyway. So do we."""
+    filtered = ours(choices(PPO_2, CONSTANT, filter=ZERO_VARIANCE), with_forced=False, micro_batch=12)
+    assert_same_step(filtered, theirs("trl ppo constant"))
+
+
+def test_trl_counts_a_masked_completion_in_its_sample_average() -> None:
+    """As one that weighs nothing: twelve rollouts, where ours divides by the nine that are left."""
+    left = ours(choices(PPO_2, SAMPLE, truncated=MASK_TRUNCATED), with_forced=False, micro_batch=12)
+    assert sum(INPUTS["truncated"]) == 3
+    assert_same_step(left, theirs("trl ppo sample truncated"), times=9 / 12)
+
+
+def test_trl_weighs_the_distance_by_the_ratio_by_default() -> None:
+    """`use_bias_correction_kl`: k3 is unbiased for tokens of the policy, and these are of the weights before.
+
+    Ours is k3 of the tokens as they are, as in GRPO's paper and in TRL without that setting.
+    """
+    plain, peer = choices(PPO_2, TOKEN, kl=DISTANCE), theirs("trl ppo token kl biased")
+    assert not torch.allclose(ours(plain, False, 12)["gradient"], peer["gradient"], rtol=1e-2)
+    policy = ours(choices(PPO_2, TOKEN), with_forced=False, micro_batch=12)
+    logprobs = padded(INPUTS["trainer_logprobs"], 0.0).requires_grad_(True)
+    ratio = (logprobs - padded(INPUTS["generator_logprobs"], 0.0)).exp()
+    weighed = 0.2 * (ratio * k3(logprobs, padded(INPUTS["reference_logprobs"], 0.0)))[sampled(False)].mean()
+    assert_same(policy["value"] + weighed.detach(), peer["value"])
+    assert_same(policy["gradient"] + torch.autograd.grad(weighed, logprobs)[0], peer["gradient"])
+
+
+@pytest.mark.parametrize("name", [name for name in SAME_LOSS if " kl weights " in name])
+def test_the_weight_never_scales_the_distance(name: str) -> None:
+    """In TRL, in verl and here: what the KL term adds to a weighted loss is what it adds to one without weights."""
+    peer = name.split()[0]
+
+    def added(to: str, by: Any) -> tuple[Tensor, Tensor]:
+        with_kl, without = by(to), by(to.replace(" kl", ""))
+        return with_kl["value"] - without["value"], with_kl["gradient"] - without["gradient"]
+
+    def ours_of(case: str) -> dict[str, Tensor]:
+        return ours(SAME_LOSS[case], with_forced=False, micro_batch=12)
+
+    for by in (theirs, ours_of):
+        for weighted, plain in zip(added(name, by), added(f"{peer} ppo token kl proximal", by), strict=True):
+            assert plain.abs().max() > 1e-4
+            torch.testing.assert_close(weighted, plain, rtol=1e-6, atol=1e-10)
 
 
 def test_verl_drops_the_gradient_of_large_ratios_under_its_default_dual_clip() -> None:
     """Only where the advantage is negative and the ratio above 3."""
-    _, gradient = ours(choices(DAPO_28, TOKEN), with_forced=False, micro_batch=12)
-    _, peer_gradient = theirs("verl dual clip token")
+    gradient = ours(choices(DAPO_28, TOKEN), with_forced=False, micro_batch=12)["gradient"]
     ratio = (padded(INPUTS["trainer_logprobs"], 0.0) - padded(INPUTS["generator_logprobs"], 0.0)).exp()
     dropped = (ratio > 3) & (our_advantages(NoNormalization()).reshape(-1, 1) < 0)
     assert dropped.any()
     assert (gradient[dropped] > 0).all()
-    assert_same(gradient.masked_fill(dropped, 0.0), peer_gradient)
+    assert_same(gradient.masked_fill(dropped, 0.0), theirs("verl dual clip token")["gradient"])
+
+
+@pytest.mark.parametrize("name", SAME_WEIGHTS)
+def test_weights_are_the_peers(name: str) -> None:
+    """Inside the mask: outside it verl's are 0 and ours are 1, to no effect."""
+    case = PEER_WEIGHTS[name]
+    weights = SAME_WEIGHTS[name].weights(credited(choices(PPO_2, TOKEN, correction=SAME_WEIGHTS[name]), case["forced"]))
+    assert weights is not None
+    peer, inside = padded(case["weights"], fill=0.0), sampled(case["forced"])
+    assert_same(weights[inside], peer[inside])
+    for other in WEIGHTS.values():
+        if not other.same_as(SAME_WEIGHTS[name]):
+            found = other.weights(credited(choices(PPO_2, TOKEN, correction=other), case["forced"]))
+            assert found is not None
+            assert not torch.allclose(found[inside], peer[inside], rtol=1e-2)
+
+
+def test_distances_are_verls_up_to_its_bound() -> None:
+    """verl bounds k3 at 10 and drops the gradient beyond; ours is bounded where its exponential would overflow."""
+    for name in ("verl k3", "verl k3 far"):
+        case, inside = PEER_DISTANCES[name], sampled(False)
+        logprobs = padded(INPUTS["trainer_logprobs"], 0.0).requires_grad_(True)
+        distance = k3(logprobs, padded(INPUTS["reference_logprobs"], 0.0) + case["settings"]["shift"] * inside)
+        (gradient,) = torch.autograd.grad(distance.sum(), logprobs)
+        beyond = (distance > 10) & inside
+        assert beyond.any() == (name == "verl k3 far")
+        peer_distance, peer_gradient = (padded(case[key], fill=0.0) for key in ("distance", "gradient"))
+        assert_same(distance.detach().clamp(max=10), peer_distance)
+        assert_same(gradient.masked_fill(beyond, 0.0), peer_gradient)
+        assert (gradient[beyond] < 0).all()
 
 
 @pytest.mark.parametrize("name", SAME_ADVANTAGE)
 def test_advantages_are_the_peers(name: str) -> None:
     assert_same(our_advantages(SAME_ADVANTAGE[name]), their_advantages(name))
+
+
+@pytest.mark.parametrize("name", MASKED_ADVANTAGE)
+def test_a_masked_completion_counts_in_the_baseline(name: str) -> None:
+    """In TRL as here: its reward stays in the mean and in the deviation, only its tokens leave."""
+    picked = choices(PPO_2, TOKEN, truncated=MASK_TRUNCATED, normalization=MASKED_ADVANTAGE[name])
+    batch = credited(picked, with_forced=False)
+    assert batch.rollouts == len(INPUTS["truncated"]) - sum(INPUTS["truncated"])
+    assert_same(batch.advantages[:, 0].double(), their_advantages(name).reshape(-1)[batch.row])
+    assert torch.equal(their_advantages(name), their_advantages(name.removesuffix(" truncated")))
+
+
+@pytest.mark.parametrize("normalization", [WHITENED, RunningNormalization(ddof=1, eps=0.0, centre=True)])
+@pytest.mark.parametrize("name", SAME_TOKEN_ADVANTAGE)
+def test_advantages_a_token_are_the_peers(name: str, normalization: Normalization) -> None:
+    """With rewards on the last sampled token. The first batch of a running scale is whitened by itself."""
+    case, (gae, distance) = PEER_TOKEN_ADVANTAGES[name], SAME_TOKEN_ADVANTAGE[name]
+    others = {"critic": ValueNetwork(), "kl": distance, "normalization": normalization}
+    batch = credited(choices(PPO_2, TOKEN, advantage=gae, **others), case["forced"])
+    assert batch.returns is not None
+    inside = sampled(case["forced"])
+    assert_same(batch.advantages, padded(case["advantages"], fill=0.0) * inside)
+    assert_same(batch.returns, padded(case["returns"], fill=0.0) * inside)
 
 
 def test_the_batch_scale_of_trl_is_not_ours() -> None:
