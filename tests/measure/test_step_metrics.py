@@ -17,7 +17,7 @@ from lightning_scalerl.axes.aggregation import PromptAggregation
 from lightning_scalerl.axes.filter import ZeroVariance
 from lightning_scalerl.axes.loss import CISPO
 from lightning_scalerl.axes.truncated import MaskTruncated
-from lightning_scalerl.measure.step_metrics import staleness, step_metrics
+from lightning_scalerl.measure.step_metrics import Pass, staleness, step_metrics
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
 from lightning_scalerl.rollout import Group, Rollout
 from lightning_scalerl.stream.credit import assemble
@@ -25,6 +25,10 @@ from tests.axes.test_contract import CREDIT
 from tests.helpers import make_group
 
 CHOICES = CREDIT.having(CISPO(max_ratio=1.5)).having(PromptAggregation())
+
+
+# A pass over a batch that nobody has scored.
+NOTHING = [Pass([], {}, {})]
 
 
 def sampled_by(*versions: int) -> Rollout:
@@ -95,7 +99,7 @@ def some_groups() -> list[Group]:
 
 def test_shares_by_hand() -> None:
     batch = assemble(some_groups(), CHOICES, max_new_tokens=20)
-    metrics = step_metrics(batch, [], CHOICES, completed_steps=0)
+    metrics = step_metrics(batch, NOTHING, CHOICES, completed_steps=0)
     tokens = sum(range(3, 12))
     assert metrics["train/pass_rate"] == pytest.approx(3 / 9)
     assert metrics["train/reward"] == pytest.approx(3.5 / 9)
@@ -104,16 +108,24 @@ def test_shares_by_hand() -> None:
     assert metrics["train/interrupted"] == pytest.approx(4 / 9)
     assert metrics["train/forced_tokens"] == pytest.approx(10 / tokens)
     assert metrics["train/groups_kept"] == 1
+    assert metrics["train/zero_variance"] == pytest.approx(1 / 3)
+    # Two groups more were sampled, and replaced for having none.
+    again = step_metrics(batch, NOTHING, CHOICES, completed_steps=0, dropped=2)
+    assert again["train/zero_variance"] == pytest.approx(3 / 5)
 
 
 def test_shares_are_of_what_was_sampled_whatever_carries_credit() -> None:
     """Filter and mask change which groups are kept, nothing else that is counted over rollouts."""
     groups = some_groups()
-    whole = step_metrics(assemble(groups, CHOICES, 20), [], CHOICES, 2)
+    whole = step_metrics(assemble(groups, CHOICES, 20), NOTHING, CHOICES, 2)
     masked = CHOICES.having(ZeroVariance()).having(MaskTruncated())
-    metrics = step_metrics(assemble(groups, masked, 20), [], masked, 2)
-    assert metrics.pop("train/groups_kept") == pytest.approx(2 / 3)
-    assert metrics == {key: value for key, value in whole.items() if key != "train/groups_kept"}
+    metrics = step_metrics(assemble(groups, masked, 20), NOTHING, masked, 2)
+    of_credit = {name for name in metrics if name.startswith(("train/groups_kept", "train/credited_"))}
+    assert metrics["train/groups_kept"] == pytest.approx(2 / 3)
+    assert (metrics["train/credited_prompts"], metrics["train/credited_rollouts"]) == (2, 4)
+    assert {name: metrics[name] for name in metrics if name not in of_credit} == {
+        name: value for name, value in whole.items() if name not in of_credit
+    }
     assert metrics["train/staleness_mean"] == 2
 
 
@@ -131,7 +143,7 @@ def test_token_metrics_whatever_the_micro_batches(size: int) -> None:
         outside = part.loss_mask == 0
         logprobs = part.generator_logprobs + drift[place, :columns].masked_fill(outside, 15.0)
         parts.append((part, logprobs, entropies[place, :columns].masked_fill(outside, 1e4)))
-    metrics = step_metrics(batch, parts, choices, completed_steps=0)
+    metrics = step_metrics(batch, [Pass(parts, {}, {})], choices, completed_steps=0)
 
     mask = batch.loss_mask.numpy() > 0
     steps = drift[batch.row].numpy()[mask].astype(np.float64)
@@ -143,6 +155,9 @@ def test_token_metrics_whatever_the_micro_batches(size: int) -> None:
         ("logprob_gap", np.abs(steps).mean()),
         ("ratio_mean", ratios.mean()),
         ("ratio_max", ratios.max()),
+        ("ratio_min", ratios.min()),
+        ("mismatch_kl", (ratios - 1 - steps).mean()),
+        ("effective_samples", ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum())),
     ):
         assert metrics[f"train/{name}"] == pytest.approx(float(expected), rel=1e-4), name
 
@@ -153,7 +168,7 @@ def test_a_step_without_credit_reports_numbers() -> None:
         for rollout in group.rollouts:
             rollout.finish_reason = "length"
     choices = CHOICES.having(MaskTruncated())
-    metrics = step_metrics(assemble(groups, choices, 20), [], choices, 1)
+    metrics = step_metrics(assemble(groups, choices, 20), NOTHING, choices, 1)
     assert all(math.isfinite(value) for value in metrics.values())
     assert (metrics["train/truncated"], metrics["train/groups_kept"], metrics["train/ratio_max"]) == (1, 0, 0)
 
