@@ -31,9 +31,10 @@ SCALERL = str(Path(sys.executable).with_name("scalerl"))
 STEPS = 160
 STUDIES = {
     "learning": (
-        "variant=none,curriculum_linear,curriculum_exponential,curriculum_staged_length,filter_dynamic_sampling,"
-        "allocation_by_difficulty",
+        "variant=none,curriculum_linear,curriculum_exponential,curriculum_staged_length,filter_dynamic_sampling",
     ),
+    # Difficulty is known of a prompt that comes back: a quarter of the pool, gone through three times.
+    "learning_reuse": ("task.train=[20,500,200,100]", "variant=none,allocation_by_difficulty"),
     "learning_ppo": ("recipe=ppo",),
 }
 AXIS = "compute/flops"

@@ -101,6 +101,7 @@ class Recipe:
         control = choices.length_control
         problems = [
             choices.advantage.check_group_size(self.batch.completions),
+            choices.filter.check_group_size(self.batch.completions),
             self.cost_model.conflict(choices.async_mode.drains),
             control.check_limit(self.context.max_new_tokens),
         ]

@@ -35,6 +35,19 @@ class Filter(DesignChoice):
     def keep(self, group: Group) -> bool:
         """True if the group enters the loss and its denominators."""
 
+    def check_group_size(self, completions: int) -> str | None:
+        """One line if the filter cannot work with groups of this size, else None."""
+        return None
+
+
+def _too_small(choice: str, completions: int) -> str | None:
+    if completions > 1:
+        return None
+    return (
+        f"batch.completions: {completions} makes groups that never differ, and filter={choice} drops every one; "
+        "choose filter=none, or 2 and more"
+    )
+
 
 class ZeroVariance(Filter):
     """Drop groups whose rewards are all equal, without refilling: the batch gets smaller ("effective batch").
@@ -46,6 +59,10 @@ class ZeroVariance(Filter):
     def keep(self, group: Group) -> bool:
         """True if the rewards differ."""
         return has_variance(group.rewards)
+
+    def check_group_size(self, completions: int) -> str | None:
+        """A group of one never differs."""
+        return _too_small("zero_variance", completions)
 
 
 class DynamicSampling(Filter):
@@ -67,6 +84,10 @@ class DynamicSampling(Filter):
     def keep(self, group: Group) -> bool:
         """True if the rewards differ."""
         return has_variance(group.rewards)
+
+    def check_group_size(self, completions: int) -> str | None:
+        """A group of one never differs."""
+        return _too_small("dynamic_sampling", completions)
 
     def differs(self, theirs: Filter, step: ObservedStep) -> bool:
         """Whether groups were dropped for this batch and others sampled; or the weights differ."""

@@ -10,7 +10,7 @@ import pytest
 import lightning_scalerl
 from lightning_scalerl import Choices, ConfigurationError, DesignChoice
 from lightning_scalerl.choices import AXES, axis_class
-from lightning_scalerl.composition import build, compose, conf_dir
+from lightning_scalerl.composition import build, build_recipe, compose, conf_dir
 from tests.helpers import row
 
 IN_CONF = [(axis, path.stem) for axis in AXES for path in sorted((conf_dir() / axis).glob("*.yaml"))]
@@ -109,3 +109,13 @@ def test_one_class_can_be_an_axis_and_its_neutral_choice() -> None:
 
     with pytest.raises(ConfigurationError, match="lost: its neutral choice, Nowhere, is not to be found"):
         Lost(1.0).neutral_choice()
+
+
+@pytest.mark.parametrize("name", ["zero_variance", "dynamic_sampling"])
+def test_a_filter_that_would_drop_every_group_is_refused(name: str) -> None:
+    """A critic may have groups of one; nothing in them can differ."""
+    ppo = ["recipe=ppo", "batch.completions=1"]
+    fine, dropped = (build_recipe(compose([*ppo, *more]), "ppo") for more in ([], [f"filter={name}"]))
+    fine.check(fine.choices)
+    with pytest.raises(ConfigurationError, match=f"batch.completions: 1 .*filter={name} drops every one"):
+        dropped.check(dropped.choices)
