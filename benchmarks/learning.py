@@ -84,8 +84,9 @@ def main() -> int:
             views = [view for view in loaded.runs if view.header["recipe"] == curve.recipe]
             before, after = ends(views)
             cost = np.mean([view.of_kind("train")[-1].metrics[AXIS] for view in views])
+            label = curve.recipe if name != "learning_reuse" else f"{curve.recipe}, a quarter of the pool"
             cells = [
-                curve.recipe,
+                label,
                 f"{before:.3f}",
                 f"{after:.3f}",
                 f"{cost / 1e12:.2f}",
@@ -100,7 +101,7 @@ def main() -> int:
             rows = [(curve.compute[curve.seed == seed], curve.reward[curve.seed == seed]) for seed in seeds]
             shortest = min(len(compute) for compute, _ in rows)
             mean = [np.mean([row[part][:shortest] for row in rows], axis=0) for part in (0, 1)]
-            axes.plot(mean[0], mean[1], label=curve.recipe, linewidth=1.5)
+            axes.plot(mean[0], mean[1], label=label, linewidth=1.5)
     axes.set_xlabel("FLOPs")
     axes.set_ylabel("held-out pass rate, mean of seeds")
     axes.set_xscale("log")

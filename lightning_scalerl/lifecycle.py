@@ -113,6 +113,7 @@ class Lifecycle(LightningModule):
         # A model that takes part in training and is saved, and one that does neither.
         self.critic: ValueModel | None = None
         self._reference: list[Policy] = []
+        self._of_checkpoint = False
         self.terms: list[Term] = []
         self.loss_scale = LossScale(acts=False)
         self.skipped = SkippedUpdates()
@@ -185,9 +186,9 @@ class Lifecycle(LightningModule):
             # Evaluation asks the stream for the step alone; what a fit has left behind stays for the next one.
             self.stream = vars(self).get("stream", Follower())
             return
-        self._build_update()
         meaning = self._meant(resolved)
         before = self._trained(meaning)
+        self._build_update(anew=before is None)
         self.ranks.share(self._build_data_path)
         if not self.ranks.leads:
             self.stream = Follower()  # type: ignore[assignment]  # all that is asked of it is to count
@@ -199,22 +200,38 @@ class Lifecycle(LightningModule):
         else:
             self._optimizer = None
 
-    def _build_update(self) -> None:
-        """What the update asks besides the policy; all ranks have it."""
+    def _build_update(self, anew: bool) -> None:
+        """What the update asks besides the policy; all ranks have it. `anew`: nothing of an earlier fit is kept."""
         choices, device = self.choices, self.trainer.strategy.root_device
-        if choices.critic.has_values and self.critic is None:
-            self.critic = ValueModel(self.policy.model, choices.precision).to(device)
-        if self.critic is not None:
-            self.critic.precision = choices.precision
-        if choices.kl.where and not self._reference:
-            # Before any checkpoint is read: these are the weights that training began with.
-            frozen = Policy(copy.deepcopy(self.policy.model), choices.precision, self.policy.temperature)
-            self._reference = [frozen.requires_grad_(False).eval().to(device)]
-        self.terms = terms(choices)
-        if self._meaning is None or not self.completed_steps:
+        if anew:
+            self.critic, self._reference = None, []
+            choices.normalization.forget()
             self.loss_scale = LossScale(acts=choices.precision.policy == "fp16")
             self.skipped = SkippedUpdates()
             self.health = HealthWatch(self.recipe.health, self.recipe.reward.incorrect)
+        if choices.critic.has_values and self.critic is None:
+            self.critic = ValueModel(self.policy.model, choices.precision).to(device)
+        if choices.kl.where and not self._reference:
+            self._refer_to(copy.deepcopy(self.policy.model))
+        self.terms = terms(choices)
+
+    def _refer_to(self, model: nn.Module) -> None:
+        """Axis `kl` measures from this model."""
+        frozen = Policy(model, self.choices.precision, self.policy.temperature)
+        self._reference = [frozen.requires_grad_(False).eval().to(self.trainer.strategy.root_device)]
+
+    def _refer_to_the_first(self) -> None:
+        """A run goes on in a module that was made with the weights of its checkpoint: they are not what it began with.
+
+        Raises:
+            ConfigurationError: nobody knows what it began with.
+        """
+        if "model" not in self._constructed:
+            raise ConfigurationError(
+                "kl: the reference is the model that training began with, and this module has the weights of a "
+                "checkpoint; go on with a module made as the first one was: ScaleRL(model=..., tokenizer=...)"
+            )
+        self._refer_to(load_model(str(self._constructed["model"])))
 
     @property
     def reference(self) -> Policy | None:
@@ -479,6 +496,7 @@ class Lifecycle(LightningModule):
                 del weights[name]
         if self._trainer is None or self.trainer.state.fn != "fit":
             self._meaning = None
+            self._of_checkpoint = True
             steps = checkpoint.get("scalerl", {}).get("stream", {}).get("completed_steps", 0)
             self.stream = Follower(steps)  # type: ignore[assignment]
             return
@@ -490,6 +508,8 @@ class Lifecycle(LightningModule):
         self._latest = dict(checkpoint.get("scalerl_metrics", {}))
         # Lightning restores its own counters later, and an evaluation that is still owed asks for the step before.
         count_from(self.trainer, checkpoint["scalerl"]["stream"]["completed_steps"])
+        if self.choices.kl.where and self._of_checkpoint:
+            self._refer_to_the_first()
         update = checkpoint.get("scalerl_update")
         if update is not None:
             self.loss_scale.load_state_dict(update["loss_scale"])

@@ -63,17 +63,19 @@ class ScaleRL(Lifecycle):
         with self.meter.phase("train"):
             rows = self._credited(self.ranks.rows(batch))
             batch = self.ranks.gather_rows(batch, rows)
-            passes = []
-            gaps = torch.zeros(0)
+            passes: list[Pass] = []
             for number in range(self.choices.epochs.count):
                 # To nothing, not to zero: a batch that keeps nothing then moves nothing, momentum included.
                 optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
                 done = self._backward(batch, rows)
-                if self.ranks.leads and number == 0:
-                    gaps = self._observed(batch, done)
+                passes.append(done)
+                if number == 0:
+                    gaps = self._gaps(batch, done)
                 if number + 1 < self.choices.epochs.count:
                     self.optimizers(use_pl_optimizer=False).step()  # type: ignore[union-attr]  # Lightning counts batches
-                passes.append(done)
+            if self.ranks.leads and self.mechanism.axes:
+                last, first = (whole(batch, each.parts)[0] for each in (passes[-1], passes[0]))
+                self.mechanism.observe(batch, last, first)
             optimizer.step()  # type: ignore[union-attr]
             self.meter.trained(batch, self.choices.passes)
         self.stream.step_completed()
@@ -114,15 +116,14 @@ class ScaleRL(Lifecycle):
             self.optimizers().zero_grad(set_to_none=True)  # type: ignore[union-attr]
         return Pass(gathered, {term.name: total for term, total in zip(self.terms, totals, strict=True)}, norms, finite)
 
-    def _observed(self, batch: TrainBatch, done: Pass) -> Tensor:
-        """Before the first update, on rank 0: mechanism counters, and how far the generator is from the trainer."""
+    def _gaps(self, batch: TrainBatch, done: Pass) -> Tensor:
+        """How far the generator is from the trainer before the first update, on rank 0."""
+        if not self.ranks.leads:
+            return torch.zeros(0)
         trainer_logprobs, _ = whole(batch, done.parts)
-        size = self.recipe.batch.micro_batch
         asked = self.generator if self.driver.may_probe else None
-        gaps = logprob_gaps(batch, trainer_logprobs, self.policy, self.completed_steps, size, asked)
-        if self.mechanism.axes:
-            self.mechanism.observe(batch, trainer_logprobs)
-        return gaps
+        size = self.recipe.batch.micro_batch
+        return logprob_gaps(batch, trainer_logprobs, self.policy, self.completed_steps, size, asked)
 
     def _step_metrics(self, batch: TrainBatch, passes: Sequence[Pass]) -> dict[str, Any]:
         """What the step on `batch` looked like, on rank 0."""

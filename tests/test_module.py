@@ -26,6 +26,7 @@ from lightning_scalerl.axes.truncated import KeepTruncated
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint
 from lightning_scalerl.model.load import load_model
+from lightning_scalerl.rollout import Rollout
 from lightning_scalerl.task.base import RewardError
 from sweeps.run.journal import read_journal
 from tests.helpers import SMALL, CountingTask, fit
@@ -483,9 +484,7 @@ def test_huge_vocabularies_are_scored_in_chunks(tiny_model: Any, monkeypatch: py
     from lightning_scalerl.model.policy import Policy
     from tests.generator.test_torch_generator import one_row
 
-    rollout = type("R", (), {"tokens": [3, 4, 5, 6, 7], "generator_logprobs": [0.0] * 5})()
-    rollout.weight_versions, rollout.forced = [0] * 5, [False] * 5
-    batch = one_row((1, 2), rollout)
+    batch = one_row((1, 2), Rollout([3, 4, 5, 6, 7], [0.0] * 5, [0] * 5, [False] * 5, "stop"))
     policy = Policy(tiny_model, Precision("fp32", True, True))
     whole, _ = policy(batch)
     whole.sum().backward()

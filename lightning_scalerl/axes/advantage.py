@@ -41,8 +41,10 @@ def generalized_advantages(
 
 def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     """(R, T): a rollout's reward (R,) on its last token inside the mask; none where it has none."""
-    place = torch.where(mask > 0, torch.arange(mask.shape[1], device=mask.device), -1).amax(1)
     spread = torch.zeros_like(mask)
+    if not mask.numel():  # a rank without rows
+        return spread
+    place = torch.where(mask > 0, torch.arange(mask.shape[1], device=mask.device), -1).amax(1)
     there = place >= 0
     spread[there, place[there]] = rewards[there].to(mask.dtype)
     return spread

@@ -23,6 +23,10 @@ class Allocation(DesignChoice):
         `surplus` is what all prompts before it were given beyond the average: who gives unlike numbers pays it back.
         """
 
+    def check_average(self, average: int) -> str | None:
+        """One line if so many rollouts a prompt, on average, cannot be divided this way, else None."""
+        return None
+
     def differs(self, theirs: Allocation, step: ObservedStep) -> bool:
         """Whether a group of the batch has another size."""
         return any(
@@ -54,6 +58,12 @@ class AllocationByDifficulty(Allocation):
         self.hard = positive("allocation.hard", hard)
         self.easy = positive("allocation.easy", easy)
         self.least = whole_number("allocation.least", least)
+
+    def check_average(self, average: int) -> str | None:
+        """What every prompt gets must fit into the total."""
+        if self.least <= average:
+            return None
+        return f"allocation.least: {self.least} for every prompt is more than the average, batch.completions, {average}"
 
     def completions(self, average: int, pass_rates: Sequence[float], surplus: int = 0) -> int:
         """By difficulty, as far as the total allows."""

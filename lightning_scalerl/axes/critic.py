@@ -35,7 +35,8 @@ class Critic(DesignChoice):
 
     def differs(self, theirs: Critic, step: ObservedStep) -> bool:
         """Whether values took part in the credit of any token."""
-        return step.batch.values is not None and step.batch.denominators.tokens > 0
+        asked = self.has_values != theirs.has_values or step.batch.values is not None
+        return asked and step.batch.denominators.tokens > 0
 
 
 class NoCritic(Critic):

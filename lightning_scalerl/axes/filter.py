@@ -39,6 +39,12 @@ class Filter(DesignChoice):
         """One line if the filter cannot work with groups of this size, else None."""
         return None
 
+    def differs(self, theirs: Filter, step: ObservedStep) -> bool:
+        """Whether weights differ; where one of the two refills, whether groups were replaced, or would have been."""
+        if self.refills == theirs.refills:
+            return step.loss_weights_differ(theirs)
+        return step.dropped > 0 or (theirs.refills and not all(map(theirs.keep, step.batch.groups)))
+
 
 def _too_small(choice: str, completions: int) -> str | None:
     if completions > 1:
@@ -88,10 +94,6 @@ class DynamicSampling(Filter):
     def check_group_size(self, completions: int) -> str | None:
         """A group of one never differs."""
         return _too_small("dynamic_sampling", completions)
-
-    def differs(self, theirs: Filter, step: ObservedStep) -> bool:
-        """Whether groups were dropped for this batch and others sampled; or the weights differ."""
-        return step.dropped > 0 if not theirs.refills else step.loss_weights_differ(theirs)
 
 
 class NoFilter(Filter):

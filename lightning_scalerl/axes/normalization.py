@@ -124,6 +124,9 @@ class Normalization(DesignChoice):
     def remember(self, moments: Callable[[], Moments]) -> None:
         """A batch is about to be scaled, with these moments of its advantages: once a step, for who has a memory."""
 
+    def forget(self) -> None:
+        """A run begins, for who has a memory."""
+
 
 class _Scaled(Normalization):
     def __init__(self, ddof: int = 1, eps: float = 1e-6) -> None:
@@ -195,6 +198,10 @@ class RunningNormalization(_Scaled):
     def __init__(self, ddof: int = 1, eps: float = 1e-6, centre: bool = False) -> None:
         super().__init__(ddof, eps)
         self.centre = centre
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing has been seen."""
         # Scaling must be pure, so the batch at hand is only counted in with the next one.
         self._before = Moments()
         self._last = Moments()

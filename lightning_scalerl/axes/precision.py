@@ -95,15 +95,12 @@ class Precision(DesignChoice):
 
     def differs(self, theirs: Precision, step: ObservedStep) -> bool:
         """Whether log-probabilities differ from those in the other precision; or what is computed of values does."""
-        ours_kept, theirs_kept = self.components(), theirs.components()
-        if any(ours_kept[part] != theirs_kept[part] for part in ("value", "advantage", "kl")):
-            batch = step.batch
-            acts = {"value": batch.values, "kl": batch.reference_logprobs, "advantage": batch.advantages}
-            if any(
-                ours_kept[part] != theirs_kept[part] and values is not None and bool((values != 0).any())
-                for part, values in acts.items()
-            ):
-                return True
+        batch, (ours_kept, theirs_kept) = step.batch, (self.components(), theirs.components())
+        other = {part for part in ("value", "advantage", "kl") if ours_kept[part] != theirs_kept[part]}
+        if "value" in other and batch.values is not None and bool((batch.values != 0).any()):
+            return True
+        if other & {"advantage", "kl"} and step.loss_weights_differ(theirs):
+            return True
         ours, others = step.probe_logprobs(self), step.probe_logprobs(theirs)
         return bool(((ours - others).abs() > LOGPROB_THRESHOLD).any())
 

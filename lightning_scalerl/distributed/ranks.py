@@ -198,7 +198,7 @@ class Ranks:
             return rows
         names = [name for name in BEFORE_UPDATE if getattr(rows, name) is not None]
         if batch.rollouts == 0 or not names:
-            return batch
+            return replace(batch, **{name: getattr(rows, name) for name in names})
         order = torch.argsort(batch.row)
         place = order[torch.searchsorted(batch.row[order], rows.row)]
         tables = torch.zeros(len(names), *batch.generator_logprobs.shape, device=batch.tokens.device)

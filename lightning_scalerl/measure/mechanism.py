@@ -19,7 +19,7 @@ from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollout import TrainBatch
-from lightning_scalerl.stream.credit import assemble
+from lightning_scalerl.stream.credit import assemble, remember
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.update.terms import loss_weights
 from lightning_scalerl.update.token_credit import token_credit
@@ -61,10 +61,17 @@ class MechanismCounters:
         """Where the run departs from its recipe."""
         return [ours.axis for ours, _ in self._departures]
 
-    def observe(self, batch: TrainBatch, trainer_logprobs: Tensor) -> None:
-        """Look at one step, before its optimizer step. trainer_logprobs (R, T): of this batch."""
+    def observe(self, batch: TrainBatch, trainer_logprobs: Tensor, first: Tensor | None = None) -> None:
+        """Look at one step, before its last update, where ratios are furthest from 1.
+
+        Args:
+            batch: what is trained on.
+            trainer_logprobs: (R, T), of the pass that this update is of.
+            first: those of the first pass over the batch, if that was another one.
+        """
         self._steps += 1
-        step = _Step(batch, trainer_logprobs, self._choices, self._stream, self._policy, self._decode)
+        anchor = trainer_logprobs if first is None else first
+        step = _Step(batch, trainer_logprobs, anchor, self._choices, self._stream, self._policy, self._decode)
         for ours, theirs in self._departures:
             self._acted[ours.axis] += ours.differs(theirs, step)
 
@@ -109,6 +116,7 @@ class _Step:
 
     batch: TrainBatch
     trainer_logprobs: Tensor
+    first_logprobs: Tensor
     choices: Choices
     stream: RolloutStream
     policy: Policy
@@ -147,6 +155,10 @@ class _Step:
 
     def loss_weights_differ(self, theirs: DesignChoice) -> bool:
         other = self.choices.having(theirs)
+        # The recipe's own normalization may have a memory, which only this look at every step fills.
+        own_memory = theirs is other.normalization
+        if own_memory and not other.advantage.after_forward:
+            remember(self.batch.groups, other)
         if not self._legal(other):
             return self.batch.rollouts > 0  # theirs goes with another choice that the run does not have either
         device = self.trainer_logprobs.device
@@ -154,12 +166,12 @@ class _Step:
         logprobs = self._on(twin, self.trainer_logprobs.detach(), twin.generator_logprobs)
         # What only the recipe's choice would have kept was never put through a model: what the generator recorded
         # stands in, a ratio of 1 and a value of 0: exact enough to see that it would have weighed something.
-        # Before the first pass over a batch the anchor is what that pass computes.
-        twin.anchor_logprobs = logprobs
+        # The anchor before the first update is what the first pass computes.
+        twin.anchor_logprobs = self._on(twin, self.first_logprobs.detach(), twin.generator_logprobs)
         twin.reference_logprobs = self._on(twin, self.batch.reference_logprobs, twin.generator_logprobs)
         if self.batch.values is not None:
             twin.values = self._on(twin, self.batch.values, torch.zeros_like(twin.generator_logprobs))
-        twin = token_credit(twin, other, lambda numbers: numbers)
+        twin = token_credit(twin, other, lambda numbers: numbers, remember=own_memory)
         ours = loss_weights(self.batch, self.trainer_logprobs, self.choices)
         others = loss_weights(twin, logprobs, other)
         return bool((ours - others).norm() > THRESHOLD * others.norm())

@@ -143,10 +143,14 @@ class RolloutStream:
     def _drop(self) -> None:
         self.dropped += 1
         self._dropped_since += 1
-        most = self.choices.filter.most_dropped * self.groups_per_step
+        # A mode that drains samples several batches before the first of them is taken.
+        mode = self.choices.async_mode
+        batches = mode.max_staleness + 1 if mode.drains else 1
+        most = self.choices.filter.most_dropped * self.groups_per_step * batches
+        whose = "one batch" if batches == 1 else f"{batches} batches"
         if self._dropped_since > most:
             raise PoolExhaustedError(
-                f"filter.most_dropped: {self._dropped_since} groups were dropped for one batch of "
+                f"filter.most_dropped: {self._dropped_since} groups were dropped for {whose} of "
                 f"{self.groups_per_step}, more than {self.choices.filter.most_dropped} for each: all rollouts of a "
                 "prompt get the same reward; use a harder or an easier pool, more completions a prompt, or "
                 "filter=zero_variance"

@@ -107,4 +107,5 @@ class HealthWatch:
         """Go on watching; a window of another length keeps the newest."""
         self._best = state["best"]
         for name, values in state["recent"].items():
+            self._recent[name].clear()
             self._recent[name].extend(values)

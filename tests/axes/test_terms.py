@@ -1,0 +1,438 @@
+"""The loss as a list of terms: any split of a batch gives the same, whatever they are; by hand; over real ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_scalerl.axes.advantage import GAE
+from lightning_scalerl.axes.aggregation import BY_NAME, TokenAggregation
+from lightning_scalerl.axes.correction import Behaviour, Correction, Proximal, importance_weights
+from lightning_scalerl.axes.critic import ValueNetwork, clipped_value_loss
+from lightning_scalerl.axes.entropy import EntropyByDifficulty, FixedEntropy
+from lightning_scalerl.axes.kl import FixedKL, KLByDifficulty
+from lightning_scalerl.axes.loss import GSPO, PPO, Reinforce
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.choices import Choices
+from lightning_scalerl.rollout import Scored, TrainBatch
+from lightning_scalerl.stream.credit import assemble
+from lightning_scalerl.update.terms import loss_weights, terms
+from sweeps.run.journal import read_journal
+from tests.axes.test_contract import AGGREGATIONS, LOSSES, each_aggregation, each_loss
+from tests.distributed.test_ranks import check_same_curve, fit, on_ranks
+from tests.helpers import CountingTask, make_group, row
+
+SETS = {
+    "policy": (),
+    "value": ("value",),
+    "kl": ("kl",),
+    "entropy": ("entropy",),
+    "all": ("value", "kl", "entropy"),
+}
+MODELS = ("trainer_logprobs", "entropies", "values")
+each_set = pytest.mark.parametrize("names", SETS.values(), ids=SETS)
+
+
+def choices_of(
+    loss: DesignChoice,
+    aggregation: DesignChoice,
+    names: tuple[str, ...],
+    own: str | None = None,
+    correction: Correction | None = None,
+) -> Choices:
+    """A row with these terms beside the policy's, each with an aggregation of its own if one is given."""
+    given: list[DesignChoice] = [loss, aggregation, correction or Behaviour()]
+    if "value" in names:
+        given += [GAE(), ValueNetwork(coefficient=0.7, clip=0.3, aggregation=own)]
+    if "kl" in names:
+        given += [KLByDifficulty(easy=0.4, hard=0.1, aggregation=own)]
+    if "entropy" in names:
+        given += [EntropyByDifficulty(easy=0.3, hard=0.05, aggregation=own)]
+    return row(*given)
+
+
+def batch_of(seed: int = 0) -> TrainBatch:
+    """Sixteen rollouts of unlike prompts in FP64: some tokens forced, advantages a token, everything asked before."""
+    rewards = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0], [1.0, 0.5, 0.0, 1.0]]
+    groups = [make_group(each, number, seed=seed, prompt_length=3 + number) for number, each in enumerate(rewards)]
+    groups[1].history, groups[2].history = (1.0, 0.5), (0.0,)
+    for group in groups:
+        for rollout in group.rollouts[1:]:
+            rollout.forced = [place % 4 == 2 for place in range(len(rollout.tokens))]
+    batch = assemble(groups, row(), max_new_tokens=8)
+    source = torch.Generator().manual_seed(seed)
+    column = torch.arange(batch.loss_mask.shape[1])
+    real = (column < (batch.lengths - batch.completion_start).unsqueeze(1)).double()
+
+    def drawn(size: float) -> Tensor:
+        return size * real * torch.randn(batch.loss_mask.shape, generator=source, dtype=torch.float64)
+
+    generator = batch.generator_logprobs.double()
+    found = replace(
+        batch,
+        generator_logprobs=generator,
+        anchor_logprobs=generator + drawn(0.3),
+        reference_logprobs=generator + drawn(0.8),
+        advantages=drawn(1.0),
+        values=drawn(0.5),
+        returns=drawn(1.0),
+    )
+    wide = ("loss_mask", "sample_tokens", "group_tokens", "pass_rates", "rewards")
+    return replace(found, **{name: getattr(found, name).double() for name in wide})
+
+
+def scored_of(batch: TrainBatch, seed: int = 0) -> Scored:
+    """What the models say, with gradient."""
+    source = torch.Generator().manual_seed(seed + 99)
+
+    def drawn(size: float) -> Tensor:
+        return size * torch.randn(batch.loss_mask.shape, generator=source, dtype=torch.float64)
+
+    logprobs, entropies, values = batch.generator_logprobs + drawn(0.3), drawn(1.0).abs(), drawn(1.0)
+    return Scored(batch, *(table.requires_grad_(True) for table in (logprobs, entropies, values)))
+
+
+def loss_and_gradients(scored: Scored, choices: Choices) -> tuple[Tensor, list[Tensor]]:
+    """The sum of all terms, and its gradients by what the models say; zeros by what no term reads."""
+    loss = torch.stack([term.reduce(scored) for term in terms(choices)]).sum()
+    leaves = [getattr(scored, name) for name in MODELS]
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    found = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients, strict=True)]
+    return loss.detach(), found
+
+
+def padded(table: Tensor, width: int, junk: float) -> Tensor:
+    return F.pad(table, (0, width - table.shape[1]), value=junk)  # type: ignore[arg-type]
+
+
+def part_of(whole: Scored, rows: Tensor, padding: int) -> Scored:
+    """These rows as a micro-batch, cut to its longest rollout and then padded; what is padded with is not zero."""
+    part = whole.batch.select(rows)
+    width = part.loss_mask.shape[1]
+    tables: dict[str, Any] = {}
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if isinstance(value, Tensor) and value.dim() == 2 and field.name != "tokens":
+            tables[field.name] = padded(value, width + padding, 0 if field.name.endswith("mask") else 3)
+    said = [padded(getattr(whole, name).detach()[rows, :width], width + padding, -2.0) for name in MODELS]
+    return Scored(replace(part, **tables), *(table.requires_grad_(True) for table in said))
+
+
+BOUNDED = [Proximal(level, mode, 0.7, 1.4) for level in ("token", "sequence") for mode in ("truncate", "mask")]
+CORRECTIONS = st.sampled_from([Behaviour(), *BOUNDED])
+
+
+@each_loss
+@each_aggregation
+@each_set
+@settings(max_examples=4, deadline=None)
+@given(data=st.data(), own=st.sampled_from([None, *BY_NAME]), correction=CORRECTIONS)
+def test_any_split_gives_the_same_loss_and_gradients(
+    loss: Any, aggregation: Any, names: tuple[str, ...], data: st.DataObject, own: str | None, correction: Any
+) -> None:
+    """Invariant 1 for every set of terms: by log-probabilities, entropies and values, whatever is split and padded."""
+    choices = choices_of(loss, aggregation, names, own, correction)
+    batch = batch_of(seed=data.draw(st.integers(0, 5)))
+    order = torch.tensor(data.draw(st.permutations(range(batch.rollouts))))
+    cuts = sorted(data.draw(st.sets(st.integers(1, batch.rollouts - 1), max_size=6)))
+    whole = scored_of(batch)
+    expected, expected_gradients = loss_and_gradients(whole, choices)
+    value, gradients = torch.zeros_like(expected), [torch.zeros_like(each) for each in expected_gradients]
+    for rows in torch.tensor_split(order, cuts):
+        part = part_of(whole, rows, data.draw(st.integers(0, 2)))
+        share, of_part = loss_and_gradients(part, choices)
+        value += share
+        for gradient, own_part in zip(gradients, of_part, strict=True):
+            width = min(gradient.shape[1], own_part.shape[1])
+            assert not own_part[:, width:].any()
+            gradient[rows, :width] += own_part[:, :width]
+    assert value.item() == pytest.approx(expected.item(), rel=1e-12, abs=1e-12)
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(gradients, expected_gradients, strict=True))
+    # And each of them is there: a term that is not in the loss cannot be split wrongly.
+    moved = [bool(gradient.any()) for gradient in expected_gradients]
+    assert moved == [True, "entropy" in names, "value" in names]
+
+
+@each_loss
+@each_aggregation
+@pytest.mark.parametrize("correction", [Behaviour(), *BOUNDED[:4:3]], ids=["behaviour", "token", "sequence"])
+def test_masked_and_forced_tokens_change_nothing(loss: Any, aggregation: Any, correction: Any) -> None:
+    """Whatever any model says of them, before the update or in it."""
+    choices = choices_of(loss, aggregation, SETS["all"], None, correction)
+    batch = batch_of()
+    outside = batch.loss_mask == 0
+    assert (outside & batch.forced_mask).any() and (outside & ~batch.forced_mask).any()
+    scored = scored_of(batch)
+    value, gradients = loss_and_gradients(scored, choices)
+    assert not any(gradient[outside].any() for gradient in gradients)
+    names = ("generator_logprobs", "anchor_logprobs", "reference_logprobs", "values", "returns", "advantages")
+    for junk in (-40.0, 1e3):
+        tables: dict[str, Any] = {name: torch.where(outside, junk, getattr(batch, name)) for name in names}
+        said = (torch.where(outside, 0.7 * junk, getattr(scored, name).detach()) for name in MODELS)
+        again = Scored(replace(batch, **tables), *(table.requires_grad_(True) for table in said))
+        disturbed, others = loss_and_gradients(again, choices)
+        assert torch.equal(disturbed, value)
+        assert all(map(torch.equal, others, gradients))
+
+
+@each_loss
+@each_aggregation
+def test_at_ratio_one_the_gradient_is_reinforce(loss: Any, aggregation: Any) -> None:
+    """What sampled is what is trained: each token's advantage times its share, nothing from KL, minus the bonus."""
+    choices = choices_of(loss, aggregation, SETS["all"])
+    batch = batch_of()
+    if isinstance(loss, GSPO):  # defined for one advantage a sequence
+        batch = replace(batch, advantages=batch.advantages[:, :1].expand_as(batch.advantages).contiguous())
+    batch = replace(batch, reference_logprobs=batch.generator_logprobs)
+    logprobs = batch.generator_logprobs.clone().requires_grad_(True)
+    scored = replace(scored_of(batch), trainer_logprobs=logprobs)
+    _, (of_logprobs, of_entropies, _) = loss_and_gradients(scored, choices)
+    shares = aggregation.weights(batch, batch.denominators)
+    assert torch.allclose(of_logprobs, -batch.advantages * shares, atol=1e-12)
+    bonus = (0.05 + 0.25 * batch.pass_rates).unsqueeze(1)
+    assert torch.allclose(of_entropies, -bonus * shares, atol=1e-12)
+    assert of_logprobs.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("loss", [each for each in LOSSES if type(each) is not GSPO], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("mode", ["truncate", "mask", "none"])
+def test_in_the_first_pass_a_proximal_anchor_leaves_reinforce_and_a_weight(loss: Any, mode: str) -> None:
+    batch = batch_of()
+    assert batch.anchor_logprobs is not None
+    choices = choices_of(loss, TokenAggregation(), (), None, Proximal("token", mode, 0.8, 1.25))
+    logprobs = batch.anchor_logprobs.clone().requires_grad_(True)
+    _, (gradient, *_) = loss_and_gradients(replace(scored_of(batch), trainer_logprobs=logprobs), choices)
+    raw = torch.exp(batch.anchor_logprobs - batch.generator_logprobs)
+    inside = (raw >= 0.8) & (raw <= 1.25)
+    assert 0.1 < inside[batch.loss_mask > 0].double().mean() < 0.9
+    weights = {"truncate": raw.clamp(0.8, 1.25), "mask": raw * inside, "none": torch.ones_like(raw)}[mode]
+    expected = -weights * batch.advantages * batch.loss_mask / batch.denominators.tokens
+    assert torch.allclose(gradient, expected, atol=1e-12)
+
+
+def test_all_terms_in_plain_numbers() -> None:
+    """PPO on the anchor of before the update, with a weight; critic, KL and bonus, each token on its own."""
+    batch, choices = batch_of(), choices_of(PPO(0.2), TokenAggregation(), SETS["all"], "sum", Proximal("token"))
+    scored = scored_of(batch)
+    expected = dict.fromkeys(("policy", "value", "kl", "entropy"), 0.0)
+    seen = set()
+    for at in range(batch.rollouts):
+        rate = float(batch.pass_rates[at])
+        for place in range(batch.loss_mask.shape[1]):
+            if not batch.loss_mask[at, place]:
+                continue
+
+            def there(table: Tensor | None, at: int = at, place: int = place) -> float:
+                assert table is not None
+                return float(table.detach()[at, place])
+
+            ours, anchor = there(scored.trainer_logprobs), there(batch.anchor_logprobs)
+            advantage, ratio = there(batch.advantages), math.exp(ours - anchor)
+            weight = min(2.0, math.exp(anchor - there(batch.generator_logprobs)))
+            surrogate = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+            expected["policy"] -= weight * surrogate / batch.denominators.tokens
+            value, old, back = there(scored.values), there(batch.values), there(batch.returns)
+            bounded = min(max(value, old - 0.3), old + 0.3)
+            expected["value"] += 0.7 * max((value - back) ** 2, (bounded - back) ** 2)
+            gap = there(batch.reference_logprobs) - ours
+            expected["kl"] += (0.1 + 0.3 * rate) * (math.exp(gap) - gap - 1)
+            expected["entropy"] -= (0.05 + 0.25 * rate) * there(scored.entropies)
+            seen.add((ratio > 1.2, ratio < 0.8, bounded != value, rate))
+    found = terms(choices)
+    assert [term.name for term in found] == list(expected), "the policy's first"
+    assert {term.name: float(term.reduce(scored).detach()) for term in found} == pytest.approx(expected, rel=1e-9)
+    assert len(seen) > 8 and len({rate for *_, rate in seen}) == 3, "all cases occur, and prompts differ"
+
+
+@pytest.mark.parametrize("own", [None, *BY_NAME])
+def test_a_term_has_its_own_aggregation_or_the_runs(own: str | None) -> None:
+    for aggregation in AGGREGATIONS:
+        found = terms(choices_of(Reinforce(), aggregation, SETS["all"], own))
+        assert type(found[0].aggregation) is type(aggregation)
+        kinds = {type(term.aggregation) for term in found[1:]}
+        assert kinds == {type(aggregation) if own is None else BY_NAME[own]}
+
+
+@pytest.mark.parametrize(
+    ("field", "choice"),
+    [
+        ("critic", lambda name: [GAE(), ValueNetwork(aggregation=name)]),
+        ("kl", lambda name: [FixedKL(aggregation=name)]),
+        ("kl", lambda name: [KLByDifficulty(aggregation=name)]),
+        ("entropy", lambda name: [FixedEntropy(aggregation=name)]),
+        ("entropy", lambda name: [EntropyByDifficulty(aggregation=name)]),
+    ],
+)
+def test_an_aggregation_that_there_is_none_of(field: str, choice: Any) -> None:
+    match = rf"{field}\.aggregation: 'mean' is no aggregation; valid: prompt, sample, token, sum, constant"
+    with pytest.raises(ConfigurationError, match=match) as caught:
+        terms(row(*choice("mean")))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_penalty_in_the_reward_is_no_term() -> None:
+    choices = row(GAE(), ValueNetwork(), FixedKL(where="reward"))
+    assert [term.name for term in terms(choices)] == ["policy", "value"]
+
+
+# --- parts of it ---------------------------------------------------------------------------------------------
+
+
+def test_a_value_may_not_gain_by_moving_far() -> None:
+    """Old value 1, clip 0.5: beyond 1.5 towards the return the gradient is gone, away from it never."""
+    values = torch.tensor([1.2, 1.8, 1.8, 0.2, 0.2], requires_grad=True)
+    returns = torch.tensor([3.0, 3.0, 0.0, 0.0, 3.0])
+    loss = clipped_value_loss(values, torch.ones(5), returns, clip=0.5)
+    assert torch.allclose(loss, torch.tensor([1.8**2, 1.5**2, 1.8**2, 0.5**2, 2.8**2]))
+    (gradient,) = torch.autograd.grad(loss.sum(), values)
+    assert torch.allclose(gradient, torch.tensor([-3.6, 0.0, 3.6, 0.0, -5.6]))
+
+
+def test_importance_weights_by_hand() -> None:
+    generator = torch.zeros(2, 3)
+    anchor = torch.log(torch.tensor([[2.0, 0.25, 99.0], [0.5, 1.0, 1.2]]))
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+
+    def weights(level: str, mode: str) -> list[float]:
+        found = importance_weights(anchor, generator, mask, level, mode, 0.4, 1.5)
+        return found[mask > 0].tolist()
+
+    assert weights("token", "truncate") == pytest.approx([1.5, 0.4, 0.5, 1.0, 1.2])
+    assert weights("token", "mask") == pytest.approx([0.0, 0.0, 0.5, 1.0, 1.2])
+    assert weights("sequence", "truncate") == pytest.approx([0.5, 0.5, 0.6, 0.6, 0.6]), "the product over what is taken"
+    assert weights("sequence", "mask") == pytest.approx([0.5, 0.5, 0.6, 0.6, 0.6])
+    far = importance_weights(torch.full((1, 9), 90.0), torch.zeros(1, 9), torch.ones(1, 9), "sequence", "none", 0, 1e30)
+    assert far.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: Proximal(level="word"), r"correction\.level: 'word' is unknown; valid: token, sequence"),
+        (lambda: Proximal(mode="clip"), r"correction\.mode: 'clip' is unknown; valid: truncate, mask, none"),
+        (lambda: Proximal(max_weight=0), r"correction\.max_weight: 0"),
+        (lambda: Proximal(min_weight=-1), r"correction\.min_weight: -1"),
+        (lambda: Proximal(min_weight=3.0), r"correction\.min_weight: 3\.0 exceeds correction\.max_weight, 2\.0"),
+        (lambda: ValueNetwork(coefficient=0), r"critic\.coefficient: 0"),
+        (lambda: ValueNetwork(clip=-0.2), r"critic\.clip: -0\.2"),
+        (lambda: ValueNetwork(lr=0), r"critic\.lr: 0"),
+        (lambda: FixedKL(-0.1), r"kl\.coefficient: -0\.1"),
+        (lambda: FixedKL(where="advantage"), r"kl\.where: 'advantage' is unknown; valid: loss, reward"),
+        (lambda: KLByDifficulty(easy=float("nan")), r"kl\.easy: nan"),
+        (lambda: KLByDifficulty(hard=-1), r"kl\.hard: -1"),
+        (lambda: FixedEntropy(float("inf")), r"entropy\.coefficient: inf"),
+        (lambda: EntropyByDifficulty(easy=True), r"entropy\.easy: True"),
+        (lambda: EntropyByDifficulty(hard="0"), r"entropy\.hard: '0'"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_is_refused_by_field(build: Callable[[], Any], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match) as caught:
+        build()
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_in_the_update_are_the_gradient_laid_out_by_rollout() -> None:
+    """Of policy and entropies; the critic's own loss does not move the policy."""
+    batch = batch_of()
+    keep = torch.tensor([3, 1, 7, 14])
+    part = batch.select(keep)
+    choices = choices_of(PPO(0.2), TokenAggregation(), SETS["all"])
+    scored = scored_of(part)
+    _, gradients = loss_and_gradients(scored, choices)
+    found = loss_weights(part, scored.trainer_logprobs, choices)
+    width = gradients[0].shape[1]
+    assert found.shape[:2] == (2, 16) and found.shape[2] >= width
+    for weights, gradient in zip(found, gradients[:2], strict=True):
+        assert torch.allclose(weights[keep][:, :width], gradient, atol=1e-12)
+    others = [number for number in range(16) if number not in keep.tolist()]
+    assert not found[:, others].any()
+
+
+# --- over real ranks -----------------------------------------------------------------------------------------
+
+# As PPO is usually put together; `eps` so large that Adam does not magnify how a sum was rounded.
+LIKE_PPO = (
+    "advantage=gae",
+    "critic=value_network",
+    "critic.lr=1e-2",
+    "kl=fixed",
+    "entropy=fixed",
+    "epochs.count=2",
+    "loss=ppo",
+    "correction=proximal",
+    "normalization.centre=true",
+    "filter=none",
+    "optimizer.eps=1e-4",
+    "optimizer.lr=1e-2",
+)
+
+
+@pytest.fixture
+def one_thread() -> Any:
+    """A forked child has none of its parent's worker threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def check_two_ranks(
+    model_path: str, tmp_path: Path, overrides: Sequence[str], steps: int = 4, task: CountingTask | None = None
+) -> None:
+    """Weights of policy and critic on each of two ranks against those of one, and what is recorded."""
+
+    def run(name: str, ranks: int, rank: int = 0) -> dict[str, Tensor]:
+        options: dict[str, Any] = {"recipe": "scalerl_core", "steps": steps, "overrides": overrides, "task": task}
+        module = fit(model_path, tmp_path / name, ranks, **options)
+        found: dict[str, Tensor] = module.state_dict()
+        torch.save(found, tmp_path / f"{name}-{rank}.pt")
+        return found
+
+    expected = run("one", 1)
+    assert on_ranks(2, lambda rank: str(len(run("two", 2, rank)))) == [str(len(expected))] * 2
+    first, second = (torch.load(tmp_path / f"two-{rank}.pt", weights_only=True) for rank in (0, 1))
+    for name, weights in expected.items():
+        assert torch.equal(first[name], second[name]), name
+        assert torch.allclose(first[name], weights, rtol=1e-4, atol=2e-5), name
+    check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps)
+
+
+def test_two_ranks_train_a_critic_as_one(tiny_model_path: str, tmp_path: Path, one_thread: None) -> None:
+    check_two_ranks(tiny_model_path, tmp_path, LIKE_PPO)
+    view = read_journal(tmp_path / "two")
+    assert view.status == "finished"
+    last = view.of_kind("train")[-1].metrics
+    assert all(last[f"train/{name}"] for name in ("kl", "loss_value", "loss_entropy", "value_gradient_norm"))
+    start = torch.load(tmp_path / "one-0.pt", weights_only=True)["critic.head.weight"]
+    assert start.abs().max() > 1e-3, "the critic has learnt, or its weights would say nothing"
+
+
+def test_two_ranks_share_running_statistics_and_penalties_in_the_reward(
+    tiny_model_path: str, tmp_path: Path, one_thread: None
+) -> None:
+    others = ("kl.where=reward", "normalization=running", "epochs.count=1", "truncated=mask")
+    check_two_ranks(tiny_model_path, tmp_path, [*LIKE_PPO, *others], steps=3)
+
+
+def test_a_rank_without_rows_trains_a_critic_too(tiny_model_path: str, tmp_path: Path, one_thread: None) -> None:
+    """One rollout for two ranks."""
+    check_two_ranks(tiny_model_path, tmp_path, [*LIKE_PPO, "batch.prompts=1", "batch.completions=1"], steps=3)
+
+
+def test_an_empty_batch_is_recorded_alike(tiny_model_path: str, tmp_path: Path, one_thread: None) -> None:
+    class Constant(CountingTask):
+        def reward(self, prompt: Any, completion: str) -> float:
+            return 1.0
+
+    check_two_ranks(tiny_model_path, tmp_path, ["kl=fixed"], steps=1, task=Constant())

@@ -1,0 +1,522 @@
+"""Credit a token: GAE in plain numbers, where rewards stand, KL in them, and what scales advantages a token."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_scalerl.axes.advantage import GAE, generalized_advantages, terminal_rewards
+from lightning_scalerl.axes.correction import Proximal
+from lightning_scalerl.axes.critic import ValueNetwork
+from lightning_scalerl.axes.kl import FixedKL, KLByDifficulty, k3
+from lightning_scalerl.axes.loss import CISPO
+from lightning_scalerl.axes.normalization import (
+    BatchNormalization,
+    BatchRewardNormalization,
+    Moments,
+    NoNormalization,
+    Normalization,
+    RunningNormalization,
+    scale_by_batch,
+)
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.choices import Choices
+from lightning_scalerl.rollout import Group, TrainBatch
+from lightning_scalerl.stream.credit import assemble, remember
+from lightning_scalerl.update.token_credit import token_credit
+from tests.helpers import make_group, row
+
+Numbers = list[list[float]]
+BY_TOKEN = (NoNormalization(), ValueNetwork())
+
+
+def alone(numbers: Tensor) -> Tensor:
+    """Sums over one rank."""
+    return numbers
+
+
+def by_token(*given: DesignChoice) -> Choices:
+    """A row with GAE, all of whose rewards count fully unless a GAE is given."""
+    claimed = {choice.axis for choice in given}
+    rest = [choice for choice in (GAE(), *BY_TOKEN) if choice.axis not in claimed]
+    return row(*given, *rest)
+
+
+def in_plain_numbers(
+    rewards: Numbers, values: Numbers, taken: list[list[bool]], discount: float, trace: float
+) -> tuple[Numbers, Numbers]:
+    """A_t = sum over l of (discount trace)^l d_{t+l}, over the tokens that were taken, one row at a time."""
+    advantages, returns = [], []
+    for reward, value, mask in zip(rewards, values, taken, strict=True):
+        places = [place for place, there in enumerate(mask) if there]
+        changes = []
+        for at, place in enumerate(places):
+            following = value[places[at + 1]] if at + 1 < len(places) else 0.0
+            changes.append(reward[place] + discount * following - value[place])
+        of_row, back = [0.0] * len(mask), [0.0] * len(mask)
+        for at, place in enumerate(places):
+            of_row[place] = sum((discount * trace) ** late * change for late, change in enumerate(changes[at:]))
+            back[place] = of_row[place] + value[place]
+        advantages.append(of_row)
+        returns.append(back)
+    return advantages, returns
+
+
+SHARES = st.sampled_from([0.0, 0.5, 0.9, 0.95, 1.0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), rows=st.integers(1, 4), width=st.integers(1, 7), discount=SHARES, trace=SHARES)
+def test_gae_is_its_definition_whatever_was_forced(
+    data: st.DataObject, rows: int, width: int, discount: float, trace: float
+) -> None:
+    """Holes anywhere, at the beginning and the end too, and rows of nothing but holes; rewards on any token."""
+
+    def table(element: Any) -> Any:
+        return data.draw(st.lists(st.lists(element, min_size=width, max_size=width), min_size=rows, max_size=rows))
+
+    number = st.floats(-3, 3, width=32)
+    rewards, values, taken = table(number), table(number), table(st.booleans())
+    expected = in_plain_numbers(rewards, values, taken, discount, trace)
+    mask = torch.tensor(taken)
+    arguments = torch.tensor(rewards).double(), torch.tensor(values).double()
+    found = generalized_advantages(*arguments, mask.double(), discount, trace)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours, torch.tensor(theirs).double(), atol=1e-9)
+    # What stands in the holes is not looked at.
+    disturbed = [torch.where(mask, table, 1e6) for table in arguments]
+    again = generalized_advantages(disturbed[0], disturbed[1], mask.double(), discount, trace)
+    assert all(map(torch.equal, again, found))
+
+
+def test_the_ends_of_the_trace() -> None:
+    """1 is the return that came less the value, 0 the change from one token to the next; a value of 0 hides nothing."""
+    values = torch.tensor([[0.5, 9.0, 0.25, -1.0, 7.0]])
+    mask = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0]])
+    rewards = terminal_rewards(torch.tensor([2.0]), mask)
+    assert rewards.tolist() == [[0, 0, 0, 2.0, 0]]
+    advantages, returns = generalized_advantages(rewards, values, mask, 1.0, 1.0)
+    assert returns.tolist() == [[2.0, 0, 2.0, 2.0, 0]]
+    assert advantages.tolist() == [[1.5, 0, 1.75, 3.0, 0]]
+    advantages, returns = generalized_advantages(rewards, values, mask, 1.0, 0.0)
+    assert advantages.tolist() == [[-0.25, 0, -1.25, 3.0, 0]]
+    assert returns.tolist() == [[0.25, 0, -1.0, 2.0, 0]]
+    advantages, _ = generalized_advantages(rewards, torch.zeros(1, 5), mask, 0.5, 0.5)
+    assert advantages.tolist() == [[0.125, 0, 0.5, 2.0, 0]], "a discount a token that was taken, holes are none"
+
+
+@pytest.mark.parametrize("bad", [-0.1, 1.1, True, "1", None, float("nan")])
+@pytest.mark.parametrize("field", ["discount", "trace"])
+def test_shares_that_are_none_are_refused(field: str, bad: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"advantage\.{field}: .* must be in \[0, 1\]"):
+        GAE(**{field: bad})
+
+
+def test_the_reward_stands_on_the_last_sampled_token() -> None:
+    mask = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    found = terminal_rewards(torch.tensor([1.0, -0.5, 0.25, 7.0]), mask)
+    assert found.tolist() == [[0, 1.0, 0, 0], [0, 0, 0, -0.5], [0, 0, 0.25, 0], [0, 0, 0, 0]]
+
+
+# --- of a batch ----------------------------------------------------------------------------------------------
+
+
+def groups_of(seed: int = 0, rewards: Sequence[Sequence[float]] = ((1.0, 0.0, 0.5), (0.0, 1.0, 1.0))) -> list[Group]:
+    """Groups in which tokens were forced, of the first rollouts the last ones too."""
+    groups = [make_group(each, admission=number, seed=seed) for number, each in enumerate(rewards)]
+    for number, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
+        length = len(rollout.tokens)
+        rollout.forced = [place % 3 == 1 or (number < 2 and place == length - 1) for place in range(length)]
+        rollout.forced[0] = False
+    return groups
+
+
+def scored(groups: list[Group], choices: Choices, seed: int = 0) -> TrainBatch:
+    """A batch with what models say before the update, on forced tokens as well."""
+    batch = assemble(groups, choices, max_new_tokens=9)
+    source = torch.Generator().manual_seed(seed)
+    column = torch.arange(batch.loss_mask.shape[1])
+    real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
+
+    def drawn() -> Tensor:
+        return torch.where(real, torch.randn(batch.loss_mask.shape, generator=source), 0.0)
+
+    anchor = batch.generator_logprobs + 0.3 * drawn()
+    return replace(batch, values=drawn(), anchor_logprobs=anchor, reference_logprobs=anchor + 0.5 * drawn())
+
+
+def lists(batch: TrainBatch, choices: Choices, rewards: Numbers) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of a batch by hand, from rewards a token."""
+    assert batch.values is not None and isinstance(choices.advantage, GAE)
+    mask = (batch.loss_mask > 0).tolist()
+    shares = choices.advantage.discount, choices.advantage.trace
+    found = in_plain_numbers(rewards, batch.values.tolist(), mask, *shares)
+    return torch.tensor(found[0]), torch.tensor(found[1])
+
+
+def rewards_of(batch: TrainBatch) -> Numbers:
+    table = []
+    for mask, reward in zip(batch.loss_mask.tolist(), batch.rewards.tolist(), strict=True):
+        places = [place for place, there in enumerate(mask) if there]
+        table.append([reward * (place == places[-1]) for place in range(len(mask))])
+    return table
+
+
+@pytest.mark.parametrize("gae", [GAE(), GAE(0.9, 0.5), GAE(1.0, 1.0)], ids=lambda gae: f"{gae.discount}-{gae.trace}")
+def test_a_batch_is_credited_as_by_hand(gae: GAE) -> None:
+    choices = by_token(gae)
+    batch = scored(groups_of(), choices)
+    assert batch.forced_mask.any() and not batch.advantages.any(), "before the critic has spoken there is no credit"
+    found = token_credit(batch, choices, alone)
+    advantages, returns = lists(batch, choices, rewards_of(batch))
+    assert found.returns is not None
+    assert torch.allclose(found.advantages, advantages, atol=1e-6) and torch.allclose(found.returns, returns, atol=1e-6)
+    assert not found.advantages[batch.loss_mask == 0].any()
+    assert batch.returns is None and not batch.advantages.any(), "a function, not a change"
+
+
+def test_credit_within_groups_is_left_as_it_is() -> None:
+    choices = row(BatchNormalization(), Proximal())
+    batch = scored(groups_of(), choices)
+    found = token_credit(batch, choices, alone, remember=True)
+    assert torch.equal(found.advantages, batch.advantages) and found.returns is None
+
+
+KLS = [FixedKL(0.2, where="reward"), KLByDifficulty(easy=0.5, hard=0.1, where="reward")]
+
+
+@pytest.mark.parametrize("kl", KLS, ids=lambda kl: type(kl).__name__)
+def test_kl_is_taken_from_the_reward_of_each_token(kl: Any) -> None:
+    """exp(d) - d - 1 at every sampled token, d being what the reference adds to the trainer's log-probability."""
+    choices = by_token(kl, GAE(0.9, 0.8))
+    groups = groups_of()
+    groups[0].history = (1.0, 0.0)
+    batch = scored(groups, choices)
+    assert batch.anchor_logprobs is not None and batch.reference_logprobs is not None
+    rewards = rewards_of(batch)
+    for at, group in enumerate(each for each in groups for _ in each.rollouts):
+        rate = (sum(group.history) + group.pass_rate) / (len(group.history) + 1)
+        coefficient = 0.2 if isinstance(kl, FixedKL) else 0.1 + 0.4 * rate
+        for place in range(batch.loss_mask.shape[1]):
+            gap = float(batch.reference_logprobs[at, place] - batch.anchor_logprobs[at, place])
+            rewards[at][place] -= coefficient * (math.exp(gap) - gap - 1) * float(batch.loss_mask[at, place])
+    advantages, returns = lists(batch, choices, rewards)
+    found = token_credit(batch, choices, alone)
+    assert found.returns is not None
+    assert torch.allclose(found.advantages, advantages, atol=1e-5) and torch.allclose(found.returns, returns, atol=1e-5)
+    without = token_credit(batch, by_token(GAE(0.9, 0.8)), alone)
+    assert not torch.allclose(found.advantages, without.advantages, atol=1e-2)
+    # On a token that was forced nobody has a choice.
+    forced = torch.where(batch.forced_mask, 5.0, batch.reference_logprobs)
+    again = token_credit(replace(batch, reference_logprobs=forced), choices, alone)
+    assert torch.equal(again.advantages, found.advantages)
+
+
+def test_k3_by_hand_and_far_away() -> None:
+    ours = torch.log(torch.tensor([0.5, 0.25, 0.1])).requires_grad_(True)
+    reference = torch.log(torch.tensor([0.25, 0.25, 0.8]))
+    found = k3(ours, reference)
+    assert torch.allclose(found, torch.tensor([0.5 + math.log(2) - 1, 0.0, 8 - math.log(8) - 1]), atol=1e-6)
+    (gradient,) = torch.autograd.grad(found.sum(), ours)
+    assert torch.allclose(gradient, torch.tensor([1 - 0.5, 0.0, 1 - 8.0]), atol=1e-6)
+    assert k3(torch.tensor([-900.0, 0.0]), torch.tensor([0.0, -900.0])).isfinite().all()
+
+
+# --- scales --------------------------------------------------------------------------------------------------
+
+
+def credited(batch: TrainBatch, advantages: Tensor) -> list[float]:
+    return advantages[batch.loss_mask > 0].double().tolist()
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+@pytest.mark.parametrize("centre", [False, True])
+def test_a_batch_of_tokens_has_one_scale(ddof: int, centre: bool) -> None:
+    """Each credited token counts once, whatever its rollout's length; forced and padded ones not at all."""
+    plain = by_token()
+    batch = scored(groups_of(), plain)
+    raw = token_credit(batch, plain, alone)
+    numbers = credited(batch, raw.advantages)
+    deviation = (statistics.pstdev if ddof == 0 else statistics.stdev)(numbers)
+    shift = statistics.fmean(numbers) if centre else 0.0
+    choices = by_token(BatchNormalization(ddof, 1e-3, centre))
+    found = token_credit(batch, choices, alone)
+    expected = torch.where(batch.loss_mask > 0, (raw.advantages - shift) / (deviation + 1e-3), 0.0)
+    assert abs(statistics.fmean(numbers)) > 0.05, "or centring would be nothing"
+    assert torch.allclose(found.advantages, expected, atol=1e-5)
+    assert raw.returns is not None and found.returns is not None
+    assert torch.equal(found.returns, raw.returns), "the critic learns in the units of the reward"
+
+
+def test_a_single_token_has_no_scale() -> None:
+    choices = by_token(BatchNormalization(ddof=1, centre=True))
+    group = make_group([1.0, 0.0])
+    for rollout in group.rollouts:
+        rollout.forced = [True] * len(rollout.tokens)
+    group.rollouts[0].forced[0] = False
+    batch = scored([group], choices)
+    assert batch.denominators.tokens == 1
+    found = token_credit(batch, choices, alone)
+    assert torch.equal(found.advantages, token_credit(batch, by_token(), alone).advantages)
+
+
+NUMBERS = st.lists(st.floats(-5, 5, width=32), max_size=12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(parts=st.lists(NUMBERS, max_size=4), ddof=st.sampled_from([0, 1]))
+def test_moments_add_up(parts: list[list[float]], ddof: int) -> None:
+    together = Moments()
+    for part in parts:
+        together = together + Moments.of(torch.tensor(part, dtype=torch.float32))
+    everything = np.array([number for part in parts for number in part], dtype=np.float64)
+    assert together.count == everything.size
+    if everything.size > ddof:
+        assert together.mean == pytest.approx(everything.mean(), abs=1e-9)
+        assert together.deviation(ddof) == pytest.approx(everything.std(ddof=ddof), abs=1e-6)
+    else:
+        assert together.deviation(ddof) is None
+
+
+def steps_by_token(choices: Choices, seeds: Sequence[int]) -> list[Tensor]:
+    """What is trained on in one step after the other."""
+    return [token_credit(scored(groups_of(seed), choices, seed), choices, alone, True).advantages for seed in seeds]
+
+
+def steps_by_group(choices: Choices, seeds: Sequence[int]) -> list[Tensor]:
+    """The same of credit within groups, as the stream gives it."""
+    found = []
+    for seed in seeds:
+        groups = groups_of(seed, ((1.0, 0.0, 0.1 * seed), (0.0, 1.0 + seed, 1.0)))
+        remember(groups, choices)
+        found.append(assemble(groups, choices, 9).advantages[:, 0])
+    return found
+
+
+Steps = Callable[[Choices, Sequence[int]], list[Tensor]]
+
+
+@pytest.mark.parametrize("centre", [False, True])
+@pytest.mark.parametrize(("steps", "kind"), [(steps_by_token, by_token), (steps_by_group, row)])
+def test_running_statistics_are_of_all_advantages_so_far(steps: Steps, kind: Any, centre: bool) -> None:
+    """Against numpy over everything up to each batch, this one among them."""
+    seeds = [1, 2, 3, 4]
+    raw = steps(kind(NoNormalization()), seeds)
+    found = steps(kind(RunningNormalization(1, 1e-3, centre)), seeds)
+    seen: list[float] = []
+    for seed, before, after in zip(seeds, raw, found, strict=True):
+        if before.dim() == 2:
+            inside = scored(groups_of(seed), by_token()).loss_mask > 0
+        else:
+            inside = torch.ones_like(before, dtype=torch.bool)
+        seen += before[inside].double().tolist()
+        shift = np.mean(seen) if centre else 0.0
+        expected = torch.where(inside, (before - shift) / (np.std(seen, ddof=1) + 1e-3), 0.0)
+        assert torch.allclose(after.float(), expected.float(), atol=1e-5)
+    alike = steps(kind(BatchNormalization(1, 1e-3, centre)), seeds)
+    assert torch.allclose(found[0], alike[0], atol=1e-6), "the first batch is all there is"
+    assert not torch.allclose(found[-1], alike[-1], atol=1e-2)
+
+
+@pytest.mark.parametrize(("steps", "kind"), [(steps_by_token, by_token), (steps_by_group, row)])
+def test_running_statistics_survive_a_stop(steps: Steps, kind: Any) -> None:
+    whole = steps(kind(RunningNormalization()), [1, 2, 3, 4])
+    first, second = RunningNormalization(), RunningNormalization()
+    before = steps(kind(first), [1, 2])
+    state = first.state_dict()
+    steps(kind(first), [9])
+    second.load_state_dict(state)
+    assert all(map(torch.equal, before + steps(kind(second), [3, 4]), whole))
+
+
+def test_looking_twice_changes_no_statistics() -> None:
+    """A mechanism counter credits the batch again, with the choice's own normalization and with others."""
+    once, twice = by_token(RunningNormalization()), by_token(RunningNormalization())
+    expected = steps_by_token(once, [1, 2, 3])
+    found = []
+    for seed in (1, 2, 3):
+        batch = scored(groups_of(seed), twice, seed)
+        token_credit(batch, twice, alone)
+        found.append(token_credit(batch, twice, alone, remember=True).advantages)
+        assert torch.equal(token_credit(batch, twice, alone).advantages, found[-1])
+        remember(groups_of(seed), twice)  # of an estimator that waits for the critic, the stream tells nothing
+    assert all(map(torch.equal, found, expected))
+
+
+def test_group_advantages_centred_by_hand() -> None:
+    one, two = torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0, 7.0])
+    found = scale_by_batch([one, two], ddof=0, eps=0.0, centre=True)
+    numbers = np.array([1.0, 3.0, 2.0, 2.0, 7.0])
+    assert torch.cat(found).tolist() == pytest.approx((numbers - 3.0) / numbers.std())
+    assert [len(each) for each in found] == [2, 3]
+    running = RunningNormalization(ddof=0, eps=0.0, centre=True)
+    running.remember(lambda: Moments.of(one))
+    running.remember(lambda: Moments.of(two))  # one is history from here on
+    assert torch.cat(running.scale([two], [])).tolist() == pytest.approx(((numbers - 3.0) / numbers.std())[2:])
+    assert scale_by_batch([], 1, 1e-6, centre=True) == []
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_rewards_of_the_batch_are_another_scale_than_advantages(ddof: int) -> None:
+    """The difficulty of prompts is in it: one group of failures and one of passes, each with one exception."""
+    rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
+    groups = [make_group(each, number) for number, each in enumerate(rewards)]
+    numbers = np.array(rewards)
+    choice = BatchRewardNormalization(ddof, 1e-2)
+    found = assemble(groups, row(choice), 9).advantages[:, 0]
+    expected = (numbers - numbers.mean(1, keepdims=True)) / (numbers.std(ddof=ddof) + 1e-2)
+    assert found.tolist() == pytest.approx(expected.reshape(-1).tolist())
+    assert BatchRewardNormalization().eps == 1e-4, "TRL's"
+    lonely = choice.scale([torch.tensor([0.5])], [torch.tensor([1.0])])
+    assert choice.scale([], []) == [] and (ddof == 0 or lonely[0].tolist() == [0.5])
+
+
+# --- over ranks ----------------------------------------------------------------------------------------------
+
+
+def on_ranks(parts: Sequence[TrainBatch], work: Callable[[TrainBatch, Callable[[Tensor], Tensor]], Any]) -> list[Any]:
+    """What `work` returns for each part, in threads that add up as ranks do: all of them, in step, or nobody."""
+    barrier, table = threading.Barrier(len(parts), timeout=20), [torch.zeros(0)] * len(parts)
+    results: list[Any] = [None] * len(parts)
+
+    def rank(number: int) -> None:
+        def sums(numbers: Tensor) -> Tensor:
+            table[number] = numbers
+            barrier.wait()
+            total = torch.stack(table).sum(0)
+            barrier.wait()
+            return total
+
+        try:
+            results[number] = work(parts[number], sums)
+        except BaseException as error:
+            results[number] = error
+            barrier.abort()
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(parts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failed = [each for each in results if isinstance(each, BaseException)]
+    failed.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
+    if failed:
+        raise failed[0]
+    return results
+
+
+def check_ranks(cuts: Sequence[int], normalization: Callable[[], Normalization]) -> None:
+    """Three steps on ranks that hold unlike numbers of rollouts, against the same on one."""
+    one = by_token(normalization())
+    several = [by_token(normalization()) for _ in range(len(cuts) + 1)]
+    for seed in (1, 2, 3):
+        batch = scored(groups_of(seed), one, seed)
+        parts = [batch.select(rows) for rows in torch.tensor_split(torch.arange(batch.rollouts), list(cuts))]
+        whole = token_credit(batch, one, alone, remember=True)
+        own = {id(part): choices for part, choices in zip(parts, several, strict=True)}
+
+        def credit(part: TrainBatch, sums: Any, own: dict[int, Choices] = own) -> TrainBatch:
+            return token_credit(part, own[id(part)], sums, remember=True)
+
+        for rows, found in zip(parts, on_ranks(parts, credit), strict=True):
+            width = found.advantages.shape[1]
+            mine = torch.isin(batch.row, rows.row)
+            assert torch.allclose(found.advantages, whole.advantages[mine][:, :width], atol=1e-5)
+
+
+SCALES = [lambda: BatchNormalization(centre=True), lambda: RunningNormalization(centre=True), NoNormalization]
+
+
+@pytest.mark.parametrize("normalization", SCALES, ids=["batch", "running", "none"])
+@pytest.mark.parametrize("cuts", [(1,), (4,), (2, 3)], ids=str)
+def test_all_ranks_share_one_scale(cuts: tuple[int, ...], normalization: Any) -> None:
+    check_ranks(cuts, normalization)
+
+
+@pytest.mark.parametrize("normalization", SCALES, ids=["batch", "running", "none"])
+def test_a_rank_without_rows_takes_part_in_the_scale(normalization: Any) -> None:
+    check_ranks((6,), normalization)
+
+
+def test_a_batch_of_nothing_is_credited_with_nothing() -> None:
+    choices = by_token(BatchNormalization(centre=True), FixedKL(where="reward"))
+    nothing = scored([], choices)
+    found = token_credit(nothing, choices, alone, remember=True)
+    assert found.returns is not None and found.advantages.numel() == found.returns.numel() == 0
+
+
+# --- precision -----------------------------------------------------------------------------------------------
+
+FULL, HALF = Precision("bf16"), Precision("bf16", fp32_advantage=False)
+
+
+@pytest.mark.parametrize("kind", [by_token, row], ids=["gae", "group"])
+def test_advantages_are_rounded_where_precision_says_so(kind: Any) -> None:
+    def credit(precision: Precision) -> Tensor:
+        choices = kind(precision, BatchNormalization())
+        return token_credit(scored(groups_of(), choices), choices, alone).advantages
+
+    exact, rounded = credit(FULL), credit(HALF)
+    assert rounded.dtype == torch.float32
+    assert torch.equal(rounded, exact.bfloat16().float()) and not torch.equal(rounded, exact)
+    assert torch.equal(credit(Precision("fp16", fp32_advantage=False)), exact.half().float())
+    assert torch.equal(credit(Precision("fp32", fp32_advantage=False)), exact), "the policy's type is FP32"
+
+
+def test_distances_are_of_rounded_log_probabilities_where_precision_says_so() -> None:
+    kl = FixedKL(1.0, where="reward")
+    choices = by_token(kl, Precision("bf16", fp32_kl=False), GAE(1.0, 0.0))
+    batch = scored(groups_of(), choices)
+    assert batch.anchor_logprobs is not None and batch.reference_logprobs is not None
+    rounded = replace(
+        batch,
+        anchor_logprobs=batch.anchor_logprobs.bfloat16().float(),
+        reference_logprobs=batch.reference_logprobs.bfloat16().float(),
+    )
+    full = by_token(kl, Precision("bf16"), GAE(1.0, 0.0))
+    found = token_credit(batch, choices, alone).advantages
+    assert torch.equal(found, token_credit(rounded, full, alone).advantages)
+    assert not torch.equal(found, token_credit(batch, full, alone).advantages)
+
+
+def test_which_pairs_are_refused() -> None:
+    """Both by name, in one line."""
+    for choices, match in (
+        ([GAE()], r"advantage: gae \(GAE\) needs values; choose critic=value_network"),
+        ([ValueNetwork()], r"critic: value_network .* is not asked by advantage GroupAdvantage; choose advantage=gae"),
+        ([GAE(), ValueNetwork(), BatchRewardNormalization()], r"BatchRewardNormalization .* advantage=gae \(GAE\)"),
+        ([FixedKL(where="reward")], r"kl\.where: 'reward' needs advantages a token \(advantage=gae\)"),
+    ):
+        with pytest.raises(ConfigurationError, match=match) as caught:
+            row(*choices, CISPO())
+        assert "\n" not in str(caught.value)
+
+
+def test_an_axis_that_adjusts_groups_does_not_go_with_tokens() -> None:
+    class Tilt(DesignChoice):
+        axis = "tilt"
+        neutral = {"choice": "NoTilt"}  # noqa: RUF012
+
+    class NoTilt(Tilt):
+        pass
+
+    class Upwards(Tilt):
+        def adjust_advantages(self, advantages: list[Tensor], groups: Sequence[Group]) -> list[Tensor]:
+            return [each + 1 for each in advantages]
+
+    assert by_token(NoTilt()).own["tilt"].same_as(NoTilt())
+    with pytest.raises(ConfigurationError, match=r"tilt: Upwards adjusts the advantages of groups, and advantage=gae"):
+        by_token(Upwards())

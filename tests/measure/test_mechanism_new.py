@@ -1,0 +1,359 @@
+"""Mechanism counters of the newer choices: 0 where one cannot have acted, above it in a step in which it must have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_scalerl.axes.advantage import GAE
+from lightning_scalerl.axes.aggregation import ConstantAggregation, SumAggregation, TokenAggregation
+from lightning_scalerl.axes.allocation import AllocationByDifficulty, FixedAllocation
+from lightning_scalerl.axes.async_mode import OnPolicy
+from lightning_scalerl.axes.correction import Behaviour, Proximal
+from lightning_scalerl.axes.critic import ValueNetwork
+from lightning_scalerl.axes.curriculum import ExponentialCurriculum, LinearCurriculum, NoCurriculum, StagedLength
+from lightning_scalerl.axes.entropy import EntropyByDifficulty, FixedEntropy, NoEntropyBonus
+from lightning_scalerl.axes.epochs import Epochs
+from lightning_scalerl.axes.filter import DynamicSampling, NoFilter, ZeroVariance
+from lightning_scalerl.axes.kl import FixedKL, KLByDifficulty, NoKL
+from lightning_scalerl.axes.loss import CISPO, DAPO, PPO, Reinforce
+from lightning_scalerl.axes.normalization import (
+    BatchNormalization,
+    BatchRewardNormalization,
+    NoNormalization,
+    RunningNormalization,
+)
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.choices import Choices
+from lightning_scalerl.measure.mechanism import MechanismCounters
+from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.rollout import Group, TrainBatch
+from lightning_scalerl.stream.credit import assemble, remember
+from lightning_scalerl.update.token_credit import token_credit
+from tests.helpers import fit, make_group, row
+from tests.test_module import Keep
+
+VARIED = ((1.0, 0.0, 0.0), (0.0, 1.0, 1.0))
+PPO_LIKE: tuple[DesignChoice, ...] = (GAE(), ValueNetwork())
+
+
+def groups_of(rewards: Sequence[Sequence[float]] = VARIED, history: tuple[float, ...] = ()) -> list[Group]:
+    groups = [make_group(each, number) for number, each in enumerate(rewards)]
+    for group in groups:
+        group.history = history
+    return groups
+
+
+def batch_of(choices: Choices, groups: list[Group], drift: float = 0.0, away: float = 0.0) -> tuple[TrainBatch, Tensor]:
+    """What a step trains on, and the trainer's log-probabilities: `drift` off the generator's.
+
+    The reference is `away` from them, and the critic says something of every token, where there are such.
+    """
+    remember(groups, choices)
+    batch = assemble(groups, choices, max_new_tokens=8)
+    source = torch.Generator().manual_seed(1)
+    noise, other, values = torch.randn(3, *batch.loss_mask.shape, generator=source)
+    logprobs = batch.generator_logprobs + drift * noise * batch.loss_mask
+    asked: dict[str, Tensor] = {}
+    if choices.needs_anchor:
+        asked["anchor_logprobs"] = logprobs
+    if choices.kl.where:
+        asked["reference_logprobs"] = logprobs + away * other * batch.loss_mask
+    if choices.critic.has_values:
+        asked["values"] = values * batch.loss_mask
+    return token_credit(replace(batch, **asked), choices, lambda numbers: numbers, remember=True), logprobs
+
+
+class Watched:
+    """Counters of a run over steps that are made by hand."""
+
+    def __init__(self, ours: Choices, theirs: Choices, policy: Any = None, **stream: Any) -> None:
+        self.choices = ours
+        prompts = SimpleNamespace(histories=lambda: [])
+        given: dict[str, Any] = {
+            "admitted": 6,
+            "completed_steps": 0,
+            "groups_per_step": 2,
+            "completions": 3,
+            "dropped_for_batch": 0,
+            "max_new_tokens": 8,
+            "prompts": prompts,
+            **stream,
+        }
+        self.counters = MechanismCounters(ours, theirs, SimpleNamespace(**given), policy, str)  # type: ignore[arg-type]
+
+    def step(self, groups: list[Group] | None = None, drift: float = 0.0, away: float = 0.0) -> dict[str, float]:
+        self.counters.observe(*batch_of(self.choices, groups if groups is not None else groups_of(), drift, away))
+        return self.counters.metrics()
+
+
+Row = tuple[DesignChoice, ...]
+
+
+def acted(ours: Row, theirs: Row, groups: list[Group] | None = None, **options: Any) -> dict[str, float]:
+    """By axis, after one step of a run with `ours` whose recipe has `theirs`."""
+    drift, away = options.pop("drift", 0.0), options.pop("away", 0.0)
+    found = Watched(row(*ours), row(*theirs), **options).step(groups, drift, away)
+    return {name.removeprefix("mechanism/"): share for name, share in found.items()}
+
+
+# --- scenes --------------------------------------------------------------------------------------------------
+
+
+def one_token_each() -> list[Group]:
+    """Of each rollout only the first token was sampled."""
+    groups = groups_of()
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        rollout.forced = [place > 0 for place in range(len(rollout.tokens))]
+    return groups
+
+
+def nothing_sampled() -> list[Group]:
+    """Every token was forced: there are rollouts, and none of their tokens carries credit."""
+    groups = groups_of()
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        rollout.forced = [True] * len(rollout.tokens)
+    return groups
+
+
+def one_token_in_all() -> list[Group]:
+    groups = nothing_sampled()
+    groups[0].rollouts[0].forced[0] = False
+    return groups
+
+
+def sizes(*counts: int, history: tuple[float, ...]) -> list[Group]:
+    return groups_of([[1.0] + [0.0] * (count - 1) for count in counts], history)
+
+
+CONSTANT = ((1.0, 1.0, 1.0), (0.0, 0.0, 0.0))
+MIXED = (*VARIED, CONSTANT[0])
+UNSOLVED = ((0.5, 0.0, 0.2), (0.1, 0.0, 0.3))
+ONE_MEAN = ((1.0, 0.0), (0.0, 1.0))
+NEW = FixedAllocation(), AllocationByDifficulty()
+SMALL_DRIFT, LARGE_DRIFT = {"drift": 0.15}, {"drift": 1.5}
+
+# What departs from what; a step in which it cannot act; and one in which it must.
+CASES: dict[str, tuple[str, Row, Row, dict[str, Any], dict[str, Any]]] = {
+    "gae": ("advantage", PPO_LIKE, (), {"groups": nothing_sampled()}, {}),
+    "no gae": ("advantage", (), PPO_LIKE, {"groups": []}, {}),
+    "critic": ("critic", PPO_LIKE, (), {"groups": nothing_sampled()}, {}),
+    "trace": ("advantage", PPO_LIKE, (GAE(trace=0.2), ValueNetwork()), {"groups": one_token_each()}, {}),
+    "discount": ("advantage", (GAE(0.5), ValueNetwork()), PPO_LIKE, {"groups": one_token_each()}, {}),
+    "critic's clip": ("critic", PPO_LIKE, (GAE(), ValueNetwork(clip=9.0)), {"groups": nothing_sampled()}, {}),
+    "kl": ("kl", (FixedKL(),), (), {}, {"away": 0.5}),
+    "kl of no size": ("kl", (FixedKL(0.0),), (FixedKL(1e-9),), {"away": 0.5}, {"away": 0.5, "theirs": (FixedKL(),)}),
+    "kl by difficulty": (
+        "kl",
+        (KLByDifficulty(0.5, 0.0),),
+        (),
+        {"away": 0.5, "groups": groups_of(UNSOLVED)},
+        {"away": 0.5},
+    ),
+    "kl flat": ("kl", (KLByDifficulty(0.1, 0.1),), (FixedKL(0.1),), {"away": 0.5}, {"away": 0.5, "theirs": (NoKL(),)}),
+    "no kl": ("kl", (ZeroVariance(),), (FixedKL(), ZeroVariance()), {"groups": groups_of(CONSTANT)}, {}),
+    "kl in the reward": ("kl", (*PPO_LIKE, FixedKL(where="reward")), PPO_LIKE, {}, {"away": 0.5}),
+    "kl elsewhere": ("kl", (*PPO_LIKE, FixedKL(where="reward")), (*PPO_LIKE, FixedKL()), {}, {"away": 0.5}),
+    "entropy": ("entropy", (FixedEntropy(),), (), {"groups": nothing_sampled()}, {}),
+    "entropy of no size": ("entropy", (FixedEntropy(0.0),), (), {}, {"theirs": (FixedEntropy(0.01),)}),
+    "entropy by difficulty": ("entropy", (EntropyByDifficulty(),), (), {"groups": groups_of(UNSOLVED)}, {}),
+    "no entropy": ("entropy", (NoEntropyBonus(),), (EntropyByDifficulty(),), {"groups": groups_of(UNSOLVED)}, {}),
+    "linear": ("curriculum", (LinearCurriculum(0.2, 9),), (), {"completed_steps": 9}, {"completed_steps": 8}),
+    "exponential": ("curriculum", (ExponentialCurriculum(0.2, 9),), (), {"completed_steps": 9}, {"completed_steps": 8}),
+    "curve": (
+        "curriculum",
+        (ExponentialCurriculum(0.2, 9),),
+        (LinearCurriculum(0.2, 9),),
+        {"completed_steps": 0},
+        {"completed_steps": 4},
+    ),
+    "stages": ("curriculum", (StagedLength([0.5, 1.0], 3),), (), {"completed_steps": 3}, {"completed_steps": 2}),
+    "no stages": ("curriculum", (NoCurriculum(),), (StagedLength([0.5, 1.0], 3),), {"completed_steps": 3}, {}),
+    "epochs": ("epochs", (Epochs(2), ZeroVariance()), (ZeroVariance(),), {"groups": groups_of(CONSTANT)}, {}),
+    "refilling": ("filter", (DynamicSampling(),), (ZeroVariance(),), {}, {"dropped_for_batch": 1}),
+    "refilling not dropping": ("filter", (DynamicSampling(),), (NoFilter(),), {}, {"dropped_for_batch": 1}),
+    "no refilling": ("filter", (NoFilter(),), (DynamicSampling(),), {}, {"groups": groups_of(MIXED)}),
+    "more rollouts": (
+        "allocation",
+        (AllocationByDifficulty(),),
+        (),
+        {"groups": sizes(3, 3, history=())},
+        {"groups": sizes(3, 4, history=(0.0,))},
+    ),
+    "as many rollouts": (
+        "allocation",
+        (),
+        (AllocationByDifficulty(),),
+        {"groups": sizes(3, 3, history=(0.5,))},
+        {"groups": sizes(3, 3, history=(0.0,))},
+    ),
+    "proximal": ("correction", (Proximal(),), (), {}, LARGE_DRIFT),
+    "proximal within its bounds": ("correction", (Proximal(),), (), SMALL_DRIFT, LARGE_DRIFT),
+    "masked weights": ("correction", (Proximal(mode="mask"),), (), SMALL_DRIFT, LARGE_DRIFT),
+    "no weights": ("correction", (Proximal(mode="none"),), (), {}, SMALL_DRIFT),
+    "no weights, no ratio": (
+        "correction",
+        (Proximal(mode="none"), Reinforce()),
+        (Reinforce(),),
+        LARGE_DRIFT,
+        {**SMALL_DRIFT, "ours": (Proximal(), Reinforce())},
+    ),
+    "behaviour": ("correction", (Behaviour(),), (Proximal(),), SMALL_DRIFT, LARGE_DRIFT),
+    "sequences": ("correction", (Proximal("sequence"),), (Proximal(),), {}, SMALL_DRIFT),
+    "scale of rewards": (
+        "normalization",
+        (BatchRewardNormalization(),),
+        (BatchNormalization(),),
+        {"groups": groups_of(ONE_MEAN)},
+        {},
+    ),
+    "centre": (
+        "normalization",
+        (BatchNormalization(centre=True),),
+        (BatchNormalization(),),
+        {},
+        {"ours": (*PPO_LIKE, BatchNormalization(centre=True)), "theirs": (*PPO_LIKE, BatchNormalization())},
+    ),
+    "ppo": ("loss", (PPO(0.2),), (CISPO(5.0),), {}, LARGE_DRIFT),
+    "ppo under another name": (
+        "loss",
+        (PPO(0.2),),
+        (DAPO(0.2, 0.2),),
+        LARGE_DRIFT,
+        {**LARGE_DRIFT, "theirs": (DAPO(0.2, 2.0),)},
+    ),
+    "reinforce": ("loss", (Reinforce(),), (PPO(0.2),), {}, SMALL_DRIFT),
+    "sum": ("aggregation", (SumAggregation(),), (TokenAggregation(),), {"groups": one_token_in_all()}, {}),
+    "constant": ("aggregation", (ConstantAggregation(),), (TokenAggregation(),), {"groups": nothing_sampled()}, {}),
+}
+
+
+@pytest.mark.parametrize(("axis", "ours", "theirs", "silent", "acting"), CASES.values(), ids=CASES)
+def test_a_counter_is_zero_where_nothing_can_have_acted_and_one_where_it_must(
+    axis: str, ours: Row, theirs: Row, silent: dict[str, Any], acting: dict[str, Any]
+) -> None:
+    for expected, scene in ((0, silent), (1, acting)):
+        rows = {"ours": ours, "theirs": theirs, **scene}
+        assert acted(**rows)[axis] == expected, (axis, expected)
+
+
+def test_whole_rows_that_depart_on_several_axes_are_counted_on_each() -> None:
+    ours = (*PPO_LIKE, FixedKL(), FixedEntropy(), Epochs(4), Proximal(), PPO(0.2), BatchNormalization(centre=True))
+    assert set(acted(ours, (), drift=1.5, away=0.5)) == {
+        "advantage",
+        "critic",
+        "kl",
+        "entropy",
+        "epochs",
+        "correction",
+        "loss",
+        "normalization",
+    }
+    assert acted(ours, ours) == {}
+
+
+# --- with a memory -------------------------------------------------------------------------------------------
+
+
+each_credit = pytest.mark.parametrize("credit", [(), PPO_LIKE], ids=["group", "gae"])
+
+
+def smaller() -> list[Group]:
+    """Of other statistics than the groups before."""
+    return groups_of([[0.1 * reward for reward in each] for each in VARIED])
+
+
+@each_credit
+def test_running_statistics_act_from_the_second_batch_on(credit: Row) -> None:
+    """The first batch is all that there is; one of another size then is not."""
+    watched = Watched(row(*credit, RunningNormalization()), row(*credit, BatchNormalization()))
+    assert watched.step() == {"mechanism/normalization": 0}
+    for step in (2, 3, 4):
+        assert watched.step(smaller()) == {"mechanism/normalization": (step - 1) / step}
+
+
+def test_counts_survive_a_stop() -> None:
+    watched = Watched(row(FixedKL()), row())
+    watched.step(away=0.5)
+    watched.step()
+    again = Watched(row(FixedKL()), row())
+    again.counters.load_state_dict(watched.counters.state_dict())
+    assert again.counters.metrics() == {"mechanism/kl": 1 / 2} and again.step(away=0.5) == {"mechanism/kl": 2 / 3}
+
+
+# --- precision -----------------------------------------------------------------------------------------------
+
+
+def of_precision(model: Any, ours: Precision, theirs: Precision, *others: DesignChoice, **options: Any) -> float:
+    policy = Policy(model, ours)
+    return acted((ours, *others), (theirs, *others), policy=policy, **options)["precision"]
+
+
+def test_types_of_the_policy_are_seen_in_its_log_probabilities(tiny_model: Any) -> None:
+    single, half = Precision("fp32"), Precision("fp16")
+    # A model that has learnt something is surer than this one: its logits are larger, and rounding moves them further.
+    with torch.no_grad():
+        for weights in tiny_model.parameters():
+            weights *= 3.0
+    for ours, theirs in ((half, single), (single, half), (half, Precision("bf16")), (Precision("bf16"), half)):
+        assert of_precision(tiny_model, ours, theirs) == 1
+    assert of_precision(tiny_model, half, single, ZeroVariance(), groups=groups_of(CONSTANT)) == 0
+
+
+PARTS: list[tuple[str, Row]] = [
+    ("fp32_value", PPO_LIKE),
+    ("fp32_kl", (FixedKL(1.0),)),
+    ("fp32_advantage", (BatchNormalization(),)),
+]
+
+
+@pytest.mark.parametrize(("part", "others"), PARTS, ids=[part for part, _ in PARTS])
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_is_kept_in_fp32_acts_where_there_is_any(tiny_model: Any, part: str, others: Row, turned: bool) -> None:
+    rows = Precision("bf16"), Precision("bf16", **{part: False})
+    ours, theirs = reversed(rows) if turned else rows
+    assert of_precision(tiny_model, ours, theirs, *others, away=0.5) == 1
+    # Without a critic and a reference, in a batch whose advantages are all zero, there is nothing to keep.
+    assert of_precision(tiny_model, ours, theirs, groups=groups_of(CONSTANT)) == 0
+    # In a policy of FP32 all parts are in FP32, whatever is said of them: no departure at all.
+    assert acted((Precision("fp32", **{part: False}),), (Precision("fp32"),)) == {}
+
+
+def test_advantages_that_rounding_does_not_change_do_not_count(tiny_model: Any) -> None:
+    """Of rewards 0 and 1 in groups of four, without a scale: multiples of a quarter, exact in every type."""
+    groups = groups_of(((1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 1.0, 0.0)))
+    ours, theirs = Precision("bf16", fp32_advantage=False), Precision("bf16")
+    assert of_precision(tiny_model, ours, theirs, NoNormalization(), groups=groups) == 0
+
+
+@each_credit
+def test_running_statistics_that_were_taken_away_count(credit: Row) -> None:
+    watched = Watched(row(*credit, BatchNormalization()), row(*credit, RunningNormalization()))
+    assert watched.step() == {"mechanism/normalization": 0}
+    assert watched.step(smaller()) == {"mechanism/normalization": 1 / 2}
+
+
+def test_a_critic_that_was_taken_away_counts() -> None:
+    assert acted((), PPO_LIKE) == {"advantage": 1, "critic": 1}
+
+
+def test_refilling_that_was_taken_away_counts_where_a_group_would_have_been_replaced() -> None:
+    ours, theirs = (ZeroVariance(),), (DynamicSampling(),)
+    assert acted(ours, theirs) == {"filter": 0}
+    assert acted(ours, theirs, groups=groups_of(MIXED)) == {"filter": 1}
+
+
+def test_a_loss_that_clips_in_later_passes_only_counts(tiny_model_path: str) -> None:
+    """On-policy the ratio of the first pass is 1: what two clips differ in, they differ in from the second pass on."""
+    keep = Keep()
+    overrides = ["loss=ppo", "epochs.count=3", "optimizer.lr=1e-2"]
+    fit(tiny_model_path, steps=3, callbacks=[OnPolicy(), DAPO(1e-3, 1e-3), keep], overrides=overrides)
+    assert min(keep.of("train/clip_fraction")) > 0.01
+    assert keep.of("mechanism/loss")[-1] > 0

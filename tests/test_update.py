@@ -1,0 +1,890 @@
+"""Updates in whole tiny runs: newer choices train, stop and go on bit for bit; what is not finite; runs gone bad."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
+
+from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL, composition
+from lightning_scalerl.axes.advantage import GAE
+from lightning_scalerl.axes.async_mode import OnPolicy
+from lightning_scalerl.axes.critic import ValueNetwork
+from lightning_scalerl.axes.kl import FixedKL
+from lightning_scalerl.axes.loss import CISPO
+from lightning_scalerl.axes.normalization import BatchNormalization, PromptNormalization, RunningNormalization
+from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, checkpoints, newest_checkpoint
+from lightning_scalerl.checks import CannotGoOnError
+from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.composition import compose
+from lightning_scalerl.optim import ConstantSchedule, CosineSchedule, SqrtBatchSchedule
+from lightning_scalerl.task.base import RewardScale
+from lightning_scalerl.update import loss_scale as loss_scale_module
+from lightning_scalerl.update.health import Health, HealthWatch, UnhealthyError
+from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
+from sweeps.run.journal import read_journal
+from tests.helpers import SMALL, CountingTask, fit, quiet
+from tests.test_module import Keep, weights_of
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra takes longer than a tiny run: what the same words come to is not looked up again."""
+    monkeypatch.setattr(composition, "compose", _composed)
+
+
+@cache
+def _composed_once(overrides: tuple[str, ...]) -> Any:
+    return compose(overrides)
+
+
+def _composed(overrides: Sequence[str], folders: Sequence[str] = ()) -> Any:
+    assert not folders
+    return deepcopy(_composed_once(tuple(overrides)))
+
+
+WITH_CRITIC = ("advantage=gae", "critic=value_network", "filter=none")
+
+
+def all_weights(module: ScaleRL) -> dict[str, Tensor]:
+    """Of policy and critic."""
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def same_weights(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+class Staged(CountingTask, Callback):
+    """A task that knows how many steps are done; also a callback, to be told."""
+
+    run: Any = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.run = pl_module
+
+    @property
+    def step(self) -> int:
+        return int(self.run.completed_steps)
+
+
+class Sometimes(CountingTask):
+    """Every third prompt teaches nothing."""
+
+    def reward(self, prompt: Any, completion: str) -> float:
+        return 1.0 if int(prompt.prompt_id[1:]) % 3 == 0 else super().reward(prompt, completion)
+
+
+# --- each trains ---------------------------------------------------------------------------------------------
+
+# With the terms of the loss beside the policy's.
+TRAINED: dict[str, tuple[tuple[str, ...], set[str]]] = {
+    "gae, one rollout a prompt": (
+        (*WITH_CRITIC, "batch.completions=1", "normalization.centre=true", "critic.lr=1e-2"),
+        {"value"},
+    ),
+    "gae, running": ((*WITH_CRITIC, "normalization=running", "critic.aggregation=token"), {"value"}),
+    "kl": (("kl=by_difficulty", "kl.aggregation=constant"), {"kl"}),
+    "kl in the reward": ((*WITH_CRITIC, "kl=by_difficulty", "kl.where=reward", "kl.easy=0.5"), {"value"}),
+    "entropy": (("entropy=by_difficulty", "loss=reinforce", "aggregation=constant"), {"entropy"}),
+    "fixed entropy": (("entropy=fixed", "entropy.aggregation=sum", "aggregation=sum"), {"entropy"}),
+    "proximal": (("correction=proximal", "correction.level=sequence", "correction.mode=mask", "loss=ppo"), set()),
+    "lengths": (("curriculum=staged_length", "curriculum.steps=1", "normalization=batch_reward_std"), set()),
+    "easy first": (("curriculum=exponential", "curriculum.over_steps=3"), set()),
+    "rounded": (
+        (*WITH_CRITIC, "kl=fixed", "precision=bf16", "precision.fp32_value=false", "precision.fp32_kl=false"),
+        {"value", "kl"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "others"), TRAINED.values(), ids=TRAINED)
+def test_it_trains(tiny_model_path: str, overrides: tuple[str, ...], others: set[str]) -> None:
+    """A few steps, all of whose numbers are finite; every term is there and counts."""
+    keep = Keep()
+    module = fit(tiny_model_path, steps=3, callbacks=[keep], overrides=overrides)
+    assert len(keep.records) == 3
+    assert all(math.isfinite(value) for _, _, metrics in keep.records for value in metrics.values())
+    assert not any(keep.of("train/skipped_updates")) and all(keep.of("train/gradient_norm"))
+    metrics = keep.records[-1][2]
+    parts = {name: metrics[f"train/loss_{name}"] for name in ("policy", *others) if others}
+    assert metrics["train/loss"] == pytest.approx(sum(parts.values())) or not others
+    assert all(parts.values()) and len([name for name in metrics if name.startswith("train/loss_")]) == len(parts)
+    if module.critic is not None:
+        assert metrics["train/value_gradient_norm"] > 0 and module.critic.head.weight.abs().max() > 0
+        assert keep.of("train/explained_variance")[0] == 0, "the first values are all zero"
+    if module.choices.kl.where:
+        assert keep.of("train/kl")[0] < 1e-6 < metrics["train/kl"]
+
+
+def test_what_a_step_costs_is_what_its_passes_cost(tiny_model_path: str) -> None:
+    """The first batch is the same whatever is done with it."""
+
+    def flops(*overrides: str) -> float:
+        keep = Keep()
+        fit(tiny_model_path, steps=1, callbacks=[keep], overrides=["filter=none", *overrides])
+        return keep.of("compute/flops_train")[0]
+
+    one = flops()
+    assert flops("epochs.count=3", "kl=fixed", "correction=proximal") == pytest.approx((3 + 2 / 3) * one)
+    assert one < flops("advantage=gae", "critic=value_network") < 7 / 3 * one, "a critic has no vocabulary"
+
+
+def test_completions_are_as_long_as_the_stage_says(tiny_model_path: str) -> None:
+    """Limits of 3, 5 and 9 tokens, a step each; on-policy, so that no batch holds what an earlier stage has sampled."""
+    keep = Keep()
+    overrides = ["curriculum=staged_length", "curriculum.steps=1", "curriculum.shares=[0.25,0.5,1]"]
+    fit(tiny_model_path, steps=4, callbacks=[OnPolicy(), keep], overrides=overrides)
+    lengths = keep.of("train/completion_tokens")
+    assert lengths[0] <= 3 and 3 < lengths[1] <= 5 and 5 < lengths[2] <= 9 and 5 < lengths[3] <= 9
+
+
+def test_rewards_of_minus_one_to_one_are_the_same_under_a_normalization(tiny_model_path: str) -> None:
+    weights, rewards = [], []
+    for reward in ("zero_one", "plus_minus_one"):
+        keep = Keep()
+        overrides = [f"reward={reward}", "optimizer.eps=1e-4"]
+        module = fit(tiny_model_path, steps=2, callbacks=[keep], overrides=overrides)
+        weights.append(weights_of(module))
+        rewards.append(keep.of("train/reward"))
+        assert keep.of("train/pass_rate")[0] > 0
+    assert rewards[1] == pytest.approx([2 * reward - 1 for reward in rewards[0]])
+    assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-4) for name in weights[0])
+
+
+def test_reward_scales_by_hand() -> None:
+    paper = RewardScale(correct=1.0, incorrect=-1.0)
+    assert [paper.scale(reward) for reward in (0.0, 0.25, 1.0)] == [-1.0, -0.5, 1.0]
+    assert RewardScale().scale(0.1) == 0.1
+    for field, bad in (("correct", float("nan")), ("incorrect", True), ("correct", "1"), ("incorrect", 1.0)):
+        with pytest.raises(ConfigurationError, match=r"reward\."):
+            RewardScale(**{field: bad})
+
+
+# --- it stops and goes on ------------------------------------------------------------------------------------
+
+RESUMED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "gae": ("scalerl_core", WITH_CRITIC),
+    "running": ("scalerl_core", ("normalization=running", "normalization.centre=true")),
+    "running, gae": ("scalerl", (*WITH_CRITIC, "normalization=running", "precision=fp32")),
+    "dynamic_sampling": ("scalerl", ("filter=dynamic_sampling", "precision=fp32")),
+    "curriculum": (
+        "scalerl",
+        ("curriculum=linear", "curriculum.start=0.3", "curriculum.over_steps=6", "precision=fp32"),
+    ),
+    "by_difficulty": ("scalerl", ("allocation=by_difficulty", "resampling=uniform", "precision=fp32")),
+    "epochs": ("scalerl_core", ("epochs.count=2",)),
+    "fp16": ("scalerl_core", ("precision=fp16",)),
+    "kl": ("scalerl_core", ("kl=fixed", "kl.coefficient=0.5")),
+    "proximal": ("scalerl", ("correction=proximal", "precision=fp32")),
+    "together": (
+        "scalerl",
+        (
+            "advantage=gae",
+            "critic=value_network",
+            "kl=by_difficulty",
+            "entropy=by_difficulty",
+            "epochs.count=2",
+            "loss=ppo",
+            "correction=proximal",
+            "normalization=running",
+            "filter=dynamic_sampling",
+            "allocation=by_difficulty",
+            "curriculum=exponential",
+            "curriculum.over_steps=6",
+            "schedule=cosine",
+            "schedule.total_steps=6",
+            "precision=fp16",
+        ),
+    ),
+}
+# What each needs of its run to be able to show that it was lost.
+SEEN: dict[str, Callable[[Keep], bool]] = {
+    "dynamic_sampling": lambda keep: max(keep.of("train/groups_dropped")) > 0,
+    "fp16": lambda keep: keep.of("train/loss_scale")[2] < loss_scale_module.START,
+    "kl": lambda keep: keep.of("train/kl")[-1] > 1e-4,
+    "proximal": lambda keep: max(keep.of("train/staleness_max")) > 0,
+}
+
+
+# Each is in "together" as well.
+ALSO = ("running, gae", "curriculum", "by_difficulty", "epochs", "proximal")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ALSO else n for n in RESUMED])
+def test_resume_is_exact(tiny_model_path: str, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Invariant 5: three steps, then the others in a new module: journal and all weights, bit for bit."""
+    # So that FP16 overflows at first, and its factor is one that has been found on the way.
+    monkeypatch.setattr(loss_scale_module, "START", 2.0**24)
+    recipe, overrides = RESUMED[name]
+    keep = Keep()
+
+    def run(place: str, steps: int, resume: bool = False) -> ScaleRL:
+        options: dict[str, Any] = {"recipe": recipe, "overrides": overrides, "resume": resume, "checkpoint_every": 3}
+        callbacks = [keep] if place == "whole" else []
+        return fit(tiny_model_path, tmp_path / place, steps, callbacks=callbacks, task=Sometimes(), **options)
+
+    whole = run("whole", 6)
+    run("parts", 3)
+    parts = run("parts", 6, resume=True)
+    one, two = (
+        [record for record in read_journal(tmp_path / place).deterministic() if record[0] == "train"]
+        for place in ("whole", "parts")
+    )
+    assert [step for _, step, _ in two] == [1, 2, 3, 4, 5, 6]
+    assert one == two
+    assert same_weights(all_weights(whole), all_weights(parts))
+    assert SEEN.get(name, lambda keep: True)(keep)
+
+
+def test_counters_of_what_was_taken_away_go_on_after_a_stop(tiny_model_path: str, tmp_path: Path) -> None:
+    """The recipe's own statistics, which the counters keep beside a run that has none, are a part of its state."""
+    journals = []
+    for place, stops in (("whole", [4]), ("parts", [2, 4])):
+        for stop in stops:
+            options: dict[str, Any] = {"overrides": ["normalization=running"], "resume": stop != stops[0]}
+            fit(tiny_model_path, tmp_path / place, stop, callbacks=[BatchNormalization()], **options)
+        journals.append([r for r in read_journal(tmp_path / place).deterministic() if r[0] == "train"])
+    assert journals[0][-1][2]["mechanism/normalization"] > 0
+    assert journals[0] == journals[1]
+
+
+def curve_of(keep: Keep) -> list[dict[str, float]]:
+    clock = ("compute/", "time/", "virtual/")
+    return [
+        {key: value for key, value in metrics.items() if not key.startswith(clock)}
+        for kind, _, metrics in keep.records
+        if kind == "train"
+    ]
+
+
+def go_on(module: ScaleRL, steps: int, **options: Any) -> list[dict[str, float]]:
+    """Another fit of a module, and what it recorded."""
+    keep = Keep()
+    trainer = Trainer(max_steps=steps, callbacks=[keep], **quiet())
+    trainer.fit(module, datamodule=RolloutDataModule(CountingTask()), weights_only=True, **options)
+    return curve_of(keep)
+
+
+def test_the_same_module_goes_on(tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a checkpoint from where it is, with one from there: the steps of a run that did not stop.
+
+    Critic, reference, statistics and the factor of the loss are all that it must remember or put back.
+    """
+    monkeypatch.setattr(loss_scale_module, "START", 2.0**24)
+    overrides, keep = [*WITH_CRITIC, "kl=fixed", "normalization=running", "precision=fp16", "epochs.count=2"], Keep()
+    fit(tiny_model_path, steps=4, callbacks=[keep], overrides=overrides)
+    expected = curve_of(keep)
+    assert keep.of("train/loss_scale")[0] < 2.0**24
+    module = fit(tiny_model_path, tmp_path, steps=2, overrides=overrides, checkpoint_every=1)
+    assert go_on(module, 4) == expected[2:]
+    (first,) = [path for path in checkpoints(tmp_path / "checkpoints") if path.stem == "step-00000001"]
+    assert go_on(module, 4, ckpt_path=first) == expected[1:]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*WITH_CRITIC, "normalization=running", "precision=fp16"),
+        ("kl=fixed",),
+    ],
+    ids=["memory", "kl"],
+)
+def test_a_module_with_the_weights_of_a_checkpoint_goes_on_with_its_run(
+    tiny_model_path: str, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """load_from_checkpoint(path), then fit(ckpt_path=path): what is restored is the run, not a run of these weights."""
+    keep = Keep()
+    fit(tiny_model_path, steps=4, callbacks=[keep], overrides=overrides)
+    fit(tiny_model_path, tmp_path, steps=2, overrides=overrides)
+    path = newest_checkpoint(tmp_path / "checkpoints")
+    assert path is not None
+    loaded = ScaleRL.load_from_checkpoint(path, weights_only=True)
+    assert go_on(loaded, 4, ckpt_path=path) == curve_of(keep)[2:]
+
+
+class Fails(Callback):
+    """Ends the fit with an error after some steps."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        if pl_module.completed_steps == self.step:
+            raise RuntimeError("a disk, a driver, a bug")
+
+
+@pytest.mark.parametrize("overrides", [(*WITH_CRITIC, "normalization=running"), ("kl=fixed",)], ids=["memory", "kl"])
+def test_a_module_that_failed_goes_on_from_its_checkpoint(
+    tiny_model_path: str, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """What it has learnt beyond that is forgotten, and what it measures from is what it began with."""
+    keep = Keep()
+    fit(tiny_model_path, steps=5, callbacks=[keep], overrides=overrides)
+    module = ScaleRL(tiny_model_path, "scalerl_core", [*SMALL, *overrides])
+    callbacks = [Fails(3), ResumableCheckpoint(tmp_path, 2)]
+    trainer = Trainer(max_steps=5, callbacks=callbacks, **{**quiet(), "enable_checkpointing": True})
+    with pytest.raises(RuntimeError, match="a disk"):
+        trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+    assert go_on(module, 5, ckpt_path=tmp_path / "step-00000002.ckpt") == curve_of(keep)[2:]
+
+
+ANEW: dict[str, tuple[str, ...]] = {"gae": WITH_CRITIC, "kl": ("kl=fixed",), "running": ("normalization=running",)}
+
+
+@pytest.mark.parametrize("overrides", ANEW.values(), ids=ANEW)
+def test_weights_alone_begin_another_run(tiny_model_path: str, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """`Trainer.validate` of a checkpoint takes its weights, and a later fit begins with them: as a new module would."""
+    module = fit(tiny_model_path, tmp_path, steps=2, overrides=overrides)
+    path = newest_checkpoint(tmp_path / "checkpoints")
+    assert path is not None
+    fresh = ScaleRL.load_from_checkpoint(path, weights_only=True)
+    data = RolloutDataModule(CountingTask())
+    Trainer(**quiet()).validate(module, datamodule=data, ckpt_path=path, verbose=False, weights_only=True)
+    assert go_on(module, 2) == go_on(fresh, 2)
+
+
+def test_one_choice_in_two_runs_remembers_nothing_of_the_first(tiny_model_path: str) -> None:
+    choice, curves = RunningNormalization(), []
+    for _ in range(2):
+        keep = Keep()
+        fit(tiny_model_path, steps=2, callbacks=[choice, keep])
+        curves.append(curve_of(keep))
+    assert curves[0] == curves[1]
+
+
+def test_a_critic_is_in_the_checkpoint_and_in_nobodys_way(tiny_model_path: str, tmp_path: Path) -> None:
+    """Who evaluates, or begins anew, takes the policy's weights alone; in evaluation they are those that were saved."""
+    overrides = [*WITH_CRITIC, "optimizer.lr=1e-2"]
+    module = fit(tiny_model_path, tmp_path, steps=4, overrides=overrides)
+    path = newest_checkpoint(tmp_path / "checkpoints")
+    assert path is not None
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    assert {name.split(".")[0] for name in saved} == {"policy", "critic"}, "and no reference"
+    assert saved["critic.head.weight"].any()
+    assert same_weights(saved, all_weights(module))
+    groups = module.optimizers().param_groups  # type: ignore[union-attr]
+    assert [len(group["params"]) for group in groups] == [21, 22]
+    expected = read_journal(tmp_path).of_kind("eval")[-1].metrics["eval/heldout/pass_rate"]
+    evaluation = next(each for each in module.trainer.callbacks if type(each).__name__ == "Evaluate")  # type: ignore[attr-defined]
+    data = RolloutDataModule(CountingTask())
+
+    def validated(module: ScaleRL, **options: Any) -> float:
+        trainer = Trainer(callbacks=[type(evaluation)(2, 2)], **quiet())
+        (found,) = trainer.validate(module, datamodule=data, verbose=False, **options)
+        return float(found["eval/heldout/pass_rate"])
+
+    loaded = ScaleRL.load_from_checkpoint(path, weights_only=True)
+    assert loaded.critic is None
+    assert same_weights(weights_of(loaded), weights_of(module))
+    assert validated(loaded) == validated(module) == expected
+    fresh = ScaleRL(tiny_model_path, "scalerl_core", [*SMALL, *overrides])
+    assert validated(fresh, ckpt_path=path, weights_only=True) == expected
+    assert same_weights(weights_of(fresh), weights_of(module))
+    # A run that is begun with them has a critic of its own, made of these weights.
+    go_on(loaded, 1)
+    assert loaded.critic is not None and loaded.completed_steps == 1
+
+
+def test_a_critic_has_its_own_learning_rate_under_the_same_schedule(tiny_model_path: str) -> None:
+    def rates(*overrides: str) -> list[float]:
+        given = [*WITH_CRITIC, "schedule.warmup_steps=3", *overrides]
+        module = fit(tiny_model_path, steps=2, overrides=given)
+        return [group["lr"] for group in module.optimizers().param_groups]  # type: ignore[union-attr]
+
+    assert rates() == pytest.approx([0.5 * 3e-3, 0.5 * 3e-3])
+    assert rates("critic.lr=0.02") == pytest.approx([0.5 * 3e-3, 0.5 * 0.02])
+
+
+# --- not finite ----------------------------------------------------------------------------------------------
+
+
+class Breaks(CISPO):
+    """A loss that is not finite on some passes, counted from 0 over the whole run; how is for `value`.
+
+    "gradient" is a finite loss without a finite gradient.
+    """
+
+    def __init__(self, passes: Sequence[int] = (), value: str = "nan") -> None:
+        super().__init__(5.0)
+        self.passes = list(passes)
+        self.value = value
+        self.now = -1
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        backward = pl_module._backward
+
+        def counted(*arguments: Any) -> Any:
+            self.now += 1
+            return backward(*arguments)
+
+        pl_module._backward = counted
+
+    def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        loss = super().per_token(trainer_logprobs, anchor_logprobs, advantages, mask)
+        if self.now not in self.passes:
+            return loss
+        if self.value == "gradient":
+            return loss + (trainer_logprobs - trainer_logprobs.detach()).sqrt()
+        return loss * float(self.value)
+
+
+class Weights(Callback):
+    """All weights after each step, beginning with those before the first; and the optimizer's memory."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+        self.memory: list[list[Tensor]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append(all_weights(pl_module))
+        self.memory.append([])
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        self.seen.append(all_weights(pl_module))
+        state = pl_module.optimizers().state
+        self.memory.append([value.clone() for of in state.values() for value in of.values()])
+
+    def stood_still(self) -> list[bool]:
+        """For each step."""
+        pairs = zip(self.seen, self.seen[1:], strict=False)
+        return [same_weights(before, after) for before, after in pairs]
+
+
+def written(run_dir: Path) -> list[dict[str, Any]]:
+    """Every line of a journal, each of whose numbers is a number."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"the journal holds {constant}")
+
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert not any("not_finite" in line for line in found)
+    return [line for line in found if line["kind"] == "train"]
+
+
+@pytest.mark.parametrize(("value", "overrides"), [("nan", ()), ("inf", WITH_CRITIC), ("gradient", WITH_CRITIC)])
+def test_an_update_that_is_not_finite_is_left_out(
+    tiny_model_path: str, tmp_path: Path, value: str, overrides: tuple[str, ...]
+) -> None:
+    """No weight and no momentum moves; it is counted, and the run goes on."""
+    weights = Weights()
+    fit(tiny_model_path, tmp_path, steps=4, callbacks=[Breaks([1], value), weights], overrides=overrides)
+    lines = written(tmp_path)
+    assert [line["metrics"]["train/skipped_updates"] for line in lines] == [0, 1, 1, 1]
+    assert ["train/loss" in line["metrics"] for line in lines] == [True, False, True, True]
+    assert ["train/gradient_norm" in line["metrics"] for line in lines] == [True, False, True, True]
+    assert weights.stood_still() == [False, True, False, False]
+    assert all(map(torch.equal, weights.memory[1], weights.memory[2])) and weights.memory[1]
+    assert not all(map(torch.equal, weights.memory[2], weights.memory[3]))
+    assert read_journal(tmp_path).status == "finished"
+
+
+def test_one_pass_of_several_is_left_out(tiny_model_path: str, tmp_path: Path) -> None:
+    """The other one is made, and its numbers are the step's: the first pass of one step, the second of the next."""
+    weights = Weights()
+    callbacks = [Breaks([0, 3]), weights]
+    fit(tiny_model_path, tmp_path, steps=3, callbacks=callbacks, overrides=["epochs.count=2"])
+    metrics = [line["metrics"] for line in written(tmp_path)]
+    assert [each["train/skipped_updates"] for each in metrics] == [1, 2, 2]
+    assert all(each["train/gradient_norm"] > 0 and "train/loss" in each for each in metrics)
+    assert weights.stood_still() == [False] * 3
+
+
+def test_three_in_a_row_end_the_run(tiny_model_path: str, tmp_path: Path) -> None:
+    weights = Weights()
+    with pytest.raises(CannotGoOnError, match=r"of 3 updates in a row was not finite.*Lower optimizer\.lr") as caught:
+        fit(tiny_model_path, tmp_path, steps=9, callbacks=[Breaks([1, 3, 4, 6, 7, 8]), weights])
+    assert "\n" not in str(caught.value) and "the last after step 8" in str(caught.value)
+    view = read_journal(tmp_path)
+    assert view.status == "failed" and str(view.reason).startswith("CannotGoOnError: train: loss or gradient of 3")
+    counts = [line["metrics"]["train/skipped_updates"] for line in written(tmp_path)]
+    assert counts == [0, 1, 1, 2, 3, 3, 4, 5], "the third is not a step any more"
+    assert weights.stood_still() == [False, True, False, True, True, False, True, True]
+
+
+def test_a_count_goes_on_after_a_stop(tiny_model_path: str, tmp_path: Path) -> None:
+    """Two before it, one after it: that is three in a row."""
+    fit(tiny_model_path, tmp_path, steps=3, callbacks=[Breaks([1, 2])])
+    with pytest.raises(CannotGoOnError, match="of 3 updates in a row was not finite, the last after step 3"):
+        fit(tiny_model_path, tmp_path, steps=6, callbacks=[Breaks([0])], resume=True)
+
+
+EMPTIED: dict[str, tuple[str, ...]] = {
+    "group": ("kl=fixed", "entropy=fixed", "epochs.count=2", "normalization=running"),
+    "gae": ("advantage=gae", "critic=value_network", "kl=fixed", "kl.where=reward", "normalization=running"),
+}
+
+
+@pytest.mark.parametrize("overrides", EMPTIED.values(), ids=EMPTIED)
+def test_batches_that_keep_nothing_several_times_in_a_row(
+    tiny_model_path: str, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """Nothing moves and nothing is counted as skipped: an empty sum is a finite one."""
+
+    class Between(Staged):
+        def reward(self, prompt: Any, completion: str) -> float:
+            return 1.0 if self.step in (1, 2, 3) else super().reward(prompt, completion)
+
+    task, weights = Between(), Weights()
+    fit(tiny_model_path, tmp_path, 6, callbacks=[OnPolicy(), task, weights], task=task, overrides=overrides)
+    assert weights.stood_still() == [False, True, True, True, False, False]
+    metrics = [line["metrics"] for line in written(tmp_path)]
+    assert [each["train/groups_kept"] > 0 for each in metrics] == [True, False, False, False, True, True]
+    assert not any(each["train/skipped_updates"] for each in metrics)
+    assert [each["train/loss"] for each in metrics[1:4]] == [0, 0, 0]
+
+
+# --- FP16 ----------------------------------------------------------------------------------------------------
+
+
+def test_fp16_finds_its_factor_and_goes_on(
+    tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A factor far too large at first: every overflow halves it, however many in a row, and costs no weight a move."""
+    monkeypatch.setattr(loss_scale_module, "START", 2.0**32)
+    weights = Weights()
+    overrides = ["precision=fp16", "epochs.count=6"]
+    fit(tiny_model_path, tmp_path, steps=4, callbacks=[weights], overrides=overrides)
+    metrics = [line["metrics"] for line in written(tmp_path)]
+    skipped = [each["train/skipped_updates"] for each in metrics]
+    assert skipped[0] == 6 < skipped[-1] < 24
+    assert [each["train/loss_scale"] for each in metrics] == [2.0 ** (32 - count) for count in skipped]
+    assert skipped[-1] == skipped[-2], "it has been found"
+    assert weights.stood_still()[0] and not weights.stood_still()[-1]
+
+
+def test_fp16_scales_nothing_but_the_way_there(tiny_model_path: str) -> None:
+    """Whatever the factor, it trains as it would with another one; and nearly as FP32 does."""
+    curves = {}
+    for start in (2.0**6, 2.0**12):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loss_scale_module, "START", start)
+            keep = Keep()
+            fit(tiny_model_path, steps=1, callbacks=[keep], overrides=["precision=fp16"])
+            curves[start] = (keep.of("train/loss")[0], keep.of("train/gradient_norm")[0])
+    keep = Keep()
+    fit(tiny_model_path, steps=1, callbacks=[keep])
+    exact = (keep.of("train/loss")[0], keep.of("train/gradient_norm")[0])
+    assert curves[2.0**6] == pytest.approx(curves[2.0**12], rel=1e-3)
+    assert curves[2.0**6] == pytest.approx(exact, rel=0.05)
+
+
+@settings(max_examples=100, deadline=None)
+@given(finite=st.lists(st.booleans(), max_size=40))
+def test_the_factor_moves_as_torchs_own(finite: list[bool]) -> None:
+    """torch.amp.GradScaler as the oracle, with an interval of three so that growth is seen."""
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    theirs = torch.amp.GradScaler("cpu", init_scale=loss_scale_module.START, growth_interval=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_scale_module, "INTERVAL", 3)
+        ours = LossScale(acts=True)
+        for number, there in enumerate(finite):
+            optimizer.zero_grad()
+            theirs.scale(parameter.sum() * (1.0 if there else math.inf)).backward()
+            theirs.step(optimizer)
+            theirs.update()
+            ours.update(there)
+            assert ours.factor == theirs.get_scale()
+            if number % 5 == 4:  # a stop
+                again = LossScale(acts=True)
+                again.load_state_dict(pickle.loads(pickle.dumps(ours.state_dict())))
+                ours = again
+
+
+def test_a_factor_by_hand() -> None:
+    scale = LossScale(acts=True)
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))]
+    scale.scaled((parameters[0] * torch.tensor([1.0, 3.0])).sum()).backward()
+    assert parameters[0].grad is not None and parameters[0].grad.tolist() == [65536.0, 3 * 65536.0]
+    scale.unscale(parameters)
+    assert parameters[0].grad.tolist() == [1.0, 3.0] and parameters[1].grad is None
+    for _ in range(99):
+        scale.update(False)
+    assert scale.factor == loss_scale_module.SMALLEST
+    off = LossScale(acts=False)
+    off.update(False)
+    off.unscale(parameters)
+    assert off.factor == 1.0 and off.scaled(torch.tensor(3.0)).item() == 3.0
+    assert parameters[0].grad.tolist() == [1.0, 3.0]
+
+
+def observed(skipped: SkippedUpdates, scale: LossScale, *finite: bool) -> None:
+    for each in finite:
+        skipped.observe(each, scale, 7)
+
+
+def test_what_counts_as_in_a_row() -> None:
+    plain = LossScale(acts=False)
+    skipped = SkippedUpdates()
+    observed(skipped, plain, False, False, True, False, False)
+    assert skipped.metrics() == {"train/skipped_updates": 4}
+    again = SkippedUpdates()
+    again.load_state_dict(pickle.loads(pickle.dumps(skipped.state_dict())))
+    with pytest.raises(CannotGoOnError, match="of 3 updates in a row was not finite, the last after step 7"):
+        observed(again, plain, False)
+    # Under FP16 an overflow is the factor's, until that is 1 and it must be the model's.
+    scale, skipped = LossScale(acts=True), SkippedUpdates()
+    observed(skipped, scale, *[False] * 16)
+    assert scale.factor == 1.0
+    observed(skipped, scale, False, False)
+    with pytest.raises(CannotGoOnError):
+        observed(skipped, scale, False)
+    assert skipped.metrics() == {"train/skipped_updates": 19}
+
+
+# --- health --------------------------------------------------------------------------------------------------
+
+
+class Collapses(Staged):
+    """From the fourth step on nothing is worth much."""
+
+    def reward(self, prompt: Any, completion: str) -> float:
+        return (1.0 if self.step < 3 else 0.1) * super().reward(prompt, completion)
+
+
+SICK: dict[str, tuple[tuple[str, ...], str]] = {
+    "reward": (
+        ("health.truncated=1", "health.entropy=0"),
+        r"health: reward collapsed at step \d: .*health\.reward_share",
+    ),
+    "entropy": (
+        ("health.truncated=1", "health.entropy=9", "health.reward_share=0"),
+        r"health: entropy died at step 2: ",
+    ),
+    "truncated": (("health.reward_share=0",), r"health: completions are cut off at step 2: .* the bound is 0\.15 "),
+}
+
+
+@pytest.mark.parametrize("sickness", SICK)
+def test_a_run_gone_bad_ends_itself(tiny_model_path: str, tmp_path: Path, sickness: str) -> None:
+    """With the reason in its status, after the step that showed it has been recorded."""
+    overrides, match = SICK[sickness]
+    task = Collapses()
+    options: dict[str, Any] = {"callbacks": [OnPolicy(), task], "task": task}
+    stop = ("health=stop", "health.window_steps=2", *overrides)
+    with pytest.raises(UnhealthyError, match=match) as caught:
+        fit(tiny_model_path, tmp_path, steps=9, overrides=stop, **options)
+    assert "\n" not in str(caught.value)
+    view = read_journal(tmp_path)
+    assert view.status == "failed" and view.reason == f"UnhealthyError: {caught.value}"
+    last = view.of_kind("train")[-1].step
+    assert f"at step {last}:" in str(caught.value) and last < 9
+    if sickness == "reward":
+        assert last >= 4
+
+
+def test_a_run_is_only_watched_by_default(tiny_model_path: str) -> None:
+    task = Collapses()
+    overrides = ["health=stop", "health.stop=false", "health.window_steps=1"]
+    module = fit(tiny_model_path, steps=6, callbacks=[OnPolicy(), task], task=task, overrides=overrides)
+    assert module.completed_steps == 6
+    assert not fit(tiny_model_path, steps=1).recipe.health.stop
+
+
+def seen(watch: HealthWatch, *records: dict[str, float]) -> int:
+    """Steps until it stops the run; -1 if it does not."""
+    for number, record in enumerate(records, start=1):
+        try:
+            watch.check(record, number)
+        except UnhealthyError:
+            return number
+    return -1
+
+
+def of_reward(*rewards: float) -> list[dict[str, float]]:
+    return [{"train/reward": reward, "train/entropy": 1.0, "train/truncated": 0.0} for reward in rewards]
+
+
+def test_a_collapse_by_hand() -> None:
+    """Means of two: 0.5, 0.75, 0.5, 0.35; the last is below half of the best."""
+    health = Health(stop=True, window_steps=2)
+    assert seen(HealthWatch(health), *of_reward(0.4, 0.6, 0.9, 0.1, 0.6)) == 5
+    assert seen(HealthWatch(health), *of_reward(0.4, 0.6, 0.9, 0.1, 0.65)) == -1, "exactly half is not below it"
+    # Above what an incorrect completion gets: from 0 to -0.6 of -1 to 1 is a fall by more than half.
+    assert seen(HealthWatch(health, floor=-1.0), *of_reward(0.0, 0.0, -0.6, -0.6)) == 4
+    assert seen(HealthWatch(health), *of_reward(0.0, 0.0, 0.0)) == -1, "what has never risen cannot fall"
+    assert seen(HealthWatch(Health(stop=False, window_steps=1)), *of_reward(1.0, 0.0, 0.0)) == -1
+
+
+def test_entropy_and_truncation_by_hand() -> None:
+    def record(entropy: float, truncated: float, kept: float = 1.0) -> dict[str, float]:
+        values = {"train/entropy": entropy, "train/truncated": truncated, "train/groups_kept": kept}
+        return {"train/reward": 1.0, **values}
+
+    health = Health(stop=True, window_steps=2, entropy=0.5, truncated=0.5)
+    assert seen(HealthWatch(health), record(0.4, 0.0), record(0.5, 0.0)) == 2
+    assert seen(HealthWatch(health), record(0.4, 0.0), record(0.6, 0.0)) == -1
+    assert seen(HealthWatch(health), record(0.6, 0.0), *[record(0.0, 0.0, kept=0.0)] * 9) == -1, "no entropy of nothing"
+    assert seen(HealthWatch(health), record(1.0, 0.9), record(1.0, 0.1)) == 2, "the bound itself is too much"
+    assert seen(HealthWatch(health), record(1.0, 0.9), record(1.0, 0.09), record(1.0, 0.9)) == -1
+
+
+@pytest.mark.parametrize("stop", range(7))
+def test_a_watch_goes_on_after_a_stop(stop: int) -> None:
+    health, records = Health(stop=True, window_steps=3), of_reward(0.1, 0.9, 0.9, 0.9, 0.3, 0.3, 0.3, 0.3)
+    whole = seen(HealthWatch(health), *records)
+    first, second = HealthWatch(health), HealthWatch(health)
+    assert seen(first, *records[:stop]) == -1
+    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    assert second.state_dict() == first.state_dict()
+    assert stop + seen(second, *records[stop:]) == whole == 7
+
+
+def test_a_watch_that_has_seen_other_steps_goes_back() -> None:
+    """A module that has failed goes on from a checkpoint of an earlier step."""
+    health, records = Health(stop=True, window_steps=4), of_reward(0.9, 0.8, 0.7)
+    watch = HealthWatch(health)
+    seen(watch, records[0])
+    state = pickle.loads(pickle.dumps(watch.state_dict()))
+    seen(watch, *records[1:])
+    watch.load_state_dict(state)
+    assert watch.state_dict() == state
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("stop", 1),
+        ("window_steps", 0),
+        ("reward_share", 1.1),
+        ("truncated", -0.1),
+        ("entropy", -1.0),
+        ("entropy", float("nan")),
+    ],
+)
+def test_bad_health(field: str, bad: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"health\.{field}: "):
+        Health(**{field: bad})
+
+
+# --- what does not go together -------------------------------------------------------------------------------
+
+ILLEGAL: dict[str, tuple[tuple[str, ...], str]] = {
+    "gae without critic": (("advantage=gae",), r"advantage: gae \(GAE\) needs values; choose critic=value_network"),
+    "critic without gae": (
+        ("critic=value_network",),
+        r"critic: value_network .*advantage GroupAdvantage.*advantage=gae",
+    ),
+    "kl in the reward without gae": (("kl=fixed", "kl.where=reward"), r"kl\.where: 'reward' needs .*advantage=gae"),
+    "groups' scale with gae": (
+        (*WITH_CRITIC, "normalization=prompt"),
+        r"normalization: PromptNormalization .*advantage=gae \(GAE\)",
+    ),
+    "unknown aggregation of kl": (("kl=fixed", "kl.aggregation=mean"), r"kl\.aggregation: 'mean' is no aggregation"),
+    "a pool without numbers": (("curriculum=linear",), r"curriculum: prompt 'p0' has no number in its difficulty"),
+    "no end of a cosine": (
+        ("schedule=cosine", "schedule.total_steps=2"),
+        r"schedule\.total_steps: 2 must be more than",
+    ),
+}
+
+
+class Unlabelled(CountingTask):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = [type(prompt)(prompt.prompt_id, prompt.text, prompt.answer, "hard") for prompt in self.pool]
+
+
+@pytest.mark.parametrize(("overrides", "match"), ILLEGAL.values(), ids=ILLEGAL)
+def test_what_does_not_go_together_is_refused_before_any_compute(
+    tiny_model_path: str, overrides: tuple[str, ...], match: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=match) as caught:
+        fit(tiny_model_path, overrides=overrides, task=Unlabelled())
+    assert "\n" not in str(caught.value)
+
+
+CALLBACKS: dict[str, tuple[list[Callable[[], DesignChoice]], str]] = {
+    "prompt": ([GAE, ValueNetwork, PromptNormalization], "PromptNormalization is defined for groups"),
+    "aggregation": ([lambda: FixedKL(aggregation="all")], "'all' is no aggregation"),
+}
+
+
+@pytest.mark.parametrize(("given", "match"), CALLBACKS.values(), ids=CALLBACKS)
+def test_callbacks_that_do_not_go_together_are_refused_at_setup(
+    tiny_model_path: str, given: list[Callable[[], DesignChoice]], match: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        fit(tiny_model_path, callbacks=[build() for build in given])
+
+
+def test_a_least_that_the_total_cannot_hold_is_refused(tiny_model_path: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"allocation\.least: 5 .*batch\.completions, 4"):
+        fit(tiny_model_path, steps=1, overrides=["allocation=by_difficulty", "allocation.least=5"])
+
+
+@pytest.mark.parametrize("chosen", ["zero_variance", "dynamic_sampling"])
+def test_a_filter_by_variance_needs_groups_of_two(tiny_model_path: str, chosen: str) -> None:
+    overrides = ["advantage=gae", "critic=value_network", f"filter={chosen}", "batch.completions=1"]
+    with pytest.raises(ConfigurationError, match=rf"batch\.completions: 1 .*filter={chosen}"):
+        fit(tiny_model_path, steps=1, overrides=overrides)
+
+
+# --- schedules -----------------------------------------------------------------------------------------------
+
+
+def test_a_cosine_by_hand() -> None:
+    schedule = CosineSchedule(warmup_steps=2, total_steps=10, final=0.1)
+    found = [schedule.factor(step) for step in range(12)]
+    assert found[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert found[6] == pytest.approx(0.1 + 0.9 * 0.5), "half way down"
+    assert found[4] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert found[10] == found[11] == pytest.approx(0.1), "and stays there"
+    assert found[2:11] == sorted(found[2:11], reverse=True)
+    assert CosineSchedule(0, 4, 0.0).factor(4) == pytest.approx(0.0, abs=1e-12)
+    assert CosineSchedule(0, 4, 1.0).factor(3) == pytest.approx(1.0)
+
+
+def test_a_square_root_by_hand() -> None:
+    schedule = SqrtBatchSchedule(warmup_steps=3, prompts=8, completions=6, reference=12)
+    assert [schedule.factor(step) for step in range(6)] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0, 2.0])
+    plain = SqrtBatchSchedule(warmup_steps=3, prompts=4, completions=3, reference=12)
+    constant = ConstantSchedule(warmup_steps=3)
+    assert [plain.factor(step) for step in range(6)] == [constant.factor(step) for step in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: CosineSchedule(-1, 10), r"schedule\.warmup_steps: -1"),
+        (lambda: CosineSchedule(10, 10), r"schedule\.total_steps: 10 must be more than schedule\.warmup_steps, 10"),
+        (lambda: CosineSchedule(1, 10, 1.5), r"schedule\.final: 1\.5"),
+        (lambda: CosineSchedule(1, 10, float("nan")), r"schedule\.final: nan"),
+        (lambda: SqrtBatchSchedule(-1, 1, 1, 1), r"schedule\.warmup_steps: -1"),
+        (lambda: SqrtBatchSchedule(0, 1, 1, 0), r"schedule\.reference: 0"),
+    ],
+)
+def test_bad_schedules(build: Callable[[], Any], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ("schedule=cosine", "schedule.warmup_steps=0", "schedule.total_steps=4", "schedule.final=0.5"),
+            [1, 0.92678, 0.75],
+        ),
+        (("schedule=sqrt_batch", "schedule.warmup_steps=1", "schedule.reference=3"), [1, 2, 2]),
+    ],
+)
+def test_rates_of_a_run(tiny_model_path: str, overrides: tuple[str, ...], expected: list[float]) -> None:
+    """Twelve rollouts a step, a rate of 3e-3."""
+    keep = Keep()
+    fit(tiny_model_path, steps=3, callbacks=[keep], overrides=overrides)
+    assert keep.of("train/learning_rate") == pytest.approx([3e-3 * factor for factor in expected], rel=1e-4)
