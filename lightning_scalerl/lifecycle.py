@@ -204,8 +204,11 @@ class Lifecycle(LightningModule):
         """What the update asks besides the policy; all ranks have it. `anew`: nothing of an earlier fit is kept."""
         choices, device = self.choices, self.trainer.strategy.root_device
         if anew:
-            self.critic, self._reference = None, []
-            choices.normalization.forget()
+            self.critic = None
+            if self._broken is None:  # else its run goes on from a checkpoint, and began with that model
+                self._reference = []
+            for row in (choices, self.recipe.choices):
+                row.normalization.forget()
             self.loss_scale = LossScale(acts=choices.precision.policy == "fp16")
             self.skipped = SkippedUpdates()
             self.health = HealthWatch(self.recipe.health, self.recipe.reward.incorrect)

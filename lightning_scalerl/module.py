@@ -118,7 +118,7 @@ class ScaleRL(Lifecycle):
 
     def _gaps(self, batch: TrainBatch, done: Pass) -> Tensor:
         """How far the generator is from the trainer before the first update, on rank 0."""
-        if not self.ranks.leads:
+        if not self.ranks.leads or not done.finite:  # an update that is left out says nothing of the generator
             return torch.zeros(0)
         trainer_logprobs, _ = whole(batch, done.parts)
         asked = self.generator if self.driver.may_probe else None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL, composition
 from lightning_scalerl.axes.advantage import GAE
-from lightning_scalerl.axes.async_mode import OnPolicy
+from lightning_scalerl.axes.async_mode import OnPolicy, PPOOffPolicy
 from lightning_scalerl.axes.critic import ValueNetwork
 from lightning_scalerl.axes.kl import FixedKL
 from lightning_scalerl.axes.loss import CISPO
@@ -142,6 +142,17 @@ def test_what_a_step_costs_is_what_its_passes_cost(tiny_model_path: str) -> None
     assert one < flops("advantage=gae", "critic=value_network") < 7 / 3 * one, "a critic has no vocabulary"
 
 
+def test_a_bonus_on_entropy_raises_it(tiny_model_path: str) -> None:
+    """Against the same steps without."""
+    entropy = {}
+    for coefficient in (0.0, 3.0):
+        keep = Keep()
+        overrides = ["entropy=fixed", f"entropy.coefficient={coefficient}"]
+        fit(tiny_model_path, steps=3, callbacks=[OnPolicy(), keep], overrides=overrides)
+        entropy[coefficient] = keep.of("train/entropy")
+    assert entropy[0.0][0] == entropy[3.0][0] and entropy[0.0][-1] < entropy[3.0][-1]
+
+
 def test_completions_are_as_long_as_the_stage_says(tiny_model_path: str) -> None:
     """Limits of 3, 5 and 9 tokens, a step each; on-policy, so that no batch holds what an earlier stage has sampled."""
     keep = Keep()
@@ -179,7 +190,7 @@ RESUMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "gae": ("scalerl_core", WITH_CRITIC),
     "running": ("scalerl_core", ("normalization=running", "normalization.centre=true")),
     "running, gae": ("scalerl", (*WITH_CRITIC, "normalization=running", "precision=fp32")),
-    "dynamic_sampling": ("scalerl", ("filter=dynamic_sampling", "precision=fp32")),
+    "dynamic_sampling": ("scalerl_core", ("filter=dynamic_sampling",)),
     "curriculum": (
         "scalerl",
         ("curriculum=linear", "curriculum.start=0.3", "curriculum.over_steps=6", "precision=fp32"),
@@ -207,15 +218,31 @@ RESUMED: dict[str, tuple[str, tuple[str, ...]]] = {
             "schedule=cosine",
             "schedule.total_steps=6",
             "precision=fp16",
+            "truncated=keep",
         ),
     ),
 }
+
+
+def made(keep: Keep) -> list[bool]:
+    """For each step whether it has had an update that was finite, and of something."""
+    return [bool(metrics.get("train/loss")) for kind, _, metrics in keep.records if kind == "train"]
+
+
+# So large that FP16 overflows at first, and the factor is one that has been found on the way.
+FACTOR_AT_FIRST = 2.0**20
 # What each needs of its run to be able to show that it was lost.
 SEEN: dict[str, Callable[[Keep], bool]] = {
-    "dynamic_sampling": lambda keep: max(keep.of("train/groups_dropped")) > 0,
-    "fp16": lambda keep: keep.of("train/loss_scale")[2] < loss_scale_module.START,
+    "dynamic_sampling": lambda keep: max(keep.of("train/groups_dropped")[:3]) > 0,
+    "fp16": lambda keep: keep.of("train/loss_scale")[2] < FACTOR_AT_FIRST and sum(made(keep)[3:]) > 1,
     "kl": lambda keep: keep.of("train/kl")[-1] > 1e-4,
     "proximal": lambda keep: max(keep.of("train/staleness_max")) > 0,
+    "together": lambda keep: (
+        max(keep.of("train/groups_dropped")[:3]) > 0
+        and keep.of("train/loss_scale")[2] < FACTOR_AT_FIRST
+        and made(keep)[3:] == [True] * 3
+        and keep.of("train/kl")[-1] > 1e-4
+    ),
 }
 
 
@@ -226,8 +253,7 @@ ALSO = ("running, gae", "curriculum", "by_difficulty", "epochs", "proximal")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ALSO else n for n in RESUMED])
 def test_resume_is_exact(tiny_model_path: str, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Invariant 5: three steps, then the others in a new module: journal and all weights, bit for bit."""
-    # So that FP16 overflows at first, and its factor is one that has been found on the way.
-    monkeypatch.setattr(loss_scale_module, "START", 2.0**24)
+    monkeypatch.setattr(loss_scale_module, "START", FACTOR_AT_FIRST)
     recipe, overrides = RESUMED[name]
     keep = Keep()
 
@@ -283,11 +309,11 @@ def test_the_same_module_goes_on(tiny_model_path: str, tmp_path: Path, monkeypat
 
     Critic, reference, statistics and the factor of the loss are all that it must remember or put back.
     """
-    monkeypatch.setattr(loss_scale_module, "START", 2.0**24)
+    monkeypatch.setattr(loss_scale_module, "START", FACTOR_AT_FIRST)
     overrides, keep = [*WITH_CRITIC, "kl=fixed", "normalization=running", "precision=fp16", "epochs.count=2"], Keep()
     fit(tiny_model_path, steps=4, callbacks=[keep], overrides=overrides)
     expected = curve_of(keep)
-    assert keep.of("train/loss_scale")[0] < 2.0**24
+    assert keep.of("train/loss_scale")[0] < FACTOR_AT_FIRST and made(keep)[1:] == [True] * 3
     module = fit(tiny_model_path, tmp_path, steps=2, overrides=overrides, checkpoint_every=1)
     assert go_on(module, 4) == expected[2:]
     (first,) = [path for path in checkpoints(tmp_path / "checkpoints") if path.stem == "step-00000001"]
@@ -545,6 +571,40 @@ def test_batches_that_keep_nothing_several_times_in_a_row(
     assert [each["train/groups_kept"] > 0 for each in metrics] == [True, False, False, False, True, True]
     assert not any(each["train/skipped_updates"] for each in metrics)
     assert [each["train/loss"] for each in metrics[1:4]] == [0, 0, 0]
+
+
+class Overflows(Callback):
+    """Log-probabilities that are not numbers in the trainer's pass of one step: an activation beyond FP16's largest."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        backward, score = pl_module._backward, pl_module.policy._score
+
+        def overflowing(*arguments: Any) -> Any:
+            logprobs, entropies = score(*arguments)
+            return logprobs * math.nan, entropies * math.nan
+
+        def disturbed(*arguments: Any) -> Any:
+            pl_module.policy._score = overflowing if pl_module.completed_steps == self.step else score
+            try:
+                return backward(*arguments)
+            finally:
+                pl_module.policy._score = score
+
+        pl_module._backward = disturbed
+
+
+@pytest.mark.parametrize("mode", [OnPolicy, lambda: PPOOffPolicy(3)], ids=["fresh", "stale"])
+def test_a_forward_pass_that_is_not_finite_is_left_out_too(
+    tiny_model_path: str, tmp_path: Path, mode: Callable[[], DesignChoice]
+) -> None:
+    """It is the update that is bad, not the generator; and what was not a number is in no record."""
+    weights = Weights()
+    fit(tiny_model_path, tmp_path, steps=3, callbacks=[mode(), Overflows(1), weights])
+    assert [line["metrics"]["train/skipped_updates"] for line in written(tmp_path)] == [0, 1, 1]
+    assert weights.stood_still() == [False, True, False]
 
 
 # --- FP16 ----------------------------------------------------------------------------------------------------

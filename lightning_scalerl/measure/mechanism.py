@@ -80,13 +80,17 @@ class MechanismCounters:
         return {f"mechanism/{axis}": self._acted[axis] / max(1, self._steps) for axis in self.axes}
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts."""
-        return {"acted": dict(self._acted), "steps": self._steps}
+        """Counts, and what the recipe's own choices remember of the steps that they have been shown."""
+        remembered = {theirs.axis: state for _, theirs in self._departures if (state := theirs.state_dict())}
+        return {"acted": dict(self._acted), "steps": self._steps, "remembered": remembered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue counting."""
         self._acted = dict(state["acted"])
         self._steps = state["steps"]
+        for _, theirs in self._departures:
+            if theirs.axis in state.get("remembered", {}):
+                theirs.load_state_dict(state["remembered"][theirs.axis])
 
 
 def departures(choices: Choices, recipe_choices: Choices) -> list[tuple[DesignChoice, DesignChoice]]:

@@ -56,7 +56,7 @@ def step_metrics(
     tokens = sum(len(rollout.tokens) for rollout in rollouts)
     constant = sum(not has_variance(group.rewards) for group in batch.groups)
     sampled = len(batch.groups) + dropped
-    return {
+    metrics = {
         "train/pass_rate": sum(rollout.correct for rollout in rollouts) / len(rollouts),
         "train/reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
         "train/completion_tokens": tokens / len(rollouts),
@@ -74,6 +74,8 @@ def step_metrics(
         **_first_pass_metrics(batch, passes[0].parts, choices),
         **_ratio_metrics(batch, passes, choices),
     }
+    # What a pass that is not finite leaves behind is no measurement.
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _loss_metrics(passes: Sequence[Pass]) -> dict[str, float]:
