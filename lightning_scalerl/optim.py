@@ -73,20 +73,18 @@ class ConstantSchedule:
 
 
 @dataclass(frozen=True)
-class CosineSchedule:
+class CosineSchedule(ConstantSchedule):
     """Linear warm-up over `warmup_steps`, then half a cosine down to `final` of the rate at `total_steps`.
 
     The curve depends on where it ends, so `total_steps` belongs to the run's identity: unlike under a constant rate, a
     larger budget is another run.
     """
 
-    warmup_steps: int
     total_steps: int
     final: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ConfigurationError(f"schedule.warmup_steps: {self.warmup_steps!r} must be 0 or more")
+        super().__post_init__()
         if not self.total_steps > self.warmup_steps:
             raise ConfigurationError(
                 f"schedule.total_steps: {self.total_steps!r} must be more than schedule.warmup_steps, "
@@ -97,14 +95,13 @@ class CosineSchedule:
 
     def factor(self, completed_steps: int) -> float:
         """What the learning rate is multiplied with in the next step."""
-        warm = min(1.0, (completed_steps + 1) / (self.warmup_steps + 1))
         progress = (completed_steps - self.warmup_steps) / (self.total_steps - self.warmup_steps)
         decay = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
-        return warm * (self.final + (1 - self.final) * decay)
+        return super().factor(completed_steps) * (self.final + (1 - self.final) * decay)
 
 
 @dataclass(frozen=True)
-class SqrtBatchSchedule:
+class SqrtBatchSchedule(ConstantSchedule):
     """Warm-up, then constant, times the square root of (rollouts a step / `reference`): one rate for all batch sizes.
 
     Args:
@@ -114,22 +111,17 @@ class SqrtBatchSchedule:
         rollouts: a step, if the batch is given so.
     """
 
-    warmup_steps: int
     prompts: int
     completions: int
     reference: int
     rollouts: int | None = None
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ConfigurationError(f"schedule.warmup_steps: {self.warmup_steps!r} must be 0 or more")
+        super().__post_init__()
         for field in ("prompts", "completions", "reference"):
             whole_number(f"schedule.{field}", getattr(self, field))
 
     def factor(self, completed_steps: int) -> float:
         """What the learning rate is multiplied with in the next step."""
-        warm = min(1.0, (completed_steps + 1) / (self.warmup_steps + 1))
-        return warm * math.sqrt((self.rollouts or self.prompts * self.completions) / self.reference)
-
-
-Schedule = ConstantSchedule | CosineSchedule | SqrtBatchSchedule
+        rollouts = self.rollouts or self.prompts * self.completions
+        return super().factor(completed_steps) * math.sqrt(rollouts / self.reference)

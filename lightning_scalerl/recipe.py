@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import Generator
-from lightning_scalerl.optim import AdamW, Schedule
+from lightning_scalerl.optim import AdamW, ConstantSchedule
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.drivers import Live, Virtual
 from lightning_scalerl.task.base import RewardScale
@@ -66,7 +66,7 @@ class Recipe:
     name: str
     choices: Choices
     optimizer: AdamW
-    schedule: Schedule
+    schedule: ConstantSchedule
     batch: BatchSettings
     context: ContextSettings
     cost_model: CostModel

@@ -55,31 +55,28 @@ class Moments:
         return (self.squares / (self.count - ddof)) ** 0.5 if self.count > ddof else None
 
 
+def _over_deviation(advantages: list[Tensor], values: list[Tensor], ddof: int, eps: float) -> list[Tensor]:
+    """Over the standard deviation of all `values`; unchanged where they are too few for one."""
+    if not values or (everything := torch.cat(values)).numel() <= ddof:
+        return advantages
+    scale = everything.std(correction=ddof) + eps
+    return [group / scale for group in advantages]
+
+
 def scale_by_batch(advantages: list[Tensor], ddof: int, eps: float, centre: bool = False) -> list[Tensor]:
     """Divide by the standard deviation of all advantages of the batch, their mean taken away before if asked.
 
     Shapes: a list of (G,), one a group. Source: arXiv 2510.13786, section 5.1.
     """
-    if not advantages:
-        return []
-    everything = torch.cat(advantages)
-    if everything.numel() <= ddof:
-        return advantages
-    scale = everything.std(correction=ddof) + eps
-    if centre:
-        advantages = [group - everything.mean() for group in advantages]
-    return [group / scale for group in advantages]
+    shifted = advantages
+    if centre and advantages and (everything := torch.cat(advantages)).numel() > ddof:
+        shifted = [group - everything.mean() for group in advantages]
+    return _over_deviation(shifted, advantages, ddof, eps)
 
 
 def scale_by_batch_reward(advantages: list[Tensor], rewards: list[Tensor], ddof: int, eps: float) -> list[Tensor]:
     """Divide by the standard deviation of all raw rewards of the batch. Shapes: lists of (G,), one a group."""
-    if not advantages:
-        return []
-    everything = torch.cat(rewards)
-    if everything.numel() <= ddof:
-        return advantages
-    scale = everything.std(correction=ddof) + eps
-    return [group / scale for group in advantages]
+    return _over_deviation(advantages, rewards, ddof, eps)
 
 
 def scale_by_prompt(advantages: list[Tensor], rewards: list[Tensor], ddof: int, eps: float) -> list[Tensor]:
