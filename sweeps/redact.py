@@ -9,9 +9,10 @@ from typing import Any
 
 MASK = "***"
 _SECRET_NAME = re.compile(r"(?i)(^|[_.-])(token|secret|password|passwd|credential|credentials|api_?key|access_?key)s?$")
-# A tokenizer's, a model's: no secrets, whatever they are called.
+# A tokenizer's, a model's, and numbers of tokens (a grid writes several as one text): no secrets.
 _HARMLESS_NAME = re.compile(
-    r"(?i)(^|[_.-])(eos|bos|pad|stop|unk|sep|cls|mask|end|begin|start|think\w*|special)_tokens?$"
+    r"(?i)(^|[_.-])((eos|bos|pad|stop|unk|sep|cls|mask|end|begin|start|think\w*|special)_tokens?"
+    r"|(max|min|num)_(\w+_)?tokens)$"
 )
 _URL_LOGIN = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)(?!git@)[^\s/'\"]+@")
 _TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|AKIA[A-Z0-9]{16})\b")

@@ -188,6 +188,7 @@ plain_keys = ["aggregation", "token_level", "prefill_token_s", "keys", "monkey",
 )
 @example({"aggregation": "token"})
 @example({"max_new_tokens": 5, "max_prompt_tokens": 7})
+@example({"context.max_new_tokens": "18,24,30"})
 def test_a_configuration_without_secrets_is_left_alone(config: dict[str, Any]) -> None:
     assert redact_config(config) == config
     assert redact_config({"a": {"b": [config, config]}}) == {"a": {"b": [config, config]}}
