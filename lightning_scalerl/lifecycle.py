@@ -41,7 +41,7 @@ from lightning_scalerl.measure.probe import start_probe
 from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
 from lightning_scalerl.model.head import check_head
-from lightning_scalerl.model.load import check_weights, load_model, load_tokenizer, stop_tokens
+from lightning_scalerl.model.load import check_weights, fingerprint, load_model, load_tokenizer, stop_tokens
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.recipe import Recipe
@@ -113,7 +113,6 @@ class Lifecycle(LightningModule):
         # A model that takes part in training and is saved, and one that does neither.
         self.critic: ValueModel | None = None
         self._reference: list[Policy] = []
-        self._of_checkpoint = False
         self.terms: list[Term] = []
         self.loss_scale = LossScale(acts=False)
         self.skipped = SkippedUpdates()
@@ -175,6 +174,8 @@ class Lifecycle(LightningModule):
         self.policy.precision = chosen.precision
         # Lightning warns of modules that are not; what they train in is decided in `on_train_start`.
         self.policy.train()
+        if self.critic is not None:
+            self.critic.train()
         # Lightning moves the module to its device after this hook; the generator copies it in this one.
         self.policy.to(self.trainer.strategy.root_device)
         resolved = {**resolved_choices(self.recipe, chosen), **self._constructed, "seed": self.seed}
@@ -223,18 +224,27 @@ class Lifecycle(LightningModule):
         frozen = Policy(model, self.choices.precision, self.policy.temperature)
         self._reference = [frozen.requires_grad_(False).eval().to(self.trainer.strategy.root_device)]
 
-    def _refer_to_the_first(self) -> None:
-        """A run goes on in a module that was made with the weights of its checkpoint: they are not what it began with.
+    def _refer_as_the_run_did(self, began_with: str | None) -> None:
+        """A run that goes on measures from the model that it began with, whatever weights this module was made with.
+
+        Args:
+            began_with: that model's fingerprint, None if the run measured no distance.
 
         Raises:
-            ConfigurationError: nobody knows what it began with.
+            ConfigurationError: it is neither this module's nor the one that the module names.
         """
-        if "model" not in self._constructed:
-            raise ConfigurationError(
-                "kl: the reference is the model that training began with, and this module has the weights of a "
-                "checkpoint; go on with a module made as the first one was: ScaleRL(model=..., tokenizer=...)"
-            )
-        self._refer_to(load_model(str(self._constructed["model"])))
+        if not self.choices.kl.where or began_with is None or fingerprint(self._reference[0].model) == began_with:
+            return
+        if "model" in self._constructed:
+            model = load_model(str(self._constructed["model"]))
+            if fingerprint(model) == began_with:
+                self._refer_to(model)
+                return
+        raise ConfigurationError(
+            "kl: the reference is the model that training began with, and this module was made with other weights than "
+            "the run of this checkpoint; go on with a module made as that run's was: ScaleRL(model=...), or "
+            "ScaleRL.load_from_checkpoint(path) of the checkpoint whose weights it began with"
+        )
 
     @property
     def reference(self) -> Policy | None:
@@ -483,6 +493,7 @@ class Lifecycle(LightningModule):
                 "loss_scale": self.loss_scale.state_dict(),
                 "skipped": self.skipped.state_dict(),
                 "health": self.health.state_dict(),
+                "reference": None if self.reference is None else fingerprint(self.reference.model),
             }
             checkpoint["scalerl_metrics"] = dict(self._latest)
 
@@ -499,7 +510,6 @@ class Lifecycle(LightningModule):
                 del weights[name]
         if self._trainer is None or self.trainer.state.fn != "fit":
             self._meaning = None
-            self._of_checkpoint = True
             steps = checkpoint.get("scalerl", {}).get("stream", {}).get("completed_steps", 0)
             self.stream = Follower(steps)  # type: ignore[assignment]
             return
@@ -511,13 +521,12 @@ class Lifecycle(LightningModule):
         self._latest = dict(checkpoint.get("scalerl_metrics", {}))
         # Lightning restores its own counters later, and an evaluation that is still owed asks for the step before.
         count_from(self.trainer, checkpoint["scalerl"]["stream"]["completed_steps"])
-        if self.choices.kl.where and self._of_checkpoint:
-            self._refer_to_the_first()
         update = checkpoint.get("scalerl_update")
         if update is not None:
             self.loss_scale.load_state_dict(update["loss_scale"])
             self.skipped.load_state_dict(update["skipped"])
             self.health.load_state_dict(update["health"])
+            self._refer_as_the_run_did(update.get("reference"))
         if self.ranks.leads:
             self._state.load_state_dict(checkpoint["scalerl"])
             return

@@ -25,6 +25,7 @@ from lightning_scalerl.measure.probe import check_probe, logprob_gaps, probe_met
 from lightning_scalerl.measure.step_metrics import Pass, step_metrics
 from lightning_scalerl.rollout import Part, Scored, TrainBatch, whole
 from lightning_scalerl.update.before import scored_before
+from lightning_scalerl.update.health import at_the_limit
 from lightning_scalerl.update.token_credit import token_credit
 
 
@@ -136,7 +137,7 @@ class ScaleRL(Lifecycle):
             **self.meter.reward_rate(sum(float(group.rewards.sum()) for group in batch.groups)),
             **self.skipped.metrics(),
             **({"train/loss_scale": self.loss_scale.factor} if self.loss_scale.acts else {}),
-            **self.alarm.observe(metrics["train/truncated"], self.completed_steps),
+            **self.alarm.observe(at_the_limit(metrics), self.completed_steps),
             **self.mechanism.metrics(),
         }
 

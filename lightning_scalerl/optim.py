@@ -120,8 +120,10 @@ class SqrtBatchSchedule(ConstantSchedule):
         super().__post_init__()
         for field in ("prompts", "completions", "reference"):
             whole_number(f"schedule.{field}", getattr(self, field))
+        if self.rollouts is not None:
+            whole_number("schedule.rollouts", self.rollouts)
 
     def factor(self, completed_steps: int) -> float:
         """What the learning rate is multiplied with in the next step."""
-        rollouts = self.rollouts or self.prompts * self.completions
+        rollouts = self.prompts * self.completions if self.rollouts is None else self.rollouts
         return super().factor(completed_steps) * math.sqrt(rollouts / self.reference)

@@ -104,8 +104,7 @@ class Proximal(Correction):
 
     def anchor(self, batch: TrainBatch) -> Tensor:
         """What the trainer computed before the update."""
-        if batch.anchor_logprobs is None:
-            return batch.generator_logprobs
+        assert batch.anchor_logprobs is not None, "scored_before gives it to whoever recomputes"
         return batch.anchor_logprobs
 
     def weights(self, batch: TrainBatch) -> Tensor | None:

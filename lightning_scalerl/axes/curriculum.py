@@ -18,7 +18,7 @@ def difficulty(prompt: Prompt) -> float:
     Raises:
         ConfigurationError: there is none.
     """
-    found = re.search(r"\d+(?:\.\d+)?", prompt.difficulty)
+    found = re.search(r"(?:(?<!\w)-)?\d+(?:\.\d+)?", prompt.difficulty)
     if found is None:
         raise ConfigurationError(
             f"curriculum: prompt {prompt.prompt_id!r} has no number in its difficulty ({prompt.difficulty!r}); an "
@@ -117,7 +117,7 @@ class ExponentialCurriculum(_Opening):
 
 
 class StagedLength(Curriculum):
-    """Short completions first: the limit grows in stages to the context's.
+    """Short completions first: the limit grows in stages to the context's, and the points of interruptions with it.
 
     Args:
         shares: of `context.max_new_tokens`, a stage each; the last is 1.
@@ -134,8 +134,9 @@ class StagedLength(Curriculum):
     def max_new_tokens(self, limit: int, completed_steps: int) -> int:
         """The stage's."""
         stage = min(completed_steps // self.steps, len(self.shares) - 1)
-        return max(1, math.ceil(limit * self.shares[stage]))
+        # A share that is written in decimals may come out a little above the whole number that it means.
+        return max(1, math.ceil(round(limit * self.shares[stage], 6)))
 
     def semantics(self) -> dict[str, Any]:
-        """With what is never cut short."""
-        return {**super().semantics(), "evaluation": "whole length"}
+        """With what is never cut short, and what shrinks along."""
+        return {**super().semantics(), "evaluation": "whole length", "interruption": "at the same share of the limit"}

@@ -61,6 +61,7 @@ def step_metrics(
         "train/reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
         "train/completion_tokens": tokens / len(rollouts),
         "train/truncated": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
+        **_cut_by_stage(rollouts, choices, batch.denominators.max_tokens),
         "train/interrupted": sum(any(rollout.forced) for rollout in rollouts) / len(rollouts),
         "train/forced_tokens": sum(sum(rollout.forced) for rollout in rollouts) / tokens,
         "train/groups_kept": batch.denominators.prompts / len(batch.groups),
@@ -76,6 +77,17 @@ def step_metrics(
     }
     # What a pass that is not finite leaves behind is no measurement.
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _cut_by_stage(rollouts: Sequence[Rollout], choices: Choices, limit: float) -> dict[str, float]:
+    """The share of rollouts that the curriculum has cut, before the context's limit; nothing where it cuts none.
+
+    They are part of `train/truncated`, for they are credited as such; alarms leave them out.
+    """
+    if choices.curriculum.max_new_tokens(int(limit), 0) == limit:
+        return {}
+    cut = sum(rollout.truncated and len(rollout.tokens) < limit for rollout in rollouts)
+    return {"train/cut_by_stage": cut / len(rollouts)}
 
 
 def _loss_metrics(passes: Sequence[Pass]) -> dict[str, float]:

@@ -81,7 +81,8 @@ class PromptSource:
                 f"resampling: all {len(self._pool)} prompts of the pool are retired, nothing is left to train on; "
                 "use a larger or harder pool, or resampling=uniform"
             )
-        allowed = math.ceil(self._curriculum.share(completed_steps) * len(self._pool))
+        # Rounded, for 0.07 of 100 comes out a little above 7.
+        allowed = math.ceil(round(self._curriculum.share(completed_steps) * len(self._pool), 6))
         if self._retired and allowed < len(self._pool):
             # Where all that may be drawn are retired, the next easiest is let in before its time.
             left = min(

@@ -105,14 +105,16 @@ class RolloutStream:
         self.surplus += count - self.completions
         self._open[key] = _OpenGroup(prompt, tokens, version, [None] * count, history)
         self.admitted += 1
-        interrupt_at = self.choices.length_control.interrupt_at(count, (self.seed, INTERRUPTION_STREAM, key))
+        limit = self.choices.curriculum.max_new_tokens(self.max_new_tokens, self.completed_steps)
+        points = self.choices.length_control.interrupt_at(count, (self.seed, INTERRUPTION_STREAM, key))
         return GroupRequest(
             key=key,
             prompt_tokens=tuple(tokens),
             completions=count,
             random_key=(self.seed, TRAINING_STREAM, key),
-            interrupt_at=interrupt_at,
-            max_new_tokens=self.choices.curriculum.max_new_tokens(self.max_new_tokens, self.completed_steps),
+            # At the same share of a stage's shorter limit; else thinking would be cut off there, not ended.
+            interrupt_at=tuple(max(1, point * limit // self.max_new_tokens) for point in points),
+            max_new_tokens=limit,
         )
 
     def finish(self, finished: FinishedRollout) -> None:
@@ -177,9 +179,12 @@ class RolloutStream:
     def take(self) -> TrainBatch:
         """The batch that is due, the oldest groups first; it is at the trainer from now on."""
         self._ready.sort(key=lambda group: (group.oldest_version, group.admission))
+        # A mode that drains has sampled several batches, and dropped for each of them alike.
+        batches = max(1, len(self._ready) // self.groups_per_step) if self.choices.async_mode.drains else 1
         groups, self._ready = self._ready[: self.groups_per_step], self._ready[self.groups_per_step :]
         self.training, self._taken_at = True, self.completed_steps
-        self.dropped_for_batch, self._dropped_since = self._dropped_since, 0
+        self.dropped_for_batch = self._dropped_since // batches
+        self._dropped_since -= self.dropped_for_batch
         remember(groups, self.choices)
         return assemble(groups, self.choices, self.max_new_tokens)
 

@@ -15,6 +15,11 @@ from typing import Any, ClassVar
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError, whole_number
 
 
+def at_the_limit(metrics: Mapping[str, float]) -> float:
+    """The share of completions that were truncated at the context's limit, not at a stage's of the curriculum."""
+    return metrics["train/truncated"] - metrics.get("train/cut_by_stage", 0.0)
+
+
 class UnhealthyError(CannotGoOnError):
     """A run was ended for its health."""
 
@@ -28,7 +33,7 @@ class Health:
         window_steps: means are taken over so many steps.
         reward_share: the mean reward, above `reward.incorrect`, has fallen below this share of its best mean so far.
         entropy: the mean entropy has fallen below this, in nats a token.
-        truncated: the mean share of truncated completions has reached this.
+        truncated: the mean share of completions that were truncated at the context's limit has reached this.
     """
 
     remarks: ClassVar[tuple[str, ...]] = ("stop", "window_steps", "reward_share", "entropy", "truncated")
@@ -77,7 +82,7 @@ class HealthWatch:
         for name, recent in self._recent.items():
             # An empty batch has no entropy of its own.
             if name in record and (name != "train/entropy" or record.get("train/groups_kept", 1.0) > 0):
-                recent.append(record[name])
+                recent.append(at_the_limit(record) if name == "train/truncated" else record[name])
         means = {n: fmean(r) for n, r in self._recent.items() if len(r) == self._health.window_steps}
         over = f"on average over {self._health.window_steps} steps"
         if "train/reward" in means:

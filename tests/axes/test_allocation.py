@@ -165,7 +165,8 @@ def test_the_account_survives_a_stop() -> None:
     assert whole.surplus
     state = pickle.dumps([whole.prompts.state_dict(), whole.state_dict()])
     resumed = fresh()
-    for part, values in zip([resumed.prompts, resumed], pickle.loads(state), strict=True):
-        part.load_state_dict(values)
+    of_prompts, of_stream = pickle.loads(state)
+    resumed.prompts.load_state_dict(of_prompts)
+    resumed.load_state_dict(of_stream)
     assert resumed.surplus == whole.surplus
     assert admit_and_finish(resumed, 20) == admit_and_finish(whole, 20)

@@ -20,8 +20,10 @@ from lightning_scalerl.axes.curriculum import (
     StagedLength,
     difficulty,
 )
+from lightning_scalerl.axes.length_control import Interruption
 from lightning_scalerl.axes.resampling import NoPositiveResampling, Resampling, UniformResampling
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.rollout import Prompt
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
 from lightning_scalerl.stream.rollout_stream import RolloutStream
@@ -270,14 +272,14 @@ def test_a_stop_in_the_middle_changes_no_draw(
 # --- in the stream -------------------------------------------------------------------------------------------
 
 
-def stream_of(choice: Curriculum) -> RolloutStream:
+def stream_of(choice: Curriculum, *more: DesignChoice) -> RolloutStream:
     task = CountingTask(prompts=23)
     return RolloutStream(
         prompts=PromptSource(task.train_prompts(), KEY, UniformResampling(), choice),
         task=task,
         encode=lambda text: [1, 2],
         decode=lambda tokens: "1",
-        choices=row(choice),
+        choices=row(choice, *more),
         groups_per_step=2,
         completions=2,
         max_new_tokens=9,
@@ -293,6 +295,24 @@ def test_requests_of_a_step_are_as_long_as_it_allows() -> None:
     assert limits == [3, 3, 5, 5, 9, 9]
     plain = stream_of(NoCurriculum()).admit(0)
     assert plain.limit(9) == 9
+
+
+def test_a_stage_interrupts_at_the_same_share_of_its_limit() -> None:
+    """Points of 6 of 9 tokens are points of 2 of 3, or thinking would be cut off where it is to be ended."""
+    stream = stream_of(StagedLength(shares=[1 / 3, 1.0], steps=2), Interruption(6, 6, "#", "#"))
+    assert stream.admit(0).interrupt_at == (2, 2)
+    stream.completed_steps = 2
+    assert stream.admit(0).interrupt_at == (6, 6)
+
+
+def test_shares_in_decimals_mean_whole_numbers() -> None:
+    """0.07 * 100 is 7.000000000000001 in binary: that is 7 of 100."""
+    assert StagedLength(shares=[0.07, 1.0], steps=2).max_new_tokens(100, 0) == 7
+
+
+def test_a_difficulty_may_be_negative_and_a_hyphen_is_no_minus() -> None:
+    labels = {"-2": -2.0, "level -1.5": -1.5, "Level-3": 3.0, "grade 4": 4.0}
+    assert {label: difficulty(Prompt("p", "", "", label)) for label in labels} == labels
 
 
 def test_a_group_is_of_a_prompt_that_the_step_allows() -> None:

@@ -323,8 +323,8 @@ def test_running_statistics_are_of_all_advantages_so_far(steps: Steps, kind: Any
         else:
             inside = torch.ones_like(before, dtype=torch.bool)
         seen += before[inside].double().tolist()
-        shift = np.mean(seen) if centre else 0.0
-        expected = torch.where(inside, (before - shift) / (np.std(seen, ddof=1) + 1e-3), 0.0)
+        shift, scale = float(np.mean(seen)) * centre, float(np.std(seen, ddof=1)) + 1e-3
+        expected = torch.where(inside, (before - shift) / scale, 0.0)
         assert torch.allclose(after.float(), expected.float(), atol=1e-5)
     alike = steps(kind(BatchNormalization(1, 1e-3, centre)), seeds)
     assert torch.allclose(found[0], alike[0], atol=1e-6), "the first batch is all there is"

@@ -61,7 +61,7 @@ def batch_of(choices: Choices, groups: list[Group], drift: float = 0.0, away: fl
     source = torch.Generator().manual_seed(1)
     noise, other, values = torch.randn(3, *batch.loss_mask.shape, generator=source)
     logprobs = batch.generator_logprobs + drift * noise * batch.loss_mask
-    asked: dict[str, Tensor] = {}
+    asked: dict[str, Any] = {}
     if choices.needs_anchor:
         asked["anchor_logprobs"] = logprobs
     if choices.kl.where:
@@ -257,6 +257,17 @@ def test_whole_rows_that_depart_on_several_axes_are_counted_on_each() -> None:
         "normalization",
     }
     assert acted(ours, ours) == {}
+
+
+@pytest.mark.parametrize(("clip_high", "expected"), [(0.2, 0), (2.0, 1)])
+def test_a_later_pass_has_the_anchor_of_the_first(clip_high: float, expected: int) -> None:
+    """The ratio of both rows is that of the last pass to the first: one clip under two names differs in nothing."""
+    ours = row(PPO(0.2), Proximal())
+    watched = Watched(ours, row(DAPO(0.2, clip_high), Proximal()))
+    batch, first = batch_of(ours, groups_of(), drift=0.1)
+    last = first + torch.randn(first.shape, generator=torch.Generator().manual_seed(2)) * batch.loss_mask
+    watched.counters.observe(batch, last, first)
+    assert watched.counters.metrics() == {"mechanism/loss": expected}
 
 
 # --- with a memory -------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def test_batches_are_full_and_no_staler_than_the_mode_says(
     driver, events = driver_of(mode, lengths, groups=groups, slots=slots, cost_model=cost_model)
     stream = driver.stream
     resolved: list[str] = []
-    stream.prompts.resolved = lambda prompt_id, rate: resolved.append(prompt_id)  # type: ignore[method-assign]
+    stream.prompts.resolved = lambda prompt_id, pass_rate: resolved.append(prompt_id)  # type: ignore[method-assign]
     seen: list[int] = []
     dropped = 0
     for step in range(8):
@@ -208,6 +208,21 @@ def test_a_phase_of_several_batches_may_drop_for_each_of_them(k: int) -> None:
     train(driver, 2 * k)
     driver, _ = driver_of(PPOOffPolicy(k), lengths, chosen=DynamicSampling(2))
     train(driver, 2 * k)
+
+
+@pytest.mark.parametrize("mode", [OnPolicy, lambda: PPOOffPolicy(4), lambda: Pipeline(3)])
+def test_each_batch_counts_the_drops_that_are_its_own(mode: Callable[[], AsyncMode]) -> None:
+    """A phase of four batches is sampled before the first of them is taken: each has a quarter of its drops."""
+    lengths = {(group, index): 1 + index * (group % 2) for group in range(900) for index in range(2)}
+    driver, _ = driver_of(mode(), lengths, chosen=DynamicSampling(30))
+    counts = []
+    for _ in range(8):
+        driver.next_batch()
+        counts.append(driver.stream.dropped_for_batch)
+        driver.stream.step_completed()
+    assert sum(counts) + driver.stream._dropped_since == driver.stream.dropped > 8
+    if isinstance(driver.stream.choices.async_mode, PPOOffPolicy):
+        assert all(max(phase) - min(phase) <= 1 and min(phase) > 0 for phase in (counts[:4], counts[4:]))
 
 
 def test_a_phase_is_not_over_while_a_dropped_group_is_to_be_replaced() -> None:

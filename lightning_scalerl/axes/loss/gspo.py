@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_scalerl.axes.loss.base import Loss, clip_bounds, pessimistic, pessimistic_clips
-from lightning_scalerl.choice import MAX_LOG_RATIO
+from lightning_scalerl.choice import MAX_LOG_RATIO, DesignChoice
 
 
 def sequence_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -49,6 +50,15 @@ class GSPO(Loss):
 
     def __init__(self, clip_low: float = 3e-3, clip_high: float = 5e-3) -> None:
         self.clip_low, self.clip_high = clip_bounds(clip_low, clip_high)
+
+    def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
+        """A sequence is clipped as a whole: it has one advantage."""
+        if not getattr(others["advantage"], "after_forward", False):
+            return None
+        return (
+            "loss: gspo clips the ratio of a sequence, and advantage=gae (GAE) gives advantages a token, which nobody "
+            "has defined together; choose loss=ppo, or advantage=group"
+        )
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See `gspo`."""
