@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -11,6 +12,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from sweeps.cli.launchers import StudyLauncher
+from sweeps.errors import UserError
 from sweeps.launch.study import make_private
 from sweeps.redact import redact
 
@@ -20,7 +22,22 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
 
     Hydra composes every job once to find errors early, at a tenth of a second each. Our launcher's planner composes
     and checks all of them too, before anything runs, and faster.
+
+    Args:
+        max_batch_size: members a launch; None for all in one.
+        params: the grid, as in Hydra.
+        rows: lists of overrides; the grid is run with each of them in turn, so that a study can hold members that are
+            no product of a few keys. What is given on the command line comes last and wins.
     """
+
+    def __init__(
+        self,
+        max_batch_size: int | None,
+        params: Mapping[str, str] | None = None,
+        rows: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        super().__init__(max_batch_size, params)
+        self.rows = rows
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """The launcher gets the configuration as it is; the copy that Hydra writes into the study has no login."""
@@ -46,8 +63,11 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
             return others
         self.launcher.accepted = self._keep_configuration
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        overrides = parser.parse_overrides([*self._parse_config(), *arguments])
-        self.overrides = self.split_arguments(overrides, self.max_batch_size)
+        members: list[list[str]] = []
+        for row in _checked(self.rows):
+            overrides = parser.parse_overrides([*row, *self._parse_config(), *arguments])
+            members += self.split_arguments(overrides, None)[0]
+        self.overrides = list(self.split_overrides_to_chunks(members, self.max_batch_size))
         results: list[object] = []
         launched = 0
         while not self.is_done():
@@ -64,3 +84,21 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Left to the planner."""
+
+
+def _checked(rows: Any) -> list[list[str]]:
+    """Rows as plain lists; none is one that changes nothing.
+
+    Raises:
+        UserError: not lists of overrides.
+    """
+    given = OmegaConf.to_container(rows, resolve=True) if OmegaConf.is_config(rows) else rows
+    if not given:
+        return [[]]
+    good = isinstance(given, list) and all(isinstance(row, list) for row in given)
+    if not good or not all(isinstance(each, str) and "=" in each for row in given for each in row):
+        raise UserError(
+            f"hydra.sweeper.rows: {given!r} must be a list of lists of overrides, such as [[], [loss=dapo], "
+            "[model.width=32, seed=0]]"
+        )
+    return [[str(each) for each in row] for row in given]

@@ -1,0 +1,85 @@
+"""Rows of overrides beside Hydra's grid: studies that are no product of a few keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from hydra_plugins.scalerl_sweeper import ScaleRLSweeper
+from sweeps.cli.launchers import StudyLauncher
+from sweeps.errors import UserError
+
+
+class Collects(StudyLauncher):
+    """Takes members and runs none."""
+
+    def __init__(self) -> None:
+        self.launches: list[list[list[str]]] = []
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[Any]:
+        assert initial_job_idx == sum(map(len, self.launches))
+        self.launches.append([list(each) for each in job_overrides])
+        return []
+
+
+def members(rows: Any, *arguments: str, batch: int | None = None) -> list[list[list[str]]]:
+    sweeper = ScaleRLSweeper(batch, {"seed": "0,1"}, rows)
+    sweeper.launcher = launcher = Collects()
+    sweeper.hydra_context = SimpleNamespace(config_loader=None)
+    sweeper.config = OmegaConf.create({"hydra": {"sweep": {"dir": "unused"}}})
+    sweeper.sweep(list(arguments))
+    return launcher.launches
+
+
+def test_the_grid_is_run_with_each_row() -> None:
+    (found,) = members(OmegaConf.create([[], ["loss=dapo"], ["model.width=32,64", "batch.prompts=4"]]))
+    assert found == [
+        ["seed=0"],
+        ["seed=1"],
+        ["loss=dapo", "seed=0"],
+        ["loss=dapo", "seed=1"],
+        *(
+            [f"model.width={width}", "batch.prompts=4", f"seed={seed}"]
+            for width in (32, 64)
+            for seed in (0, 1)
+        ),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [None, [], OmegaConf.create([])])
+def test_without_rows_it_is_hydras_grid(rows: Any) -> None:
+    assert members(rows, "loss=dapo,gspo") == [
+        [[f"seed={seed}", f"loss={loss}"] for seed in (0, 1) for loss in ("dapo", "gspo")]
+    ]
+
+
+def test_the_command_line_comes_last_and_wins() -> None:
+    (found,) = members([["seed=7", "loss=dapo"], []], "seed=3", "budget.steps=5")
+    assert found == [["seed=3", "loss=dapo", "budget.steps=5"], ["seed=3", "budget.steps=5"]]
+
+
+def test_launches_of_a_bounded_size() -> None:
+    assert [len(each) for each in members([[], ["loss=dapo"], ["loss=gspo"]], batch=4)] == [4, 2]
+
+
+@pytest.mark.parametrize("rows", [["loss=dapo"], "loss=dapo", {"loss": "dapo"}, [["dapo"]], [[1]], [None]])
+def test_rows_that_are_none_are_refused_by_name(rows: Any) -> None:
+    with pytest.raises(UserError, match=r"hydra\.sweeper\.rows: .* must be a list of lists of overrides"):
+        members(OmegaConf.create(rows) if isinstance(rows, dict) else rows)
+
+
+def test_every_experiments_rows_are_overrides() -> None:
+    """As Hydra will read them; a row that cannot be parsed would only be met at the launch."""
+    conf = Path(__file__).resolve().parents[3] / "conf" / "experiment"
+    rows = {path.stem: OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.rows") for path in conf.glob("*.yaml")}
+    with_rows = {name: each for name, each in rows.items() if each}
+    assert "replication" in with_rows
+    for each in with_rows.values():
+        for row in OmegaConf.to_container(each):
+            OverridesParser.create().parse_overrides(row)
