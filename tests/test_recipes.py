@@ -28,9 +28,11 @@ def members(experiment: str) -> list[list[str]]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
-    params = OmegaConf.load(ROOT / "conf" / "experiment" / f"{experiment}.yaml").hydra.sweeper.params
-    parsed = OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in params.items()])
-    (grid,) = BasicSweeper.split_arguments(parsed, None)
+    sweeper = OmegaConf.load(ROOT / "conf" / "experiment" / f"{experiment}.yaml").hydra.sweeper
+    grid: list[list[str]] = []
+    for row in sweeper.get("rows") or [[]]:
+        given = [*row, *(f"{key}={value}" for key, value in sweeper.params.items())]
+        grid += BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(given), None)[0]
     return [[f"experiment={experiment}", *point] for point in grid]
 
 

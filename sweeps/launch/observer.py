@@ -58,7 +58,7 @@ class Progress:
 
     Args:
         total: members.
-        steps: budget of a member.
+        steps: budget of a member, on average: what is left is told from it.
         every_s: seconds between lines, or between looks on a terminal.
         metric: shown for each running member, as it was last evaluated.
         write: takes a line; by default stderr, so that what is piped stays data, and a table if that is a terminal.
@@ -67,7 +67,7 @@ class Progress:
     def __init__(
         self,
         total: int,
-        steps: int,
+        steps: float,
         every_s: float | None = None,
         metric: str = "pass_rate",
         write: Callable[[str], object] | None = None,
@@ -105,7 +105,7 @@ class Progress:
         latest = last_metrics(run_dir)
         if spec.run in self._latest:
             self._latest[spec.run] = latest or self._latest[spec.run]
-        tail = f": {reason}" if reason else self._describe(latest)
+        tail = f": {reason}" if reason else _described(spec, latest, self._metric)
         self._line(f"{state:9} {spec.title}{tail}")
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
@@ -119,9 +119,9 @@ class Progress:
         left_s = self._left_s(self._total - done - failed, [spec.run for spec in running])
         summary = (f"about {duration(left_s)} left, " if left_s else "") + ended
         if self._live is not None:
-            self._live.show(summary, [(spec.title, self._describe(self._latest[spec.run])[2:]) for spec in running])
+            self._live.show(summary, [(spec.title, self._describe(spec)[2:]) for spec in running])
             return
-        members = [f"{spec.title}{self._describe(self._latest[spec.run])}" for spec in running[:SHOWN]]
+        members = [f"{spec.title}{self._describe(spec)}" for spec in running[:SHOWN]]
         more = [f"{len(running) - SHOWN} more running"] if len(running) > SHOWN else []
         self._line(" | ".join([summary, *members, *more]))
 
@@ -149,10 +149,8 @@ class Progress:
         elapsed = time.monotonic() - self._begin
         return elapsed / made * max(0, to_do) if made > 0 else None
 
-    def _describe(self, metrics: Mapping[str, float]) -> str:
-        text = f": step {int(metrics['step'])}/{self._steps}" if "step" in metrics else ": starting"
-        rates = [value for key, value in metrics.items() if key.endswith(f"/{self._metric}")]
-        return text + (f", pass rate {rates[0]:.3f}" if rates else "")
+    def _describe(self, spec: RunSpec) -> str:
+        return _described(spec, self._latest[spec.run], self._metric)
 
     def _line(self, text: str) -> None:
         minutes, seconds = divmod(int(time.monotonic() - self._begin), 60)
@@ -161,6 +159,13 @@ class Progress:
             self._live.line(line)
         else:
             self._write(f"{line}\n")
+
+
+def _described(spec: RunSpec, metrics: Mapping[str, float], shown: str) -> str:
+    """How far a member is, of its own budget: rows of a sweep may give each another."""
+    text = f": step {int(metrics['step'])}/{spec.steps}" if "step" in metrics else ": starting"
+    rates = [value for key, value in metrics.items() if key.endswith(f"/{shown}")]
+    return text + (f", pass rate {rates[0]:.3f}" if rates else "")
 
 
 class _Live:

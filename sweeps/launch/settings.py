@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from statistics import mean
 
 from sweeps.errors import UserError
 from sweeps.executor.base import Executor
@@ -131,7 +132,7 @@ def run_study(
     `finished` is called with the folder and MLflow's address, if it has one, of a study whose members are all done.
     """
     executor = plan.executor(study.directory, scheduler)
-    observers: list[Observer] = [Progress(len(study.specs), max(spec.steps for spec in study.specs))]
+    observers: list[Observer] = [Progress(len(study.specs), mean(spec.steps for spec in study.specs))]
     if plan.tracking:
         # MLflow is slow to import and optional.
         from sweeps.launch.tracked import TrackingObserver

@@ -549,7 +549,7 @@ def record(run_dir: Path, step: int, rate: float | None = None) -> None:
 
 
 def test_progress_says_where_every_running_member_is(tmp_path: Path, said: list[str]) -> None:
-    one, two = member("cispo"), member("dapo", seed=1)
+    one, two = member("cispo", steps=40), member("dapo", seed=1, steps=60)
     progress = Progress(total=3, steps=40, every_s=0, write=said.append)
     progress.started(one, tmp_path / "one")
     progress.started(two, tmp_path / "two")
@@ -559,11 +559,11 @@ def test_progress_says_where_every_running_member_is(tmp_path: Path, said: list[
     record(tmp_path / "two", 8, rate=0.25)
     progress.tick([one, two], 0, 1, 0)
     assert said.pop().endswith(
-        "1/3 done | scalerl seed 0: step 7/40 | scalerl+loss=dapo seed 1: step 8/40, pass rate 0.250\n"
+        "1/3 done | scalerl seed 0: step 7/40 | scalerl+loss=dapo seed 1: step 8/60, pass rate 0.250\n"
     )
     record(tmp_path / "two", 9)
     progress.tick([two], 0, 1, 1)
-    assert said.pop().endswith("1/3 done, 1 failed | scalerl+loss=dapo seed 1: step 9/40, pass rate 0.250\n")
+    assert said.pop().endswith("1/3 done, 1 failed | scalerl+loss=dapo seed 1: step 9/60, pass rate 0.250\n")
     progress.tick([], 0, 2, 1)
     assert said.pop().endswith("] 2/3 done, 1 failed\n")
     assert said == []
@@ -572,7 +572,7 @@ def test_progress_says_where_every_running_member_is(tmp_path: Path, said: list[
 def test_progress_says_how_a_member_ended(tmp_path: Path, said: list[str]) -> None:
     progress = Progress(total=2, steps=40, write=said.append)
     record(tmp_path, 40, rate=0.5)
-    progress.ended(member("cispo"), tmp_path, "finished", None)
+    progress.ended(member("cispo", steps=40), tmp_path, "finished", None)
     progress.ended(member("dapo"), tmp_path, "failed", "killed by SIGKILL")
     assert said[0].endswith("finished  scalerl seed 0: step 40/40, pass rate 0.500\n")
     assert said[1].endswith("failed    scalerl+loss=dapo seed 0: killed by SIGKILL\n")
@@ -614,7 +614,7 @@ def test_progress_says_how_long_it_will_take(tmp_path: Path, said: list[str], mo
 def test_progress_opens_few_journals_at_a_time_and_all_in_turn(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    members = [member("cispo", seed=seed) for seed in range(100)]
+    members = [member("cispo", seed=seed, steps=40) for seed in range(100)]
     progress = Progress(total=100, steps=40, every_s=0, write=said.append)
     for spec in members:
         progress.started(spec, tmp_path / spec.run)
@@ -635,7 +635,7 @@ def test_on_a_terminal_progress_is_a_table(tmp_path: Path, monkeypatch: pytest.M
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
     progress = Progress(total=3, steps=40, every_s=0)
-    one = member("cispo")
+    one = member("cispo", steps=40)
     record(tmp_path / "one", 7, rate=0.25)
     progress.started(one, tmp_path / "one")
     progress.tick([one], 1, 1, 0)
