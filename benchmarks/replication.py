@@ -323,8 +323,9 @@ def main() -> int:
     decided = sum(said != "undecided" for said, _ in done)
     head = ["the paper's finding", "section", "here", "difference of A [95%]", "of pass rate at common compute"]
     head += ["times the compute to a common pass rate", "acted in a share of steps"]
+    runs = len({(row["recipe"], row["seed"]) for row in rows})
     summary = (
-        f"{len(flops.fits)} recipes, {len({(row['recipe'], row['seed']) for row in rows})} runs. **{decided} of "
+        f"{len(flops.fits)} recipes, {runs} runs. **{decided} of "
         f"{len(done)} comparisons are decided at 95%**, one way or the other."
     )
     text = PAGE.read_text()

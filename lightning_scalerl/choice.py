@@ -69,8 +69,11 @@ class ObservedStep(Protocol):
         """The policy's log-probabilities (R, T) of a few rollouts of the batch in this precision; R may be 0."""
         ...
 
-    def loss_weights_differ(self, theirs: DesignChoice) -> bool:
-        """Whether the tokens' weights in the update would differ with `theirs` in place of the run's choice."""
+    def loss_weights_differ(self, theirs: DesignChoice, rounding: bool = False) -> bool:
+        """Whether the tokens' weights in the update would differ with `theirs` in place of the run's choice.
+
+        `rounding`: also by no more than a 16-bit type rounds them by.
+        """
         ...
 
 

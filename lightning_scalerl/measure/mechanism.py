@@ -25,6 +25,8 @@ from lightning_scalerl.update.terms import loss_weights
 from lightning_scalerl.update.token_credit import token_credit
 
 THRESHOLD = 1e-3
+# Far above FP32's rounding of a weight, far below BF16's (1e-3 in norm) and FP16's (2e-4).
+ROUNDING = 1e-5
 # Rollouts on which two precisions are compared each step: a hundredth of a usual batch.
 PROBE_ROLLOUTS = 8
 
@@ -157,7 +159,7 @@ class _Step:
         logprobs, _ = self.policy(self.batch.select(rows), precision=precision)
         return logprobs  # type: ignore[no-any-return]
 
-    def loss_weights_differ(self, theirs: DesignChoice) -> bool:
+    def loss_weights_differ(self, theirs: DesignChoice, rounding: bool = False) -> bool:
         other = self.choices.having(theirs)
         # The recipe's own normalization may have a memory, which only this look at every step fills.
         own_memory = theirs is other.normalization
@@ -178,7 +180,7 @@ class _Step:
         twin = token_credit(twin, other, lambda numbers: numbers, remember=own_memory)
         ours = loss_weights(self.batch, self.trainer_logprobs, self.choices)
         others = loss_weights(twin, logprobs, other)
-        return bool((ours - others).norm() > THRESHOLD * others.norm())
+        return bool((ours - others).norm() > (ROUNDING if rounding else THRESHOLD) * others.norm())
 
     def _legal(self, other: Choices) -> bool:
         """Whether the batch holds what such a row asks for."""
