@@ -1,0 +1,97 @@
+"""A policy that has gone to one end, stopping at once or never: each has a defined outcome, and the run says so."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_scalerl import ScaleRL
+from lightning_scalerl.model.load import load_model, load_tokenizer
+from lightning_scalerl.stream.prompts import PoolExhaustedError
+from sweeps.run.journal import read_journal
+from tests.helpers import fit
+from tests.test_update import WITH_CRITIC, all_weights, same_weights
+
+
+def gone_to(model_path: str, text: str, path: Path) -> str:
+    """The tiny model, taught to say one token and nothing else, saved in `path`."""
+    model, tokenizer = load_model(model_path), load_tokenizer(model_path)
+    (token,) = tokenizer.encode(text, add_special_tokens=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    source = torch.Generator().manual_seed(0)
+    for _ in range(120):
+        prompts = torch.randint(0, len(tokenizer), (16, 12), generator=source)
+        prompts[:, 6:] = torch.where(torch.rand(16, 6, generator=source) < 0.7, token, prompts[:, 6:])
+        logits = model(input_ids=prompts).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.full((16 * 12,), token))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def never_stops(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return gone_to(tiny_model_path, "1", tmp_path_factory.mktemp("never"))
+
+
+@pytest.fixture(scope="module")
+def always_stops(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return gone_to(tiny_model_path, ".", tmp_path_factory.mktemp("always"))
+
+
+def finite_steps(keep: Path) -> list[dict[str, float]]:
+    rows = [record.metrics for record in read_journal(keep).of_kind("train")]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    return rows
+
+
+NO_CREDIT = {
+    "scalerl": ("filter=zero_variance",),
+    "no filter": ("filter=none", "truncated=keep"),
+    "terms": ("kl=fixed", "entropy=fixed", "normalization=running"),
+}
+
+
+@pytest.mark.parametrize("overrides", NO_CREDIT.values(), ids=NO_CREDIT)
+def test_a_model_that_always_stops_at_once_learns_nothing_and_harms_nothing(
+    always_stops: str, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """Empty completions, all of them worth nothing: the run goes on to its end, and says so."""
+    fit(always_stops, tmp_path, steps=3, overrides=overrides, recipe="scalerl")
+    for row in finite_steps(tmp_path):
+        assert row["train/completion_tokens"] == 1 and row["train/zero_variance"] == 1
+        assert row["train/truncated"] == row["train/reward"] == 0
+        if "filter=none" not in overrides:
+            assert row["train/credited_rollouts"] == 0 and row["train/loss"] == 0
+
+
+def test_a_refilling_filter_gives_up_on_a_model_that_always_stops(always_stops: str) -> None:
+    with pytest.raises(PoolExhaustedError, match=r"filter\.most_dropped: \d+ groups were dropped"):
+        fit(always_stops, steps=3, overrides=["filter=dynamic_sampling"])
+
+
+def test_of_a_model_that_never_stops_all_is_truncated_and_nothing_credited(never_stops: str, tmp_path: Path) -> None:
+    module = fit(
+        never_stops, tmp_path, steps=17, overrides=["length_control=none", "resampling=uniform"], recipe="scalerl"
+    )
+    rows = finite_steps(tmp_path)
+    assert all(row["train/truncated"] == 1 and row["train/credited_tokens"] == 0 for row in rows)
+    assert [row["alarm/truncated"] for row in rows] == [0.0] * 15 + [2.0] * 2
+    assert same_weights(all_weights(module), all_weights(ScaleRL(never_stops, overrides=["scaled_for=null"])))
+
+
+def test_thinking_that_never_ends_is_ended(never_stops: str, tmp_path: Path) -> None:
+    fit(never_stops, tmp_path, steps=3, recipe="scalerl")
+    assert all(row["train/interrupted"] == 1 and row["train/forced_tokens"] > 0 for row in finite_steps(tmp_path))
+
+
+def test_a_critic_sees_a_model_that_never_stops(never_stops: str, tmp_path: Path) -> None:
+    """What is kept is credited: the limit ends an episode."""
+    fit(never_stops, tmp_path, steps=3, overrides=[*WITH_CRITIC, "truncated=keep", "length_control=none"])
+    assert all(row["train/credited_rollouts"] == 12 and "train/loss_value" in row for row in finite_steps(tmp_path))
