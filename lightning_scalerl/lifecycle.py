@@ -43,6 +43,7 @@ from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
 from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.load import check_weights, fingerprint, load_model, load_tokenizer, stop_tokens
 from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.model.save import save_model
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.state import StateRegistry, TorchRandomState
@@ -399,6 +400,26 @@ class Lifecycle(LightningModule):
 
     def _weights(self) -> dict[str, Tensor]:
         return dict(self.policy.model.state_dict())
+
+    def save_pretrained(self, directory: str | Path, dtype: str = "fp32") -> Path:
+        """Write the policy as a folder that `AutoModelForCausalLM.from_pretrained` loads, with tokenizer and a card.
+
+        All ranks may call it; rank 0 writes. A critic stays behind.
+
+        Args:
+            directory: new or empty.
+            dtype: of the saved weights: "fp32", "bf16" or "fp16".
+
+        Raises:
+            ConfigurationError: something is there already, or the type is unknown.
+        """
+        steps = vars(self)["stream"].completed_steps if "stream" in vars(self) else 0
+        card = {"recipe": self.recipe.name, "optimizer steps": steps, "trained from": self._constructed.get("model")}
+        choices = {axis: type(choice).__name__ for axis, choice in self.choices.items()}
+        card["choices"] = ", ".join(f"{axis}: {name}" for axis, name in choices.items())
+        if self.ranks.leads:
+            save_model(self.policy.model, self.tokenizer, directory, dtype, card)
+        return Path(directory)
 
     # --- state -------------------------------------------------------------------------------------------
 

@@ -261,6 +261,19 @@ def _studying(command: Command) -> None:
     collect.add_argument("--wait", action="store_true", help="stay until everything is done")
     collect.add_argument("--again", action="store_true", help="give members that failed another chance")
 
+    export = command(
+        "export",
+        _later("study_commands", "export_command"),
+        "write a run's model as a folder that transformers loads, with tokenizer and a card",
+        "scalerl export outputs/mine/runs/0f3a9c21d4e7 my_model --dtype bf16",
+    )
+    export.add_argument("run", metavar="RUN", help="a run's folder: outputs/STUDY/runs/IDENTITY")
+    export.add_argument("directory", metavar="DIR", help="new or empty")
+    export.add_argument(
+        "--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the weights; default: %(default)s"
+    )
+    export.add_argument("--step", type=int, metavar="N", help="of the checkpoint; default: the newest")
+
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     """What to read, and how to fit it."""

@@ -1,4 +1,4 @@
-"""Commands about a study's members: train, status, collect."""
+"""Commands about a study's members: train, status, collect, export."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from sweeps.cli.output import show_chart, show_ranking, warn
 from sweeps.errors import UserError
+from sweeps.executor.base import load_entry
 from sweeps.report.plain import one_line, table
 
 if TYPE_CHECKING:
@@ -74,6 +75,18 @@ def _scheduler(study: Path) -> Scheduler | None:
     except UserError as error:
         warn([str(error)])
         return None
+
+
+def export_command(options: argparse.Namespace) -> int:
+    """`scalerl export`."""
+    from sweeps.run.spec import SPEC_FILE
+
+    run = Path(options.run)
+    if not (run / SPEC_FILE).is_file():
+        raise UserError(f"{run}: no run of scalerl train; give a folder such as outputs/STUDY/runs/IDENTITY")
+    export = load_entry("lightning_scalerl.member.export:export_run")
+    print(export(run, Path(options.directory), options.dtype, options.step))
+    return 0
 
 
 def collect_command(options: argparse.Namespace) -> int:

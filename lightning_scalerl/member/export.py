@@ -1,0 +1,91 @@
+"""`scalerl export RUN DIR`: the model of a run, as it is served and fine-tuned elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.composition import build, use_folders
+from lightning_scalerl.model.load import load_model, load_tokenizer
+from lightning_scalerl.model.save import free, save_model
+from sweeps.errors import UserError
+from sweeps.run.journal import JournalView, read_journal
+from sweeps.run.spec import RunSpec
+
+_PREFIX = "policy.model."
+
+
+def export_run(run_dir: Path, directory: Path, dtype: str = "fp32", step: int | None = None) -> str:
+    """Write the model of a checkpoint of a run that `scalerl train` has made.
+
+    Args:
+        run_dir: of the run.
+        directory: to be made.
+        dtype: see `save_model`.
+        step: of the checkpoint; the newest that can be read if None.
+
+    Returns:
+        One line: what was written.
+
+    Raises:
+        UserError: no such run or checkpoint, or the folder is taken.
+    """
+    spec, view = RunSpec.read(run_dir), read_journal(run_dir)
+    path = _checkpoint(run_dir / "checkpoints", step)
+    try:
+        free(directory)  # before a large model is read for nothing
+        use_folders(spec.folders)
+        source = str(build(OmegaConf.create(dict(spec.config)), "model"))
+        model, tokenizer = load_model(source), load_tokenizer(source)
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        weights = {
+            name.removeprefix(_PREFIX): value for name, value in saved["state_dict"].items() if name.startswith(_PREFIX)
+        }
+        model.load_state_dict(weights)
+        at = int(saved["scalerl"]["stream"]["completed_steps"])
+        save_model(model, tokenizer, directory, dtype, _facts(spec, view, at))
+    except ConfigurationError as error:
+        raise UserError(str(error)) from error
+    return f"{spec.title}, step {at}: {directory} ({dtype}), for AutoModelForCausalLM.from_pretrained"
+
+
+def _checkpoint(folder: Path, step: int | None) -> Path:
+    there = [int(path.stem.removeprefix("step-")) for path in checkpoints(folder)]
+    listed = f"there are those of step {', '.join(map(str, sorted(there)))}" if there else "there is none"
+    if step is not None:
+        if step not in there:
+            raise UserError(f"--step {step}: no such checkpoint in {folder}; {listed}")
+        return folder / f"step-{step:08d}.ckpt"
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        raise UserError(f"{folder}: no checkpoint that can be read; {listed}; train the run, or go on with it")
+    return newest
+
+
+def _facts(spec: RunSpec, view: JournalView, step: int) -> dict[str, Any]:
+    """What the card says: names for people, identities for machines, and what was measured of these very weights."""
+    measured = {
+        name: value
+        for record in view.of_kind("eval")
+        if record.step == step
+        for name, value in record.metrics.items()
+        if name.startswith("eval/") and name.endswith("/pass_rate")
+    }
+    return {
+        "recipe": spec.recipe,
+        "departs from": f"{spec.baseline} on {json.dumps(spec.departures)}" if spec.departures else "",
+        "curve": spec.curve,
+        "run": spec.run,
+        "seed": spec.seed,
+        "optimizer steps": step,
+        **{name: f"{value:.4g}" for name, value in measured.items()},
+        "trained from": json.dumps(spec.config["model"]),
+        "versions": json.dumps(view.header.get("versions", {})),
+        "commit": view.header.get("commit") or "",
+    }

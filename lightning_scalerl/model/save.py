@@ -1,0 +1,87 @@
+"""A trained model leaves as a folder that `from_pretrained` loads: weights, tokenizer, and a card that says whence."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_scalerl.checks import ConfigurationError
+from sweeps.redact import redact
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def save_model(
+    model: Any, tokenizer: Any, directory: str | Path, dtype: str = "fp32", card: Mapping[str, Any] | None = None
+) -> Path:
+    """Write model, generation configuration, tokenizer (chat template included) and README.md; all of it or nothing.
+
+    Args:
+        model: of transformers; it is left as it is.
+        tokenizer: its own.
+        directory: to be made; an empty one may be there.
+        dtype: of the saved weights: "fp32" as they were trained, "bf16" or "fp16" as they are served.
+        card: what the card says of the model, a line each.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ConfigurationError: something is there already, the type is unknown, or the model cannot be saved.
+    """
+    if dtype not in DTYPES:
+        raise ConfigurationError(f"dtype: {dtype!r} is unknown; valid: {', '.join(DTYPES)}")
+    if not hasattr(model, "save_pretrained"):
+        raise ConfigurationError(f"model: {type(model).__name__} has no save_pretrained; models of transformers do")
+    target = free(directory)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        saved = model if dtype == "fp32" else copy.deepcopy(model).to(DTYPES[dtype])
+        saved.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        (unfinished / "README.md").write_text(_card({"weights": dtype, **(card or {})}))
+        if target.exists():
+            target.rmdir()
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def free(directory: str | Path) -> Path:
+    """The path of a folder that is new or empty.
+
+    Raises:
+        ConfigurationError: something is there already.
+    """
+    target = Path(directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigurationError(f"{target}: something is there already; give a folder that is new or empty")
+    return target
+
+
+def _card(facts: Mapping[str, Any]) -> str:
+    """In the hub's form: a head for machines, a table for people. Values are one line each, without secrets."""
+    rows = [(name, redact(" ".join(str(value).split())).replace("|", "\\|")) for name, value in facts.items()]
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [reinforcement-learning, lightning-scalerl]",
+        "---",
+        "",
+        "# Trained with lightning-scalerl",
+        "",
+        "| what | of this model |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in rows if value),
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,147 @@
+"""A trained model leaves: transformers loads what was trained, from the command line and from a script."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_scalerl import ScaleRL
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.member.identify import plan_members
+from lightning_scalerl.member.run import run_member
+from lightning_scalerl.model.save import save_model
+from sweeps.cli.main import main
+from sweeps.run.journal import read_journal
+from sweeps.run.spec import RunSpec
+from tests.helpers import SMALL, fit
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps of a user's model with a critic, checkpoints every two."""
+    root = tmp_path_factory.mktemp("export")
+    (spec,) = plan_members(
+        [
+            [
+                "model=path",
+                f"model.path={tiny_model_path}",
+                *(each for each in SMALL if not each.startswith("async_mode")),
+                "scaled_for=null",
+                "recipe=ppo",
+                "task.train=[9]",
+                "task.heldout=[4]",
+                "budget.steps=6",
+                "checkpoint.every_n_steps=2",
+                f"output_dir={root}",
+            ]
+        ]
+    )
+    folder = root / "runs" / spec.run
+    spec.write(folder)
+    run_member(folder)
+    return folder
+
+
+def weights_in(checkpoint: Path) -> dict[str, Any]:
+    saved = torch.load(checkpoint, weights_only=True)["state_dict"]
+    return {name.removeprefix("policy.model."): w for name, w in saved.items() if name.startswith("policy.model.")}
+
+
+def test_what_was_trained_is_what_is_loaded(
+    run: Path, tiny_model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run), str(tmp_path / "deep" / "model")]) == 0
+    assert "step 6" in capsys.readouterr().out
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "deep" / "model")
+    trained = weights_in(run / "checkpoints" / "step-00000006.ckpt")
+    assert loaded.state_dict().keys() == trained.keys()
+    assert all(torch.equal(loaded.state_dict()[name], weights) for name, weights in trained.items())
+    before = AutoModelForCausalLM.from_pretrained(tiny_model_path).state_dict()
+    assert not all(torch.equal(before[name], weights) for name, weights in trained.items())
+    one, two = (AutoTokenizer.from_pretrained(path) for path in (tiny_model_path, tmp_path / "deep" / "model"))
+    assert one.encode(" 12+34=") == two.encode(" 12+34=") and one.eos_token_id == two.eos_token_id
+    card = (tmp_path / "deep" / "model" / "README.md").read_text()
+    spec = RunSpec.read(run)
+    rate = read_journal(run).of_kind("eval")[-1].metrics["eval/heldout/pass_rate"]
+    for said in (spec.recipe, spec.curve, spec.run, "| optimizer steps | 6 |", f"{rate:.4g}"):
+        assert said in card
+    assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["model"]
+    # And it is a model that a run can begin with.
+    assert fit(str(tmp_path / "deep" / "model"), steps=1).completed_steps == 1
+
+
+def test_an_earlier_step_in_another_type(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    assert main(["export", str(run), str(tmp_path / "model"), "--step", "4", "--dtype", "bf16"]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    trained = weights_in(run / "checkpoints" / "step-00000004.ckpt")
+    for name, weights in loaded.state_dict().items():
+        assert weights.dtype == torch.bfloat16 and torch.equal(weights, trained[name].to(torch.bfloat16))
+    assert "| weights | bf16 |" in (tmp_path / "model" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{run}", "{run}"], "something is there already; give a folder that is new or empty"),
+        (["{run}", "{tmp}/m", "--step", "3"], "--step 3: no such checkpoint"),
+        (["{tmp}", "{tmp}/m"], "no run of scalerl train"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    assert main(["export", *(word.format(run=run, tmp=tmp_path) for word in arguments)]) == 1
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert not any(tmp_path.iterdir())
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+
+
+def test_a_run_without_a_checkpoint_says_so(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "run"
+    other.mkdir()
+    for name in ("spec.json", "metrics.jsonl"):
+        (other / name).write_bytes((run / name).read_bytes())
+    assert main(["export", str(other), str(tmp_path / "m")]) == 1
+    assert "no checkpoint that can be read; there is none" in capsys.readouterr().err
+
+
+def test_a_script_saves_its_own(tiny_model_path: str, tmp_path: Path) -> None:
+    module = fit(tiny_model_path, steps=3)
+    assert module.save_pretrained(tmp_path / "model") == tmp_path / "model"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.equal(loaded[name], weights) for name, weights in module.policy.model.state_dict().items())
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "| recipe | scalerl_core |" in card and "| optimizer steps | 3 |" in card and "loss: CISPO" in card
+    untrained = ScaleRL(tiny_model_path, overrides=["scaled_for=null"])
+    untrained.save_pretrained(tmp_path / "untrained", dtype="fp16")
+    assert json.loads((tmp_path / "untrained" / "config.json").read_text())["dtype"] == "float16"
+    assert all(weights.dtype == torch.float32 for weights in untrained.policy.model.state_dict().values())
+
+
+def test_what_breaks_off_leaves_nothing(tiny_model: Any, tmp_path: Path) -> None:
+    class Broken:
+        def save_pretrained(self, path: Path) -> None:
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        save_model(tiny_model, Broken(), tmp_path / "model")
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(ConfigurationError, match="dtype: 'int8' is unknown; valid: fp32, bf16, fp16"):
+        save_model(tiny_model, Broken(), tmp_path / "model", dtype="int8")
+
+
+def test_secrets_and_tables_in_a_card(tiny_model: Any, tmp_path: Path) -> None:
+    class Silent:
+        def save_pretrained(self, path: Path) -> None: ...
+
+    save_model(tiny_model, Silent(), tmp_path / "m", card={"recipe": "a|b\nc", "source": "https://me:pw@x.org/m"})
+    card = (tmp_path / "m" / "README.md").read_text()
+    assert "| recipe | a\\|b c |" in card and "pw@" not in card
