@@ -36,6 +36,10 @@ TAIL = 0.01
 # A few dozen tokens hold a large gap by chance; a percentile of theirs counts only where chance is out of the question.
 BY_CHANCE = 1e-4
 LIKELY = 1e-3
+# Training may make a policy so sharp that the rounding of a 16-bit type moves its log-probabilities beyond the bounds of
+# the start: measured, a collapsing run whose parts were all right came to 1.4 times the mean
+# (benchmarks/replication.py). What does not follow the trainer at all drifts beyond this, too.
+SHARPER = 4.0
 MEAN, P99 = "train/probe_gap_mean", "train/probe_gap_p99"
 
 
@@ -233,19 +237,20 @@ def check_probe(metrics: Mapping[str, float], precision: Precision) -> None:
     """Stop where trainer and generator differ by more than rounding in the policy's type explains.
 
     Raises:
-        ConfigurationError: the mean or the 99th percentile is beyond `Precision.probe_bounds`.
+        ConfigurationError: the mean or the 99th percentile is beyond `Precision.probe_bounds`, in a 16-bit type beyond
+            `SHARPER` times them.
     """
-    _check(metrics, precision, "under the same weights")
+    _check(metrics, precision, "under the same weights", 1.0 if precision.policy == "fp32" else SHARPER)
 
 
-def _beyond(metrics: Mapping[str, float], precision: Precision) -> bool:
+def _beyond(metrics: Mapping[str, float], precision: Precision, slack: float = 1.0) -> bool:
     mean, p99 = precision.probe_bounds
-    return P99 in metrics and not (metrics[MEAN] <= mean and metrics[P99] <= p99)
+    return P99 in metrics and not (metrics[MEAN] <= slack * mean and metrics[P99] <= slack * p99)
 
 
-def _check(metrics: Mapping[str, float], precision: Precision, when: str) -> None:
-    if _beyond(metrics, precision):
-        mean, p99 = precision.probe_bounds
+def _check(metrics: Mapping[str, float], precision: Precision, when: str, slack: float = 1.0) -> None:
+    if _beyond(metrics, precision, slack):
+        mean, p99 = (slack * bound for bound in precision.probe_bounds)
         raise ConfigurationError(
             f"generator: its log-probabilities differ from the trainer's by {metrics[MEAN]:.3g} on average and "
             f"{metrics[P99]:.3g} at the 99th percentile, {when} (allowed in {precision.policy}: "
