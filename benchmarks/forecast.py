@@ -1,6 +1,6 @@
 """Does a fit to the first half of a study's compute foretell its end? And are the controls refused?
 
-For each set of seeds, the demo's study is run with those seeds (adopting what is there). For every recipe, a
+For each set of seeds, the leave-one-out is run with those seeds (adopting what is there). For every recipe, a
 sigmoid is fitted to the evaluations up to half of its compute, and the mean reward of the last quarter is
 predicted with a 95% interval (the noise of that mean included). Two controls go through the same commands: the
 recipe at a learning rate of 0, and the recipe cut off before its bend; neither may be `identifiable`.
@@ -32,7 +32,15 @@ SCALERL = str(Path(sys.executable).with_name("scalerl"))
 
 def run_study(name: str, *overrides: str) -> Path:
     """Run (or adopt) a study through the public command."""
-    command = [SCALERL, "train", "--multirun", "experiment=demo", f"study={name}", "mlflow.uri=null", *overrides]
+    command = [
+        SCALERL,
+        "train",
+        "--multirun",
+        "experiment=leave_one_out",
+        f"study={name}",
+        "mlflow.uri=null",
+        *overrides,
+    ]
     subprocess.run(command, check=True)
     return Path("outputs") / name
 
@@ -108,8 +116,8 @@ def mechanisms(study: Path) -> list[str]:
 
 
 def study_name(seeds: str) -> str:
-    """The demo's own study for its own seeds, so that its work is not done twice."""
-    return "demo" if seeds == "0,1" else f"forecast_{seeds.replace(',', '_')}"
+    """One a set of seeds."""
+    return f"forecast_{seeds.replace(',', '_')}"
 
 
 def main() -> int:

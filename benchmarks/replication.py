@@ -211,16 +211,18 @@ def compared(finding: Finding, study: Study, seen: dict[tuple[str, str], float])
     looks = np.linspace(0, compute, 201)
     paths = [paths_over_seeds(fit, looks) for fit in (ours, other)]
     gap = interval(paths[0][:, -1] - paths[1][:, -1])
-    # Most of what the slower has gained by then: both have passed it.
+    # Most of what the slower has gained by then: both have passed it, unless one has gained nothing.
     begin, ends = float(np.median(paths[0][:, 0])), [float(np.median(each[:, -1])) for each in paths]
-    reward = begin + 0.8 * (min(ends) - begin)
-    times = [first_above(each, looks, reward) for each in paths]
-    with np.errstate(invalid="ignore"):
-        ratio = interval(np.where(np.isfinite(times[1]), times[0] / np.maximum(times[1], 1e-300), 0.0))
+    times = [first_above(each, looks, begin + 0.8 * (min(ends) - begin)) for each in paths]
+    both = np.isfinite(times[0]) & np.isfinite(times[1]) & (times[1] > 0)
+    ratio = "-"
+    if min(ends) > begin and both.mean() > 0.95:
+        ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*interval(times[0][both] / times[1][both]))
+    departing = finding.ours if finding.other in (BASE, _FAR) else finding.other
     acted = [
-        f"{value:.2f}"
+        f"{metric.removeprefix('mechanism/')} {value:.2f}"
         for (recipe, metric), value in sorted(seen.items())
-        if metric.startswith("mechanism/") and recipe == (finding.other if finding.ours == BASE else finding.ours)
+        if metric.startswith("mechanism/") and recipe == departing
     ]
     cells = [
         finding.text,
@@ -228,14 +230,10 @@ def compared(finding: Finding, study: Study, seen: dict[tuple[str, str], float])
         said,
         f"{delta:+.3f} [{low:+.3f}, {high:+.3f}]",
         f"{gap[0]:+.3f} [{gap[1]:+.3f}, {gap[2]:+.3f}]",
-        f"{ratio[0]:.2f} [{ratio[1]:.2f}, {_bounded(ratio[2])}]",
+        ratio,
         ", ".join(acted) or "-",
     ]
     return said, cells
-
-
-def _bounded(value: float) -> str:
-    return f"{value:.2f}" if np.isfinite(value) and value < 100 else "open"
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

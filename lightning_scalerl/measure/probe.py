@@ -36,9 +36,9 @@ TAIL = 0.01
 # A few dozen tokens hold a large gap by chance; a percentile of theirs counts only where chance is out of the question.
 BY_CHANCE = 1e-4
 LIKELY = 1e-3
-# Training may make a policy so sharp that the rounding of a 16-bit type moves its log-probabilities beyond the bounds of
-# the start: measured, a collapsing run whose parts were all right came to 1.4 times the mean
-# (benchmarks/replication.py). What does not follow the trainer at all drifts beyond this, too.
+# Training may make a policy so sharp that a 16-bit type's rounding moves its log-probabilities beyond the bounds of the
+# start: measured, a collapsing run whose parts were all right came to 1.4 times the mean (docs/replication.md). What
+# does not follow the trainer at all drifts beyond this, too.
 SHARPER = 4.0
 MEAN, P99 = "train/probe_gap_mean", "train/probe_gap_p99"
 
