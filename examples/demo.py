@@ -26,7 +26,7 @@ def main() -> int:
     """Run the study and show what came of it."""
     begin = time.monotonic()
     print(
-        f"A leave-one-out study of {OUTPUT.name}: train, fit, rank, report. Expected: {EXPECTED}.\n",
+        f"Nine recipes that differ, two seeds each: train, fit, rank, report. Expected: {EXPECTED}.\n",
         flush=True,
     )
     commands = [

@@ -13,6 +13,8 @@ import pytest
 
 from tests.paths import ROOT
 
+ROWS = 'hydra.sweeper.rows=[[],["variant=loss_dapo"]]'
+
 
 @pytest.mark.slow
 def test_the_demo_leaves_what_it_promises(tmp_path: Path) -> None:
@@ -27,7 +29,7 @@ def test_the_demo_leaves_what_it_promises(tmp_path: Path) -> None:
         "evaluation.prompts=40",
         "evaluation.every_n_steps=6",
     ]
-    command = [sys.executable, str(ROOT / "examples" / "demo.py"), *small, "variant=none,loss_dapo", "seed=0,1"]
+    command = [sys.executable, str(ROOT / "examples" / "demo.py"), *small, ROWS, "seed=0,1"]
     environment = {**os.environ, "SCALERL_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hydra._internal.core_plugins import basic_sweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from hydra_plugins.scalerl_sweeper import ScaleRLSweeper
+from hydra_plugins import scalerl_sweeper
 from sweeps.cli.launchers import StudyLauncher
 from sweeps.errors import UserError
 
@@ -29,7 +31,9 @@ class Collects(StudyLauncher):
 
 
 def members(rows: Any, *arguments: str, batch: int | None = None) -> list[list[list[str]]]:
-    sweeper = ScaleRLSweeper(batch, {"seed": "0,1"}, rows)
+    # Hydra's search for plugins executes its own modules anew, and leaves classes without their bases.
+    importlib.reload(basic_sweeper)
+    sweeper = importlib.reload(scalerl_sweeper).ScaleRLSweeper(batch, {"seed": "0,1"}, rows)
     sweeper.launcher = launcher = Collects()
     sweeper.hydra_context = SimpleNamespace(config_loader=None)
     sweeper.config = OmegaConf.create({"hydra": {"sweep": {"dir": "unused"}}})
