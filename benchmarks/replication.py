@@ -38,10 +38,11 @@ from sweeps.source import load
 ROOT = Path(__file__).resolve().parent.parent
 STUDY = ROOT / "outputs" / "replication"
 FOLDER = ROOT / "docs" / "replication"
-CURVES, STEPS, FIGURE = FOLDER / "curves.csv", FOLDER / "steps.csv", FOLDER / "curves.png"
+CURVES, STEPS = FOLDER / "curves.csv", FOLDER / "steps.csv"
 PAGE = ROOT / "docs" / "replication.md"
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
 BASE = "scalerl"
+UNDECIDED = "undecided"
 REWARD = "eval/heldout/pass_rate"
 # Column of the committed table, its axis, and the name in the page.
 AXES = {"flops": (FLOPS, "FLOPs"), "virtual_device_hours": (VIRTUAL_HOURS, "virtual device hours")}
@@ -55,72 +56,67 @@ def _variant(name: str) -> str:
     return f"{BASE}+{name}"
 
 
+HIGHER, SAME, FASTER = "has the higher A", "has the same A", "takes less compute"
+
+
 @dataclass(frozen=True)
 class Finding:
     """What the paper says of two recipes, and where.
 
-    raises: that `ours` has the higher asymptote than `other`; else that the two have the same and differ in efficiency.
-    axis: column of compute on which they are compared.
+    says: of `ours` against `other`, `HIGHER`, `SAME` or `FASTER`. axis: column of compute on which they are compared.
+    source: section of the paper; empty if it compares no such pair.
     """
 
     text: str
     source: str
     ours: str
     other: str
-    raises: bool
+    says: str
     axis: str = "flops"
 
 
+_DAPO, _GSPO, _REINFORCE = (_variant(f"loss={name}") for name in ("dapo", "gspo", "reinforce"))
+_PPO_8, _ON_POLICY = (_variant(f"async_mode={name}") for name in ("ppo_off_policy", "on_policy"))
+_FEW, _MANY = (_variant(f"batch.prompts={prompts}") for prompts in (4, 64))
+_TWO, _THIRTY_TWO = (_variant(f"batch.rollouts=128+batch.completions={count}") for count in (2, 32))
+_SMALL, _LARGE = (_variant(f"model.width={width}") for width in (32, 128))
+_PROMPT, _UNIFORM = _variant("normalization=prompt"), _variant("resampling=uniform")
+_HOURS = "virtual_device_hours"
+
 FINDINGS = (
-    Finding("CISPO ends higher than DAPO's loss", "3.2", BASE, _variant("loss=dapo"), True),
-    Finding("GSPO ends higher than DAPO's loss", "3.2", _variant("loss=gspo"), _variant("loss=dapo"), True),
-    Finding("the same, 32 updates off-policy", "3.2", _FAR, f"{_FAR}+loss=dapo", True),
-    Finding("a truncated ratio ends higher than none (REINFORCE)", "5.1", BASE, _variant("loss=reinforce"), True),
-    Finding("the same, 32 updates off-policy", "5.1", _FAR, f"{_FAR}+loss=reinforce", True),
-    Finding("the head in FP32 raises the ceiling", "3.2", BASE, _variant("precision=bf16_head"), True),
-    Finding("prompt average raises it, against sample average", "3.2", BASE, _variant("aggregation=sample"), True),
-    Finding("prompt average raises it, against token average", "3.2", BASE, _variant("aggregation=token"), True),
-    Finding("dropping groups without variance raises it", "3.2", BASE, _variant("filter=none"), True),
-    Finding("retiring solved prompts raises it", "3.2", BASE, _variant("resampling=uniform"), True),
-    Finding(
-        "normalization moves only the efficiency: batch, prompt", "3.2", BASE, _variant("normalization=prompt"), False
-    ),
-    Finding("normalization moves only the efficiency: batch, none", "3.2", BASE, _variant("normalization=none"), False),
-    Finding(
-        "PipelineRL-8 moves only the efficiency, against PPO-off-policy-8",
-        "3.1",
-        BASE,
-        _variant("async_mode=ppo_off_policy"),
-        False,
-        "virtual_device_hours",
-    ),
-    Finding(
-        "eight steps of staleness cost nothing, against on-policy",
-        "3.1",
-        BASE,
-        _variant("async_mode=on_policy"),
-        False,
-        "virtual_device_hours",
-    ),
-    Finding("a larger batch raises it: 16 prompts against 4", "4", BASE, _variant("batch.prompts=4"), True),
-    Finding("a larger batch raises it: 64 prompts against 16", "4", _variant("batch.prompts=64"), BASE, True),
-    Finding("a longer context raises it: 24 tokens against 16", "4", BASE, _SHORT, True),
-    Finding("a larger model raises it: width 64 against 32", "4", BASE, _variant("model.width=32"), True),
-    Finding("a larger model raises it: width 128 against 64", "4", _variant("model.width=128"), BASE, True),
-    Finding(
-        "completions a prompt at a fixed batch: second order, 8 against 2",
-        "4",
-        BASE,
-        _variant("batch.rollouts=128+batch.completions=2"),
-        False,
-    ),
-    Finding(
-        "completions a prompt at a fixed batch: second order, 8 against 32",
-        "4",
-        BASE,
-        _variant("batch.rollouts=128+batch.completions=32"),
-        False,
-    ),
+    Finding("CISPO ends higher than DAPO's loss", "3.2", BASE, _DAPO, HIGHER),
+    Finding("CISPO ends higher than DAPO's loss: 32 updates off-policy", "3.2", _FAR, f"{_FAR}+loss=dapo", HIGHER),
+    Finding("GSPO ends higher than DAPO's loss", "3.2", _GSPO, _DAPO, HIGHER),
+    Finding("the head in FP32 ends higher", "3.2", BASE, _variant("precision=bf16_head"), HIGHER),
+    Finding("prompt average ends higher than sample average", "3.2", BASE, _variant("aggregation=sample"), HIGHER),
+    Finding("prompt average ends higher than token average", "3.2", BASE, _variant("aggregation=token"), HIGHER),
+    Finding("without groups of no variance it ends higher", "3.2", BASE, _variant("filter=none"), HIGHER),
+    Finding("without solved prompts it ends higher", "3.2", BASE, _UNIFORM, HIGHER),
+    Finding("normalization by prompt leaves the ceiling", "3.2", BASE, _PROMPT, SAME),
+    Finding("no normalization leaves the ceiling", "3.2", BASE, _variant("normalization=none"), SAME),
+    Finding("PPO-off-policy-8 leaves the ceiling of PipelineRL-8", "3.1", BASE, _PPO_8, SAME, _HOURS),
+    Finding("a larger batch ends higher: 16 prompts, 4", "4", BASE, _FEW, HIGHER),
+    Finding("a larger batch ends higher: 64 prompts, 16", "4", _MANY, BASE, HIGHER),
+    Finding("a longer context ends higher: 24 tokens, 16", "4", BASE, _SHORT, HIGHER),
+    Finding("a larger model ends higher: width 64, 32", "4", BASE, _SMALL, HIGHER),
+    Finding("a larger model ends higher: width 128, 64", "4", _LARGE, BASE, HIGHER),
+    Finding("completions a prompt are second order: 8, 2", "4", BASE, _TWO, SAME),
+    Finding("completions a prompt are second order: 8, 32", "4", BASE, _THIRTY_TWO, SAME),
+    Finding("PipelineRL-8 is faster than PPO-off-policy-8", "3.1", BASE, _PPO_8, FASTER, _HOURS),
+    Finding("CISPO is faster than DAPO's loss", "5", BASE, _DAPO, FASTER),
+    Finding("without solved prompts it is faster", "5", BASE, _UNIFORM, FASTER),
+    Finding("normalization by batch is faster than by prompt", "5", BASE, _PROMPT, FASTER),
+    Finding("a larger batch is slower: 64 prompts, 16", "4", BASE, _MANY, FASTER),
+    Finding("a longer context is slower: 24 tokens, 16", "4", _SHORT, BASE, FASTER),
+)
+OURS = (
+    Finding("PipelineRL-8 is faster than on-policy", "", BASE, _ON_POLICY, FASTER, _HOURS),
+    Finding("PipelineRL-8 has the ceiling of on-policy", "", BASE, _ON_POLICY, SAME, _HOURS),
+    Finding("a truncated ratio ends higher than none (REINFORCE)", "", BASE, _REINFORCE, HIGHER),
+    Finding("a truncated ratio is faster than none", "", BASE, _REINFORCE, FASTER),
+    Finding("a truncated ratio ends higher: 32 updates off-policy", "", _FAR, f"{_FAR}+loss=reinforce", HIGHER),
+    Finding("a smaller model is faster: width 64, 128", "", BASE, _LARGE, FASTER),
+    Finding("more completions a prompt are slower: 8, 32", "", BASE, _THIRTY_TWO, FASTER),
 )
 
 
@@ -188,36 +184,48 @@ def interval(draws: Array) -> tuple[float, float, float]:
     return float(value), float(low), float(high)
 
 
-def verdict(finding: Finding, low: float, high: float) -> str:
-    """What the 95% interval of the difference of asymptotes says of a finding; a tie is a difference below MARGIN."""
-    if finding.raises:
+def verdict(says: str, low: float, high: float) -> str:
+    """What a 95% interval says: of the difference of A, or of the compute of `ours` as a multiple of that of `other`.
+
+    A tie in A is a difference below MARGIN. Empty bounds (NaN) decide nothing.
+    """
+    if says == FASTER:
+        return "**replicates**" if high < 1 else "**the other way round**" if low > 1 else UNDECIDED
+    if says == HIGHER:
         if low > 0:
             return "**replicates**"
         if high < 0:
             return "**the other way round**"
-        return "**does not show here**" if high < MARGIN else "undecided"
+        return "**does not show**" if high < MARGIN else UNDECIDED
     if low > 0 or high < 0:
-        return "**does not hold here: A moves**"
-    return "**replicates**" if low > -MARGIN and high < MARGIN else "undecided"
+        return "**the ceiling moves**"
+    return "**replicates**" if low > -MARGIN and high < MARGIN else UNDECIDED
+
+
+def ratio(ours: Fit, other: Fit, compute: float) -> tuple[float, float, float]:
+    """Compute of `ours` to a pass rate that both reach by `compute`, in that of `other`; NaN where one gains nothing.
+
+    The pass rate is at 80% of what the slower has gained: near its end a plateau blurs when it was passed.
+    """
+    looks = np.linspace(0, compute, 201)
+    paths = [paths_over_seeds(fit, looks) for fit in (ours, other)]
+    begin, ends = float(np.median(paths[0][:, 0])), [float(np.median(each[:, -1])) for each in paths]
+    times = [first_above(each, looks, begin + 0.8 * (min(ends) - begin)) for each in paths]
+    both = np.isfinite(times[0]) & np.isfinite(times[1]) & (times[1] > 0)
+    if min(ends) <= begin or both.mean() <= 0.95:
+        return (np.nan,) * 3
+    return interval(times[0][both] / times[1][both])
 
 
 def compared(finding: Finding, study: Study, seen: dict[tuple[str, str], float]) -> tuple[str, list[str]]:
     """The verdict and one row of the table."""
     ours, other = study.fits[finding.ours], study.fits[finding.other]
-    delta, low, high = interval(study.asymptotes[finding.ours] - study.asymptotes[finding.other])
-    said = verdict(finding, low, high)
     assert ours.window is not None and other.window is not None
     compute = min(ours.window[1], other.window[1])
-    looks = np.linspace(0, compute, 201)
-    paths = [paths_over_seeds(fit, looks) for fit in (ours, other)]
-    gap = interval(paths[0][:, -1] - paths[1][:, -1])
-    # Most of what the slower has gained by then: both have passed it, unless one has gained nothing.
-    begin, ends = float(np.median(paths[0][:, 0])), [float(np.median(each[:, -1])) for each in paths]
-    times = [first_above(each, looks, begin + 0.8 * (min(ends) - begin)) for each in paths]
-    both = np.isfinite(times[0]) & np.isfinite(times[1]) & (times[1] > 0)
-    ratio = "-"
-    if min(ends) > begin and both.mean() > 0.95:
-        ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*interval(times[0][both] / times[1][both]))
+    delta = interval(study.asymptotes[finding.ours] - study.asymptotes[finding.other])
+    gap = interval(np.subtract(*(paths_over_seeds(fit, [compute])[:, 0] for fit in (ours, other))))
+    times = ratio(ours, other, compute)
+    said = verdict(finding.says, *(times if finding.says == FASTER else delta)[1:])
     departing = finding.ours if finding.other in (BASE, _FAR) else finding.other
     acted = [
         f"{metric.removeprefix('mechanism/')} {value:.2f}"
@@ -226,11 +234,11 @@ def compared(finding: Finding, study: Study, seen: dict[tuple[str, str], float])
     ]
     cells = [
         finding.text,
-        finding.source,
-        said,
-        f"{delta:+.3f} [{low:+.3f}, {high:+.3f}]",
-        f"{gap[0]:+.3f} [{gap[1]:+.3f}, {gap[2]:+.3f}]",
-        ratio,
+        *([finding.source] if finding.source else []),
+        said if finding.source else said.replace("replicates", "yes"),
+        "{:+.3f} [{:+.3f}, {:+.3f}]".format(*delta),
+        "{:+.3f} [{:+.3f}, {:+.3f}]".format(*gap),
+        "-" if np.isnan(times[0]) else "{:.2f} [{:.2f}, {:.2f}]".format(*times),
         ", ".join(acted) or "-",
     ]
     return said, cells
@@ -268,7 +276,7 @@ def shown(recipe: str) -> str:
     return f"`{recipe.removeprefix(BASE + '+')}`"
 
 
-def draw(curves: Sequence[Curve]) -> None:
+def draw(curves: Sequence[Curve], path: Path) -> None:
     """Small multiples: each part of the study against its base, the mean of seeds over FLOPs."""
     parts: dict[str, Callable[[str], bool]] = {
         "loss and precision": lambda name: name.startswith(("loss", "precision")),
@@ -297,7 +305,8 @@ def draw(curves: Sequence[Curve]) -> None:
         panel.legend(fontsize=7)
     figure.supxlabel("FLOPs")
     figure.supylabel("held-out pass rate, mean of seeds")
-    figure.savefig(FIGURE, dpi=100)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> int:
@@ -305,6 +314,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="run the study first, or what is left of it")
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time")
+    parser.add_argument("--page", default=PAGE, type=Path, help="written instead of docs/replication.md")
     given = parser.parse_args()
     if given.run:
         run(given.parallel)
@@ -316,27 +326,33 @@ def main() -> int:
     }
     studies = {axis: Study.of(axis) for axis in AXES}
     flops = studies["flops"]
-    draw([fit.curve for fit in flops.fits.values()])
-    done = [compared(finding, studies[finding.axis], seen) for finding in FINDINGS]
-    decided = sum(said != "undecided" for said, _ in done)
-    head = ["the paper's finding", "section", "here", "difference of A [95%]", "of pass rate at common compute"]
-    head += ["times the compute to a common pass rate", "acted in a share of steps"]
+    draw([fit.curve for fit in flops.fits.values()], given.page.parent / "replication" / "curves.png")
+    done, more = ([compared(each, studies[each.axis], seen) for each in part] for part in (FINDINGS, OURS))
+    decided = sum(said != UNDECIDED for said, _ in done)
+    head = [
+        "here",
+        "difference of A",
+        "of pass rate at common compute",
+        "times the compute",
+        "acted in a share of steps",
+    ]
     runs = len({(row["recipe"], row["seed"]) for row in rows})
     summary = (
-        f"{len(flops.fits)} recipes, {runs} runs. **{decided} of "
-        f"{len(done)} comparisons are decided at 95%**, one way or the other."
+        f"{len(flops.fits)} recipes, {runs} runs. **{decided} of {len(done)} comparisons are decided at 95%**, one way "
+        "or the other."
     )
     text = PAGE.read_text()
     for mark, lines in (
-        ("findings", [summary, "", *table(head, [cells for _, cells in done])]),
+        ("findings", [summary, "", *table(["the paper's finding", "section", *head], [cells for _, cells in done])]),
+        ("ours", table(["not in the paper", *head], [cells for _, cells in more])),
         ("recipes", recipes(flops, seen)),
     ):
         begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
         section = "\n".join([begin, *lines, end])
         text, found = re.subn(f"{begin}.*{end}", lambda _, section=section: section, text, flags=re.DOTALL)
         assert found == 1, f"{PAGE}: the marks of {mark} are gone"
-    PAGE.write_text(text)
-    print(f"{decided} of {len(done)} decided; {PAGE.relative_to(ROOT)} written")
+    given.page.write_text(text)
+    print(f"{decided} of {len(done)} decided; {given.page} written")
     return 0
 
 
