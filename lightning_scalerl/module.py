@@ -81,7 +81,7 @@ class ScaleRL(Lifecycle):
             self.meter.trained(batch, self.choices.passes)
         self.stream.step_completed()
         recorded = self.record("train", lambda: {**self._step_metrics(batch, passes), **probe_metrics(gaps)})
-        check_probe(recorded, self.choices.precision)
+        check_probe(recorded, self.choices.precision, self.completed_steps - 1)
         self.health.check(recorded, self.completed_steps)
 
     def _credited(self, rows: TrainBatch) -> TrainBatch:

@@ -37,8 +37,8 @@ TAIL = 0.01
 BY_CHANCE = 1e-4
 LIKELY = 1e-3
 # Training may make a policy so sharp that a 16-bit type's rounding moves its log-probabilities beyond the bounds of the
-# start: measured, a collapsing run whose parts were all right came to 1.4 times the mean (docs/replication.md). What
-# does not follow the trainer at all drifts beyond this, too.
+# start: measured, runs of experiment=replication whose parts were all right came to 1.4 times the mean. What does not
+# follow the trainer at all drifts beyond this, too.
 SHARPER = 4.0
 MEAN, P99 = "train/probe_gap_mean", "train/probe_gap_p99"
 
@@ -86,22 +86,23 @@ def start_probe(
     Raises:
         ConfigurationError: they differ, or weights do not arrive (with their names), or the phrase does not bind.
     """
+    slack = _slack(policy.precision, version)
     parameters = dict(policy.model.named_parameters())
     ours = dict(policy.model.state_dict())
     for again in (False, True):
         generator.publish(ours, version)
         gaps = _sampled_gaps(generator, policy, prompt_tokens)
         said = "published a second time, the same weights give others" if again else "under the same weights"
-        _check(probe_metrics(gaps), policy.precision, said)
+        _check(probe_metrics(gaps), policy.precision, said, slack)
     with _moved(parameters):
         generator.publish(ours, version)
         gaps = _sampled_gaps(generator, policy, prompt_tokens)
-    if _beyond(probe_metrics(gaps), policy.precision):
+    if _beyond(probe_metrics(gaps), policy.precision, slack):
         lost = []
         for name, parameter in parameters.items():
             with _moved({name: parameter}):
                 generator.publish(ours, version)
-                if _beyond(probe_metrics(_sampled_gaps(generator, policy, prompt_tokens)), policy.precision):
+                if _beyond(probe_metrics(_sampled_gaps(generator, policy, prompt_tokens)), policy.precision, slack):
                     lost.append(name)
         generator.publish(ours, version)
         named = f"{', '.join(lost[:5])}{' and others' if len(lost) > 5 else ''}" if lost else "all of them together"
@@ -233,22 +234,32 @@ def probe_metrics(gaps: Tensor) -> dict[str, float]:
     return {MEAN: float(gaps.double().clamp(max=surely).mean()), P99: float(surely)}
 
 
-def check_probe(metrics: Mapping[str, float], precision: Precision) -> None:
+def _slack(precision: Precision, version: int) -> float:
+    """What bounds are multiplied with under weights of that version."""
+    return 1.0 if version == 0 or precision.policy == "fp32" else SHARPER
+
+
+def check_probe(metrics: Mapping[str, float], precision: Precision, version: int) -> None:
     """Stop where trainer and generator differ by more than rounding in the policy's type explains.
 
+    Args:
+        metrics: of the step, with `train/probe_gap_*` if there was anything to judge.
+        precision: the run's.
+        version: of the weights that were compared: optimizer steps behind them.
+
     Raises:
-        ConfigurationError: the mean or the 99th percentile is beyond `Precision.probe_bounds`, in a 16-bit type beyond
-            `SHARPER` times them.
+        ConfigurationError: the mean or the 99th percentile is beyond `Precision.probe_bounds`, of trained weights in a
+            16-bit type beyond `SHARPER` times them.
     """
-    _check(metrics, precision, "under the same weights", 1.0 if precision.policy == "fp32" else SHARPER)
+    _check(metrics, precision, "under the same weights", _slack(precision, version))
 
 
-def _beyond(metrics: Mapping[str, float], precision: Precision, slack: float = 1.0) -> bool:
+def _beyond(metrics: Mapping[str, float], precision: Precision, slack: float) -> bool:
     mean, p99 = precision.probe_bounds
     return P99 in metrics and not (metrics[MEAN] <= slack * mean and metrics[P99] <= slack * p99)
 
 
-def _check(metrics: Mapping[str, float], precision: Precision, when: str, slack: float = 1.0) -> None:
+def _check(metrics: Mapping[str, float], precision: Precision, when: str, slack: float) -> None:
     if _beyond(metrics, precision, slack):
         mean, p99 = (slack * bound for bound in precision.probe_bounds)
         raise ConfigurationError(
