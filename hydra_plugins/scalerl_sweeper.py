@@ -27,7 +27,8 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
         max_batch_size: members a launch; None for all in one.
         params: the grid, as in Hydra.
         rows: lists of overrides; the grid is run with each of them in turn, so that a study can hold members that are
-            no product of a few keys. What is given on the command line comes last and wins.
+            no product of a few keys. Of a key that is given more than once a row's value wins over the grid's, and the
+            command line's over both.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
         A launcher that is not ours gets the study's directory beforehand, as from Hydra, for its owner alone.
         """
         if not isinstance(self.launcher, StudyLauncher):
+            if _checked(self.rows) != [[]]:
+                raise UserError("hydra.sweeper.rows: they need a launcher of ours: cluster=local, slurm or debug")
             make_private(Path(self.config.hydra.sweep.dir))
             others: list[object] = super().sweep(arguments)
             return others
@@ -65,7 +68,7 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         members: list[list[str]] = []
         for row in _checked(self.rows):
-            overrides = parser.parse_overrides([*row, *self._parse_config(), *arguments])
+            overrides = parser.parse_overrides([*self._parse_config(), *row, *arguments])
             members += self.split_arguments(overrides, None)[0]
         self.overrides = list(self.split_overrides_to_chunks(members, self.max_batch_size))
         results: list[object] = []

@@ -46,12 +46,12 @@ def test_the_grid_is_run_with_each_row() -> None:
     assert found == [
         ["seed=0"],
         ["seed=1"],
-        ["loss=dapo", "seed=0"],
-        ["loss=dapo", "seed=1"],
+        ["seed=0", "loss=dapo"],
+        ["seed=1", "loss=dapo"],
         *(
-            [f"model.width={width}", "batch.prompts=4", f"seed={seed}"]
-            for width in (32, 64)
+            [f"seed={seed}", f"model.width={width}", "batch.prompts=4"]
             for seed in (0, 1)
+            for width in (32, 64)
         ),
     ]  # fmt: skip
 
@@ -63,9 +63,17 @@ def test_without_rows_it_is_hydras_grid(rows: Any) -> None:
     ]
 
 
-def test_the_command_line_comes_last_and_wins() -> None:
+def test_a_row_wins_over_the_grid_and_the_command_line_over_both() -> None:
+    assert members([["seed=7", "loss=dapo"], []]) == [[["seed=7", "loss=dapo"], ["seed=0"], ["seed=1"]]]
     (found,) = members([["seed=7", "loss=dapo"], []], "seed=3", "budget.steps=5")
     assert found == [["seed=3", "loss=dapo", "budget.steps=5"], ["seed=3", "budget.steps=5"]]
+
+
+def test_a_launcher_that_would_not_see_the_rows_is_refused() -> None:
+    sweeper = importlib.reload(scalerl_sweeper).ScaleRLSweeper(None, {"seed": "0,1"}, [["loss=dapo"]])
+    sweeper.launcher = object()
+    with pytest.raises(UserError, match=r"hydra\.sweeper\.rows: they need a launcher of ours"):
+        sweeper.sweep([])
 
 
 def test_launches_of_a_bounded_size() -> None:
