@@ -114,6 +114,7 @@ class Lifecycle(LightningModule):
         # A model that takes part in training and is saved, and one that does neither.
         self.critic: ValueModel | None = None
         self._reference: list[Policy] = []
+        self._began_with = ""  # the reference's fingerprint
         self.terms: list[Term] = []
         self.loss_scale = LossScale(acts=False)
         self.skipped = SkippedUpdates()
@@ -222,6 +223,7 @@ class Lifecycle(LightningModule):
 
     def _refer_to(self, model: nn.Module) -> None:
         """Axis `kl` measures from this model."""
+        self._began_with = fingerprint(model)
         frozen = Policy(model, self.choices.precision, self.policy.temperature)
         self._reference = [frozen.requires_grad_(False).eval().to(self.trainer.strategy.root_device)]
 
@@ -229,17 +231,16 @@ class Lifecycle(LightningModule):
         """A run that goes on measures from the model that it began with, whatever weights this module was made with.
 
         Args:
-            began_with: that model's fingerprint, None if the run measured no distance.
+            began_with: that model's fingerprint; None if the run measured no distance, and began with who knows what.
 
         Raises:
             ConfigurationError: it is neither this module's nor the one that the module names.
         """
-        if not self.choices.kl.where or began_with is None or fingerprint(self._reference[0].model) == began_with:
+        if not self.choices.kl.where or self._began_with == began_with:
             return
         if "model" in self._constructed:
-            model = load_model(str(self._constructed["model"]))
-            if fingerprint(model) == began_with:
-                self._refer_to(model)
+            self._refer_to(load_model(str(self._constructed["model"])))
+            if began_with in (None, self._began_with):
                 return
         raise ConfigurationError(
             "kl: the reference is the model that training began with, and this module was made with other weights than "
@@ -404,7 +405,7 @@ class Lifecycle(LightningModule):
     def save_pretrained(self, directory: str | Path, dtype: str = "fp32") -> Path:
         """Write the policy as a folder that `AutoModelForCausalLM.from_pretrained` loads, with tokenizer and a card.
 
-        All ranks may call it; rank 0 writes. A critic stays behind.
+        All ranks call it, and rank 0 writes. A critic stays behind.
 
         Args:
             directory: new or empty.
@@ -417,8 +418,7 @@ class Lifecycle(LightningModule):
         card = {"recipe": self.recipe.name, "optimizer steps": steps, "trained from": self._constructed.get("model")}
         choices = {axis: type(choice).__name__ for axis, choice in self.choices.items()}
         card["choices"] = ", ".join(f"{axis}: {name}" for axis, name in choices.items())
-        if self.ranks.leads:
-            save_model(self.policy.model, self.tokenizer, directory, dtype, card)
+        self.ranks.share(lambda: str(save_model(self.policy.model, self.tokenizer, directory, dtype, card)))
         return Path(directory)
 
     # --- state -------------------------------------------------------------------------------------------
@@ -514,7 +514,7 @@ class Lifecycle(LightningModule):
                 "loss_scale": self.loss_scale.state_dict(),
                 "skipped": self.skipped.state_dict(),
                 "health": self.health.state_dict(),
-                "reference": None if self.reference is None else fingerprint(self.reference.model),
+                "reference": None if self.reference is None else self._began_with,
             }
             checkpoint["scalerl_metrics"] = dict(self._latest)
 

@@ -25,7 +25,7 @@ def save_model(
     Args:
         model: of transformers; it is left as it is.
         tokenizer: its own.
-        directory: to be made; an empty one may be there.
+        directory: to be made; an empty one may be there (then it fills file by file).
         dtype: of the saved weights: "fp32" as they were trained, "bf16" or "fp16" as they are served.
         card: what the card says of the model, a line each.
 
@@ -47,9 +47,11 @@ def save_model(
         saved.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         (unfinished / "README.md").write_text(_card({"weights": dtype, **(card or {})}))
-        if target.exists():
-            target.rmdir()
-        unfinished.rename(target)
+        if not target.exists():
+            unfinished.rename(target)
+        else:  # it may be somebody's working directory, which must stay
+            for path in unfinished.iterdir():
+                path.rename(target / path.name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return target
@@ -61,7 +63,7 @@ def free(directory: str | Path) -> Path:
     Raises:
         ConfigurationError: something is there already.
     """
-    target = Path(directory)
+    target = Path(directory).resolve()  # a link's own folder; `.` has a name then
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"{target}: something is there already; give a folder that is new or empty")
     return target
