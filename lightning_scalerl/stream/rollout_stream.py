@@ -107,13 +107,17 @@ class RolloutStream:
         self.admitted += 1
         limit = self.choices.curriculum.max_new_tokens(self.max_new_tokens, self.completed_steps)
         points = self.choices.length_control.interrupt_at(count, (self.seed, INTERRUPTION_STREAM, key))
+        if limit < self.max_new_tokens and points:
+            # At the same share of a stage's shorter limit, and so that phrase and a token of an answer still fit; else
+            # thinking would be cut off there, not ended.
+            last = max(1, limit - len(self.encode(self.choices.length_control.phrase)) - 1)
+            points = tuple(min(last, max(1, point * limit // self.max_new_tokens)) for point in points)
         return GroupRequest(
             key=key,
             prompt_tokens=tuple(tokens),
             completions=count,
             random_key=(self.seed, TRAINING_STREAM, key),
-            # At the same share of a stage's shorter limit; else thinking would be cut off there, not ended.
-            interrupt_at=tuple(max(1, point * limit // self.max_new_tokens) for point in points),
+            interrupt_at=points,
             max_new_tokens=limit,
         )
 

@@ -298,11 +298,20 @@ def test_requests_of_a_step_are_as_long_as_it_allows() -> None:
 
 
 def test_a_stage_interrupts_at_the_same_share_of_its_limit() -> None:
-    """Points of 6 of 9 tokens are points of 2 of 3, or thinking would be cut off where it is to be ended."""
-    stream = stream_of(StagedLength(shares=[1 / 3, 1.0], steps=2), Interruption(6, 6, "#", "#"))
-    assert stream.admit(0).interrupt_at == (2, 2)
+    """Points of 5 of 9 tokens are points of 3 of 6, or thinking would be cut off where it is to be ended."""
+    stream = stream_of(StagedLength(shares=[2 / 3, 1.0], steps=2), Interruption(5, 5, "#", "#"))
+    stream.encode = lambda text: [7] * len(text)
+    assert stream.admit(0).interrupt_at == (3, 3)
     stream.completed_steps = 2
-    assert stream.admit(0).interrupt_at == (6, 6)
+    assert stream.admit(0).interrupt_at == (5, 5)
+
+
+@pytest.mark.parametrize(("phrase", "point"), [("#", 3), ("12#", 2), ("12345678#", 1)])
+def test_after_the_phrase_of_a_stage_an_answer_fits(phrase: str, point: int) -> None:
+    """Of a limit of 6, as far as it goes: 4 of 8 tokens would be 3, and a phrase of 3 leaves 2."""
+    stream = stream_of(StagedLength(shares=[2 / 3, 1.0], steps=2), Interruption(5, 5, "#", phrase))
+    stream.encode = lambda text: [7] * len(text)
+    assert stream.admit(0).interrupt_at == (point, point)
 
 
 def test_shares_in_decimals_mean_whole_numbers() -> None:
