@@ -116,7 +116,7 @@ class Progress:
         self._look(running)
         counts = ((done, f"/{self._total} done"), (failed, " failed"), (queued, " queued"))
         ended = ", ".join(f"{count}{what}" for count, what in counts if count or what.startswith("/"))
-        left_s = self._left_s(self._total - done - failed, [spec.run for spec in running])
+        left_s = self._left_s(self._total - done - failed, running)
         summary = (f"about {duration(left_s)} left, " if left_s else "") + ended
         if self._live is not None:
             self._live.show(summary, [(spec.title, self._describe(spec)[2:]) for spec in running])
@@ -142,10 +142,11 @@ class Progress:
     def _step(self, run: str) -> int:
         return int(self._latest[run].get("step", 0))
 
-    def _left_s(self, open_members: int, running: Sequence[str]) -> float | None:
+    def _left_s(self, open_members: int, running: Sequence[RunSpec]) -> float | None:
         """Seconds, at the pace at which this process has seen its members go on; None before they have."""
         made = sum(self._step(run) - first for run, first in self._first.items())
-        to_do = open_members * self._steps - sum(map(self._step, running))
+        waiting = open_members - len(running)
+        to_do = waiting * self._steps + sum(max(0, spec.steps - self._step(spec.run)) for spec in running)
         elapsed = time.monotonic() - self._begin
         return elapsed / made * max(0, to_do) if made > 0 else None
 

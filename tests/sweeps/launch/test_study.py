@@ -595,7 +595,7 @@ def test_progress_says_how_long_it_will_take(tmp_path: Path, said: list[str], mo
     """At the pace at which this process has seen its members go on; what was done before says nothing of it."""
     now = [0.0]
     monkeypatch.setattr("sweeps.launch.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
-    one, two = member("cispo"), member("dapo")
+    one, two = member("cispo", steps=40), member("dapo", steps=40)
     record(tmp_path / "one", 20)
     progress = Progress(total=4, steps=40, every_s=0, write=said.append)
     progress.ended(member("gspo"), tmp_path / "before", "finished", None)
@@ -609,6 +609,22 @@ def test_progress_says_how_long_it_will_take(tmp_path: Path, said: list[str], mo
     progress.started(two, tmp_path / "two")
     progress.tick([two], 0, 3, 0)
     assert "about 7 min left, 3/4 done | " in said[-1]
+
+
+def test_the_time_left_is_of_each_members_own_budget(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two with 40 and 960 steps the second is left: 860 of its steps at 10 s each, whatever the average is."""
+    now = [0.0]
+    monkeypatch.setattr("sweeps.launch.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    long = member("dapo", steps=960)
+    progress = Progress(total=2, steps=500, every_s=0, write=said.append)
+    progress.ended(member("cispo", steps=40), tmp_path / "short", "finished", None)
+    progress.started(long, tmp_path / "long")
+    now[0] = 1000.0
+    record(tmp_path / "long", 100)
+    progress.tick([long], 0, 1, 0)
+    assert "about 2 h 23 min left, 1/2 done | scalerl+loss=dapo seed 0: step 100/960" in said[-1]
 
 
 def test_progress_opens_few_journals_at_a_time_and_all_in_turn(
