@@ -15,6 +15,8 @@ from sweeps.run.journal import read_journal
 from tests.helpers import fit
 from tests.test_update import WITH_CRITIC, all_weights, same_weights
 
+STEPS = 3
+
 
 def gone_to(model_path: str, text: str, path: Path) -> str:
     """The tiny model, taught to say one token and nothing else, saved in `path`."""
@@ -45,8 +47,9 @@ def always_stops(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory)
     return gone_to(tiny_model_path, ".", tmp_path_factory.mktemp("always"))
 
 
-def finite_steps(keep: Path) -> list[dict[str, float]]:
+def finite_steps(keep: Path, steps: int = STEPS) -> list[dict[str, float]]:
     rows = [record.metrics for record in read_journal(keep).of_kind("train")]
+    assert len(rows) == steps
     assert all(math.isfinite(value) for row in rows for value in row.values())
     return rows
 
@@ -63,7 +66,9 @@ def test_a_model_that_always_stops_at_once_learns_nothing_and_harms_nothing(
     always_stops: str, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     """Empty completions, all of them worth nothing: the run goes on to its end, and says so."""
-    fit(always_stops, tmp_path, steps=3, overrides=overrides, recipe="scalerl")
+    module = fit(always_stops, tmp_path, steps=STEPS, overrides=overrides, recipe="scalerl")
+    if overrides == NO_CREDIT["scalerl"]:
+        assert same_weights(all_weights(module), all_weights(ScaleRL(always_stops, overrides=["scaled_for=null"])))
     for row in finite_steps(tmp_path):
         assert row["train/completion_tokens"] == 1 and row["train/zero_variance"] == 1
         assert row["train/truncated"] == row["train/reward"] == 0
@@ -73,25 +78,25 @@ def test_a_model_that_always_stops_at_once_learns_nothing_and_harms_nothing(
 
 def test_a_refilling_filter_gives_up_on_a_model_that_always_stops(always_stops: str) -> None:
     with pytest.raises(PoolExhaustedError, match=r"filter\.most_dropped: \d+ groups were dropped"):
-        fit(always_stops, steps=3, overrides=["filter=dynamic_sampling"])
+        fit(always_stops, steps=STEPS, overrides=["filter=dynamic_sampling"])
 
 
 def test_of_a_model_that_never_stops_all_is_truncated_and_nothing_credited(never_stops: str, tmp_path: Path) -> None:
     module = fit(
         never_stops, tmp_path, steps=17, overrides=["length_control=none", "resampling=uniform"], recipe="scalerl"
     )
-    rows = finite_steps(tmp_path)
+    rows = finite_steps(tmp_path, 17)
     assert all(row["train/truncated"] == 1 and row["train/credited_tokens"] == 0 for row in rows)
     assert [row["alarm/truncated"] for row in rows] == [0.0] * 15 + [2.0] * 2
     assert same_weights(all_weights(module), all_weights(ScaleRL(never_stops, overrides=["scaled_for=null"])))
 
 
 def test_thinking_that_never_ends_is_ended(never_stops: str, tmp_path: Path) -> None:
-    fit(never_stops, tmp_path, steps=3, recipe="scalerl")
+    fit(never_stops, tmp_path, steps=STEPS, recipe="scalerl")
     assert all(row["train/interrupted"] == 1 and row["train/forced_tokens"] > 0 for row in finite_steps(tmp_path))
 
 
 def test_a_critic_sees_a_model_that_never_stops(never_stops: str, tmp_path: Path) -> None:
     """What is kept is credited: the limit ends an episode."""
-    fit(never_stops, tmp_path, steps=3, overrides=[*WITH_CRITIC, "truncated=keep", "length_control=none"])
+    fit(never_stops, tmp_path, steps=STEPS, overrides=[*WITH_CRITIC, "truncated=keep", "length_control=none"])
     assert all(row["train/credited_rollouts"] == 12 and "train/loss_value" in row for row in finite_steps(tmp_path))
