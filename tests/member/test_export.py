@@ -138,6 +138,25 @@ def test_what_breaks_off_leaves_nothing(tiny_model: Any, tmp_path: Path) -> None
         save_model(tiny_model, Broken(), tmp_path / "model", dtype="int8")
 
 
+def test_folders_by_other_names(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory, and a link to a folder; both are empty, and stay what they are."""
+
+    class Silent:
+        def save_pretrained(self, path: Path) -> None: ...
+
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    monkeypatch.chdir(tmp_path / "here")
+    for given, folder in ((".", "here"), (tmp_path / "link", "there")):
+        assert save_model(tiny_model, Silent(), given) == tmp_path / folder
+        assert {"config.json", "model.safetensors", "README.md"} <= {
+            path.name for path in (tmp_path / folder).iterdir()
+        }
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link", "there"]
+
+
 def test_secrets_and_tables_in_a_card(tiny_model: Any, tmp_path: Path) -> None:
     class Silent:
         def save_pretrained(self, path: Path) -> None: ...
