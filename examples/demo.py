@@ -19,7 +19,7 @@ from pathlib import Path
 
 OUTPUT = Path("outputs/demo")
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
-EXPECTED = "about 12 minutes on two free cores; less if parts are done already"
+EXPECTED = "about 13 minutes on two cores; less if parts are done already"
 
 
 def main() -> int:
