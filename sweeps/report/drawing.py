@@ -48,9 +48,10 @@ def colours(ranking: Ranking) -> dict[str, str]:
 
 
 def label(text: str, limit: int = 34) -> str:
-    """A recipe's name as drawn: printable and short."""
+    """A recipe's name as drawn: printable and short. Cut in the middle: recipes of a study begin alike."""
     line = "".join(ch if ch.isprintable() else "?" for ch in text)
-    return line if len(line) <= limit else line[: limit - 1] + "…"
+    head = limit // 2
+    return line if len(line) <= limit else f"{line[:head]}…{line[head + 1 - limit :]}"
 
 
 def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]:

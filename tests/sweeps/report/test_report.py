@@ -21,6 +21,7 @@ from sweeps.fit.fit import FitOptions, fit_curve, fit_curves
 from sweeps.fit.interval import asymptote_confidence
 from sweeps.fit.points import select
 from sweeps.fit.predict import confidence_curve, fitted
+from sweeps.report.drawing import label
 from sweeps.report.figures import history_figure, profile_figure, residuals_figure
 from sweeps.report.write import histories, write_ranking_csv, write_report
 from sweeps.run.journal import Journal
@@ -358,3 +359,11 @@ def test_advice_is_a_command_to_paste_where_the_study_was_ours(tmp_path: Path) -
     text = write_report(tmp_path / "x.html", study.curves, fits, rank(fits), study.runs)[0].read_text()
     assert "<code>scalerl train --multirun &#39;experiment=&lt;mine&gt;&#39; seed=1 budget.steps=24</code>" in text
     Page(text)
+
+
+def test_names_that_begin_alike_are_told_apart_in_a_figure() -> None:
+    begin = "scalerl+async_mode=ppo_off_policy+async_mode.k=32"
+    names = [begin, f"{begin}+loss=dapo", f"{begin}+loss=reinforce"]
+    assert len({label(name) for name in names}) == 3
+    assert all(len(label("x" * length)) == min(length, 34) for length in range(80))
+    assert label("scalerl+loss=dapo") == "scalerl+loss=dapo" and label("a\nb") == "a?b"
