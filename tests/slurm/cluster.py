@@ -21,7 +21,7 @@ from sweeps.run.spec import RunSpec
 from tests.paths import ROOT
 from tests.place import Deterministic, Place
 
-PATIENCE_S = 240.0
+PATIENCE_S = 480.0
 
 
 def eventually(true: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> None:
