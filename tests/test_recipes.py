@@ -55,6 +55,7 @@ def train(overrides: list[str], tmp_path: Path, moves: bool = True) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", names("scale"))
 @pytest.mark.parametrize("recipe", names("recipe"))
 def test_every_recipe_goes_with_every_scale(recipe: str, scale: str) -> None:
@@ -72,6 +73,7 @@ def test_a_recipe_names_every_axis_that_it_could_leave_open(recipe: str) -> None
     assert left == (grown if recipe in ("scalerl", "scalerl_core") else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", names("experiment"))
 def test_members_of_an_experiment_differ(experiment: str) -> None:
     specs = plan_members([[*overrides, "scale=tiny"] for overrides in members(experiment)])

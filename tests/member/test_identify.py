@@ -93,6 +93,7 @@ def composed_whole(overrides: tuple[str, ...]) -> Any:
     return outcome(lambda entries: composer._plain(compose(entries)), list(overrides))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @example(["optimizer.lr=2", "optimizer={lr: 0.5}"])
 @example(["optimizer={lr: 0.5}", "optimizer.lr=2"])
@@ -108,6 +109,7 @@ def test_a_configuration_is_what_hydra_composes(overrides: list[str]) -> None:
     assert outcome(SHARED.resolved, overrides) == composed_whole(tuple(overrides))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ODD)
 def test_unusual_overrides_go_through_hydra(entry: str) -> None:
     for overrides in ([entry], ["seed=2", entry, "optimizer.lr=0.5"]):
@@ -137,6 +139,7 @@ GRIDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRIDS)
 def test_a_plan_is_what_hydra_composes(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory

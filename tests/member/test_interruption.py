@@ -64,6 +64,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_stopped_after_any_step_a_run_goes_on_bit_for_bit(mode: str, tiny_model_path: str, tmp_path: Path) -> None:
     """Also between checkpoints, and by a second request after the first."""

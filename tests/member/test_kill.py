@@ -70,6 +70,7 @@ def run_here(overrides: Sequence[str]) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 def test_a_single_run_that_was_killed_continues_bit_for_bit(place: Place) -> None:
     overrides = place.overrides("killed", "seed=3")
     with place.command(["-m", "lightning_scalerl.train", *overrides], verifier_s=0.01) as process:

@@ -76,6 +76,7 @@ def once(batches: Sequence[TrainBatch], stream: RolloutStream) -> None:
         assert len(rollout.tokens) == 1 + (key * 5 + index * 3) % 7, "each is its own, whole"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: type(mode).__name__ + str(mode.max_staleness))
 def test_both_clocks_obey_one_rule(mode: AsyncMode) -> None:
     with closing(live(mode)) as driver:

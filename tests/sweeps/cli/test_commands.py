@@ -145,6 +145,7 @@ def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # A trained model is not among the examples: tests/member/test_export.py makes one.
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [each for each in COMMANDS if each != "export"])
 def test_help_has_an_example_that_works(tmp_path: Path, command: str) -> None:
     """The example, word for word, in a directory that holds nothing but the repository's examples."""

@@ -71,6 +71,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -107,6 +108,7 @@ def test_a_launch_makes_its_folder_for_its_owner_alone(tmp_path: Path) -> None:
     assert "seed=0,1" in (study / "multirun.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_a_second_launch_changes_nothing_of_the_first(tmp_path: Path) -> None:
     done = launch(tmp_path, "study=x", "seed=0,1", "cluster=debug")
     assert done.returncode == 0, done.stderr

@@ -44,6 +44,7 @@ def test_exact_data_give_the_inverse_of_the_curve() -> None:
     assert met.compute is not None and met.compute.value == 0.0 and met.reached
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth() -> None:
     """Within the window and twice beyond it, at about their nominal 95%."""
     for target, least in ((0.5, 36), (0.58, 36)):

@@ -176,6 +176,7 @@ def test_departure_names_numbers_and_remedy() -> None:
     assert above is not None and "above its forecast" in above and "--min-compute" in above
 
 
+@pytest.mark.slow
 def test_good_runs_stay_silent_and_collapses_ring() -> None:
     runs = [evaluated(RUNS[0], 3000 + i) for i in range(4)]
     assert sum(rings(data, live.GROWTH) for data in runs) <= 1

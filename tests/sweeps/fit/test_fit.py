@@ -305,6 +305,7 @@ def test_a_million_points_are_averaged_and_counted() -> None:
     assert any("averaged in blocks of 1000" in note for note in fit.warnings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rho", [0.0, 0.7])
 def test_coverage_of_every_parameter(rho: float) -> None:
     """A cell of `benchmarks/coverage.py` with few repeats: far from the 48% of intervals that trust every point."""
@@ -340,6 +341,7 @@ def test_refusals() -> None:
     assert verdict_of(law(np.linspace(0, 10, 40), 0.7, 1.0, 6, 0.1) + noise) in ("open", "pre_inflection")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.4, 0.75, 1.0])
 @pytest.mark.parametrize("rho", [0.0, 0.7])
 def test_windows_before_the_bend_are_never_identifiable(share: float, rho: float) -> None:

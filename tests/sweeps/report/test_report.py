@@ -146,6 +146,7 @@ def test_outcome_tables_and_refusals_are_on_the_page(tmp_path: Path) -> None:
     assert "A over time" not in plain and "How the sources were read" not in plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evil", ['<script>alert("x")</script>&$\\frac{1}{0}$\x07\u202e', '<b>&"x"', "_'>$x_1$"])
 def test_everything_is_escaped(tmp_path: Path, evil: str) -> None:
     base = curve(evil, rng=1)
