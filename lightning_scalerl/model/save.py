@@ -9,12 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from lightning_scalerl.axes.precision import DTYPES
 from lightning_scalerl.checks import ConfigurationError
 from sweeps.redact import redact
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def save_model(
