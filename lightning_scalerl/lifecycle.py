@@ -114,7 +114,7 @@ class Lifecycle(LightningModule):
         # A model that takes part in training and is saved, and one that does neither.
         self.critic: ValueModel | None = None
         self._reference: list[Policy] = []
-        self._began_with = ""  # the reference's fingerprint
+        self._began_with: str | None = None  # the reference's fingerprint, once somebody has asked for it
         self.terms: list[Term] = []
         self.loss_scale = LossScale(acts=False)
         self.skipped = SkippedUpdates()
@@ -223,9 +223,15 @@ class Lifecycle(LightningModule):
 
     def _refer_to(self, model: nn.Module) -> None:
         """Axis `kl` measures from this model."""
-        self._began_with = fingerprint(model)
+        self._began_with = None
         frozen = Policy(model, self.choices.precision, self.policy.temperature)
         self._reference = [frozen.requires_grad_(False).eval().to(self.trainer.strategy.root_device)]
+
+    def _reference_fingerprint(self) -> str:
+        """Of a frozen model, so taken once; not before a checkpoint asks, for it reads all weights."""
+        if self._began_with is None:
+            self._began_with = fingerprint(self._reference[0].model)
+        return self._began_with
 
     def _refer_as_the_run_did(self, began_with: str | None) -> None:
         """A run that goes on measures from the model that it began with, whatever weights this module was made with.
@@ -236,11 +242,11 @@ class Lifecycle(LightningModule):
         Raises:
             ConfigurationError: it is neither this module's nor the one that the module names.
         """
-        if not self.choices.kl.where or self._began_with == began_with:
+        if not self.choices.kl.where or self._reference_fingerprint() == began_with:
             return
         if "model" in self._constructed:
             self._refer_to(load_model(str(self._constructed["model"])))
-            if began_with in (None, self._began_with):
+            if began_with in (None, self._reference_fingerprint()):
                 return
         raise ConfigurationError(
             "kl: the reference is the model that training began with, and this module was made with other weights than "
@@ -514,7 +520,7 @@ class Lifecycle(LightningModule):
                 "loss_scale": self.loss_scale.state_dict(),
                 "skipped": self.skipped.state_dict(),
                 "health": self.health.state_dict(),
-                "reference": None if self.reference is None else self._began_with,
+                "reference": None if self.reference is None else self._reference_fingerprint(),
             }
             checkpoint["scalerl_metrics"] = dict(self._latest)
 
