@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -30,7 +31,7 @@ from sweeps.decide.margin import MARGIN
 from sweeps.decide.reach import first_above
 from sweeps.decide.standing import joint
 from sweeps.fit.fit import Fit, fit_curves
-from sweeps.fit.predict import paths_over_seeds
+from sweeps.fit.predict import paths_over_seeds, quantiles
 from sweeps.parallel import cores
 from sweeps.run.journal import JournalView
 from sweeps.source import load
@@ -44,8 +45,8 @@ SCALERL = str(Path(sys.executable).with_name("scalerl"))
 BASE = "scalerl"
 UNDECIDED = "undecided"
 REWARD = "eval/heldout/pass_rate"
-# Column of the committed table, its axis, and the name in the page.
-AXES = {"flops": (FLOPS, "FLOPs"), "virtual_device_hours": (VIRTUAL_HOURS, "virtual device hours")}
+# Columns of compute in the committed table, and the journals' axes.
+AXES = {"flops": FLOPS, "virtual_device_hours": VIRTUAL_HOURS}
 # Means over a run's steps that say whether a mechanism could act at all.
 SEEN = ("train/clip_fraction", "train/logprob_gap", "train/truncated", "train/zero_variance", "train/staleness_mean")
 _FAR = f"{BASE}+async_mode=ppo_off_policy+async_mode.k=32"
@@ -134,7 +135,7 @@ def points(view: JournalView) -> Iterable[tuple[object, ...]]:
     """One row an evaluation."""
     for record in view.of_kind("eval"):
         at = record.metrics
-        compute = (f"{at[axis]:.6g}" for axis, _ in AXES.values())
+        compute = (f"{at[axis]:.6g}" for axis in AXES.values())
         yield (*_of(view), record.step, *compute, f"{at[REWARD]:.6g}", f"{at[f'{REWARD}_se']:.4g}")
 
 
@@ -163,14 +164,13 @@ def _write(path: Path, names: Sequence[str], rows: Iterable[tuple[object, ...]])
 class Study:
     """All recipes over one axis of compute."""
 
-    axis: str
-    fits: dict[str, Fit] = field(default_factory=dict)
+    fits: dict[str, Fit]
 
     @classmethod
     def of(cls, axis: str) -> Study:
         """Fitted to the committed curves."""
         curves = load([CURVES], x=axis, y="reward").curves
-        return cls(axis, {fit.recipe: fit for fit in fit_curves(curves, workers=cores())})
+        return cls({fit.recipe: fit for fit in fit_curves(curves, workers=cores())})
 
     @cached_property
     def asymptotes(self) -> dict[str, Array]:
@@ -182,9 +182,10 @@ class Study:
 
 
 def interval(draws: Array) -> tuple[float, float, float]:
-    """Median and 95% interval."""
-    low, value, high = np.quantile(draws, [0.025, 0.5, 0.975], method="inverted_cdf")
-    return float(value), float(low), float(high)
+    """Median and 95% bounds of draws that may be infinite."""
+    found = quantiles(draws)
+    value, low, high = (math.inf if each is None else each for each in (found.value, found.low, found.high))
+    return value, low, high
 
 
 def verdict(says: str, low: float, high: float) -> str:
