@@ -133,6 +133,19 @@ class EndOfThinking:
         return self.marker in self.tokenizer.decode(list(tokens))
 
 
+class StopText(Protocol):
+    """Whether a completion so far holds a text that ends it; it looks at its last `window` tokens."""
+
+    @property
+    def window(self) -> int:
+        """In tokens."""
+        ...
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        """Of a completion's tokens so far, or its last ones."""
+        ...
+
+
 def check_request(request: GroupRequest, max_prompt_tokens: int, has_phrase: bool) -> None:
     """Whether a generator can serve a request.
 

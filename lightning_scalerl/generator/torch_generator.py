@@ -26,6 +26,7 @@ from lightning_scalerl.generator.base import (
     FinishedRollout,
     GroupRequest,
     StepReport,
+    StopText,
     check_request,
     request_from,
     request_state,
@@ -89,6 +90,7 @@ class TorchGenerator:
         temperature: of sampling.
         phrase: ids forced where a request asks for an interruption.
         thinking_ended: whether a completion so far has ended its thinking: it is then not interrupted.
+        stop_text: whether a text in it ends a completion.
         cache_gib: memory that keys and values may take; None for what is free.
 
     Raises:
@@ -111,6 +113,7 @@ class TorchGenerator:
         temperature: float = 1.0,
         phrase: Sequence[int] = (),
         thinking_ended: Callable[[list[int]], bool] = lambda tokens: False,
+        stop_text: StopText | None = None,
         cache_gib: float | None = None,
     ) -> None:
         whole_number("generator.slots", slots)
@@ -140,6 +143,7 @@ class TorchGenerator:
         self._prompt_length = torch.zeros(slots, dtype=torch.long, device=self.device)
         self._phrase = torch.tensor(phrase, dtype=torch.long, device=self.device)
         self._thinking_ended = thinking_ended
+        self._stop_text = stop_text
         self._forced = torch.zeros(shape, dtype=torch.bool, device=self.device)
         self._interrupt_at = torch.full((slots,), NEVER, device=self.device)
         self._phrase_next = torch.full((slots,), NOT_FORCING, device=self.device)
@@ -238,9 +242,18 @@ class TorchGenerator:
         self._forced[row, count] = forced
         self._count[:active] += 1
         stopped = torch.isin(tokens, self._stop) & ~forced
+        if self._stop_text is not None:
+            stopped |= self._holds_stop_text(self._stop_text, active) & ~forced
         ended = stopped | (self._count[:active] >= self._limit[:active])
         finished = self._release(torch.nonzero(ended).flatten().tolist(), stopped)
         return StepReport(finished, prefill_tokens, prefill_context, decoding, context)
+
+    def _holds_stop_text(self, stop_text: StopText, active: int) -> Tensor:
+        """Which of the first `active` slots hold a text that ends them, as a mask (active,)."""
+        counts = self._count[:active].tolist()
+        firsts = [max(0, count - stop_text.window) for count in counts]
+        lasts = (self._tokens[slot, firsts[slot] : counts[slot]].tolist() for slot in range(active))
+        return torch.tensor([stop_text(tokens) for tokens in lasts], dtype=torch.bool, device=self.device)
 
     def _force(self, tokens: Tensor) -> Tensor:
         """Overwrite sampled tokens (active,) where a phrase is due; returns where, as a mask."""

@@ -25,6 +25,7 @@ from lightning_scalerl.generator.base import (
     FinishedRollout,
     GroupRequest,
     StepReport,
+    StopText,
     check_request,
     request_from,
     request_state,
@@ -67,6 +68,7 @@ class VLLMGenerator:
         temperature: of sampling.
         phrase: ids forced where a request asks for an interruption.
         thinking_ended: whether a completion so far has ended its thinking: it is then not interrupted.
+        stop_text: whether a text in it ends a completion.
 
     Raises:
         ConfigurationError: vLLM, the model or the memory cannot be used (`vllm_engine`).
@@ -87,6 +89,7 @@ class VLLMGenerator:
         temperature: float = 1.0,
         phrase: Sequence[int] = (),
         thinking_ended: Callable[[list[int]], bool] = lambda tokens: False,
+        stop_text: StopText | None = None,
         cache_gib: float | None = None,
     ) -> None:
         whole_number("generator.slots", slots)
@@ -108,6 +111,7 @@ class VLLMGenerator:
         self._stop = sorted(stop_tokens)
         self._phrase = list(phrase)
         self._thinking_ended = thinking_ended
+        self._stop_text = stop_text
         self._version = 0
         self._names = (f"r{number}" for number in count())
         self._waiting: deque[_Sampled] = deque()
@@ -211,6 +215,8 @@ class VLLMGenerator:
                 if output.finished:
                     self._scored[output.request_id] = output.prompt_logprobs
                 continue
+            if output.request_id not in self._running:  # ended by a text in the step before
+                continue
             each = self._running[output.request_id]
             (completion,) = output.outputs
             length = len(each.sequence)
@@ -223,7 +229,13 @@ class VLLMGenerator:
                 decoded[1] += length
             each.computed = length
             self._append(each.rollout, completion)
-            if completion.finish_reason is not None:
+            if completion.token_ids and self._stop_text is not None and self._stop_text(each.rollout.tokens):
+                del self._running[output.request_id]
+                if completion.finish_reason is None:
+                    self._engine.abort_request([output.request_id])
+                each.rollout.finish_reason = "stop"
+                finished.append(FinishedRollout(each.request.key, each.index, each.rollout))
+            elif completion.finish_reason is not None:
                 del self._running[output.request_id]
                 if self._ended(each, completion.finish_reason):
                     finished.append(FinishedRollout(each.request.key, each.index, each.rollout))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import random
 import shutil
 from pathlib import Path
@@ -20,18 +19,13 @@ import torch.nn.functional as F
 from filelock import FileLock
 from torch import Tensor
 
+from lightning_scalerl.cache import cache_dir
 from lightning_scalerl.task.arithmetic import ALPHABET, STOP, draw_number, problem, solution
 from sweeps.terminal import Bar
 
 PAD = "<pad>"
 # Beside the weights: how they were made.
 MADE_WITH = "made_with.json"
-
-
-def cache_dir() -> Path:
-    """Where models are kept: $SCALERL_CACHE, else the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lightning-scalerl"
-    return Path(os.environ.get("SCALERL_CACHE", default))
 
 
 def arithmetic_base_model(

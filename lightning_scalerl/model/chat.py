@@ -1,0 +1,285 @@
+"""Prompts as a model expects them, and completions as a verifier does.
+
+A conversation is rendered with the model's own chat template, a plain text gets what its tokenizer puts before one
+(BOS). What a model thinks is told apart from what it answers by the marker that ends its thinking.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lightning_scalerl.cache import cache_dir
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.verify.grade import Sample
+
+END_OF_THINKING = "</think>"
+# What Llama's templates say where nobody tells them the date; today's would make another prompt of it every day.
+DATE = "26 Jul 2024"
+# Tokens of prompts that took longer than this to make are kept on disk.
+WORTH_KEEPING_S = 0.5
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How prompts are put to the model, and what of a completion is its answer.
+
+    Args:
+        template: "auto", the model's own chat template if it has one; "none", prompts as plain text; or a file with a
+            Jinja template.
+        system: a system prompt before every conversation that has none of its own.
+        thinking: what the template's `enable_thinking` is set to; None to leave it alone.
+        stop: texts that end a completion, beside the model's end-of-sequence tokens.
+        end_of_thinking: text that ends the thinking; None for that of `length_control`, or `</think>`.
+    """
+
+    neutral: ClassVar[Mapping[str, Any] | None] = {
+        "choice": "Chat", "template": "auto", "system": None, "thinking": None, "stop": [], "end_of_thinking": None,
+    }  # fmt: skip
+
+    template: str = "auto"
+    system: str | None = None
+    thinking: bool | None = None
+    stop: Sequence[str] = field(default_factory=list)
+    end_of_thinking: str | None = None
+
+    def __post_init__(self) -> None:
+        stop = self.stop
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise ConfigurationError(f"chat.stop: {stop!r} must be a list of texts, such as ['\\nUser:']")
+        if self.template not in ("auto", "none") and not Path(self.template).expanduser().is_file():
+            raise ConfigurationError(f"chat.template: {self.template!r} is neither auto nor none nor a file")
+        if self.end_of_thinking == "":
+            raise ConfigurationError("chat.end_of_thinking: an empty text ends nothing; leave it out for </think>")
+
+    @staticmethod
+    def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """What stands for a template's file in an identity: its bytes."""
+        path = Path(str(parameters.get("template", "auto"))).expanduser()
+        if str(path) in ("auto", "none") or not path.is_file():
+            return {}
+        return {"template": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+class Rendering:
+    """A tokenizer with a chat's settings: prompt -> text -> tokens, and completion -> what is graded.
+
+    Args:
+        tokenizer: the model's.
+        chat: the settings.
+        stop_tokens: ids that end a completion.
+        end_of_thinking: that of `length_control`, if it has one.
+
+    Raises:
+        ConfigurationError: a setting that this model's template does not know.
+    """
+
+    def __init__(self, tokenizer: Any, chat: Chat, stop_tokens: Sequence[int] = (), end_of_thinking: str = "") -> None:
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.stop_tokens = frozenset(stop_tokens)
+        self.marker = chat.end_of_thinking or end_of_thinking or END_OF_THINKING
+        self._template = self._chosen()
+        self._opens: bool | None = None  # whether the template itself opens the thinking
+
+    def _chosen(self) -> str | None:
+        chat = self.chat
+        template: str | None = None
+        if chat.template == "auto":
+            found = getattr(self.tokenizer, "chat_template", None)
+            template = found.get("default") if isinstance(found, Mapping) else found
+        elif chat.template != "none":
+            template = Path(chat.template).expanduser().read_text(encoding="utf-8")
+        if chat.system is not None and template is None:
+            raise ConfigurationError("chat.system: there is no chat template to put it into; give chat.template a file")
+        if chat.thinking is not None and (template is None or "enable_thinking" not in template):
+            raise ConfigurationError(
+                f"chat.thinking: {chat.thinking!r} would do nothing, for the model's chat template knows no "
+                "enable_thinking; leave it out"
+            )
+        return template
+
+    @property
+    def describes(self) -> str:
+        """In one line, what is done to a prompt."""
+        if self._template is None:
+            return "plain text, no chat template"
+        whose = "the model's chat template" if self.chat.template == "auto" else f"the template of {self.chat.template}"
+        thinking = "" if self.chat.thinking is None else f", enable_thinking={self.chat.thinking}"
+        return f"{whose}{', with a system prompt' if self.chat.system else ''}{thinking}"
+
+    def text(self, prompt: Prompt) -> str:
+        """What the model reads, special tokens of the template included.
+
+        Raises:
+            ConfigurationError: the template refuses the conversation, or there is none for it.
+        """
+        if self._template is None:
+            return self._plain(prompt)
+        messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+        if self.chat.system is not None and messages[0].get("role") != "system":
+            messages = [{"role": "system", "content": self.chat.system}, *messages]
+        switch = {} if self.chat.thinking is None else {"enable_thinking": self.chat.thinking}
+        try:
+            rendered: str = self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
+                date_string=DATE,
+                **switch,
+            )
+        except Exception as error:
+            raise ConfigurationError(
+                f"chat.template: it does not take the conversation of prompt {prompt.prompt_id!r} "
+                f"({' '.join(str(error).split())[:200]}); mend the prompt, leave out chat.system if it knows none, or "
+                "give chat.template a file of yours"
+            ) from error
+        return rendered
+
+    def _plain(self, prompt: Prompt) -> str:
+        if not prompt.messages:
+            return prompt.text
+        (first, *rest) = prompt.messages
+        if rest or first.get("role") != "user" or not isinstance(first.get("content"), str):
+            raise ConfigurationError(
+                f"chat.template: prompt {prompt.prompt_id!r} is a conversation of {len(prompt.messages)} messages, and "
+                "the model has no chat template (or chat.template=none); give chat.template a file"
+            )
+        return str(first["content"])
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt's tokens."""
+        return self._tokens([self.text(prompt)])[0]
+
+    def encode_all(self, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, list[list[int]]]:
+        """Tokens of whole sets: together, since that is many times faster, and from disk if they were made before."""
+        prompts = [prompt for those in sets.values() for prompt in those]
+        path = cache_dir() / "prompts" / f"{self._key(prompts)}.npz"
+        tokens = _read(path)
+        if tokens is None or len(tokens) != len(prompts):
+            began = time.perf_counter()
+            tokens = self._tokens([self.text(prompt) for prompt in prompts])
+            if time.perf_counter() - began > WORTH_KEEPING_S:
+                _write(path, tokens)
+        found, start = {}, 0
+        for name, those in sets.items():
+            found[name] = tokens[start : start + len(those)]
+            start += len(those)
+        return found
+
+    def _key(self, prompts: Sequence[Prompt]) -> str:
+        """Of everything that decides the tokens."""
+        digest = hashlib.sha256()
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        about = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
+        special = {str(name): str(value) for name, value in self.tokenizer.special_tokens_map.items()}
+        settings = {**asdict(self.chat), "template": self._template}
+        for part in (type(self.tokenizer).__name__, about, json.dumps([special, settings], default=str)):
+            digest.update(part.encode() + b"\0")
+        for prompt in prompts:
+            digest.update(json.dumps([prompt.text, [dict(each) for each in prompt.messages]]).encode() + b"\0")
+        return digest.hexdigest()[:24]
+
+    def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        # A template writes all special tokens itself; before a plain text the tokenizer puts its own.
+        plain = self._template is None
+        found: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=plain)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        if plain and end is not None:
+            # Some put one behind as well: the model would see a text that has ended.
+            bare = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+            for ids, without in zip(found, bare, strict=True):
+                if ids and ids[-1] == end and without[-1:] != [end]:
+                    ids.pop()
+        return found
+
+    # --- completions -------------------------------------------------------------------------------------
+
+    def sample(self, prompt: Prompt, rollout: Rollout, step: int) -> Sample:
+        """A completion as it is graded."""
+        tokens = rollout.tokens
+        completion = self.decode(tokens)
+        answer = self._answer(prompt, tokens, completion)
+        return Sample(prompt, completion, answer, tuple(tokens), rollout.truncated, step)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Completion tokens to text, without special tokens and without what ended it."""
+        if tokens and tokens[-1] in self.stop_tokens:
+            tokens = tokens[:-1]
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        ends = [place for place in map(text.find, self.chat.stop) if place >= 0]
+        return text[: min(ends)] if ends else text
+
+    def _answer(self, prompt: Prompt, tokens: Sequence[int], completion: str) -> str:
+        """What follows the end of thinking; nothing where thinking was begun and has not ended."""
+        if self.marker in completion:
+            return completion.rpartition(self.marker)[2]
+        own = self.tokenizer.convert_tokens_to_ids(self.marker)
+        if isinstance(own, int) and own in tokens and own != self.tokenizer.unk_token_id:
+            # A special token, which the text leaves out.
+            return self.decode(tokens[len(tokens) - list(tokens)[::-1].index(own) :])
+        opening = self.marker.replace("</", "<", 1)
+        if opening != self.marker and (opening in completion or self._template_opens(prompt, opening)):
+            return ""
+        return completion
+
+    def _template_opens(self, prompt: Prompt, opening: str) -> bool:
+        """Whether what the model reads ends inside the thinking; the same for all prompts of a template."""
+        if self._template is None:
+            return False
+        if self._opens is None:
+            text = self.text(prompt)
+            self._opens = text.rfind(opening) > text.rfind(self.marker)
+        return self._opens
+
+
+@dataclass(frozen=True)
+class StopTexts:
+    """Whether a completion so far holds a text that ends it. Asked after every token, so it looks at the last few."""
+
+    tokenizer: Any
+    texts: tuple[str, ...]
+
+    @property
+    def window(self) -> int:
+        """Tokens that it looks at: one is a character at least, but for pieces of one; of those some more."""
+        return max(map(len, self.texts)) + 8
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        """Of a completion's tokens so far, or its last ones."""
+        said: str = self.tokenizer.decode(list(tokens[-self.window :]), skip_special_tokens=True)
+        return any(text in said for text in self.texts)
+
+
+def _read(path: Path) -> list[list[int]] | None:
+    """Tokens that were kept; None if there are none that can be read."""
+    try:
+        with np.load(path) as kept:
+            return [part.tolist() for part in np.split(kept["tokens"], np.cumsum(kept["lengths"])[:-1])]
+    except (OSError, ValueError, KeyError, EOFError):
+        return None
+
+
+def _write(path: Path, tokens: Sequence[Sequence[int]]) -> None:
+    """Keep them; whoever cannot write does without."""
+    unfinished = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.part.npz")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flat = np.fromiter((token for ids in tokens for token in ids), np.int32)
+        np.savez(unfinished, tokens=flat, lengths=np.array([len(ids) for ids in tokens], np.int64))
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
