@@ -13,7 +13,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.base import Task
 
 ALPHABET = "0123456789+=#. "
@@ -51,6 +51,8 @@ class ArithmeticTask(Task):
         heldout: held-out prompts, likewise; none of them is in the pool.
         seed: of the pool; independent of a run's seed, so that all runs share their prompts.
     """
+
+    trusted = True  # a comparison of two texts
 
     def __init__(self, train: Sequence[int], heldout: Sequence[int], seed: int) -> None:
         for field, counts in (("train", train), ("heldout", heldout)):

@@ -11,12 +11,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
-from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.verify.grade import Grade, Grader, Known, Outcome, Sample
 
 
 class Task(ABC):
-    """Problems whose answers can be checked by a program."""
+    """Problems whose answers can be checked by a program.
+
+    Attributes:
+        trusted: the verifier is quick and never hangs: it may run in the trainer's own process. All others run in
+            processes of their own, which are sent the grader by value and share nothing with the trainer's.
+    """
+
+    trusted: bool = False
 
     @abstractmethod
     def train_prompts(self) -> Sequence[Prompt]:
@@ -27,12 +35,38 @@ class Task(ABC):
         """Held-out prompts by set name; the first set is the default of every fit."""
 
     @abstractmethod
-    def reward(self, prompt: Prompt, completion: str) -> float:
-        """The verifier: reward of a completion (text, without special tokens)."""
+    def reward(self, prompt: Prompt, completion: str) -> float | None:
+        """The verifier: reward of a completion (text, without special tokens); None to abstain.
+
+        What it raises is an error of the infrastructure, never a reward of 0.
+        """
+
+    def grader(self) -> Grader:
+        """What grades completions, in whatever process; `reward` unless a task knows better."""
+        return TaskGrader(self)
+
+    def known(self) -> Sequence[Known]:
+        """Completions known to be right or wrong, that the verifier is tried on before the first step; a handful."""
+        return ()
+
+    def notes(self) -> Sequence[str]:
+        """What is to be said of it at the start, a line each."""
+        return ()
 
     def is_correct(self, reward: float) -> bool:
         """Whether a reward counts as a pass: 1 or more."""
         return reward >= 1.0
+
+
+@dataclass(frozen=True)
+class TaskGrader:
+    """A task's own `reward`."""
+
+    task: Any
+
+    def grade(self, sample: Sample) -> Grade:
+        """Of the whole completion."""
+        return Grade(self.task.reward(sample.prompt, sample.completion))
 
 
 @dataclass(frozen=True)
@@ -86,6 +120,11 @@ def _digest(path: Path, size: int, changed_ns: int) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
+def passes(task: Task, outcome: Outcome) -> bool:
+    """Whether a score counts as a pass: as its grader says, else as the task makes of its reward."""
+    return task.is_correct(outcome.reward) if outcome.correct is None else outcome.correct
+
+
 def check_task(task: Any) -> Task:
     """`task`, if it can be trained on.
 
@@ -97,6 +136,7 @@ def check_task(task: Any) -> Task:
         ("is_correct", "is_correct(reward) -> bool"),
         ("train_prompts", "train_prompts() -> prompts"),
         ("eval_sets", "eval_sets() -> {name: held-out prompts}"),
+        ("grader", "grader(); derive it from lightning_scalerl.Task"),
     ):
         if not callable(getattr(task, method, None)):
             raise ConfigurationError(f"task: {type(task).__name__} has no method {what}")
@@ -104,28 +144,3 @@ def check_task(task: Any) -> Task:
     if not checked.eval_sets() or not all(checked.eval_sets().values()):
         raise ConfigurationError(f"task: {type(task).__name__} has no held-out prompts; pass rates need a set")
     return checked
-
-
-class RewardError(CannotGoOnError):
-    """A verifier raised or returned something that is not a finite number; names the prompt."""
-
-
-def score(task: Task, prompt: Prompt, completion: str) -> float:
-    """A completion's reward.
-
-    Raises:
-        RewardError: the verifier raised, or its reward is not a finite number.
-    """
-    try:
-        reward = float(task.reward(prompt, completion))
-    except Exception as error:
-        raise RewardError(
-            f"reward of prompt {prompt.prompt_id!r}: the verifier of {type(task).__name__} raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if not math.isfinite(reward):
-        raise RewardError(
-            f"reward of prompt {prompt.prompt_id!r}: the verifier of {type(task).__name__} returned {reward}; "
-            "a reward must be a finite number"
-        )
-    return reward

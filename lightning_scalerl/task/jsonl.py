@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.base import Task, file_digest
+from lightning_scalerl.verify.grade import Grade, Grader, Sample
 
-Verifier = Callable[[str, str], float]
+Verifier = Callable[[str, str], float | None]
+
+
+@dataclass(frozen=True)
+class AnswerGrader:
+    """A function of a completion and its prompt's answer."""
+
+    verify: Verifier
+
+    def grade(self, sample: Sample) -> Grade:
+        """Of the whole completion."""
+        return Grade(self.verify(sample.completion, sample.prompt.answer))
 
 
 def exact_match(completion: str, answer: str) -> float:
@@ -29,8 +42,8 @@ class JsonlTask(Task):
     Args:
         train: file with the training pool.
         heldout: held-out files by set name; the first is the default of every fit.
-        verifier: `exact_match`, or `module:function` of yours, called as function(completion, answer) -> float; 1 or
-            more is a pass.
+        verifier: `exact_match`, or `module:function` of yours, called as function(completion, answer) -> float, or
+            None to abstain; 1 or more is a pass.
 
     Raises:
         ConfigurationError: a file that is missing or malformed, a verifier that cannot be imported.
@@ -38,6 +51,7 @@ class JsonlTask(Task):
 
     def __init__(self, train: str, heldout: Mapping[str, str], verifier: str) -> None:
         self._verify = load_verifier(verifier)
+        self.trusted = verifier in VERIFIERS
         self._train = read_prompts("task.train", train)
         self._heldout = {name: read_prompts(f"task.heldout.{name}", path) for name, path in heldout.items()}
 
@@ -63,9 +77,13 @@ class JsonlTask(Task):
         """Held-out sets by name."""
         return self._heldout
 
-    def reward(self, prompt: Prompt, completion: str) -> float:
+    def reward(self, prompt: Prompt, completion: str) -> float | None:
         """What the verifier says."""
         return self._verify(completion, prompt.answer)
+
+    def grader(self) -> Grader:
+        """The verifier alone: its processes have no use for the prompts."""
+        return AnswerGrader(self._verify)
 
 
 def load_verifier(name: str) -> Verifier:

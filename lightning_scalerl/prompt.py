@@ -1,0 +1,30 @@
+"""Where the data path begins: a prompt. Apart from the other records, for a verifier's process has no use for torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One verifiable problem.
+
+    Attributes:
+        prompt_id: unique in its pool.
+        text: what is asked, as plain text; of a conversation its last message.
+        answer: whatever the task's verifier needs.
+        difficulty: a label such as a number of digits, for metrics by difficulty.
+        messages: the conversation, {"role", "content"} each; empty if the prompt is plain text.
+        columns: every column of the row that it comes from, by name.
+        source: the data set it comes from, in a mixture of several.
+    """
+
+    prompt_id: str
+    text: str
+    answer: Any = ""
+    difficulty: str = ""
+    messages: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    source: str = ""

@@ -1,0 +1,247 @@
+"""task=gsm8k, math, polaris, humaneval, arc, ...: a data set's rows as they are, graded as that data set is."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.task.base import Task, file_digest
+from lightning_scalerl.task.formats import FORMATS, Columns, Problem, Row
+from lightning_scalerl.task.rows import RowSource, fields_of
+from lightning_scalerl.verify.grade import Grader, Known, Sample
+from lightning_scalerl.verify.named import QUICK, reward_sum
+from lightning_scalerl.verify.named import content as content_of
+from lightning_scalerl.verify.rewards import FunctionGrader
+
+# Rows whose answers the verifier is tried on before the first step.
+TRIED = 4
+RULES = ("drop", "refuse", "keep")
+
+
+class DatasetTask(Task):
+    """Prompts of a data set: a training pool and held-out sets, each from a file, a folder or the hub.
+
+    Args:
+        format: how rows are read: one of `task.formats.FORMATS`, or "columns".
+        train: where the training rows are: a path, or {path, split, name, revision, rows}.
+        heldout: likewise, by set name; the first is the default of every fit.
+        rewards: what grades: names, places (`file.py:function`), or mappings with `use`, `weight`, `name`.
+        fields: of format "columns", which column is what: prompt, answer, difficulty, id.
+        instruction: put behind every question, after a line break; empty for nothing.
+        prefix: put before every question.
+        right, wrong: a completion known to be right, or wrong, as a template of the row's columns such as
+            "\\\\boxed{{{answer}}}"; the verifier is tried on a few before the first step.
+        duplicates: what becomes of a training prompt that occurs twice: "drop" the later one, "refuse", "keep".
+        leaks: what becomes of a training prompt that is in a held-out set too, likewise.
+
+    Raises:
+        ConfigurationError: a file, row, field, rule or reward that cannot be used; named.
+    """
+
+    def __init__(
+        self,
+        format: str,
+        train: Any,
+        heldout: Mapping[str, Any],
+        rewards: Any,
+        fields: Mapping[str, str] | None = None,
+        instruction: str = "",
+        prefix: str = "",
+        right: str | None = None,
+        wrong: str | None = None,
+        duplicates: str = "drop",
+        leaks: str = "drop",
+    ) -> None:
+        for name, rule in (("duplicates", duplicates), ("leaks", leaks)):
+            if rule not in RULES:
+                raise ConfigurationError(f"task.{name}: {rule!r} must be one of {', '.join(RULES)}")
+        if not isinstance(heldout, Mapping) or not heldout:
+            raise ConfigurationError(
+                f"task.heldout: {heldout!r} must name at least one set, such as {{test: test.jsonl}}"
+            )
+        self._rewards = reward_sum("task.rewards", rewards)
+        graders = [each.grader for each in self._rewards.rewards]
+        self.trusted = all(isinstance(grader, QUICK) for grader in graders)
+        # They travel with every completion, and some rows hold megabytes.
+        self._keeps_columns = any(isinstance(grader, FunctionGrader) for grader in graders)
+        self._read = _reader(format, fields)
+        self._prefix, self._instruction = prefix, instruction
+        self._templates = right, wrong
+        self._known: list[Known] = []
+        self._notes: list[str] = []
+        self._heldout = {str(name): self._prompts(f"task.heldout.{name}", given) for name, given in heldout.items()}
+        train_prompts = self._prompts("task.train", train, remember=True)
+        self._train = self._without(train_prompts, duplicates, leaks)
+
+    @staticmethod
+    def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """What stands for files in an identity: the digests of their bytes; of the hub's rows their commit.
+
+        Raises:
+            ConfigurationError: a file that cannot be read.
+        """
+        heldout = parameters.get("heldout")
+        named = heldout.items() if isinstance(heldout, Mapping) else ()
+        return {
+            "train": RowSource.of("task.train", parameters.get("train")).content(),
+            "heldout": {name: RowSource.of(f"task.heldout.{name}", given).content() for name, given in named},
+            "rewards": content_of(parameters.get("rewards"), lambda path: file_digest("task.rewards", path)),
+        }
+
+    def train_prompts(self) -> Sequence[Prompt]:
+        """The pool."""
+        return self._train
+
+    def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
+        """Held-out sets by name."""
+        return self._heldout
+
+    def reward(self, prompt: Prompt, completion: str) -> float | None:
+        """The weighted sum of the rewards, graded here and now."""
+        return self._rewards.grade(Sample(prompt, completion, completion)).reward
+
+    def grader(self) -> Grader:
+        """The rewards alone: their processes have no use for the prompts."""
+        return self._rewards
+
+    def known(self) -> Sequence[Known]:
+        """A few rows' answers, right and wrong."""
+        return self._known
+
+    def notes(self) -> Sequence[str]:
+        """What was found in the data."""
+        return self._notes
+
+    def _prompts(self, field: str, given: Any, remember: bool = False) -> list[Prompt]:
+        source = RowSource.of(field, given)
+        rows = source.read()
+        prompts, rights = [], []
+        unanswered: list[int] = []
+        for number, row in enumerate(rows):
+            try:
+                problem = self._read(row)
+            except KeyError as error:
+                raise ConfigurationError(
+                    f"{field}: {source.path}, row {number}: no column {error.args[0]}; its columns are "
+                    f"{fields_of(rows)}; name yours with task.format=columns task.fields={{prompt: ..., answer: ...}}"
+                ) from error
+            except Exception as error:
+                raise ConfigurationError(f"{field}: {source.path}, row {number}: {said(error)}") from error
+            if problem.answer == "" and not self._keeps_columns:
+                unanswered.append(number)
+                continue
+            prompts.append(self._prompt(problem, row, number))
+            rights.append(problem.right)
+        if unanswered:
+            self._notes.append(
+                f"{field}: {len(unanswered)} of {len(rows)} rows have no answer (first row {unanswered[0]}); left out"
+            )
+        if not prompts:
+            raise ConfigurationError(f"{field}: no row of {source.path} has an answer")
+        _check_ids(field, prompts)
+        if remember:
+            self._know(prompts, rights)
+        return prompts if self._keeps_columns else [replace(prompt, columns={}) for prompt in prompts]
+
+    def _prompt(self, problem: Problem, row: Row, number: int) -> Prompt:
+        instruction = f"\n{self._instruction}" if self._instruction else ""
+        messages = problem.messages
+        if messages and (self._prefix or instruction):
+            last = {**messages[-1], "content": f"{self._prefix}{messages[-1]['content']}{instruction}"}
+            messages = (*messages[:-1], last)
+        return Prompt(
+            prompt_id=problem.name or str(number),
+            text=f"{self._prefix}{problem.text}{instruction}",
+            answer=problem.answer,
+            difficulty=problem.difficulty,
+            messages=messages,
+            columns=row,
+        )
+
+    def _know(self, prompts: Sequence[Prompt], rights: Sequence[str | None]) -> None:
+        """Of a few rows at random, what is right and what is wrong: by template, by the row, by the verifier."""
+        first = self._rewards.rewards[0].grader
+        chosen = random.Random(0).sample(range(len(prompts)), min(TRIED, len(prompts)))
+        for number in sorted(chosen):
+            prompt = prompts[number]
+            own = first.known(prompt.answer) if hasattr(first, "known") else (None, None)
+            right = self._filled(self._templates[0], prompt) or rights[number] or own[0]
+            wrong = self._filled(self._templates[1], prompt) or own[1]
+            for text, is_right in ((right, True), (wrong, False)):
+                if text is not None:
+                    self._known.append(Known(Sample(prompt, text, text), is_right))
+
+    @staticmethod
+    def _filled(template: str | None, prompt: Prompt) -> str | None:
+        if template is None:
+            return None
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name}
+        missing = sorted(names - {"answer"} - set(prompt.columns))
+        if missing:
+            raise ConfigurationError(f"task.right or task.wrong: {template!r} asks for a column {missing[0]!r}")
+        return template.format(**{"answer": prompt.answer, **prompt.columns})
+
+    def _without(self, prompts: list[Prompt], duplicates: str, leaks: str) -> list[Prompt]:
+        """The training prompts without those that occur twice or are held out, as the rules say."""
+        heldout = {_same(prompt): name for name, those in self._heldout.items() for prompt in those}
+        seen: set[str] = set()
+        kept, twice, leaked = [], [], []
+        for prompt in prompts:
+            key = _same(prompt)
+            if key in heldout:
+                leaked.append(prompt.prompt_id)
+            if key in seen:
+                twice.append(prompt.prompt_id)
+            if (key in heldout and leaks == "drop") or (key in seen and duplicates == "drop"):
+                continue
+            seen.add(key)
+            kept.append(prompt)
+        for field, found, rule, what in (
+            ("duplicates", twice, duplicates, "occur more than once"),
+            ("leaks", leaked, leaks, "are in a held-out set too"),
+        ):
+            if not found:
+                continue
+            said = f"{len(found)} of {len(prompts)} training prompts {what} (the first is {found[0]!r})"
+            if rule == "refuse":
+                raise ConfigurationError(f"task.{field}: {said}; mend the data, or choose drop or keep")
+            self._notes.append(f"task.{field}: {said}; {'left out' if rule == 'drop' else 'kept'}")
+        if not kept:
+            raise ConfigurationError("task.train: every prompt of it is in a held-out set; nothing is left to train on")
+        return kept
+
+
+def _reader(format: str, fields: Mapping[str, str] | None) -> Any:
+    if format == "columns":
+        try:
+            return Columns(**(fields or {}))
+        except TypeError as error:
+            raise ConfigurationError(
+                f"task.fields: {dict(fields or {})!r} must name columns for prompt, answer, difficulty or id"
+            ) from error
+    if format not in FORMATS:
+        raise ConfigurationError(f"task.format: {format!r} must be one of columns, {', '.join(FORMATS)}")
+    if fields:
+        raise ConfigurationError(
+            f"task.fields: {dict(fields)!r} is for task.format=columns; format {format} knows its own columns"
+        )
+    return FORMATS[format]
+
+
+def _same(prompt: Prompt) -> str:
+    """Two prompts that differ in case and space alone are one."""
+    return " ".join(prompt.text.casefold().split())
+
+
+def _check_ids(field: str, prompts: list[Prompt]) -> None:
+    """Ids of rows that are not unique are made so by the row's number: they are the data's, and nobody's fault."""
+    seen: dict[str, int] = {}
+    for number, prompt in enumerate(prompts):
+        if prompt.prompt_id in seen:
+            prompts[number] = replace(prompt, prompt_id=f"{prompt.prompt_id}/{number}")
+        seen[prompt.prompt_id] = number

@@ -1,0 +1,241 @@
+"""Rows as data sets have them -> problems: one function a format.
+
+Each takes a row and gives a `Problem`, or raises `KeyError` for a column that is not there. `Columns` takes any row
+whose columns a user has named.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from string import ascii_uppercase
+from typing import Any
+
+from lightning_scalerl.verify.mathematics import last_boxed
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a row asks.
+
+    Attributes:
+        text: the question, as plain text; of a conversation its last message.
+        answer: what the verifier compares with.
+        messages: the conversation, if it is one.
+        difficulty: a label; empty if the row has none.
+        name: the row's own id; empty if it has none.
+        right: a completion that is known to be right, if the row holds one.
+    """
+
+    text: str
+    answer: Any
+    messages: tuple[Mapping[str, Any], ...] = ()
+    difficulty: str = ""
+    name: str = ""
+    right: str | None = None
+
+
+def _first(row: Row, *names: str) -> Any:
+    """The first of these columns that is there.
+
+    Raises:
+        KeyError: none is.
+    """
+    for name in names:
+        if row.get(name) is not None:
+            return row[name]
+    raise KeyError(" or ".join(names))
+
+
+def _optional(row: Row, *names: str) -> str:
+    return next((str(row[name]) for name in names if row.get(name) is not None), "")
+
+
+def gsm8k(row: Row) -> Problem:
+    """openai/gsm8k: question, answer (reasoning, then `#### 72`)."""
+    worked = str(_first(row, "answer"))
+    gold = worked.rpartition("####")[2].strip().replace(",", "")
+    return Problem(str(_first(row, "question")), gold, right=worked if "####" in worked else None)
+
+
+def math(row: Row) -> Problem:
+    """MATH and its kin: problem, solution with a boxed answer, or answer; level."""
+    solution = _optional(row, "solution", "Solution")
+    gold = _optional(row, "answer", "Answer") or last_boxed(solution)
+    if gold is None:
+        raise ValueError("the solution holds no \\boxed{...} and there is no answer")
+    level = _optional(row, "level", "difficulty")
+    return Problem(
+        str(_first(row, "problem", "Problem", "question")),
+        gold,
+        difficulty=level.lower().replace(" ", "_"),
+        name=_optional(row, "unique_id", "id", "ID"),
+        right=solution if last_boxed(solution) is not None else None,
+    )
+
+
+def polaris(row: Row) -> Problem:
+    """Polaris-53K and DeepScaleR: problem, answer, and of Polaris difficulty, such as 3/8 of rollouts correct."""
+    return Problem(
+        str(_first(row, "problem", "question")),
+        str(_first(row, "answer")),
+        difficulty=_optional(row, "difficulty"),
+    )
+
+
+def humaneval(row: Row) -> Problem:
+    """openai_humaneval: prompt, test, entry_point, canonical_solution."""
+    prompt = str(_first(row, "prompt"))
+    answer = {"tests": str(_first(row, "test")), "entry_point": str(_first(row, "entry_point")), "prelude": prompt}
+    solution = _optional(row, "canonical_solution")
+    return Problem(prompt, answer, name=_optional(row, "task_id"), right=prompt + solution if solution else None)
+
+
+def mbpp(row: Row) -> Problem:
+    """mbpp, full or sanitized: text or prompt, test_list, test_setup_code or test_imports, code."""
+    tests = [str(test) for test in _first(row, "test_list")]
+    before = _optional(row, "test_setup_code") or "\n".join(map(str, row.get("test_imports") or ()))
+    text = f"{_first(row, 'text', 'prompt')}\nYour code should pass these tests:\n\n" + "\n".join(tests)
+    answer = {"tests": "\n".join(tests), "prelude": before}
+    return Problem(text, answer, name=_optional(row, "task_id"), right=_optional(row, "code") or None)
+
+
+def livecodebench(row: Row) -> Problem:
+    """livecodebench/code_generation: question_content, starter_code, public and private test cases, metadata."""
+    cases = _cases(_first(row, "public_test_cases")) + _cases(row.get("private_test_cases") or "[]")
+    metadata = row.get("metadata") or "{}"
+    function = (json.loads(metadata) if isinstance(metadata, str) else metadata).get("func_name")
+    starter = _optional(row, "starter_code")
+    text = str(_first(row, "question_content"))
+    if starter:
+        text += f"\n\nUse this starter code:\n\n```python\n{starter}\n```"
+    answer: dict[str, Any]
+    if function is None:
+        answer = {"cases": [[str(case["input"]), str(case["output"])] for case in cases]}
+    else:
+        calls = [[_arguments(case["input"]), json.loads(case["output"])] for case in cases]
+        answer = {"calls": calls, "entry_point": f"Solution().{function}"}
+    return Problem(text, answer, difficulty=_optional(row, "difficulty"), name=_optional(row, "question_id"))
+
+
+def _arguments(text: str) -> list[Any]:
+    """One JSON value a line."""
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def _cases(given: Any) -> list[dict[str, Any]]:
+    """JSON, or (private ones) JSON in a pickled text in zlib in base 64."""
+    if not isinstance(given, str):
+        return list(given)
+    try:
+        cases: list[dict[str, Any]] = json.loads(given)
+    except ValueError:
+        text = _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(given)))).load()
+        cases = json.loads(text)
+    return cases
+
+
+class _TextOnly(pickle.Unpickler):
+    """Reads a pickled text; one that names a class could run anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Of none.
+
+        Raises:
+            UnpicklingError: always.
+        """
+        raise pickle.UnpicklingError(f"a data set's file holds {module}.{name} in the place of a text")
+
+
+def arc(row: Row) -> Problem:
+    """allenai/ai2_arc: question, choices {text, label}, answerKey. Labels are made letters; some rows have digits."""
+    choices = _first(row, "choices")
+    labels = [str(label) for label in choices["label"]]
+    key = str(_first(row, "answerKey"))
+    return _choice(str(_first(row, "question")), list(choices["text"]), labels.index(key), _optional(row, "id"))
+
+
+def hellaswag(row: Row) -> Problem:
+    """Rowan/hellaswag: ctx, endings, label."""
+    text = f"How does this go on?\n\n{_first(row, 'ctx')}"
+    return _choice(text, list(_first(row, "endings")), int(_first(row, "label")), _optional(row, "source_id", "ind"))
+
+
+def _choice(question: str, options: Sequence[Any], right: int, name: str) -> Problem:
+    listed = "\n".join(f"{letter}) {option}" for letter, option in zip(ascii_uppercase, options, strict=False))
+    return Problem(f"{question}\n\n{listed}", ascii_uppercase[right], name=name)
+
+
+def truthfulqa(row: Row) -> Problem:
+    """truthfulqa/truthful_qa, generation: question, best_answer, correct_answers, incorrect_answers."""
+    true = [str(_first(row, "best_answer")), *map(str, row.get("correct_answers") or ())]
+    false = [str(each) for each in row.get("incorrect_answers") or ()]
+    return Problem(str(_first(row, "question")), {"true": true, "false": false}, difficulty="")
+
+
+def natural_questions(row: Row) -> Problem:
+    """nq_open and its kin: question, answer (a list of what is accepted)."""
+    answers = _first(row, "answer", "answers")
+    listed = [str(each) for each in answers] if isinstance(answers, list | tuple) else [str(answers)]
+    return Problem(str(_first(row, "question")), listed)
+
+
+def verl(row: Row) -> Problem:
+    """verl's rows: data_source, prompt (messages), ability, reward_model {style, ground_truth}, extra_info."""
+    messages = tuple(dict(each) for each in _first(row, "prompt"))
+    model = _first(row, "reward_model")
+    about = row.get("extra_info") or {}
+    level = _optional(row, "level").lower().replace(" ", "_")
+    worked = about.get("answer") if isinstance(about, Mapping) else None
+    right = str(worked) if isinstance(worked, str) and "####" in worked else None
+    gold = model["ground_truth"]
+    return Problem(str(messages[-1]["content"]), gold, messages, difficulty=level, right=right)
+
+
+FORMATS: Mapping[str, Callable[[Row], Problem]] = {
+    "gsm8k": gsm8k,
+    "math": math,
+    "aime": math,
+    "polaris": polaris,
+    "deepscaler": polaris,
+    "humaneval": humaneval,
+    "mbpp": mbpp,
+    "livecodebench": livecodebench,
+    "arc": arc,
+    "hellaswag": hellaswag,
+    "truthfulqa": truthfulqa,
+    "natural_questions": natural_questions,
+    "verl": verl,
+}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Any row, by the columns that a user has named.
+
+    Args:
+        prompt: a column of texts, or of messages.
+        answer: a column; None if a reward function looks at the row itself.
+        difficulty, id: columns, or None.
+    """
+
+    prompt: str = "prompt"
+    answer: str | None = "answer"
+    difficulty: str | None = None
+    id: str | None = None
+
+    def __call__(self, row: Row) -> Problem:
+        """Of a row."""
+        asked = _first(row, self.prompt)
+        messages = () if isinstance(asked, str) else tuple(dict(each) for each in asked)
+        text = asked if isinstance(asked, str) else str(messages[-1]["content"])
+        answer = "" if self.answer is None else _first(row, self.answer)
+        label = "" if self.difficulty is None else str(_first(row, self.difficulty))
+        return Problem(text, answer, messages, label, "" if self.id is None else str(_first(row, self.id)))

@@ -1,0 +1,112 @@
+"""task=mixture: several tasks trained on together, each with held-out sets, and so a curve, of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.task.base import Task, check_task
+from lightning_scalerl.verify.grade import Grade, Grader, Known, Sample
+
+
+@dataclass(frozen=True)
+class MixtureGrader:
+    """To each prompt the grader of its own task."""
+
+    graders: Mapping[str, Grader]
+
+    def grade(self, sample: Sample) -> Grade:
+        """With what it is made of under its task's name."""
+        source = sample.prompt.source
+        grade = self.graders[source].grade(sample)
+        return replace(grade, parts={f"{source}/{name}": value for name, value in grade.parts.items()})
+
+
+class MixtureTask(Task):
+    """The union of several tasks' pools; an epoch is a pass over all of them.
+
+    Held-out sets are called by their task and their own name (`math_test`), or by the task's name alone where it has
+    one set only. The first task's first set is the default of every fit; `--metric eval/<set>/pass_rate` fits another.
+
+    Args:
+        tasks: the tasks by name.
+        repeat: how often a task's prompts are in the pool, by name; 1 where it is not said.
+
+    Raises:
+        ConfigurationError: fewer than one task, or a name that is none.
+    """
+
+    def __init__(self, tasks: Mapping[str, Task], repeat: Mapping[str, int] | None = None) -> None:
+        if not isinstance(tasks, Mapping) or not tasks:
+            raise ConfigurationError("task.tasks: give at least one task by its name")
+        bad = [name for name in tasks if not str(name).replace("_", "").isalnum()]
+        if bad:
+            raise ConfigurationError(f"task.tasks: {bad[0]!r} must be of letters, digits and _: metrics bear it")
+        self._tasks = {str(name): check_task(task) for name, task in tasks.items()}
+        times = dict(repeat or {})
+        for name, count in times.items():
+            if name not in self._tasks or isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ConfigurationError(
+                    f"task.repeat: {name}: {count!r} must be a whole number, 1 or more, and {name} one of "
+                    f"{', '.join(self._tasks)}"
+                )
+        self.trusted = all(task.trusted for task in self._tasks.values())
+        self._train = [
+            replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}{f'#{copy}' if copy else ''}", source=name)
+            for name, task in self._tasks.items()
+            for copy in range(times.get(name, 1))
+            for prompt in task.train_prompts()
+        ]
+        self._heldout = {
+            set_name: [replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", source=name) for prompt in prompts]
+            for name, task in self._tasks.items()
+            for set_name, prompts in _set_names(name, task).items()
+        }
+
+    @staticmethod
+    def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Nothing of its own: the tasks' own parts are identified by their own contents."""
+        return {}
+
+    def train_prompts(self) -> Sequence[Prompt]:
+        """All pools, one behind the other."""
+        return self._train
+
+    def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
+        """Every task's."""
+        return self._heldout
+
+    def reward(self, prompt: Prompt, completion: str) -> float | None:
+        """Of the prompt's own task."""
+        return self._tasks[prompt.source].reward(prompt, completion)
+
+    def grader(self) -> Grader:
+        """Of all."""
+        return MixtureGrader({name: task.grader() for name, task in self._tasks.items()})
+
+    def known(self) -> Sequence[Known]:
+        """Of all."""
+        return [
+            replace(each, sample=replace(each.sample, prompt=replace(each.sample.prompt, source=name)))
+            for name, task in self._tasks.items()
+            for each in task.known()
+        ]
+
+    def notes(self) -> Sequence[str]:
+        """Of all, and how many prompts each has."""
+        counts: dict[str, int] = {}
+        for prompt in self._train:
+            counts[prompt.source] = counts.get(prompt.source, 0) + 1
+        shares = ", ".join(f"{count} of {name}" for name, count in counts.items())
+        return [
+            f"mixture: {shares}",
+            *(f"{name}: {line}" for name, task in self._tasks.items() for line in task.notes()),
+        ]
+
+
+def _set_names(name: str, task: Task) -> dict[str, Sequence[Prompt]]:
+    sets = task.eval_sets()
+    return {name if len(sets) == 1 else f"{name}_{own}": prompts for own, prompts in sets.items()}

@@ -1,0 +1,171 @@
+"""Rows of a data set: from a Parquet or JSON-lines file, a folder, or the hub at a stated revision."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_scalerl.checks import ConfigurationError, said, whole_number
+from lightning_scalerl.task.base import file_digest
+
+Row = dict[str, Any]
+SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Where rows come from.
+
+    Attributes:
+        field: of the configuration, for errors.
+        path: a file, a folder that `datasets` loads, or a hub id.
+        split, name: of a folder or hub id.
+        revision: of a hub id, a commit: another one is another data set.
+        rows: at most the first so many; None for all.
+    """
+
+    field: str
+    path: str
+    split: str | None = None
+    name: str | None = None
+    revision: str | None = None
+    rows: int | None = None
+
+    @classmethod
+    def of(cls, field: str, given: Any) -> RowSource:
+        """From a path, or a mapping of the attributes above.
+
+        Raises:
+            ConfigurationError: what it should be.
+        """
+        if isinstance(given, str):
+            given = {"path": given}
+        known = ("path", "split", "name", "revision", "rows")
+        if not isinstance(given, Mapping) or "path" not in given or set(given) - set(known):
+            raise ConfigurationError(
+                f"{field}: {given!r} must be a file, a hub id, or a mapping of {', '.join(known)} with a path"
+            )
+        if given.get("rows") is not None:
+            whole_number(f"{field}.rows", given["rows"])
+        return cls(
+            field, str(given["path"]), given.get("split"), given.get("name"), given.get("revision"), given.get("rows")
+        )
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is one file of a format that is read as it is."""
+        return self.path.endswith(SUFFIXES)
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a local folder."""
+        return Path(self.path).expanduser().is_dir()
+
+    def content(self) -> Any:
+        """What stands for the rows in an identity: bytes of files, the commit of a hub's data set.
+
+        Raises:
+            ConfigurationError: a file that cannot be read, or a hub id without a commit.
+        """
+        about = {key: value for key in ("split", "name", "rows") if (value := getattr(self, key)) is not None}
+        if self.is_file:
+            of_file = file_digest(self.field, self.path)
+            return {**about, "digest": of_file} if about else of_file
+        if self.is_folder:
+            digest = hashlib.sha256()
+            folder = Path(self.path).expanduser()
+            for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+                digest.update(f"{file.relative_to(folder)} {file_digest(self.field, file)}\n".encode())
+            return {**about, "digest": digest.hexdigest()}
+        if self.revision is None or not _COMMIT.fullmatch(self.revision):
+            raise ConfigurationError(
+                f"{self.field}: {self.path!r} is no file, so it is taken for a data set on the hub, and "
+                f"revision={self.revision!r} is no commit; give its 40 digits (a branch's rows change), or a file that "
+                f"ends in {', '.join(SUFFIXES)}"
+            )
+        return {**about, "path": self.path, "revision": self.revision}
+
+    def read(self) -> list[Row]:
+        """All of them, in their order.
+
+        Raises:
+            ConfigurationError: names the field, the file, the line and what is wrong with it.
+        """
+        self.content()
+        rows = self._file() if self.is_file else self._loaded()
+        rows = rows[: self.rows]
+        if not rows:
+            raise ConfigurationError(f"{self.field}: {self.path!r} holds no rows")
+        return rows
+
+    def _file(self) -> list[Row]:
+        path = Path(self.path).expanduser()
+        try:
+            if path.suffix == ".parquet":
+                import pyarrow.parquet as parquet
+
+                table: list[Row] = parquet.read_table(path).to_pylist()
+                return table
+            if path.suffix == ".csv":
+                from pyarrow import csv
+
+                listed: list[Row] = csv.read_csv(path).to_pylist()
+                return listed
+            text = path.read_text(encoding="utf-8")
+        except Exception as error:
+            raise ConfigurationError(f"{self.field}: cannot read {self.path!r} ({said(error)})") from error
+        if path.suffix == ".json" and text.lstrip().startswith("["):
+            return self._list(text)
+        return self._lines(text)
+
+    def _list(self, text: str) -> list[Row]:
+        try:
+            rows = json.loads(text)
+        except ValueError as error:
+            raise ConfigurationError(f"{self.field}: {self.path!r} is no JSON ({said(error)})") from error
+        if not all(isinstance(row, dict) for row in rows):
+            raise ConfigurationError(f"{self.field}: {self.path!r} must hold a list of objects")
+        found: list[Row] = rows
+        return found
+
+    def _lines(self, text: str) -> list[Row]:
+        rows: list[Row] = []
+        for number, line in enumerate(text.splitlines(), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigurationError(f"{self.field}: {self.path}, line {number}: {said(error)}") from error
+            if not isinstance(row, dict):
+                raise ConfigurationError(f"{self.field}: {self.path}, line {number}: no object, but {line[:40]!r}")
+            rows.append(row)
+        return rows
+
+    def _loaded(self) -> list[Row]:
+        """By `datasets`."""
+        from datasets import DatasetDict, load_dataset
+
+        where = str(Path(self.path).expanduser()) if self.is_folder else self.path
+        try:
+            loaded = load_dataset(where, self.name, split=self.split, revision=self.revision)
+        except Exception as error:
+            raise ConfigurationError(f"{self.field}: datasets cannot load {self.path!r} ({said(error)})") from error
+        if isinstance(loaded, DatasetDict):
+            raise ConfigurationError(
+                f"{self.field}: {self.path!r} has the splits {', '.join(map(str, loaded))}; say which: "
+                f"{self.field}={{path: {self.path}, split: ...}}"
+            )
+        rows: list[Row] = loaded.to_list()
+        return rows
+
+
+def fields_of(rows: Sequence[Row]) -> str:
+    """The columns there are, for errors."""
+    return ", ".join(map(str, rows[0])) if rows else "none"

@@ -1,0 +1,1 @@
+"""Verifiers: what says whether a completion is right, and the processes they run in."""

@@ -1,0 +1,38 @@
+"""One attempt to grade a completion, whatever happens in it."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from lightning_scalerl.checks import said
+from lightning_scalerl.verify.grade import Grade, Grader, Outcome, Sample
+
+
+def attempt(grader: Grader, sample: Sample) -> Outcome:
+    """The outcome; what the grader raises is one too, but for what ends the process."""
+    began = time.perf_counter()
+    try:
+        grade = grader.grade(sample)
+        problem = _problem(grade)
+    except Exception as error:
+        return Outcome("error", why=f"raised {said(error)}", seconds=time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    if problem:
+        return Outcome("error", why=problem, seconds=seconds)
+    parts = {str(name): float(value) for name, value in grade.parts.items()}
+    if grade.reward is None:
+        return Outcome("abstain", parts=parts, why=grade.why, seconds=seconds, extra=dict(grade.extra))
+    reward, correct = float(grade.reward), None if grade.correct is None else bool(grade.correct)
+    return Outcome("score", reward, parts, seconds=seconds, correct=correct, extra=dict(grade.extra))
+
+
+def _problem(grade: Grade) -> str:
+    """One line if it is no grade: a reward that is no finite number would make a whole batch one."""
+    named: dict[str, Any] = {f" as {name}": value for name, value in grade.parts.items()}
+    for of, value in {**({} if grade.reward is None else {"": grade.reward}), **named}.items():
+        # A number of numpy's or torch's is one too.
+        if isinstance(value, str) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
+            return f"returned {str(value)[:80]}{of}; a reward must be a finite number, or None to abstain"
+    return ""

@@ -1,0 +1,52 @@
+"""Graders that are trusted: graded in the trainer's own process, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from lightning_scalerl.verify.attempt import attempt
+from lightning_scalerl.verify.grade import Grader, Outcome, Sample
+
+
+class InlineVerifiers:
+    """Grades where it stands; nothing can stop a grader that hangs.
+
+    Args:
+        grader: grades.
+        retries: how often one that fails is asked again.
+    """
+
+    def __init__(self, grader: Grader, retries: int = 1) -> None:
+        self._grader = grader
+        self._retries = retries
+        self._done: dict[int, Outcome] = {}
+        self._next = 0
+
+    def submit(self, sample: Sample) -> int:
+        """Give a completion to be graded; returns its ticket."""
+        ticket, self._next = self._next, self._next + 1
+        outcome = attempt(self._grader, sample)
+        while outcome.kind == "error" and outcome.attempts <= self._retries:
+            again = attempt(self._grader, sample)
+            outcome = replace(again, seconds=outcome.seconds + again.seconds, attempts=outcome.attempts + 1)
+        self._done[ticket] = outcome
+        return ticket
+
+    def wait(self, ticket: int) -> Outcome:
+        """The outcome of a ticket, once."""
+        return self._done.pop(ticket)
+
+    def done(self) -> Sequence[tuple[int, Outcome]]:
+        """All that are graded and not fetched."""
+        fetched = list(self._done.items())
+        self._done.clear()
+        return fetched
+
+    def forget(self, tickets: Iterable[int]) -> None:
+        """Nobody waits any more for these."""
+        for ticket in tickets:
+            self._done.pop(ticket, None)
+
+    def close(self) -> None:
+        """Nothing to give back."""

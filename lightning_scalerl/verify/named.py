@@ -1,0 +1,107 @@
+"""The verifiers that this project has, by name, and a user's by its place; put together with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.verify.grade import Grade, Sample
+from lightning_scalerl.verify.mathematics import Mathematics
+from lightning_scalerl.verify.rewards import FunctionGrader, RewardSum, Source, Weighted
+from lightning_scalerl.verify.text import Choice, ExactMatch, QuestionAnswer, TruthfulAnswer
+
+
+class NamedGrader(Protocol):
+    """A grader that knows what right and wrong look like."""
+
+    def grade(self, sample: Sample) -> Grade:
+        """Of one completion."""
+        ...
+
+    def known(self, answer: Any) -> tuple[str | None, str | None]:
+        """For an answer, a completion that is right and one that is wrong; None where it knows none."""
+        ...
+
+
+VERIFIERS: Mapping[str, type[NamedGrader]] = {
+    "exact_match": ExactMatch,
+    "math": Mathematics,
+    "choice": Choice,
+    "question_answer": QuestionAnswer,
+    "truthful": TruthfulAnswer,
+}
+# That compare texts and never hang: they need no process of their own.
+QUICK = (ExactMatch, Choice, QuestionAnswer, TruthfulAnswer)
+
+
+def named(field: str, given: Mapping[str, Any] | str) -> Weighted:
+    """A grader with its weight.
+
+    Args:
+        field: of the configuration, for errors.
+        given: a name or a place (`file.py:function`, `module:function`), or a mapping with it as `use`, `weight`,
+            `name` under which its values are recorded, and of ours its own settings.
+
+    Raises:
+        ConfigurationError: no such verifier, or settings that it does not have.
+    """
+    about = {"use": given} if isinstance(given, str) else dict(given)
+    use = about.pop("use", None)
+    weight = about.pop("weight", 1.0)
+    called = about.pop("name", None)
+    if not isinstance(use, str):
+        raise ConfigurationError(
+            f"{field}: {given!r} names no verifier; give {', '.join(VERIFIERS)} or file.py:function"
+        )
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ConfigurationError(f"{field}.weight: {weight!r} must be a number")
+    if use in VERIFIERS:
+        try:
+            return Weighted(str(called or use), VERIFIERS[use](**about), float(weight))
+        except TypeError as error:
+            raise ConfigurationError(f"{field}: {use} has no such setting ({error})") from error
+    if about:
+        raise ConfigurationError(f"{field}: {', '.join(about)}: a function of yours has no settings here")
+    if ":" not in use:
+        raise ConfigurationError(
+            f"{field}: {use!r} is none of {', '.join(VERIFIERS)}, and no file.py:function or module:function"
+        )
+    source = Source.of(field, use)
+    grader = FunctionGrader(field, source)
+    grader.check()
+    return Weighted(str(called or source.function), grader, float(weight))
+
+
+def reward_sum(field: str, given: Sequence[Mapping[str, Any] | str] | str) -> RewardSum:
+    """Of one or several.
+
+    Raises:
+        ConfigurationError: see `named`; or two with one name.
+    """
+    entries = [given] if isinstance(given, str | Mapping) else list(given)
+    if not entries:
+        raise ConfigurationError(f"{field}: give at least one of {', '.join(VERIFIERS)}, or file.py:function")
+    found = tuple(named(field, entry) for entry in entries)
+    names = [each.name for each in found]
+    double = sorted({name for name in names if names.count(name) > 1})
+    if double:
+        raise ConfigurationError(f"{field}: two are called {double[0]!r}; give one of them a name of its own")
+    return RewardSum(found)
+
+
+def content(given: Any, digest: Any) -> Any:
+    """What stands for rewards in an identity: a file by its bytes, whatever it is called and wherever it lies.
+
+    Args:
+        given: as in the configuration.
+        digest: of a file by its path.
+    """
+    if isinstance(given, list | tuple):
+        return [content(each, digest) for each in given]
+    if isinstance(given, Mapping):
+        return {key: content(value, digest) if key == "use" else value for key, value in given.items()}
+    if isinstance(given, str) and given not in VERIFIERS:
+        place, _, function = given.rpartition(":")
+        return {"file": digest(place), "function": function} if place.endswith(".py") else given
+    return given

@@ -1,0 +1,282 @@
+"""Verifiers in processes of their own: asynchronous, each of them killable, replaced when one is.
+
+A thread of this process gives completions to whichever worker is free, and takes what comes back. A worker that is
+over its time is killed with everything that it has started, and another takes its place; so is one that dies. Nobody
+else waits meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.verify.grade import Grader, Outcome, Sample
+
+# Imports of a reward function may be heavy, on a busy machine.
+START_S = 120.0
+
+
+@dataclass
+class _Job:
+    """A completion on its way."""
+
+    ticket: int
+    sample: Sample
+    attempts: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _Worker:
+    """A process, and what it has in hand."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection[Any, Any]
+    deadline: float  # of the start, or of the job in hand
+    ready: bool = False
+    job: _Job | None = None
+    since: float = 0.0
+
+
+@dataclass
+class _Shared:
+    """What the callers and the pool's thread both touch, under one lock."""
+
+    queue: deque[_Job] = field(default_factory=deque)
+    done: dict[int, Outcome] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)  # tickets that are given out and not fetched
+    error: ConfigurationError | None = None
+    closing: bool = False
+    woken: bool = False
+
+
+class VerifierPool:
+    """Grades in `workers` processes.
+
+    Args:
+        grader: sent to each of them, by value (cloudpickle): functions of a script too.
+        workers: how many.
+        timeout_s: wall clock that one attempt may take.
+        retries: how often a completion is given to a worker again whose grading has failed.
+        memory_gib: of data that a worker may hold; None for as much as there is.
+
+    Raises:
+        ConfigurationError: the grader cannot be sent, or (by `wait` and `done`) none of the workers can load it.
+    """
+
+    def __init__(
+        self, grader: Grader, workers: int, timeout_s: float, retries: int = 1, memory_gib: float | None = None
+    ) -> None:
+        import cloudpickle
+
+        try:
+            pickled = cloudpickle.dumps(grader)
+        except Exception as error:
+            raise ConfigurationError(
+                f"task: the verifier of {type(grader).__name__} cannot be sent to a process of its own "
+                f"({type(error).__name__}: {error}); hold less in it, or say verify.workers=0 to have it grade in the "
+                "trainer's own process, where nothing can stop it if it hangs"
+            ) from error
+        self._message = (list(sys.path), memory_gib, pickled)
+        self._timeout_s, self._retries = timeout_s, retries
+        self._shared = _Shared()
+        self._changed = threading.Condition()
+        self._next = 0
+        self._wake_r, self._wake_w = Pipe(duplex=False)
+        self._workers: list[_Worker] = []
+        self._count = workers
+        self._thread = threading.Thread(target=self._run, name="verifiers", daemon=True)
+        self._thread.start()
+
+    def submit(self, sample: Sample) -> int:
+        """Give a completion to be graded; returns its ticket, at once."""
+        with self._changed:
+            ticket, self._next = self._next, self._next + 1
+            self._shared.queue.append(_Job(ticket, sample))
+            self._shared.waiting.add(ticket)
+            self._wake()
+        return ticket
+
+    def wait(self, ticket: int) -> Outcome:
+        """The outcome of a ticket, once, as soon as there is one.
+
+        Raises:
+            ConfigurationError: no worker can load the grader.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: ticket in self._shared.done or self._shared.error is not None)
+            self._raise()
+            self._shared.waiting.discard(ticket)
+            return self._shared.done.pop(ticket)
+
+    def done(self) -> Sequence[tuple[int, Outcome]]:
+        """All that are graded and not fetched.
+
+        Raises:
+            ConfigurationError: no worker can load the grader.
+        """
+        with self._changed:
+            self._raise()
+            fetched = list(self._shared.done.items())
+            self._shared.done.clear()
+            self._shared.waiting.difference_update(ticket for ticket, _ in fetched)
+            return fetched
+
+    def forget(self, tickets: Iterable[int]) -> None:
+        """Nobody waits any more for these; what is in hand is finished, and dropped."""
+        gone = set(tickets)
+        with self._changed:
+            self._shared.queue = deque(job for job in self._shared.queue if job.ticket not in gone)
+            self._shared.waiting -= gone
+            for ticket in gone:
+                self._shared.done.pop(ticket, None)
+
+    def close(self) -> None:
+        """End all workers, whatever they have in hand."""
+        with self._changed:
+            self._shared.closing = True
+            self._wake()
+        self._thread.join()
+
+    def _raise(self) -> None:
+        if self._shared.error is not None:
+            raise self._shared.error
+
+    def _wake(self) -> None:
+        """Under the lock. Once is enough, until the thread has heard it."""
+        if not self._shared.woken:
+            self._shared.woken = True
+            self._wake_w.send_bytes(b".")
+
+    # --- in the pool's thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        # The kernel ends a worker with the thread that started it: all of them are started in this one.
+        try:
+            self._workers = [self._started() for _ in range(self._count)]
+            while not self._shared.closing:
+                self._assign()
+                self._listen()
+                self._end_overruns()
+        except BaseException as error:
+            self._fail(f"verify: the pool of verifiers has ended ({type(error).__name__}: {error})")
+        finally:
+            for worker in self._workers:
+                _kill(worker)
+
+    def _started(self) -> _Worker:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", "lightning_scalerl.verify.worker", str(theirs.fileno()), str(os.getpid())]
+        # A group of its own: it is killed as one, and Ctrl-C is not for it.
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, env=_environment()
+        )
+        theirs.close()
+        worker = _Worker(process, ours, time.monotonic() + START_S)
+        with suppress(OSError):  # it is dead already: `_listen` will hear of it
+            ours.send(self._message)
+        return worker
+
+    def _assign(self) -> None:
+        for worker in self._workers:
+            if worker.ready and worker.job is None:
+                with self._changed:
+                    if not self._shared.queue:
+                        return
+                    job = self._shared.queue.popleft()
+                worker.job, worker.since = job, time.monotonic()
+                worker.deadline = worker.since + self._timeout_s
+                job.attempts += 1
+                with suppress(OSError):  # likewise
+                    worker.connection.send(job.sample)
+
+    def _listen(self) -> None:
+        """Until somebody says something, or somebody's time is over."""
+        busy = [worker.deadline for worker in self._workers if worker.job is not None or not worker.ready]
+        patience = max(0.0, min(busy) - time.monotonic()) if busy else None
+        heard = wait([self._wake_r, *(worker.connection for worker in self._workers)], patience)
+        if self._wake_r in heard:
+            with self._changed:
+                self._wake_r.recv_bytes()
+                self._shared.woken = False
+        for number, worker in enumerate(self._workers):
+            if worker.connection in heard:
+                try:
+                    said = worker.connection.recv()
+                except (EOFError, OSError):
+                    self._replace(number, "its process died")
+                    continue
+                except Exception as error:  # what it sent cannot be read
+                    self._replace(number, f"its answer cannot be read ({type(error).__name__}: {error})")
+                    continue
+                self._heard(worker, said)
+
+    def _heard(self, worker: _Worker, said: Any) -> None:
+        if not worker.ready:
+            worker.ready = True
+            if said is not None:
+                self._fail(f"task: the verifier cannot be loaded in a process of its own: {said}")
+            return
+        job, worker.job = worker.job, None
+        if job is not None:
+            self._ended(job, said)
+
+    def _end_overruns(self) -> None:
+        now = time.monotonic()
+        for number, worker in enumerate(self._workers):
+            if worker.job is not None and now >= worker.deadline:
+                self._replace(number, f"timed out after {self._timeout_s:g} s")
+            elif not worker.ready and now >= worker.deadline:
+                self._fail(f"task: the verifier was not loaded within {START_S:g} s")
+
+    def _replace(self, number: int, why: str) -> None:
+        worker = self._workers[number]
+        status = _kill(worker)
+        if not worker.ready:
+            self._fail(f"task: the verifier's process ended while it was loaded (exit status {status})")
+            return
+        self._workers[number] = self._started()
+        if worker.job is not None:
+            self._ended(worker.job, Outcome("error", why=why, seconds=time.monotonic() - worker.since))
+
+    def _ended(self, job: _Job, outcome: Outcome) -> None:
+        job.seconds += outcome.seconds
+        with self._changed:
+            if job.ticket not in self._shared.waiting:
+                return
+            if outcome.kind == "error" and job.attempts <= self._retries:
+                self._shared.queue.append(job)
+                return
+            self._shared.done[job.ticket] = replace(outcome, seconds=job.seconds, attempts=job.attempts)
+            self._changed.notify_all()
+
+    def _fail(self, why: str) -> None:
+        with self._changed:
+            self._shared.error = self._shared.error or ConfigurationError(" ".join(why.split()))
+            self._shared.closing = True
+            self._changed.notify_all()
+
+
+def _kill(worker: _Worker) -> int | None:
+    """With everything in its group; returns the exit status."""
+    with suppress(ProcessLookupError):
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    worker.connection.close()
+    return worker.process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Ours, but for what would make each worker take all cores."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

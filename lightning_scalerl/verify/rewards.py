@@ -1,0 +1,257 @@
+"""Reward functions as people have them: in TRL's form, in verl's, or ours; several of them with weights.
+
+Which form a function has is told by the names of its parameters. A file is loaded by its path, in each process anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.verify.grade import Grade, Grader, Sample
+
+Form = Literal["trl", "verl", "sample", "answer"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a function is: `file.py:function` or `module:function`."""
+
+    place: str
+    function: str
+
+    @classmethod
+    def of(cls, field: str, name: str) -> Source:
+        """From its text.
+
+        Raises:
+            ConfigurationError: it names no function, or its file is not there.
+        """
+        place, _, function = name.rpartition(":")
+        if not place or not function:
+            raise ConfigurationError(
+                f"{field}: {name!r} is neither one of ours nor file.py:function nor module:function"
+            )
+        if place.endswith(".py"):
+            path = Path(place).expanduser().resolve()
+            if not path.is_file():
+                raise ConfigurationError(f"{field}: there is no file {place!r}")
+            place = str(path)
+        return cls(place, function)
+
+    def load(self) -> Callable[..., Any]:
+        """The function.
+
+        Raises:
+            ImportError, AttributeError: it cannot be had; or whatever the file raises.
+        """
+        if not self.place.endswith(".py"):
+            found: Callable[..., Any] = getattr(import_module(self.place), self.function)
+            return found
+        about = importlib.util.spec_from_file_location(Path(self.place).stem, self.place)
+        assert about is not None and about.loader is not None
+        module = importlib.util.module_from_spec(about)
+        about.loader.exec_module(module)
+        found = getattr(module, self.function)
+        return found
+
+
+def form_of(field: str, function: Callable[..., Any]) -> Form:
+    """Which form a reward function is written in.
+
+    Raises:
+        ConfigurationError: none that is known.
+    """
+    names = list(inspect.signature(function).parameters)
+    if "completions" in names:
+        return "trl"
+    if "solution_str" in names or "ground_truth" in names:
+        return "verl"
+    if names[:1] == ["sample"]:
+        return "sample"
+    if names[:2] == ["completion", "answer"]:
+        return "answer"
+    raise ConfigurationError(
+        f"{field}: its parameters ({', '.join(names)}) are of no known form; TRL's takes completions, verl's "
+        "solution_str and ground_truth, ours (completion, answer) or (sample)"
+    )
+
+
+@dataclass(frozen=True)
+class FunctionGrader:
+    """A user's function; found again where it is used."""
+
+    field: str
+    source: Source
+
+    def grade(self, sample: Sample) -> Grade:
+        """As its form asks for."""
+        return _CALLS[self._form](self._function, sample)
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        return self.source.load()
+
+    @cached_property
+    def _form(self) -> Form:
+        return form_of(self.field, self._function)
+
+    def check(self) -> None:
+        """Load it here, so that what is wrong with it is said before anything starts.
+
+        Raises:
+            ConfigurationError: it cannot be loaded, or has no known form.
+        """
+        try:
+            _ = self._form
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            said = " ".join(str(error).split())[:200]
+            raise ConfigurationError(
+                f"{self.field}: {self.source.place}:{self.source.function} cannot be loaded "
+                f"({type(error).__name__}: {said})"
+            ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the function: it is loaded anew where this goes."""
+        return {"field": self.field, "source": self.source}
+
+
+def _call_trl(function: Callable[..., Any], sample: Sample) -> Grade:
+    """TRL's: keywords only, lists of one, every column of the row but `prompt`; a number or None comes back in a list.
+
+    Of a conversation, prompts are lists of messages and completions lists of one message of the assistant's.
+    """
+    prompt = sample.prompt
+    conversational = bool(prompt.messages)
+    parts: dict[str, list[float]] = {}
+    extra: dict[str, str] = {}
+
+    def log_metric(name: str, value: Any) -> None:
+        parts.setdefault(str(name), []).append(float(value))
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        extra[str(column)] = str(values[0] if isinstance(values, list | tuple) and values else values)
+
+    arguments: dict[str, Any] = {
+        "prompts": [[dict(each) for each in prompt.messages] if conversational else prompt.text],
+        "completions": [[{"role": "assistant", "content": sample.completion}] if conversational else sample.completion],
+        "completion_ids": [list(sample.tokens)],
+        "trainer_state": SimpleNamespace(global_step=sample.step),
+        "log_extra": log_extra,
+        "log_metric": log_metric,
+    }
+    arguments |= {
+        name: [value] for name, value in prompt.columns.items() if name not in ("prompt", "completion", *arguments)
+    }
+    parameters = inspect.signature(function).parameters.values()
+    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        wanted = {each.name for each in parameters}
+        arguments = {name: value for name, value in arguments.items() if name in wanted}
+    rewards = _awaited(function(**arguments))
+    if not isinstance(rewards, list | tuple) and not hasattr(rewards, "__len__"):
+        raise TypeError(f"a reward function of TRL's form returns a list, not {type(rewards).__name__}")
+    if len(rewards) != 1:
+        raise ValueError(f"{len(rewards)} rewards for one completion")
+    means = {name: sum(values) / len(values) for name, values in parts.items()}
+    return Grade(rewards[0], means, extra=extra)
+
+
+def _call_verl(function: Callable[..., Any], sample: Sample) -> Grade:
+    """verl's: compute_score(data_source, solution_str, ground_truth, extra_info=None) -> number, or dict with `score`.
+
+    Of the dict, `acc` says whether the solution counts as right; all its other numbers are recorded.
+    """
+    columns = sample.prompt.columns
+    model = columns.get("reward_model") or {}
+    arguments: dict[str, Any] = {
+        "data_source": columns.get("data_source", sample.prompt.source),
+        "solution_str": sample.completion,
+        "ground_truth": model.get("ground_truth", sample.prompt.answer),
+        "extra_info": columns.get("extra_info"),
+    }
+    parameters = inspect.signature(function).parameters.values()
+    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        wanted = {each.name for each in parameters}
+        arguments = {name: value for name, value in arguments.items() if name in wanted}
+    said = _awaited(function(**arguments))
+    if not isinstance(said, Mapping):
+        return Grade(said)
+    numbers = {str(name): float(value) for name, value in said.items() if isinstance(value, bool | int | float)}
+    texts = {str(name): str(value) for name, value in said.items() if isinstance(value, str)}
+    if "score" not in said:
+        raise KeyError(f"a dict of verl's form holds 'score'; this one {sorted(map(str, said))}")
+    reward = numbers.pop("score", said["score"])
+    correct = bool(said["acc"]) if "acc" in said else None
+    return Grade(reward, numbers, correct=correct, extra=texts)
+
+
+def _call_sample(function: Callable[..., Any], sample: Sample) -> Grade:
+    said = _awaited(function(sample))
+    return said if isinstance(said, Grade) else Grade(said)
+
+
+def _call_answer(function: Callable[..., Any], sample: Sample) -> Grade:
+    return Grade(_awaited(function(sample.completion, sample.prompt.answer)))
+
+
+def _awaited(value: Any) -> Any:
+    """Of a coroutine its result: each call is a process's own, so it has no loop yet."""
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+_CALLS: Mapping[Form, Callable[[Callable[..., Any], Sample], Grade]] = {
+    "trl": _call_trl,
+    "verl": _call_verl,
+    "sample": _call_sample,
+    "answer": _call_answer,
+}
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A grader, what it is called where its values are recorded, and its weight in the sum."""
+
+    name: str
+    grader: Grader
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class RewardSum:
+    """Several rewards: their weighted sum; abstentions are left out of it, and if all abstain so does the sum.
+
+    Whether a completion counts as a pass is what the first of them says: 1 or more.
+    Source of the sum: TRL's GRPOTrainer (`reward_weights`, nansum over functions).
+    """
+
+    rewards: Sequence[Weighted] = field(default_factory=tuple)
+
+    def grade(self, sample: Sample) -> Grade:
+        """Of one completion."""
+        grades = [(each, each.grader.grade(sample)) for each in self.rewards]
+        parts: dict[str, float] = {}
+        for each, grade in grades:
+            parts |= dict(grade.parts)
+            if grade.reward is not None and len(grades) > 1:
+                parts[each.name] = float(grade.reward)
+        scored = [(each.weight, float(grade.reward)) for each, grade in grades if grade.reward is not None]
+        extra = {name: text for _, grade in grades for name, text in grade.extra.items()}
+        first = grades[0][1]
+        if not scored:
+            return Grade(None, parts, first.why or "every reward abstains", extra=extra)
+        correct = first.correct
+        if correct is None:
+            correct = first.reward is not None and math.isfinite(first.reward) and float(first.reward) >= 1.0
+        return Grade(sum(weight * reward for weight, reward in scored), parts, correct=correct, extra=extra)

@@ -1,0 +1,135 @@
+"""Verifiers of short answers in words: exact match, F1, choice by letter.
+
+Normalization is SQuAD's (lower case, without punctuation, articles and needless space), which Natural Questions and
+TruthfulQA-style tasks are scored with too. Source: Rajpurkar et al. 2016, its evaluation script.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_scalerl.verify.grade import Grade, Sample
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Za-z])\)?\s*\}?\s*\}")
+_SAID = re.compile(r"(?:answer|choice|option)\s*(?:is|:)?\s*[:*\s]*\(?\b([A-Z])\b\)?", re.IGNORECASE)
+_LETTER = re.compile(r"(?<![A-Za-z'])\(?([A-Z])\)?(?![A-Za-z'])")
+# What asks for the answer apart: what follows it is the answer, to the end of its line.
+_FINAL = re.compile(r"(?:final answer|the answer|answer)\s*(?:is|:)\s*(.+)", re.IGNORECASE)
+
+
+def normalized(text: str) -> str:
+    """As SQuAD compares texts."""
+    bare = text.lower().translate(_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", bare).split())
+
+
+def final_answer(text: str) -> str:
+    """What a completion gives as its answer: behind the last "answer:" or "answer is", else its last line."""
+    found = _FINAL.findall(text)
+    if found:
+        return str(found[-1]).strip()
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
+
+
+def f1(prediction: str, gold: str) -> float:
+    """Harmonic mean of precision and recall over the words of two texts, 0 to 1; of two empty texts 1."""
+    ours, theirs = normalized(prediction).split(), normalized(gold).split()
+    if not ours or not theirs:
+        return float(ours == theirs)
+    common = sum((Counter(ours) & Counter(theirs)).values())
+    if not common:
+        return 0.0
+    precision, recall = common / len(ours), common / len(theirs)
+    return 2 * precision * recall / (precision + recall)
+
+
+def golds(answer: Any) -> Sequence[str]:
+    """One accepted answer or several."""
+    return [str(each) for each in answer] if isinstance(answer, list | tuple) else [str(answer)]
+
+
+@dataclass(frozen=True)
+class ExactMatch:
+    """1 if the completion, stripped, is the answer or one of the answers, to the letter."""
+
+    def grade(self, sample: Sample) -> Grade:
+        """Of what follows the thinking."""
+        return Grade(float(sample.answer.strip() in [gold.strip() for gold in golds(sample.prompt.answer)]))
+
+    def known(self, answer: Any) -> tuple[str | None, str | None]:
+        """A right completion and a wrong one."""
+        return golds(answer)[0], golds(answer)[0] + " not"
+
+
+@dataclass(frozen=True)
+class QuestionAnswer:
+    """1 if the final answer is one of the accepted ones after normalization; F1 with the nearest is recorded as `f1`.
+
+    Args:
+        partial: reward F1 in the place of an exact match.
+    """
+
+    partial: bool = False
+
+    def grade(self, sample: Sample) -> Grade:
+        """Of the final answer."""
+        said = final_answer(sample.answer)
+        accepted = golds(sample.prompt.answer)
+        exact = float(normalized(said) in [normalized(gold) for gold in accepted])
+        nearest = max((f1(said, gold) for gold in accepted), default=0.0)
+        return Grade(nearest if self.partial else exact, {"f1": nearest}, correct=bool(exact))
+
+    def known(self, answer: Any) -> tuple[str | None, str | None]:
+        """A right completion and a wrong one."""
+        return f"The answer is {golds(answer)[0]}", "The answer is xyzzy plugh"
+
+
+@dataclass(frozen=True)
+class TruthfulAnswer:
+    """1 if the final answer is nearer (F1) to one of the true answers than to any of the false ones.
+
+    The answer is {"true": [...], "false": [...]}. A stand-in for the judges of TruthfulQA, which are models.
+    """
+
+    def grade(self, sample: Sample) -> Grade:
+        """Of the final answer."""
+        said = final_answer(sample.answer)
+        true = max((f1(said, each) for each in sample.prompt.answer["true"]), default=0.0)
+        false = max((f1(said, each) for each in sample.prompt.answer["false"]), default=0.0)
+        return Grade(float(true > false), {"f1_true": true, "f1_false": false})
+
+    def known(self, answer: Any) -> tuple[str | None, str | None]:
+        """A right completion and a wrong one."""
+        false = answer["false"][0] if answer["false"] else "xyzzy"
+        return f"The answer is {answer['true'][0]}", f"The answer is {false}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """1 if the letter that the completion gives is the answer: boxed, behind "answer is", else the last one alone."""
+
+    def grade(self, sample: Sample) -> Grade:
+        """Of what follows the thinking."""
+        return Grade(float(chosen_letter(sample.answer) == str(sample.prompt.answer).strip().upper()))
+
+    def known(self, answer: Any) -> tuple[str | None, str | None]:
+        """A right completion and a wrong one."""
+        letter = str(answer).strip().upper()
+        return f"The answer is ({letter}).", f"The answer is ({'B' if letter == 'A' else 'A'})."
+
+
+def chosen_letter(text: str) -> str | None:
+    """The choice that a text makes; None if it makes none."""
+    for pattern in (_BOXED, _SAID, _LETTER):
+        found = pattern.findall(text)
+        if found:
+            return str(found[-1]).upper()
+    return None

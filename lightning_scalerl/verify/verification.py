@@ -1,0 +1,212 @@
+"""How completions are graded: in how many processes, how long, and what becomes of those that cannot be."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+from lightning_scalerl.checks import CannotGoOnError, ConfigurationError, positive
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.verify.grade import Grader, Known, Outcome, Sample
+from lightning_scalerl.verify.inline import InlineVerifiers
+from lightning_scalerl.verify.pool import VerifierPool
+
+# The share of errors is taken over so many outcomes, and over no fewer than `FEW`.
+WINDOW, FEW = 1000, 100
+ON_ERROR = ("stop", "drop", "zero")
+# Errors that are shown.
+SHOWN = 3
+
+
+class RewardError(CannotGoOnError):
+    """Too many completions cannot be graded; names prompts and what went wrong."""
+
+
+class Verifiers(Protocol):
+    """Whatever grades: a pool of processes, or this one."""
+
+    def submit(self, sample: Sample) -> int:
+        """Give a completion to be graded; returns its ticket."""
+        ...
+
+    def wait(self, ticket: int) -> Outcome:
+        """The outcome of a ticket, once, as soon as there is one."""
+        ...
+
+    def done(self) -> Sequence[tuple[int, Outcome]]:
+        """All that are graded and not fetched."""
+        ...
+
+    def forget(self, tickets: Iterable[int]) -> None:
+        """Nobody waits any more for these."""
+        ...
+
+    def close(self) -> None:
+        """End whatever it has started."""
+        ...
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Where and how verifiers run. Three outcomes: a score, an abstention, an error of the infrastructure.
+
+    Args:
+        workers: processes; 0 for the trainer's own, where nothing can stop a verifier that hangs.
+        timeout_s: wall clock that one attempt may take.
+        memory_gib: of data that a worker may hold; None for no limit.
+        retries: how often a completion is tried again that could not be graded.
+        on_error: what becomes of it then: "drop", as if it had not been sampled; "zero", a reward of 0; "stop", the run
+            ends.
+        max_error_share: of the last 1000 completions, beyond which the run ends whatever `on_error` says.
+    """
+
+    neutral: ClassVar[Mapping[str, Any] | None] = {
+        "choice": "Verification", "timeout_s": 10.0, "memory_gib": 4.0, "retries": 1, "on_error": "drop",
+        "max_error_share": 0.1,
+    }  # fmt: skip
+    remarks: ClassVar[tuple[str, ...]] = ("workers",)
+
+    workers: int = 2
+    timeout_s: float = 10.0
+    memory_gib: float | None = 4.0
+    retries: int = 1
+    on_error: Literal["stop", "drop", "zero"] = "drop"
+    max_error_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "retries"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigurationError(f"verify.{name}: {value!r} must be a whole number, 0 or more")
+        positive("verify.timeout_s", self.timeout_s)
+        if self.memory_gib is not None:
+            positive("verify.memory_gib", self.memory_gib)
+        if self.on_error not in ON_ERROR:
+            raise ConfigurationError(f"verify.on_error: {self.on_error!r} must be one of {', '.join(ON_ERROR)}")
+        share = self.max_error_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ConfigurationError(f"verify.max_error_share: {share!r} must be a share, 0 to 1")
+
+    def verifiers(self, grader: Grader, trusted: bool) -> Verifiers:
+        """To grade with; `trusted` ones need no process of their own."""
+        if trusted or self.workers == 0:
+            return InlineVerifiers(grader, self.retries)
+        return VerifierPool(grader, self.workers, self.timeout_s, self.retries, self.memory_gib)
+
+
+class ErrorWatch:
+    """Counts outcomes, and ends a run whose verifiers fail too often.
+
+    Args:
+        settings: the run's.
+    """
+
+    def __init__(self, settings: Verification) -> None:
+        self._settings = settings
+        self._recent: deque[bool] = deque(maxlen=WINDOW)
+        self._shown: list[str] = []
+        self._counts = {"scored": 0, "abstained": 0, "errors": 0, "timeouts": 0, "retried": 0}
+        self._seconds = 0.0
+        self._slowest_s = 0.0
+
+    def observe(self, prompt: Prompt, outcome: Outcome) -> None:
+        """One more.
+
+        Raises:
+            RewardError: an error, and they are to stop the run; or too many.
+        """
+        failed = outcome.kind == "error"
+        self._recent.append(failed)
+        self._counts[{"score": "scored", "abstain": "abstained", "error": "errors"}[outcome.kind]] += 1
+        self._counts["timeouts"] += failed and outcome.why.startswith("timed out")
+        self._counts["retried"] += outcome.attempts > 1
+        self._seconds += outcome.seconds
+        self._slowest_s = max(self._slowest_s, outcome.seconds)
+        if not failed:
+            return
+        self._shown.append(f"prompt {prompt.prompt_id!r}: {outcome.why}")
+        del self._shown[:-SHOWN]
+        errors = sum(self._recent)
+        if self._settings.on_error == "stop":
+            self._stop("one completion could not be graded, and verify.on_error=stop")
+        if errors > self._settings.max_error_share * max(FEW, len(self._recent)):
+            self._stop(
+                f"{errors} of the last {len(self._recent)} completions could not be graded, more than "
+                f"verify.max_error_share={self._settings.max_error_share:g}"
+            )
+
+    def check_step(self, scored: int, step: int) -> None:
+        """After a step's batch is put together: one of which nothing at all was graded trains on nothing.
+
+        Raises:
+            RewardError: there were errors, and no score.
+        """
+        if not scored and self._shown:
+            self._stop(f"of the batch of step {step} no completion was graded")
+
+    def _stop(self, why: str) -> None:
+        raise RewardError(f"reward: {why} ({'; '.join(self._shown)}); mend the verifier, then the same command goes on")
+
+    @property
+    def last_errors(self) -> Sequence[str]:
+        """The latest, in one line each."""
+        return tuple(self._shown)
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the run's beginning; seconds are the graders' own."""
+        graded = max(1, sum(self._counts[name] for name in ("scored", "abstained", "errors")))
+        return {
+            **{f"verify/{name}": float(count) for name, count in self._counts.items()},
+            "time/verify_mean_s": self._seconds / graded,
+            "time/verify_slowest_s": self._slowest_s,
+            "time/verify_total_s": self._seconds,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """All counts."""
+        return {
+            "recent": list(self._recent),
+            "shown": list(self._shown),
+            "counts": dict(self._counts),
+            "seconds": [self._seconds, self._slowest_s],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting from there."""
+        self._recent = deque(state["recent"], maxlen=WINDOW)
+        self._shown = list(state["shown"])
+        self._counts |= state["counts"]
+        self._seconds, self._slowest_s = state["seconds"]
+
+
+def check_verifiers(verifiers: Verifiers, known: Sequence[Known], passes: Callable[[Outcome], bool]) -> str:
+    """Before the first step: what is right must pass and what is wrong must not, in the very processes that will grade.
+
+    Args:
+        verifiers: that will grade.
+        known: completions of which that is known.
+        passes: whether a score is that of a right completion.
+
+    Returns:
+        One line: what was tried.
+
+    Raises:
+        ConfigurationError: the verifier calls right wrong or wrong right, or cannot grade.
+    """
+    if not known:
+        return "verifier: not tried beforehand, for no completion is known to be right or wrong"
+    tickets = [verifiers.submit(each.sample) for each in known]
+    for each, ticket in zip(known, tickets, strict=True):
+        outcome = verifiers.wait(ticket)
+        passed = outcome.kind == "score" and passes(outcome)
+        said = {"score": f"rewards it with {outcome.reward:g}", "abstain": "abstains"}.get(outcome.kind, outcome.why)
+        if outcome.kind == "error" or passed != each.right:
+            shown = " ".join(each.sample.completion.split())[-120:]
+            raise ConfigurationError(
+                f"task: its verifier is wrong before the first step: prompt {each.sample.prompt.prompt_id!r}, a "
+                f"completion known to be {'right' if each.right else 'wrong'} ({shown!r}): {said}"
+            )
+    right = sum(each.right for each in known)
+    return f"verifier: {right} completions known to be right and {len(known) - right} known to be wrong were told apart"

@@ -1,0 +1,53 @@
+"""A verifier's process: `python -m lightning_scalerl.verify.worker FD`, one completion at a time, in its main thread.
+
+Its main thread, because math-verify and others stop themselves with SIGALRM, which works nowhere else. It is killed
+from outside if that does not help. It needs no torch, unless what it grades with does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Grade until the other end is closed."""
+    parent = int(sys.argv[2])
+    # A grader that hangs would not see that its parent is gone.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+    os.dup2(2, 1)  # what a reward function prints is not the run's own output
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    path, memory_gib, pickled = connection.recv()
+    sys.path[:] = path
+    if memory_gib is not None:
+        limit = int(memory_gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    try:
+        import cloudpickle
+
+        from lightning_scalerl.verify.attempt import attempt
+
+        grader = cloudpickle.loads(pickled)
+    except BaseException as error:
+        connection.send(f"{type(error).__name__}: {error}")
+        return
+    connection.send(None)
+    while True:
+        try:
+            sample = connection.recv()
+        except EOFError:
+            return
+        connection.send(attempt(grader, sample))
+
+
+if __name__ == "__main__":
+    main()
