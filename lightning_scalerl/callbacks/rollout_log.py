@@ -1,0 +1,86 @@
+"""Keeps some of what is sampled, so that people can read it: whole groups, in `rollouts.jsonl` beside the journal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.rollout import Group, Rollout, TrainBatch
+from lightning_scalerl.run import Run, run_of
+from sweeps.run.rollouts import write_groups
+
+
+class RolloutLog(Callback):
+    """Writes groups of every n-th step: first those with something that could not be graded, then others at random.
+
+    Args:
+        run_dir: the run's directory.
+        groups: of a step; 0 for none at all.
+        every_n_steps: optimizer steps between them.
+        guard: called before anything is written; raises if another process has taken the run over.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, groups: int = 1, every_n_steps: int = 8, guard: Callable[[], None] | None = None
+    ) -> None:
+        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 0:
+            raise ConfigurationError(f"rollouts.groups: {groups!r} must be a whole number, 0 or more")
+        self.run_dir = Path(run_dir)
+        self.groups = groups
+        self.every_n_steps = whole_number("rollouts.every_n_steps", every_n_steps)
+        self._guard = guard or (lambda: None)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: TrainBatch, batch_idx: int
+    ) -> None:
+        """If it is time; on rank 0, which alone has the groups."""
+        run = run_of(pl_module)
+        step = run.completed_steps
+        due = step == 1 or step % self.every_n_steps == 0
+        if not self.groups or not due or not run.ranks.leads or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        self._guard()
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        write_groups(self.run_dir, [entry(group, run, step) for group in self._chosen(batch.groups, run, step)])
+
+    def _chosen(self, groups: Sequence[Group], run: Run, step: int) -> list[Group]:
+        drawn = random.Random(f"{run.seed} {step}").sample(list(groups), len(groups))
+        chosen = sorted(drawn, key=lambda group: not group.ungraded)[: self.groups]
+        return sorted(chosen, key=lambda group: group.admission)
+
+
+def entry(group: Group, run: Run, step: int) -> dict[str, Any]:
+    """A group as it is written."""
+    prompt = group.prompt
+    rollouts = [*group.rollouts, *group.ungraded]
+    return {
+        "step": step,
+        "admission": group.admission,
+        "prompt_id": prompt.prompt_id,
+        "source": prompt.source,
+        "difficulty": prompt.difficulty,
+        "prompt": prompt.text,
+        "answer": prompt.answer if isinstance(prompt.answer, str) else repr(prompt.answer)[:2000],
+        "rollouts": [_rollout(run.sample(prompt, rollout).completion, rollout) for rollout in rollouts],
+    }
+
+
+def _rollout(completion: str, rollout: Rollout) -> dict[str, Any]:
+    return {
+        "completion": completion,
+        "reward": rollout.reward if rollout.outcome == "score" else None,
+        "correct": rollout.correct,
+        "outcome": rollout.outcome,
+        "parts": rollout.parts,
+        "extra": rollout.extra,
+        "finish_reason": rollout.finish_reason,
+        "tokens": len(rollout.tokens),
+        "forced": sum(rollout.forced),
+        "versions": [[version, len(list(same))] for version, same in groupby(rollout.weight_versions)],
+    }
