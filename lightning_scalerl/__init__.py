@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from lightning_scalerl.choices import Choices
     from lightning_scalerl.data import RolloutDataModule
     from lightning_scalerl.module import ScaleRL
-    from lightning_scalerl.rollout import Group, Prompt, Rollout, TrainBatch
+    from lightning_scalerl.prompt import Prompt
+    from lightning_scalerl.rollout import Group, Rollout, TrainBatch
     from lightning_scalerl.task.base import Task
 
 __version__ = "0.2.0"
@@ -32,6 +33,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "callbacks.checkpointing": ["ResumableCheckpoint"],
     "callbacks.evaluate": ["Evaluate"],
+    "callbacks.rollout_log": ["RolloutLog"],
     "callbacks.run_log": ["RunLog"],
     "checks": ["ConfigurationError"],
     "choice": ["DesignChoice"],
@@ -42,18 +44,24 @@ _HOMES = {
     "generator.vllm_generator": ["VLLMGenerator"],
     "member.identify": ["plan_members"],
     "member.run": ["run_member"],
+    "model.chat": ["Chat"],
     "model.load": ["model_path"],
     "module": ["ScaleRL"],
     "optim": ["AdamW", "ConstantSchedule", "CosineSchedule", "SqrtBatchSchedule"],
     "recipe": ["BatchSettings", "ContextSettings", "Recipe"],
-    "rollout": ["Group", "Prompt", "Rollout", "TrainBatch"],
+    "prompt": ["Prompt"],
+    "rollout": ["Group", "Rollout", "TrainBatch"],
     "stream.cost_model": ["CostModel"],
     "stream.drivers": ["Live", "Virtual"],
     "task.arithmetic": ["ArithmeticTask"],
     "task.arithmetic_base": ["arithmetic_base_model"],
     "task.base": ["RewardScale", "Task"],
+    "task.dataset": ["DatasetTask"],
     "task.jsonl": ["JsonlTask"],
+    "task.mixture": ["MixtureTask"],
     "update.health": ["Health"],
+    "verify.grade": ["Grade", "Sample"],
+    "verify.verification": ["Verification"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -35,8 +35,13 @@ SETTINGS = frozenset(
         "cost_model",
         "reward",
         "health",
+        "chat",
+        "verify",
     }
 )
+
+# Groups that came later.
+SINCE = ("driver", "reward", "health", "chat", "verify")
 
 Folders = Sequence[str | Path]
 
@@ -199,7 +204,7 @@ def build_recipe(config: Any, name: str, build: Callable[[Any, str], Any] = buil
         generator=build(config, "generator"),
         scaled_for=config.get("scaled_for"),
         # A study that was frozen before these were there has the defaults.
-        **{group: build(config, group) for group in ("driver", "reward", "health") if group in config},
+        **{group: build(config, group) for group in SINCE if group in config},
     )
 
 

@@ -40,23 +40,30 @@ from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.measure.probe import start_probe
 from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
+from lightning_scalerl.model.chat import Rendering, StopTexts
 from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.load import check_weights, fingerprint, load_model, load_tokenizer, stop_tokens
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.save import save_model
 from lightning_scalerl.model.value import ValueModel
+from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.rollout import Rollout
 from lightning_scalerl.state import StateRegistry, TorchRandomState
 from lightning_scalerl.stream.drivers import Driver
-from lightning_scalerl.stream.prompts import PromptSource, check_lengths
+from lightning_scalerl.stream.prompts import PromptSet, PromptSource, fitting
 from lightning_scalerl.stream.random_streams import PROMPT_STREAM
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.arithmetic_base import is_arithmetic_base
-from lightning_scalerl.task.base import Task
+from lightning_scalerl.task.base import Task, passes
 from lightning_scalerl.update.health import HealthWatch
 from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
 from lightning_scalerl.update.terms import Term, terms
+from lightning_scalerl.verify.grade import Sample
+from lightning_scalerl.verify.verification import Verifiers, check_verifiers
 from sweeps.run.interruption import RunInterruptedError, interruption
+
+TRAINING = "training"
 
 
 class Lifecycle(LightningModule):
@@ -291,26 +298,31 @@ class Lifecycle(LightningModule):
 
     def _build_data_path(self) -> None:
         """All that comes before and after the training step, and its state."""
-        self._check_prompts()
+        self._prepare_prompts(training=True)
         key = (self.seed, PROMPT_STREAM)
-        self.prompts = PromptSource(self.task.train_prompts(), key, self.choices.resampling, self.choices.curriculum)
+        pool = self._sets[TRAINING]
+        tokens = {prompt.prompt_id: ids for prompt, ids in zip(pool.prompts, pool.tokens, strict=True)}
+        self.prompts = PromptSource(pool.prompts, key, self.choices.resampling, self.choices.curriculum)
         self.stream = RolloutStream(
             prompts=self.prompts,
             task=self.task,
-            encode=self.encode,
-            decode=self.decode,
+            encode=lambda prompt: tokens[prompt.prompt_id],
+            sample=self._rendering.sample,
             choices=self.choices,
             reward=self.recipe.reward,
+            verification=self.recipe.verify,
+            phrase_tokens=len(self.encode(self.choices.length_control.phrase)),
             groups_per_step=self.recipe.batch.prompts,
             completions=self.recipe.batch.completions,
             max_new_tokens=self.recipe.context.max_new_tokens,
             seed=self.seed,
         )
-        # Last of what can be refused: it may have processes.
+        # Last of what can be refused: they may have processes.
         self.generator = self._new_generator()
         channel = DirectChannel(self._weights, self.generator)
+        verifiers = self._new_verifiers()
         self.driver = self.recipe.driver.driver(
-            self.stream, self.generator, channel, self.recipe.cost_model, [self.meter.on_event]
+            self.stream, self.generator, channel, self.recipe.cost_model, verifiers, [self.meter.on_event]
         )
         self.mechanism = MechanismCounters(
             self.choices, self.recipe.choices, self.stream, self.policy, self.tokenizer.decode
@@ -326,13 +338,48 @@ class Lifecycle(LightningModule):
         self._state.register("alarm", self.alarm)
         self._state.register("random", self._random)
 
-    def _check_prompts(self) -> None:
-        """Before any compute: one that is too long would end the run when its turn comes, and every resume of it."""
+    def _prepare_prompts(self, *, training: bool) -> None:
+        """Rendered, tokenised and measured, before any compute: one that is too long would end the run when its turn
+        comes, and every resume of it."""
         evaluation = evaluation_of(self.trainer)
         limit = None if evaluation is None else evaluation.prompts
-        sets = {"training": self.task.train_prompts()}
+        sets = {TRAINING: self.task.train_prompts()} if training else {}
         sets |= {f"held-out ({name})": prompts[:limit] for name, prompts in self.task.eval_sets().items()}
-        check_lengths(sets, self.encode, self.recipe.context.max_prompt_tokens)
+        context = self.recipe.context
+        control = self.choices.length_control.end_of_thinking
+        self._rendering = Rendering(self.tokenizer, self.recipe.chat, self.stop_tokens, control)
+        tokens = self._rendering.encode_all(sets)
+        self._sets = fitting(sets, tokens, context.max_prompt_tokens, context.too_long)
+
+    @property
+    def eval_sets(self) -> dict[str, PromptSet]:
+        """The held-out prompts of each set that are evaluated."""
+        if "_sets" not in vars(self):
+            self._prepare_prompts(training=False)
+        return {name: self._sets[f"held-out ({name})"] for name in self.task.eval_sets()}
+
+    def _new_verifiers(self) -> Verifiers:
+        """That grade completions, tried before they count."""
+        verifiers = self.recipe.verify.verifiers(self.task.grader(), self.task.trusted)
+        try:
+            self._tried = check_verifiers(verifiers, self.task.known(), lambda outcome: passes(self.task, outcome))
+        except BaseException:
+            verifiers.close()
+            raise
+        return verifiers
+
+    @property
+    def began(self) -> list[str]:
+        """What a user wants to see once, at the start: lengths, a prompt as it is read, the verifier's trial."""
+        pool = self._sets[TRAINING]
+        shown = self._rendering.text(pool.prompts[0])
+        return [
+            *(each.describes(name) for name, each in self._sets.items()),
+            f"prompts: {self._rendering.describes}; the first of them as the model reads it:",
+            *(f"  | {line}" for line in (shown if len(shown) < 2000 else f"{shown[:2000]} ...").splitlines()),
+            *self.task.notes(),
+            self._tried,
+        ]
 
     @property
     def task(self) -> Task:
@@ -351,16 +398,9 @@ class Lifecycle(LightningModule):
         return self.stream.completed_steps
 
     def encode(self, text: str) -> list[int]:
-        """Prompt text to tokens."""
+        """Bare text to tokens."""
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens
-
-    def decode(self, tokens: list[int]) -> str:
-        """Completion tokens to text, without special tokens and without what ended it."""
-        if tokens and tokens[-1] in self.stop_tokens:
-            tokens = tokens[:-1]
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
 
     @property
     def stop_reason(self) -> str | None:
@@ -379,7 +419,9 @@ class Lifecycle(LightningModule):
         problem = control.check_limit(self.recipe.context.max_new_tokens, len(phrase))
         if problem:
             raise ConfigurationError(problem)
+        stop = tuple(self.recipe.chat.stop)
         return {
+            **({"stop_text": StopTexts(self.tokenizer, stop)} if stop else {}),
             "precision": self.choices.precision,
             "max_prompt_tokens": self.recipe.context.max_prompt_tokens,
             "max_new_tokens": self.recipe.context.max_new_tokens,
@@ -404,6 +446,22 @@ class Lifecycle(LightningModule):
             yield generator
         finally:
             generator.close()
+
+    @contextmanager
+    def verifying(self) -> Iterator[Verifiers]:
+        """What grades completions; `Trainer.validate` has its own."""
+        if self.trainer.state.fn == "fit":
+            yield self.driver.verifiers
+            return
+        verifiers = self._new_verifiers()
+        try:
+            yield verifiers
+        finally:
+            verifiers.close()
+
+    def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
+        """A completion as it is graded."""
+        return self._rendering.sample(prompt, rollout, self.completed_steps)
 
     def _weights(self) -> dict[str, Tensor]:
         return dict(self.policy.model.state_dict())
@@ -471,10 +529,10 @@ class Lifecycle(LightningModule):
 
     def _probe(self) -> None:
         """Trainer and generator compute the same, before any of it counts."""
-        given, prompt = self._generator_arguments(), self.task.train_prompts()[0]
+        given, tokens = self._generator_arguments(), self._sets[TRAINING].tokens[0]
         interruption = (given["phrase"], given["thinking_ended"])
         with self.generating() as generator:
-            start_probe(generator, self.policy, self.encode(prompt.text), self.completed_steps, *interruption)
+            start_probe(generator, self.policy, tokens, self.completed_steps, *interruption)
 
     def on_fit_end(self) -> None:
         """The clock stops: what passes until another fit of this module is nobody's compute."""

@@ -135,6 +135,7 @@ class ScaleRL(Lifecycle):
             "train/prompts_retired": self.prompts.retired,
             **metrics,
             **self.meter.reward_rate(sum(float(group.rewards.sum()) for group in batch.groups)),
+            **self.stream.watch.metrics(),
             **self.skipped.metrics(),
             **({"train/loss_scale": self.loss_scale.factor} if self.loss_scale.acts else {}),
             **self.alarm.observe(at_the_limit(metrics), self.completed_steps),

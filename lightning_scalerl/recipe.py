@@ -9,12 +9,15 @@ from typing import Any, ClassVar
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import Generator
+from lightning_scalerl.model.chat import Chat
 from lightning_scalerl.optim import AdamW, ConstantSchedule
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.drivers import Live, Virtual
+from lightning_scalerl.stream.prompts import TOO_LONG
 from lightning_scalerl.task.base import RewardScale
 from lightning_scalerl.update.health import Health
 from lightning_scalerl.update.terms import terms
+from lightning_scalerl.verify.verification import Verification
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,18 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class ContextSettings:
-    """Token limits and the sampling temperature."""
+    """Token limits, what becomes of prompts beyond theirs ("refuse" the run, or "drop" them), and the temperature."""
+
+    added: ClassVar[Mapping[str, Any]] = {"too_long": "refuse"}
 
     max_prompt_tokens: int
     max_new_tokens: int
     temperature: float
+    too_long: str = "refuse"
 
     def __post_init__(self) -> None:
+        if self.too_long not in TOO_LONG:
+            raise ConfigurationError(f"context.too_long: {self.too_long!r} must be one of {', '.join(TOO_LONG)}")
         for field in ("max_prompt_tokens", "max_new_tokens"):
             whole_number(f"context.{field}", getattr(self, field))
         if not 0 < self.temperature < float("inf"):
@@ -74,6 +82,8 @@ class Recipe:
     driver: Virtual | Live = Virtual()  # noqa: RUF009  # frozen, and without fields
     reward: RewardScale = RewardScale()  # noqa: RUF009  # frozen
     health: Health = Health()  # noqa: RUF009  # frozen
+    chat: Chat = Chat()  # noqa: RUF009  # frozen
+    verify: Verification = Verification()  # noqa: RUF009  # frozen
     scaled_for: str | None = None
 
     def check_scale(self, made_for_it: bool) -> None:

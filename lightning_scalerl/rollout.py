@@ -1,7 +1,7 @@
 """The records that travel along the data path: Prompt -> Rollout -> Group -> TrainBatch.
 
-Imports nothing of ours. Axis sizes in shapes: P groups (prompts), G rollouts of one prompt, R rollouts of a
-batch, T completion tokens, S prompt + completion tokens.
+Axis sizes in shapes: P groups (prompts), G rollouts of one prompt, R rollouts of a batch, T completion tokens, S prompt
++ completion tokens.
 """
 
 from __future__ import annotations
@@ -15,20 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Prompt:
-    """One verifiable problem.
-
-    `prompt_id` is unique in its pool; `answer` is whatever the task's verifier needs; `difficulty` is a label
-    such as a number of digits, for metrics by difficulty.
-    """
-
-    prompt_id: str
-    text: str
-    answer: str
-    difficulty: str = ""
-
+from lightning_scalerl.prompt import Prompt
 
 # What a rollout lists per token, and types that hold it without loss.
 _PER_TOKEN = {
@@ -46,7 +33,8 @@ class Rollout:
     tokens, generator_logprobs, weight_versions, forced: lists of length T. `generator_logprobs` are taken at
     sampling time, `weight_versions[t]` is the number of optimizer steps behind the weights that sampled token
     t, and `forced[t]` marks tokens that were inserted, not sampled (in neither loss nor ratio).
-    `finish_reason` is "stop" (end of sequence) or "length" (truncated).
+    `finish_reason` is "stop" (end of sequence) or "length" (truncated). `outcome` is what became of its grading:
+    "score", "abstain" or "error", `parts` and `extra` are the numbers and texts that its grader gave beside the reward.
     """
 
     tokens: list[int]
@@ -56,6 +44,9 @@ class Rollout:
     finish_reason: str
     reward: float = 0.0
     correct: bool = False
+    outcome: str = "score"
+    parts: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, str] = field(default_factory=dict)
 
     @property
     def truncated(self) -> bool:
@@ -67,7 +58,7 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Rollouts as few flat tensors: nested lists of millions of numbers take a checkpoint half a minute.
 
     Per token, of all rollouts one after the other: tokens, weight_versions, generator_logprobs, forced; per rollout:
-    lengths, reward, correct, finish_reason.
+    lengths, reward, correct, finish_reason, outcome, parts.
     """
     every = {
         name: torch.from_numpy(np.fromiter(chain.from_iterable(getattr(rollout, name) for rollout in rollouts), kind))
@@ -79,6 +70,9 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "reward": torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64),
         "correct": torch.tensor([rollout.correct for rollout in rollouts], dtype=torch.bool),
         "finish_reason": [rollout.finish_reason for rollout in rollouts],
+        "outcome": [rollout.outcome for rollout in rollouts],
+        "parts": [dict(rollout.parts) for rollout in rollouts],
+        "extra": [dict(rollout.extra) for rollout in rollouts],
     }
 
 
@@ -86,12 +80,18 @@ def unpacked(state: dict[str, Any]) -> list[Rollout]:
     """The inverse of `packed`, to the last bit."""
     lengths = state["lengths"].tolist()
     parts = {name: [part.tolist() for part in torch.split(state[name], lengths)] for name in _PER_TOKEN}
+    count = len(lengths)
+    outcomes = state.get("outcome", ["score"] * count)
+    parts_of, extra_of = state.get("parts", [{}] * count), state.get("extra", [{}] * count)
     return [
         Rollout(
             **{name: of_all[number] for name, of_all in parts.items()},
             finish_reason=reason,
             reward=float(state["reward"][number]),
             correct=bool(state["correct"][number]),
+            outcome=outcomes[number],
+            parts=dict(parts_of[number]),
+            extra=dict(extra_of[number]),
         )
         for number, reason in enumerate(state["finish_reason"])
     ]
@@ -102,7 +102,8 @@ class Group:
     """All rollouts of one prompt: admitted together, rewarded and credited together.
 
     `admission` counts groups in order of admission (from 0) and is unique within a run. `history` holds the pass
-    rates of the prompt's groups that were complete when this one was admitted.
+    rates of the prompt's groups that were complete when this one was admitted. `rollouts` are those that have a score;
+    those without one are `ungraded`, and count as if they had not been sampled.
     """
 
     admission: int
@@ -110,6 +111,7 @@ class Group:
     prompt_tokens: list[int]
     rollouts: list[Rollout]
     history: tuple[float, ...] = ()
+    ungraded: list[Rollout] = field(default_factory=list)
 
     @property
     def rewards(self) -> Tensor:
@@ -119,17 +121,25 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """The smallest weight version that sampled any token of the group."""
-        return min(min(rollout.weight_versions) for rollout in self.rollouts)
+        return min(min(rollout.weight_versions) for rollout in (*self.rollouts, *self.ungraded))
+
+    @property
+    def comparable(self) -> bool:
+        """Whether enough of what was sampled has a score: at least two, or the one that it was made of."""
+        return len(self.rollouts) >= (2 if self.ungraded else 1)
 
     @property
     def pass_rate(self) -> float:
-        """Share of correct rollouts."""
+        """Share of correct rollouts; of none, 0."""
+        if not self.rollouts:
+            return 0.0
         return sum(rollout.correct for rollout in self.rollouts) / len(self.rollouts)
 
     @property
     def pass_rate_so_far(self) -> float:
         """Mean pass rate of the prompt's groups up to this one: how easy the prompt has been."""
-        return (sum(self.history) + self.pass_rate) / (len(self.history) + 1)
+        rates = [*self.history, *([self.pass_rate] if self.rollouts else [])]
+        return sum(rates) / max(1, len(rates))
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,14 @@ from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import Task
+from lightning_scalerl.verify.grade import Sample
+from lightning_scalerl.verify.verification import Verifiers
 
 
 class Run(Protocol):
@@ -50,12 +55,22 @@ class Run(Protocol):
         """Where this rank trains."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Prompt text to tokens."""
+    @property
+    def eval_sets(self) -> dict[str, PromptSet]:
+        """The held-out prompts of each set that are evaluated, with their tokens."""
         ...
 
-    def decode(self, tokens: list[int]) -> str:
-        """Completion tokens to text, without special tokens."""
+    def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
+        """A completion as it is graded."""
+        ...
+
+    def verifying(self) -> AbstractContextManager[Verifiers]:
+        """What grades completions."""
+        ...
+
+    @property
+    def began(self) -> list[str]:
+        """What a user wants to see once, at the start; rank 0's alone."""
         ...
 
     def generating(self) -> AbstractContextManager[Generator]:

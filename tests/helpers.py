@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,19 @@ from lightning_scalerl.callbacks.evaluate import Evaluate
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollout import Group, Prompt, Rollout
+from lightning_scalerl.generator.base import FinishedRollout
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollout import Group, Rollout
+from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import Task
+from lightning_scalerl.verify.grade import Sample
+from lightning_scalerl.verify.inline import InlineVerifiers
 
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
+
+# A verifier that fails once ends the run.
+STRICT = ("verify.on_error=stop", "verify.retries=0")
 
 SMALL = (
     "scale=arithmetic",
@@ -94,6 +102,8 @@ def make_group(
 class CountingTask(Task):
     """Reward: the share of the digit 1 in the completion. Random models already vary in it."""
 
+    trusted = True
+
     def __init__(self, prompts: int = 11) -> None:
         self.pool = [Prompt(f"p{i}", f"{i}+{i}=", "1", str(i % 2)) for i in range(prompts)]
 
@@ -108,6 +118,28 @@ class CountingTask(Task):
 
     def is_correct(self, reward: float) -> bool:
         return reward >= 0.1
+
+
+def sampler(decode: Callable[[list[int]], str]) -> Callable[[Prompt, Rollout, int], Sample]:
+    """What a stream is given to make samples with."""
+
+    def sample(prompt: Prompt, rollout: Rollout, step: int) -> Sample:
+        text = decode(rollout.tokens)
+        return Sample(prompt, text, text, tuple(rollout.tokens), rollout.truncated, step)
+
+    return sample
+
+
+def inline(stream: RolloutStream) -> InlineVerifiers:
+    """That grade a stream's rollouts where they stand."""
+    return InlineVerifiers(stream.task.grader())
+
+
+def grade(stream: RolloutStream, finished: FinishedRollout) -> None:
+    """A rollout has ended: its outcome, at once."""
+    sample = stream.ended(finished)
+    verifiers = inline(stream)
+    stream.graded((finished.key, finished.index), verifiers.wait(verifiers.submit(sample)))
 
 
 def quiet() -> dict[str, Any]:

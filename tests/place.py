@@ -89,6 +89,7 @@ class Place:
             f"task.train={self.root}/train.jsonl",
             f"task.heldout={{heldout:{self.root}/heldout.jsonl}}",
             f"task.verifier={__name__}:odd_digits",
+            "verify.workers=0",
             "batch.prompts=2",
             "batch.completions=4",
             "async_mode.k=2",

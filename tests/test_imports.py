@@ -25,7 +25,8 @@ FLOORS = {
         {"__main__"},
     ],
     "lightning_scalerl": [
-        {"rollout", "checks"},
+        {"prompt", "checks", "cache"},
+        {"rollout", "verify"},
         {"choice", "state"},
         {"axes"},
         {"choices", "task", "model", "optim", "distributed"},

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.choice import DesignChoice, ObservedStep
-from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.prompt import Prompt
 
 
 def difficulty(prompt: Prompt) -> float:

@@ -15,7 +15,7 @@ from lightning_scalerl.rollout import Group
 
 def has_variance(rewards: Tensor) -> bool:
     """Whether rewards (G,) differ at all; compared exactly, so a constant continuous reward counts as constant."""
-    return bool((rewards != rewards[0]).any())
+    return bool((rewards != rewards[:1]).any())
 
 
 class Filter(DesignChoice):

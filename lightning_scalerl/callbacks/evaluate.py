@@ -11,11 +11,14 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_scalerl.checks import whole_number
 from lightning_scalerl.generator.base import Generator, GroupRequest
-from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollout import Rollout
 from lightning_scalerl.run import Run, run_of
 from lightning_scalerl.stream.events import Event
+from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.random_streams import EVALUATION_STREAM
-from lightning_scalerl.task.base import score
+from lightning_scalerl.task.base import passes
+from lightning_scalerl.verify.verification import ErrorWatch, RewardError, Verifiers
 
 
 class Evaluate(Callback):
@@ -87,12 +90,12 @@ class Evaluate(Callback):
     def _measure(self, run: Run) -> dict[str, float] | None:
         """On rank 0; the others wait. None if the run is asked to stop meanwhile."""
         # Rollouts in flight stand aside, and the weights are exactly these.
-        with run.meter.phase("evaluate"), run.generating() as generator:
+        with run.meter.phase("evaluate"), run.generating() as generator, run.verifying() as verifiers:
             generator.publish(dict(run.policy.model.state_dict()), run.completed_steps)
-            metrics: dict[str, float] = {}
+            metrics = {"eval/weight_version": float(run.completed_steps)}
             before = run.meter.evaluation_flops
-            for number, (name, prompts) in enumerate(run.task.eval_sets().items()):
-                rates = self._pass_rates(name, number, prompts[: self.prompts], run, generator)
+            for number, (name, prompts) in enumerate(run.eval_sets.items()):
+                rates = self._pass_rates(name, number, prompts, run, generator, verifiers)
                 if rates is None:
                     run.meter.evaluation_thrown_away(before)
                     return None
@@ -100,30 +103,73 @@ class Evaluate(Callback):
         return {**metrics, **run.meter.evaluation_metrics()}
 
     def _pass_rates(
-        self, name: str, number: int, prompts: Sequence[Prompt], run: Run, generator: Generator
+        self, name: str, number: int, sets: PromptSet, run: Run, generator: Generator, verifiers: Verifiers
     ) -> dict[str, float] | None:
-        for place, prompt in enumerate(prompts):
+        prompts = sets.prompts[: self.prompts]
+        for place, tokens in enumerate(sets.tokens[: self.prompts]):
             key = (self.seed, EVALUATION_STREAM, number, place, run.completed_steps)
-            generator.submit(GroupRequest(place, tuple(run.encode(prompt.text)), self.samples, key))
-        passes = torch.zeros(len(prompts), dtype=torch.float64)
+            generator.submit(GroupRequest(place, tuple(tokens), self.samples, key))
+        # Graded while others are still sampled.
+        tickets: list[tuple[int, int]] = []
         while generator.in_flight:
             if run.stop_reason is not None:
+                verifiers.forget(ticket for _, ticket in tickets)
                 return None
             report = generator.step()
             run.meter.on_event(Event("decode", 0.0, report))
             for finished in report.finished:
-                prompt = prompts[finished.key]
-                reward = score(run.task, prompt, run.decode(finished.rollout.tokens))
-                passes[finished.key] += run.task.is_correct(reward)
-        rates = passes / self.samples
+                _check_version(name, finished.rollout, run.completed_steps)
+                sample = run.sample(prompts[finished.key], finished.rollout)
+                tickets.append((finished.key, verifiers.submit(sample)))
+        passed = torch.zeros(len(prompts), dtype=torch.float64)
+        scored = torch.zeros(len(prompts), dtype=torch.float64)
+        watch = ErrorWatch(run.recipe.verify)
+        for place, ticket in tickets:
+            outcome = verifiers.wait(ticket)
+            watch.observe(prompts[place], outcome)
+            if outcome.kind == "score":
+                scored[place] += 1
+                passed[place] += passes(run.task, outcome)
+        if not scored.any():
+            why = "; ".join(watch.last_errors) or "its verifier abstains"
+            raise RewardError(f"reward: no completion of held-out set {name!r} has a score ({why})")
+        return self._rates(name, prompts, passed, scored)
+
+    def _rates(
+        self, name: str, prompts: Sequence[Prompt], passed: torch.Tensor, scored: torch.Tensor
+    ) -> dict[str, float]:
+        """Over prompts that have a score; what could not be graded counts as if it had not been sampled."""
+        left = torch.nonzero(scored).flatten().tolist()
+        rates = passed[left] / scored[left]
         metrics = {
             f"eval/{name}/pass_rate": float(rates.mean()),
             f"eval/{name}/pass_rate_se": standard_error(rates, self.samples),
         }
+        if (missing := len(prompts) * self.samples - int(scored.sum())) > 0:
+            metrics[f"eval/{name}/ungraded"] = missing / (len(prompts) * self.samples)
         for difficulty in sorted({prompt.difficulty for prompt in prompts} - {""}):
-            chosen = [place for place, prompt in enumerate(prompts) if prompt.difficulty == difficulty]
-            metrics[f"eval/{name}/pass_rate_{difficulty}"] = float(rates[chosen].mean())
+            chosen = [number for number, place in enumerate(left) if prompts[place].difficulty == difficulty]
+            if chosen:
+                metrics[f"eval/{name}/pass_rate_{difficulty}"] = float(rates[chosen].mean())
         return metrics
+
+
+class OtherWeightsError(RuntimeError):
+    """A point was measured on other weights than those of its step: it would be on no curve."""
+
+
+def _check_version(name: str, rollout: Rollout, version: int) -> None:
+    """Every token of an evaluation is sampled by the weights that are evaluated.
+
+    Raises:
+        OtherWeightsError: one is not.
+    """
+    others = sorted(set(rollout.weight_versions) - {version})
+    if others:
+        raise OtherWeightsError(
+            f"evaluation of {name}: it is of step {version}, and the generator sampled with weights of step "
+            f"{others[0]}; nothing is recorded"
+        )
 
 
 def evaluation_of(trainer: Trainer) -> Evaluate | None:

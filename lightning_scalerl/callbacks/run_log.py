@@ -78,7 +78,8 @@ class RunLog(Recorder):
         self._guard()
         write_semantics(self.run_dir, run)
         if self._announce:
-            print("\n".join(f"  {line}" for line in effective(run.recipe, run.choices)), flush=True)
+            lines = [*effective(run.recipe, run.choices), *run.began]
+            print("\n".join(f"  {line}" for line in lines), flush=True)
         if earlier is None:
             self.journal.header(**header)
             return

@@ -26,7 +26,8 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import Generator, GroupRequest
 from lightning_scalerl.model.head import eval_mode
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.rollout import Group, Prompt, Rollout, TrainBatch
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollout import Group, Rollout, TrainBatch
 from lightning_scalerl.stream.credit import lay_out
 from lightning_scalerl.stream.random_streams import PROBE_STREAM
 

@@ -56,6 +56,8 @@ def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
         "driver": {"name": type(recipe.driver).__name__, **asdict(recipe.driver)},
         "reward": {**asdict(recipe.reward), "of": "the verifier's 0 to 1; before length control"},
         "health": asdict(recipe.health),
+        "chat": asdict(recipe.chat),
+        "verify": asdict(recipe.verify),
         "order": ORDER,
         "epochs_per_batch": choices.epochs.count,
         "terms": [{"name": term.name, "aggregation": type(term.aggregation).__name__} for term in terms(choices)],

@@ -53,10 +53,32 @@ def step_metrics(
     What compares trainer and generator, and entropy, are of the first pass; what the loss does is of all passes.
     """
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    tokens = sum(len(rollout.tokens) for rollout in rollouts)
+    ungraded = sum(len(group.ungraded) for group in batch.groups)
     constant = sum(not has_variance(group.rewards) for group in batch.groups)
     sampled = len(batch.groups) + dropped
     metrics = {
+        **(_rollout_metrics(rollouts, choices, batch) if rollouts else {}),
+        **_part_metrics(rollouts),
+        **({"train/ungraded": ungraded / (len(rollouts) + ungraded)} if ungraded else {}),
+        "train/groups_kept": batch.denominators.prompts / len(batch.groups),
+        "train/credited_prompts": batch.denominators.prompts,
+        "train/credited_rollouts": batch.denominators.samples,
+        "train/credited_tokens": batch.denominators.tokens,
+        "train/zero_variance": (constant + dropped) / sampled,
+        **({"train/groups_dropped": dropped / sampled} if choices.filter.refills else {}),
+        **(staleness(rollouts, completed_steps) if rollouts else {}),
+        **_loss_metrics(passes),
+        **_first_pass_metrics(batch, passes[0].parts, choices),
+        **_ratio_metrics(batch, passes, choices),
+    }
+    # What a pass that is not finite leaves behind is no measurement.
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _rollout_metrics(rollouts: Sequence[Rollout], choices: Choices, batch: TrainBatch) -> dict[str, float]:
+    """Means over the rollouts that have a score."""
+    tokens = sum(len(rollout.tokens) for rollout in rollouts)
+    return {
         "train/pass_rate": sum(rollout.correct for rollout in rollouts) / len(rollouts),
         "train/reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
         "train/completion_tokens": tokens / len(rollouts),
@@ -64,19 +86,16 @@ def step_metrics(
         **_cut_by_stage(rollouts, choices, batch.denominators.max_tokens),
         "train/interrupted": sum(any(rollout.forced) for rollout in rollouts) / len(rollouts),
         "train/forced_tokens": sum(sum(rollout.forced) for rollout in rollouts) / tokens,
-        "train/groups_kept": batch.denominators.prompts / len(batch.groups),
-        "train/credited_prompts": batch.denominators.prompts,
-        "train/credited_rollouts": batch.denominators.samples,
-        "train/credited_tokens": batch.denominators.tokens,
-        "train/zero_variance": (constant + dropped) / sampled,
-        **({"train/groups_dropped": dropped / sampled} if choices.filter.refills else {}),
-        **staleness(rollouts, completed_steps),
-        **_loss_metrics(passes),
-        **_first_pass_metrics(batch, passes[0].parts, choices),
-        **_ratio_metrics(batch, passes, choices),
     }
-    # What a pass that is not finite leaves behind is no measurement.
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Of each number that graders gave beside the reward, the mean over the rollouts that have it."""
+    found: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.parts.items():
+            found.setdefault(name, []).append(value)
+    return {f"reward/{name}": sum(values) / len(values) for name, values in found.items()}
 
 
 def _cut_by_stage(rollouts: Sequence[Rollout], choices: Choices, limit: float) -> dict[str, float]:

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint
+from lightning_scalerl.callbacks.rollout_log import RolloutLog
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.composition import axes_of, build, build_recipe, use_folders
 from lightning_scalerl.data import RolloutDataModule
@@ -71,6 +72,7 @@ def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, 
             *changed,
             build(config, "evaluation"),
             RunLog(run_dir, spec.header(), guard, announce=True),
+            RolloutLog(run_dir, guard=guard, **config.get("rollouts", {})),
             ResumableCheckpoint(run_dir / "checkpoints", config.checkpoint.every_n_steps, guard),
         ],
     )

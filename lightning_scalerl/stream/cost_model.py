@@ -31,11 +31,13 @@ class CostModel:
         train_s: one optimizer step, whatever the batch.
         train_token_s: more for each token (prompt and completion) of the rollouts that carry credit, on one device.
         publish_s: generators stand still while new weights arrive.
+        grade_s: from a rollout's end to its grade; verifiers are as many as needed, and nobody waits for them.
         source: where the rates come from.
     """
 
     # Where the rates come from changes no result, and no identity.
     remarks: ClassVar[tuple[str, ...]] = ("source",)
+    added: ClassVar[dict[str, Any]] = {"grade_s": 0.0}
 
     generator_devices: int
     trainer_devices: int
@@ -48,6 +50,7 @@ class CostModel:
     train_token_s: float
     publish_s: float
     source: str
+    grade_s: float = 0.0
 
     def __post_init__(self) -> None:
         whole_number("cost_model.generator_devices", self.generator_devices)

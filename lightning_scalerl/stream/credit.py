@@ -30,7 +30,7 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
     Returns:
         A batch of the rollouts that carry credit; `groups` keeps all of them.
     """
-    kept = [number for number, group in enumerate(groups) if choices.filter.keep(group)]
+    kept = [number for number, group in enumerate(groups) if enters(group, choices)]
     rewards = [groups[number].rewards for number in kept]
     if choices.advantage.after_forward:
         advantages = [torch.zeros_like(reward) for reward in rewards]
@@ -60,13 +60,18 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
     return batch
 
 
+def enters(group: Group, choices: Choices) -> bool:
+    """Whether a group carries credit: by the filter's rule, and with scores to compare whatever that is."""
+    return group.comparable and choices.filter.keep(group)
+
+
 def remember(groups: list[Group], choices: Choices) -> None:
     """Tell a normalization with a memory of the batch that is about to be assembled of these groups; once a batch."""
     if choices.advantage.after_forward:
         return
 
     def moments() -> Moments:
-        kept = [choices.advantage.estimate(group.rewards) for group in groups if choices.filter.keep(group)]
+        kept = [choices.advantage.estimate(group.rewards) for group in groups if enters(group, choices)]
         return Moments.of(torch.cat(kept)) if kept else Moments()
 
     choices.normalization.remember(moments)

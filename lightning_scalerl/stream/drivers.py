@@ -18,6 +18,7 @@ from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.live_driver import LiveDriver
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.stream.virtual_driver import VirtualDriver
+from lightning_scalerl.verify.verification import Verifiers
 
 Driver = VirtualDriver | LiveDriver
 Listeners = list[Callable[[Event], None]]
@@ -43,10 +44,11 @@ class Virtual:
         generator: Generator,
         channel: WeightChannel,
         cost_model: CostModel,
+        verifiers: Verifiers,
         listeners: Listeners,
     ) -> Driver:
         """Of a stream."""
-        return VirtualDriver(stream, generator, channel, cost_model, listeners)
+        return VirtualDriver(stream, generator, channel, cost_model, verifiers, listeners)
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ class Live:
         generator: Generator,
         channel: WeightChannel,
         cost_model: CostModel,
+        verifiers: Verifiers,
         listeners: Listeners,
     ) -> Driver:
         """Of a stream; real time asks no cost model."""
         assert isinstance(generator, Fleet)
-        return LiveDriver(stream, generator, channel, listeners, self.probe_every)
+        return LiveDriver(stream, generator, channel, verifiers, listeners, self.probe_every)

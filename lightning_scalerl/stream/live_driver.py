@@ -18,7 +18,8 @@ from lightning_scalerl.generator.channel import WeightChannel
 from lightning_scalerl.generator.fleet import Fleet
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.stream.events import Event
-from lightning_scalerl.stream.rollout_stream import RolloutStream
+from lightning_scalerl.stream.rollout_stream import Place, RolloutStream
+from lightning_scalerl.verify.verification import Verifiers
 
 # How long a wait lasts until it is asked again whether to stop.
 LOOK_S = 0.05
@@ -40,6 +41,7 @@ class LiveDriver:
         stream: keeps the count.
         generator: runs by itself.
         channel: brings the trainer's weights to it.
+        verifiers: grade what has ended, while generation goes on.
         listeners: called with every event.
         probe_every: steps after which the generators may be asked for log-probabilities of what they are given.
     """
@@ -49,10 +51,13 @@ class LiveDriver:
         stream: RolloutStream,
         generator: Fleet,
         channel: WeightChannel,
+        verifiers: Verifiers,
         listeners: list[Callable[[Event], None]] | None = None,
         probe_every: int = 8,
     ) -> None:
         self.stream, self.generator, self.channel = stream, generator, channel
+        self.verifiers = verifiers
+        self._grading: dict[int, Place] = {}  # by ticket
         self.listeners = listeners or []
         self._probe_every = probe_every
         self._lock = threading.RLock()
@@ -111,16 +116,20 @@ class LiveDriver:
             self._changed.set()
 
     def _turn(self) -> None:
-        """Take what has ended, and fill what is free."""
+        """Take what has ended or is graded, and fill what is free."""
         report = self.generator.collect()
         for listener in self.listeners:
             listener(Event("decode", time.monotonic(), report))
         for finished in report.finished:
-            self.stream.finish(finished)
+            place = (finished.key, finished.index)
+            self._grading[self.verifiers.submit(self.stream.ended(finished))] = place
+        graded = self.verifiers.done() if self._grading else ()
+        for ticket, outcome in graded:
+            self.stream.graded(self._grading.pop(ticket), outcome)
         # A group that waits for a slot only grows old.
         while self.generator.free_slots and self.stream.may_admit():
             self.generator.submit(self.stream.admit(self.channel.version))
-        if report.finished:
+        if graded:
             self._changed.set()
 
     @contextmanager
@@ -140,6 +149,7 @@ class LiveDriver:
             self._thread.join()
             self._thread = None
         self.generator.close()
+        self.verifiers.close()
 
     @property
     def may_probe(self) -> bool:
@@ -176,5 +186,6 @@ class LiveDriver:
         return asdict(self._times)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting from there."""
+        """Go on counting from there; what the stream holds ungraded is graded anew."""
         self._times = _Times(**state)
+        self._grading = {self.verifiers.submit(sample): place for place, sample in self.stream.to_grade()}

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from lightning_scalerl.axes.curriculum import Curriculum, NoCurriculum
 from lightning_scalerl.axes.resampling import Resampling
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
-from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.prompt import Prompt
 
 
 class PoolExhaustedError(CannotGoOnError):
@@ -170,31 +171,57 @@ class PromptSource:
         self._retired = set(state["retired"])
 
 
-def check_lengths(
-    sets: Mapping[str, Sequence[Prompt]], encode: Callable[[str], list[int]], max_prompt_tokens: int
-) -> None:
-    """Whether every prompt fits into the context.
+TOO_LONG = ("refuse", "drop")
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts that fit, with their tokens, and how many of the set do not."""
+
+    prompts: Sequence[Prompt]
+    tokens: Sequence[list[int]]
+    dropped: int = 0
+
+    def describes(self, name: str) -> str:
+        """In one line, how long they are."""
+        lengths = [len(ids) for ids in self.tokens]
+        middle, most = (int(np.percentile(lengths, share, method="inverted_cdf")) for share in (50, 95))
+        left = f"; {self.dropped} longer ones left out" if self.dropped else ""
+        return f"{len(lengths)} {name}: {middle} tokens in the middle, {most} at 95%, {max(lengths)} the longest{left}"
+
+
+def fitting(
+    sets: Mapping[str, Sequence[Prompt]],
+    tokens: Mapping[str, Sequence[list[int]]],
+    max_prompt_tokens: int,
+    too_long: str = "refuse",
+) -> dict[str, PromptSet]:
+    """The prompts of each set that fit into the context, all of them unless the rule is to drop the others.
 
     Args:
         sets: prompts by what they are for.
-        encode: text to tokens.
+        tokens: theirs.
         max_prompt_tokens: the limit.
+        too_long: "refuse" or "drop".
 
     Raises:
-        ConfigurationError: how many do not, of what, and the longest; or one that is empty.
+        ConfigurationError: how many do not fit, of what, and the longest; one that is empty; none of a set is left.
     """
-    found = []
+    found, beyond = {}, []
     longest = 0
     for name, prompts in sets.items():
-        lengths = [len(encode(prompt.text)) for prompt in prompts]
+        lengths = [len(ids) for ids in tokens[name]]
         if 0 in lengths:
-            empty = prompts[lengths.index(0)].prompt_id
-            raise ConfigurationError(f"task: prompt {empty!r} ({name}) has no tokens")
-        longest = max(longest, *lengths)
-        if beyond := sum(length > max_prompt_tokens for length in lengths):
-            found.append(f"{beyond} of {len(lengths)} {name} prompts")
-    if found:
+            raise ConfigurationError(f"task: prompt {prompts[lengths.index(0)].prompt_id!r} ({name}) has no tokens")
+        longest = max([longest, *lengths])
+        fit = [number for number, length in enumerate(lengths) if length <= max_prompt_tokens]
+        if len(fit) < len(lengths):
+            beyond.append(f"{len(lengths) - len(fit)} of {len(lengths)} {name} prompts")
+        kept = [prompts[number] for number in fit], [tokens[name][number] for number in fit]
+        found[name] = PromptSet(*kept, len(lengths) - len(fit))
+    if beyond and (too_long == "refuse" or not all(each.prompts for each in found.values())):
         raise ConfigurationError(
-            f"context.max_prompt_tokens: {' and '.join(found)} have more than {max_prompt_tokens} tokens, the longest "
-            f"{longest}; raise it, or leave those prompts out of the task"
+            f"context.max_prompt_tokens: {' and '.join(beyond)} have more than {max_prompt_tokens} tokens, the longest "
+            f"{longest}; raise it, or leave them out with context.too_long=drop"
         )
+    return found

@@ -13,11 +13,17 @@ from typing import Any
 
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
-from lightning_scalerl.rollout import Group, Prompt, Rollout, TrainBatch, packed, unpacked
-from lightning_scalerl.stream.credit import assemble, remember
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollout import Group, Rollout, TrainBatch, packed, unpacked
+from lightning_scalerl.stream.credit import assemble, enters, remember
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
 from lightning_scalerl.stream.random_streams import INTERRUPTION_STREAM, TRAINING_STREAM
-from lightning_scalerl.task.base import RewardScale, Task, score
+from lightning_scalerl.task.base import RewardScale, Task, passes
+from lightning_scalerl.verify.grade import Outcome, Sample
+from lightning_scalerl.verify.verification import ErrorWatch, Verification
+
+# A rollout by its group's admission and its number in it.
+Place = tuple[int, int]
 
 
 @dataclass
@@ -27,7 +33,7 @@ class _OpenGroup:
     prompt: Prompt
     prompt_tokens: list[int]
     version: int  # of the weights at admission: no token of the group can be older
-    rollouts: list[Rollout | None]
+    rollouts: list[Rollout | None]  # those whose outcome is known
     history: tuple[float, ...]  # pass rates of the prompt's earlier groups, as known at admission
 
 
@@ -37,26 +43,31 @@ class RolloutStream:
 
     Args:
         prompts: where prompts come from, in what order.
-        task: verifies completions.
-        encode, decode: tokenizer calls.
+        task: says which rewards are correct.
+        encode: the prompt's tokens.
+        sample: a completion as it is graded.
         choices: the run's.
         groups_per_step: P.
         completions: rollouts a group, on average.
         max_new_tokens: completion limit.
         seed: of sampling.
         reward: how the verifier's reward becomes the one that is trained on.
+        verification: what becomes of completions that cannot be graded.
+        phrase_tokens: length of the phrase that ends thinking.
     """
 
     prompts: PromptSource
     task: Task
-    encode: Callable[[str], list[int]]
-    decode: Callable[[list[int]], str]
+    encode: Callable[[Prompt], list[int]]
+    sample: Callable[[Prompt, Rollout, int], Sample]
     choices: Choices
     groups_per_step: int
     completions: int
     max_new_tokens: int
     seed: int
     reward: RewardScale = RewardScale()  # noqa: RUF009  # frozen
+    verification: Verification = Verification()  # noqa: RUF009  # frozen
+    phrase_tokens: int = 0
     completed_steps: int = 0
     admitted: int = 0
     dropped: int = 0  # groups that a refilling filter has dropped: each has opened one more admission
@@ -66,7 +77,11 @@ class RolloutStream:
     _dropped_since: int = 0
     _taken_at: int = 0
     _open: dict[int, _OpenGroup] = field(default_factory=dict)
+    _ungraded: dict[Place, Rollout] = field(default_factory=dict)  # that have ended, and whose outcome is not known
     _ready: list[Group] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.watch = ErrorWatch(self.verification)
 
     def step_completed(self) -> None:
         """The optimizer step on the last batch is computed; a driver says when the trainer is done with it."""
@@ -98,7 +113,7 @@ class RolloutStream:
             PoolExhaustedError: every prompt is retired.
         """
         prompt = self.prompts.next(self.completed_steps)
-        tokens = self.encode(prompt.text)
+        tokens = self.encode(prompt)
         key = self.admitted
         history = tuple(self.prompts.history(prompt.prompt_id))
         count = self.choices.allocation.completions(self.completions, history, self.surplus)
@@ -110,7 +125,7 @@ class RolloutStream:
         if limit < self.max_new_tokens and points:
             # At the same share of a stage's shorter limit, and so that phrase and a token of an answer still fit; else
             # thinking would be cut off there, not ended.
-            last = max(1, limit - len(self.encode(self.choices.length_control.phrase)) - 1)
+            last = max(1, limit - self.phrase_tokens - 1)
             points = tuple(min(last, max(1, point * limit // self.max_new_tokens)) for point in points)
         return GroupRequest(
             key=key,
@@ -121,30 +136,54 @@ class RolloutStream:
             max_new_tokens=limit,
         )
 
-    def finish(self, finished: FinishedRollout) -> None:
-        """Reward a rollout that has ended; its group is ready with the last one.
+    def ended(self, finished: FinishedRollout) -> Sample:
+        """A rollout has ended: what is to be graded of it. Its outcome is told by `graded`."""
+        self._ungraded[finished.key, finished.index] = finished.rollout
+        return self._sample(finished.key, finished.rollout)
+
+    def _sample(self, key: int, rollout: Rollout) -> Sample:
+        return self.sample(self._open[key].prompt, rollout, self.completed_steps)
+
+    def to_grade(self) -> list[tuple[Place, Sample]]:
+        """What has ended and is not graded, in that order: a run that goes on has it graded anew."""
+        return [(place, self._sample(place[0], rollout)) for place, rollout in self._ungraded.items()]
+
+    def graded(self, place: Place, outcome: Outcome) -> None:
+        """The outcome of a rollout that has ended; its group is ready with the last one.
 
         Raises:
-            RewardError: a verifier failed.
+            RewardError: too many cannot be graded.
         """
-        group = self._open[finished.key]
-        rollout = finished.rollout
-        reward = score(self.task, group.prompt, self.decode(rollout.tokens))
-        rollout.correct = self.task.is_correct(reward)
-        scaled = self.reward.scale(reward)
-        rollout.reward = self.choices.length_control.reward(scaled, rollout.correct, len(rollout.tokens))
-        for own in self.choices.own.values():
-            rollout.reward = own.adjust_reward(rollout.reward, rollout)
-        group.rollouts[finished.index] = rollout
+        key, index = place
+        group, rollout = self._open[key], self._ungraded.pop(place)
+        self.watch.observe(group.prompt, outcome)
+        scored = outcome.kind == "score" or (outcome.kind == "error" and self.verification.on_error == "zero")
+        rollout.outcome = "score" if scored else outcome.kind
+        rollout.parts, rollout.extra = dict(outcome.parts), dict(outcome.extra)
+        if outcome.why:
+            rollout.extra["why"] = outcome.why
+        if scored:
+            rollout.correct = outcome.kind == "score" and passes(self.task, outcome)
+            scaled = self.reward.scale(outcome.reward)
+            rollout.reward = self.choices.length_control.reward(scaled, rollout.correct, len(rollout.tokens))
+            for own in self.choices.own.values():
+                rollout.reward = own.adjust_reward(rollout.reward, rollout)
+        group.rollouts[index] = rollout
         rollouts = [rollout for rollout in group.rollouts if rollout is not None]
         if len(rollouts) == len(group.rollouts):
-            del self._open[finished.key]
-            complete = Group(finished.key, group.prompt, group.prompt_tokens, rollouts, group.history)
+            del self._open[key]
+            self._complete(key, group, rollouts)
+
+    def _complete(self, key: int, group: _OpenGroup, rollouts: list[Rollout]) -> None:
+        scored = [rollout for rollout in rollouts if rollout.outcome == "score"]
+        rest = [rollout for rollout in rollouts if rollout.outcome != "score"]
+        complete = Group(key, group.prompt, group.prompt_tokens, scored, group.history, rest)
+        if scored:
             self.prompts.resolved(group.prompt.prompt_id, complete.pass_rate)
-            if self.choices.filter.refills and not self.choices.filter.keep(complete):
-                self._drop()
-            else:
-                self._ready.append(complete)
+        if self.choices.filter.refills and not enters(complete, self.choices):
+            self._drop()
+        else:
+            self._ready.append(complete)
 
     def _drop(self) -> None:
         self.dropped += 1
@@ -189,6 +228,7 @@ class RolloutStream:
         self.training, self._taken_at = True, self.completed_steps
         self.dropped_for_batch = self._dropped_since // batches
         self._dropped_since -= self.dropped_for_batch
+        self.watch.check_step(sum(len(group.rollouts) for group in groups), self.completed_steps)
         remember(groups, self.choices)
         return assemble(groups, self.choices, self.max_new_tokens)
 
@@ -208,6 +248,7 @@ class RolloutStream:
                     "version": group.version,
                     "history": list(group.history),
                     "finished": [rollout is not None for rollout in group.rollouts],
+                    "ended": [index for place, index in self._ungraded if place == key],
                 }
                 for key, group in self._open.items()
             },
@@ -217,15 +258,22 @@ class RolloutStream:
                     "history": list(group.history),
                     "prompt_id": group.prompt.prompt_id,
                     "completions": len(group.rollouts),
+                    "ungraded": len(group.ungraded),
                 }
                 for group in self._ready
             ],
-            "rollouts": packed([*self._finished(), *(rollout for group in self._ready for rollout in group.rollouts)]),
+            "rollouts": packed([*self._finished(), *(each for group in self._ready for each in _all_of(group))]),
+            "ungraded": packed([self._ungraded[place] for place in self._ended()]),
+            "watch": self.watch.state_dict(),
         }
 
     def _finished(self) -> Sequence[Rollout]:
         """Of open groups, in order."""
         return [rollout for group in self._open.values() for rollout in group.rollouts if rollout is not None]
+
+    def _ended(self) -> list[Place]:
+        """Not graded yet: group by group, as their groups are saved."""
+        return [place for key in self._open for place in self._ungraded if place[0] == key]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken."""
@@ -236,16 +284,24 @@ class RolloutStream:
         self.training = state["training"]
         self._taken_at = self.completed_steps - 1  # states are taken between steps
         rollouts = iter(unpacked(state["rollouts"]))
-        self._open = {}
+        ended = iter(unpacked(state["ungraded"]) if "ungraded" in state else [])
+        if "watch" in state:
+            self.watch.load_state_dict(state["watch"])
+        self._open, self._ungraded = {}, {}
         for key, entry in state["open"].items():
             prompt = self.prompts.by_id(entry["prompt_id"])
             own = [next(rollouts) if finished else None for finished in entry["finished"]]
             history = tuple(entry["history"])
-            self._open[key] = _OpenGroup(prompt, self.encode(prompt.text), entry["version"], own, history)
+            self._open[key] = _OpenGroup(prompt, self.encode(prompt), entry["version"], own, history)
+            self._ungraded |= {(key, index): next(ended) for index in entry.get("ended", ())}
         self._ready = []
         for entry in state["ready"]:
             prompt = self.prompts.by_id(entry["prompt_id"])
             done = [next(rollouts) for _ in range(entry["completions"])]
-            self._ready.append(
-                Group(entry["admission"], prompt, self.encode(prompt.text), done, tuple(entry["history"]))
-            )
+            rest = [next(rollouts) for _ in range(entry.get("ungraded", 0))]
+            tokens, history = self.encode(prompt), tuple(entry["history"])
+            self._ready.append(Group(entry["admission"], prompt, tokens, done, history, rest))
+
+
+def _all_of(group: Group) -> list[Rollout]:
+    return [*group.rollouts, *group.ungraded]

@@ -6,6 +6,7 @@ so does which weights sample a token.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,9 @@ from lightning_scalerl.generator.channel import WeightChannel
 from lightning_scalerl.rollout import TrainBatch, packed, unpacked
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.events import Event, VirtualClock
-from lightning_scalerl.stream.rollout_stream import RolloutStream
+from lightning_scalerl.stream.rollout_stream import Place, RolloutStream
+from lightning_scalerl.verify.grade import Sample
+from lightning_scalerl.verify.verification import Verifiers
 
 
 class SchedulerStuckError(RuntimeError):
@@ -32,6 +35,7 @@ class VirtualDriver:
         generator: samples, a token of everything in flight at a time.
         channel: brings the trainer's weights to it.
         cost_model: how long things take in virtual time.
+        verifiers: grade what has ended.
         listeners: called with every event.
     """
 
@@ -39,9 +43,12 @@ class VirtualDriver:
     generator: Generator
     channel: WeightChannel
     cost_model: CostModel
+    verifiers: Verifiers
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
     clock: VirtualClock = field(default_factory=VirtualClock)
     _decoded: StepReport | None = None  # what the generator has in hand at `generator_until_s`
+    # What is being graded: when that is done, and its ticket.
+    _grading: deque[tuple[float, Place, int]] = field(default_factory=deque)
 
     def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
         """Run both parties until the trainer is free and its next batch is due, and hand that out.
@@ -71,8 +78,9 @@ class VirtualDriver:
         return nullcontext()
 
     def close(self) -> None:
-        """Give back what the generator holds."""
+        """Give back what the generator and the verifiers hold."""
         self.generator.close()
+        self.verifiers.close()
 
     @property
     def may_probe(self) -> bool:
@@ -80,9 +88,14 @@ class VirtualDriver:
         return True
 
     def _next_event(self) -> None:
-        """Whichever comes first: the trainer is done, or the generator has its next token."""
+        """Whichever comes first: a grade, the trainer is done, or the generator has its next token."""
         stream, clock = self.stream, self.clock
-        if stream.training and (self._decoded is None or clock.trainer_until_s <= clock.generator_until_s):
+        others = [clock.trainer_until_s] if stream.training else []
+        others += [clock.generator_until_s] if self._decoded is not None else []
+        if self._grading and self._grading[0][0] <= min(others, default=self._grading[0][0]):
+            clock.now_s = max(clock.now_s, self._grading[0][0])
+            self._graded()
+        elif stream.training and (self._decoded is None or clock.trainer_until_s <= clock.generator_until_s):
             clock.now_s = clock.trainer_until_s
             stream.training = False
             self._emit("trained")
@@ -90,14 +103,25 @@ class VirtualDriver:
         elif self._decoded is not None:
             clock.now_s = clock.generator_until_s
             report, self._decoded = self._decoded, None
+            # All of them first: they are graded side by side, and nothing is sampled meanwhile only if that takes no
+            # virtual time.
             for finished in report.finished:
-                stream.finish(finished)
-                self._emit("finish")
+                self._grade((finished.key, finished.index), stream.ended(finished), clock.now_s)
+            while self._grading and self._grading[0][0] <= clock.now_s:
+                self._graded()
         else:
             raise SchedulerStuckError(
                 f"async_mode: {type(stream.choices.async_mode).__name__} neither trains nor generates after "
                 f"{stream.completed_steps} steps and {stream.admitted} admissions"
             )
+
+    def _grade(self, place: Place, sample: Sample, ended_s: float) -> None:
+        self._grading.append((ended_s + self.cost_model.grade_s, place, self.verifiers.submit(sample)))
+
+    def _graded(self) -> None:
+        _, place, ticket = self._grading.popleft()
+        self.stream.graded(place, self.verifiers.wait(ticket))
+        self._emit("finish")
 
     def _publish(self) -> None:
         mode, version = self.stream.choices.async_mode, self.stream.completed_steps
@@ -154,20 +178,26 @@ class VirtualDriver:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The clock, and the token under way."""
+        """The clock, the token under way, and when what is being graded will be."""
+        grading = [(due_s, list(place)) for due_s, place, _ in self._grading]
         if self._decoded is None:
-            return {"clock": asdict(self.clock), "decoded": None}
+            return {"clock": asdict(self.clock), "decoded": None, "grading": grading}
         finished = self._decoded.finished
         decoded = {
             **{name: value for name, value in vars(self._decoded).items() if name != "finished"},
             "finished": [(each.key, each.index) for each in finished],
             "rollouts": packed([each.rollout for each in finished]),
         }
-        return {"clock": asdict(self.clock), "decoded": decoded}
+        return {"clock": asdict(self.clock), "decoded": decoded, "grading": grading}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken."""
+        """Continue exactly where `state_dict` was taken; the stream's state is loaded before."""
         self.clock = VirtualClock(**state["clock"])
+        self._grading.clear()
+        samples = dict(self.stream.to_grade())
+        for due_s, (key, index) in state.get("grading", ()):
+            place = (key, index)
+            self._grading.append((due_s, place, self.verifiers.submit(samples[place])))
         self._decoded = None
         if state["decoded"] is not None:
             entry = dict(state["decoded"])

@@ -18,7 +18,7 @@ from lightning_scalerl.generator.base import FinishedRollout
 from lightning_scalerl.rollout import Rollout
 from lightning_scalerl.stream.prompts import PromptSource
 from lightning_scalerl.stream.rollout_stream import RolloutStream
-from tests.helpers import CountingTask, row
+from tests.helpers import CountingTask, grade, row, sampler
 
 
 def given_out(choice: Allocation, average: int, histories: Sequence[Sequence[float]]) -> list[int]:
@@ -115,7 +115,7 @@ def stream_of(choice: Allocation) -> RolloutStream:
         prompts=PromptSource(task.train_prompts(), (3,), UniformResampling()),
         task=task,
         encode=lambda text: [1, 2],
-        decode=lambda tokens: "1",
+        sample=sampler(lambda tokens: "1"),
         choices=row(choice, Interruption(low=2, high=3)),
         groups_per_step=3,
         completions=4,
@@ -133,7 +133,7 @@ def admit_and_finish(stream: RolloutStream, groups: int) -> list[tuple[str, int]
         seen.append((stream._open[request.key].prompt.prompt_id, request.completions))
         for index in range(request.completions):
             rollout = Rollout([1], [-1.0], [0], [False], "stop")
-            stream.finish(FinishedRollout(request.key, index, rollout))
+            grade(stream, FinishedRollout(request.key, index, rollout))
     return seen
 
 

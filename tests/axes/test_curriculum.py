@@ -27,7 +27,7 @@ from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.rollout import Prompt
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
 from lightning_scalerl.stream.rollout_stream import RolloutStream
-from tests.helpers import CountingTask, row
+from tests.helpers import CountingTask, row, sampler
 
 KEY = (7, 2)
 
@@ -277,13 +277,14 @@ def stream_of(choice: Curriculum, *more: DesignChoice) -> RolloutStream:
     return RolloutStream(
         prompts=PromptSource(task.train_prompts(), KEY, UniformResampling(), choice),
         task=task,
-        encode=lambda text: [1, 2],
-        decode=lambda tokens: "1",
+        encode=lambda prompt: [1, 2],
+        sample=sampler(lambda tokens: "1"),
         choices=row(choice, *more),
         groups_per_step=2,
         completions=2,
         max_new_tokens=9,
         seed=0,
+        phrase_tokens=2,
     )
 
 
@@ -300,7 +301,7 @@ def test_requests_of_a_step_are_as_long_as_it_allows() -> None:
 def test_a_stage_interrupts_at_the_same_share_of_its_limit() -> None:
     """Points of 5 of 9 tokens are points of 3 of 6, or thinking would be cut off where it is to be ended."""
     stream = stream_of(StagedLength(shares=[2 / 3, 1.0], steps=2), Interruption(5, 5, "#", "#"))
-    stream.encode = lambda text: [7] * len(text)
+    stream.phrase_tokens = 1
     assert stream.admit(0).interrupt_at == (3, 3)
     stream.completed_steps = 2
     assert stream.admit(0).interrupt_at == (5, 5)
@@ -310,7 +311,7 @@ def test_a_stage_interrupts_at_the_same_share_of_its_limit() -> None:
 def test_after_the_phrase_of_a_stage_an_answer_fits(phrase: str, point: int) -> None:
     """Of a limit of 6, as far as it goes: 4 of 8 tokens would be 3, and a phrase of 3 leaves 2."""
     stream = stream_of(StagedLength(shares=[2 / 3, 1.0], steps=2), Interruption(5, 5, "#", phrase))
-    stream.encode = lambda text: [7] * len(text)
+    stream.phrase_tokens = len(phrase)
     assert stream.admit(0).interrupt_at == (point, point)
 
 

@@ -34,11 +34,11 @@ from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
 from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.model.load import load_model, load_tokenizer
-from lightning_scalerl.task.base import RewardError
+from lightning_scalerl.verify.verification import RewardError
 from sweeps.run.journal import read_journal
 from tests.distributed.test_ranks import fit as fit_on_ranks
 from tests.distributed.test_ranks import on_ranks
-from tests.helpers import SMALL, CountingTask, fit, quiet
+from tests.helpers import SMALL, STRICT, CountingTask, fit, quiet
 
 RATE = "eval/heldout/pass_rate"
 Cells = dict[tuple[int, str], float]
@@ -127,9 +127,11 @@ def test_every_logger_holds_the_journal_cell_by_cell_across_a_resume(tiny_model_
     """Interrupted after a checkpoint at 3 and a record at 4, which is made again."""
     run_dir = tmp_path / "run"
     with pytest.raises(RewardError):
-        fit(tiny_model_path, run_dir, 5, task=Breaks(87), checkpoint_every=3, logger=three_loggers(tmp_path))
+        fit(tiny_model_path, run_dir, 5, task=Breaks(87), checkpoint_every=3, overrides=STRICT,
+            logger=three_loggers(tmp_path))
     assert read_journal(run_dir).records[-1].step == 4
     options: dict[str, Any] = {"logger": three_loggers(tmp_path), "checkpoint_every": 3, "resume": True}
+    options["overrides"] = STRICT
     module = fit(tiny_model_path, run_dir, 5, **options)
     # What the first process logged of step 4 was wall clock of its own; a logger cannot take a point back.
     assert_loggers_hold_the_journal(tmp_path, run_dir)
@@ -152,7 +154,7 @@ def test_two_ranks_log_as_one(tiny_model_path: str, tmp_path: Path) -> None:
             try:
                 fit_on_ranks(
                     tiny_model_path, run_dir, 2, 5, checkpoint_every=3, resume=resume, logger=loggers,
-                    task=CountingTask() if resume else Breaks(87), recipe="scalerl_core",
+                    task=CountingTask() if resume else Breaks(87), recipe="scalerl_core", overrides=STRICT,
                 )  # fmt: skip
             except Exception as error:
                 return type(error).__name__
@@ -360,7 +362,7 @@ def test_fit_again_as_another_run_is_refused(tiny_model_path: str) -> None:
 
 
 def test_a_fit_that_failed_is_not_gone_on_from_without_a_checkpoint(tiny_model_path: str, tmp_path: Path) -> None:
-    module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
+    module = ScaleRL(tiny_model_path, "scalerl_core", overrides=[*SMALL, *STRICT])
 
     def attempt(task: CountingTask, **options: Any) -> None:
         settings = {**quiet(), "enable_checkpointing": True}

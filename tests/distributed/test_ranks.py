@@ -34,7 +34,7 @@ from lightning_scalerl.distributed.ranks import LeaderFailedError, Ranks, check_
 from lightning_scalerl.distributed.start import devices_beside, process_rank, trainer_settings
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.rollout import whole
-from lightning_scalerl.task.base import RewardError
+from lightning_scalerl.verify.verification import RewardError
 from sweeps.run.interruption import interruption
 from sweeps.run.journal import JournalView, read_journal
 from tests.axes.test_contract import batch_of

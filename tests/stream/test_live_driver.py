@@ -23,9 +23,9 @@ from lightning_scalerl.stream.drivers import Live
 from lightning_scalerl.stream.live_driver import LiveDriver
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.stream.virtual_driver import VirtualDriver
-from lightning_scalerl.task.base import RewardError
+from lightning_scalerl.verify.verification import RewardError
 from tests.generator.slow import Size, SlowGenerator, Weights, script, weights_of
-from tests.helpers import CountingTask
+from tests.helpers import CountingTask, inline
 from tests.stream.test_rollout_stream import rates, stream_of
 
 GROUPS, SIZE = 2, 3
@@ -39,7 +39,8 @@ def fleet(generators: int = 2, slots: int = 4, most_s: float = 0.01, silence_s: 
 
 def live(mode: AsyncMode, task: CountingTask | None = None, **size: Any) -> LiveDriver:
     stream, generators = stream_of(mode, task), fleet(**size)
-    return LiveDriver(stream, generators, DirectChannel(lambda: weights_of(stream.completed_steps), generators))
+    channel = DirectChannel(lambda: weights_of(stream.completed_steps), generators)
+    return LiveDriver(stream, generators, channel, inline(stream))
 
 
 def train(driver: LiveDriver | VirtualDriver, steps: int, most_s: float = 0.0, seed: int = 0) -> list[TrainBatch]:
@@ -82,7 +83,7 @@ def test_both_clocks_obey_one_rule(mode: AsyncMode) -> None:
     with closing(live(mode)) as driver:
         once(train(driver, 9, 0.02), driver.stream)
     stream, generator = stream_of(mode), ScriptedGenerator(script, 4)
-    virtual = VirtualDriver(stream, generator, DirectChannel(dict, generator), rates())
+    virtual = VirtualDriver(stream, generator, DirectChannel(dict, generator), rates(), inline(stream))
     once(train(virtual, 9), stream)
 
 
@@ -123,7 +124,7 @@ def test_one_that_never_comes_back_ends_the_run_with_its_last_words() -> None:
         """Weights that no generator can take."""
 
     stream, generators = stream_of(Pipeline(2)), fleet(generators=1)
-    driver = LiveDriver(stream, generators, Broken(lambda: weights_of(-1), generators))
+    driver = LiveDriver(stream, generators, Broken(lambda: weights_of(-1), generators), inline(stream))
     with closing(driver), pytest.raises(Exception, match="published as version 1"):
         train(driver, 9)
 

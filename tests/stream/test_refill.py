@@ -28,7 +28,7 @@ from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.stream.virtual_driver import VirtualDriver
-from tests.helpers import CountingTask, row
+from tests.helpers import CountingTask, grade, inline, row, sampler
 from tests.stream.test_rollout_stream import MODES, RATES, parts, rates, script_of, train
 
 Lengths = dict[tuple[int, int], int]
@@ -62,7 +62,7 @@ def driver_of(
         prompts=PromptSource(task.train_prompts(), (0,), choices.resampling),
         task=task,
         encode=lambda text: [1, 2],
-        decode=lambda tokens: str(len(tokens)),
+        sample=sampler(lambda tokens: str(len(tokens))),
         choices=choices,
         groups_per_step=groups,
         completions=2,
@@ -71,7 +71,7 @@ def driver_of(
     )
     generator = ScriptedGenerator(script_of(lengths), slots)
     channel = DirectChannel(dict, generator)
-    return VirtualDriver(stream, generator, channel, cost_model or rates(), [events.append]), events
+    return VirtualDriver(stream, generator, channel, cost_model or rates(), inline(stream), [events.append]), events
 
 
 def some_lengths(seed: int, giant: bool = False, share: float = 0.5) -> Lengths:
@@ -234,7 +234,7 @@ def test_a_phase_is_not_over_while_a_dropped_group_is_to_be_replaced() -> None:
         for index in range(2):
             length = 1 + index * (key != 1)
             rollout = Rollout([2] * length, [-1.0] * length, [0] * length, [False] * length, "stop")
-            stream.finish(FinishedRollout(request.key, index, rollout))
+            grade(stream, FinishedRollout(request.key, index, rollout))
     assert (len(stream._ready), len(stream._open), stream.dropped) == (3, 0, 1)
     assert stream.may_admit() and not stream.batch_due()
 

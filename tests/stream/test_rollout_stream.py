@@ -23,8 +23,8 @@ from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.stream.virtual_driver import SchedulerStuckError, VirtualDriver
-from lightning_scalerl.task.base import RewardError
-from tests.helpers import CountingTask, row
+from lightning_scalerl.verify.verification import RewardError
+from tests.helpers import CountingTask, inline, row, sampler
 
 
 def script_of(lengths: Mapping[tuple[int, int], int] | None) -> Script:
@@ -54,7 +54,7 @@ def stream_of(
         prompts=PromptSource(task.train_prompts(), (0,), resampling),
         task=task,
         encode=lambda text: [1, 2],
-        decode=lambda tokens: "1" * (len(tokens) % 2) + "0" * 3,
+        sample=sampler(lambda tokens: "1" * (len(tokens) % 2) + "0" * 3),
         choices=row(resampling, mode),
         groups_per_step=groups,
         completions=size,
@@ -76,7 +76,7 @@ def driver_of(
     stream = stream_of(mode, groups=groups, size=size, resampling=resampling)
     generator = ScriptedGenerator(script_of(lengths), slots)
     channel = DirectChannel(dict, generator)
-    return VirtualDriver(stream, generator, channel, cost_model or rates(), [events.append]), events
+    return VirtualDriver(stream, generator, channel, cost_model or rates(), inline(stream), [events.append]), events
 
 
 def train(driver: VirtualDriver, steps: int) -> list[Any]:
@@ -315,5 +315,5 @@ def test_a_broken_verifier_names_its_prompt(bad: str) -> None:
         return float("nan") if bad == "nan" else "good"
 
     driver.stream.task.reward = reward  # type: ignore[method-assign]
-    with pytest.raises(RewardError, match=r"reward of prompt 'p\d+'"):
+    with pytest.raises(RewardError, match=r"reward: of the batch of step 0 no completion was graded \(prompt 'p\d+'"):
         driver.next_batch()
