@@ -1,0 +1,66 @@
+"""Reward functions that misbehave, each in its own way; loaded by their place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def obedient(completion: str, answer: str) -> float | None:
+    """Does what the completion says."""
+    word, _, rest = completion.partition(" ")
+    if word == "sleep":
+        time.sleep(float(rest))
+    elif word == "spin":
+        while True:
+            pass
+    elif word == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+    elif word == "exit":
+        sys.exit(int(rest))
+    elif word == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif word == "raise":
+        raise ValueError(rest)
+    elif word == "abstain":
+        return None
+    elif word == "memory":
+        return float(len(bytearray(8 << 30)))
+    elif word == "child":
+        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(300)  # {rest}"])
+        time.sleep(300)
+    elif word == "once":
+        marker = Path(rest)
+        if not marker.exists():
+            marker.touch()
+            raise OSError("the first time")
+    elif word == "alarm":
+        return _alarmed()
+    elif word == "print":
+        print("noise " * 1000)
+    elif word == "pid":
+        return float(os.getpid())
+    elif word == "is":
+        return float(rest)
+    return 1.0
+
+
+def _alarmed() -> float:
+    """As math-verify stops itself: works in a main thread only."""
+
+    def ring(number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        time.sleep(5)
+    except TimeoutError:
+        return 0.25
+    return 0.0
