@@ -40,6 +40,7 @@ class Evaluate(Callback):
         self.samples = whole_number("evaluation.samples", samples)
         self.seed = seed
         self.prompts = None if prompts is None else whole_number("evaluation.prompts", prompts)
+        self.rates: dict[str, torch.Tensor] = {}  # of the last evaluation, by set: of each prompt (N,), float64
         self._last_step = -1
 
     @property
@@ -141,6 +142,7 @@ class Evaluate(Callback):
         """Over prompts that have a score; what could not be graded counts as if it had not been sampled."""
         left = torch.nonzero(scored).flatten().tolist()
         rates = passed[left] / scored[left]
+        self.rates[name] = rates
         metrics = {
             f"eval/{name}/pass_rate": float(rates.mean()),
             f"eval/{name}/pass_rate_se": standard_error(rates, self.samples),

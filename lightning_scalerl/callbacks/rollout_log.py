@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.rollout import Group, Rollout, TrainBatch
 from lightning_scalerl.run import Run, run_of
+from lightning_scalerl.verify.grade import Sample
 from sweeps.run.rollouts import write_groups
 
 
@@ -67,13 +68,15 @@ def entry(group: Group, run: Run, step: int) -> dict[str, Any]:
         "difficulty": prompt.difficulty,
         "prompt": prompt.text,
         "answer": prompt.answer if isinstance(prompt.answer, str) else repr(prompt.answer)[:2000],
-        "rollouts": [_rollout(run.sample(prompt, rollout).completion, rollout) for rollout in rollouts],
+        "rollouts": [_rollout(run.sample(prompt, rollout), rollout) for rollout in rollouts],
     }
 
 
-def _rollout(completion: str, rollout: Rollout) -> dict[str, Any]:
+def _rollout(sample: Sample, rollout: Rollout) -> dict[str, Any]:
+    """What follows the thinking stands apart only where it is not the whole."""
     return {
-        "completion": completion,
+        "completion": sample.completion,
+        **({} if sample.answer == sample.completion else {"answer": sample.answer}),
         "reward": rollout.reward if rollout.outcome == "score" else None,
         "correct": rollout.correct,
         "outcome": rollout.outcome,

@@ -134,6 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
     _deciding(command)
     _showing(command)
     _studying(command)
+    _reading(command)
     completion = command(
         "completion",
         _later("completion", "completion_command"),
@@ -273,6 +274,58 @@ def _studying(command: Command) -> None:
         "--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the weights; default: %(default)s"
     )
     export.add_argument("--step", type=int, metavar="N", help="of the checkpoint; default: the newest")
+
+
+def _reading(command: Command) -> None:
+    rollouts = command(
+        "rollouts",
+        _later("rollout_commands", "rollouts_command"),
+        "show what a run's model has written: whole groups with rewards, outcomes, versions",
+        "scalerl rollouts outputs/mine/runs/0f3a9c21d4e7 --only wrong --limit 2",
+    )
+    rollouts.add_argument("run", metavar="RUN", help="a run's folder: outputs/STUDY/runs/IDENTITY")
+    rollouts.add_argument("--step", type=_steps, metavar="N|N:M", help="of this step, or from one to another")
+    rollouts.add_argument("--prompt", metavar="ID", help="of this prompt")
+    rollouts.add_argument("--difficulty", metavar="D", help="of this difficulty")
+    rollouts.add_argument("--source", metavar="TASK", help="of this task of a mixture")
+    rollouts.add_argument("--outcome", choices=["score", "abstain", "error"], help="that ended so")
+    rollouts.add_argument("--only", choices=["right", "wrong"], help="that were graded so")
+    rollouts.add_argument("--limit", type=int, default=3, metavar="K", help="the last K groups; 0: all; default: 3")
+    rollouts.add_argument("--full", action="store_true", help="texts whole")
+    rollouts.add_argument("--json", action="store_true", help="print a JSON list, an object a group")
+
+    rescore = command(
+        "rescore",
+        _later("rollout_commands", "rescore_command"),
+        "grade a run's stored rollouts anew, with its own verifier or another; generates nothing",
+        "scalerl rescore outputs/mine/runs/0f3a9c21d4e7 --reward my_rewards.py:strict",
+    )
+    rescore.add_argument("run", metavar="RUN", help="a run's folder: outputs/STUDY/runs/IDENTITY")
+    rescore.add_argument(
+        "--reward", metavar="R", help="math, choice, ... or file.py:function; default: that of the run's task"
+    )
+    rescore.add_argument("--out", metavar="FILE", help="write the groups with their new grades (JSON lines)")
+    rescore.add_argument("--json", action="store_true", help="print a JSON list, an object a task")
+
+    noise = command(
+        "noise",
+        _later("rollout_commands", "noise_command"),
+        "repeat an evaluation at fixed weights: how far a point may be off",
+        "scalerl noise my_model gsm8k task.train=train.jsonl 'task.heldout={test: test.jsonl}' --repeats 5",
+    )
+    noise.add_argument("model", metavar="MODEL", help="a run's folder, or a model's folder or hub id")
+    noise.add_argument("overrides", nargs="*", metavar="TASK OVERRIDE", help="of a model: the task, and its settings")
+    noise.add_argument("--repeats", type=int, default=5, metavar="N", help="default: %(default)s")
+    noise.add_argument("--json", action="store_true", help="print a JSON list, an object a held-out set")
+
+
+def _steps(text: str) -> tuple[int, int | None]:
+    """One step, or a range of them."""
+    first, colon, last = text.partition(":")
+    try:
+        return int(first or 0), (int(last) if last else None) if colon else int(first)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no step; give one, as 64, or a range, as 8:64") from error
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:

@@ -28,8 +28,8 @@ _OTHER_FORM = (
 
 # Top-level keys of the configuration that say how, where or how long, not what.
 OPERATIONAL_KEYS = frozenset(
-    ("budget", "checkpoint", "rollouts", "study", "output_dir", "launch", "mlflow", "label", "hydra", "seed")
-    + ("scaled_for",)
+    {"budget", "checkpoint", "rollouts", "study", "output_dir", "launch", "mlflow", "label", "hydra", "seed"}
+    | {"scaled_for"}
 )
 
 

@@ -136,7 +136,12 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list
     assert code == 2 and "usage" in err
 
 
-COMMANDS = ("train", "fit", "rank", "plan", "report", "watch", "publish", "status", "collect", "export", "completion")
+# That need a model that was trained.
+OF_MODELS = ("export", "rollouts", "rescore", "noise")
+COMMANDS = (
+    *("train", "fit", "rank", "plan", "report", "watch", "publish", "status", "collect"),
+    *(*OF_MODELS, "completion"),
+)
 
 
 def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,9 +149,9 @@ def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in out.splitlines() if re.match(r"    [a-z]+( |$)", line)] == list(COMMANDS)
 
 
-# A trained model is not among the examples: tests/member/test_export.py makes one.
+# A trained model is not among the examples: tests/member make one.
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [each for each in COMMANDS if each != "export"])
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each not in OF_MODELS])
 def test_help_has_an_example_that_works(tmp_path: Path, command: str) -> None:
     """The example, word for word, in a directory that holds nothing but the repository's examples."""
     shown = scalerl(command, "--help")

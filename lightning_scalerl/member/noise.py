@@ -1,0 +1,111 @@
+"""`scalerl noise MODEL TASK`: one evaluation repeated at fixed weights, and so how far a point may be off."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from omegaconf import OmegaConf
+from scipy import stats
+from torch import Tensor
+
+from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
+from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
+from lightning_scalerl.composition import build, build_recipe, compose, use_folders
+from lightning_scalerl.data import RolloutDataModule
+from lightning_scalerl.module import ScaleRL
+from sweeps.errors import UserError
+from sweeps.run.spec import SPEC_FILE, RunSpec
+
+
+def measure_noise(model: str, overrides: Sequence[str], repeats: int) -> list[dict[str, Any]]:
+    """Evaluate the same weights several times, each time with other random numbers.
+
+    Args:
+        model: a run's folder (its newest checkpoint), or a model's folder or hub id.
+        overrides: of a run none; of a model at least its task.
+        repeats: how often.
+
+    Returns:
+        A row a held-out set: prompts, samples, pass rate, the standard deviation over the repeats with its 95% interval
+        (chi-squared), what a single evaluation foretells of it, and the standard error that another draw of the
+        prompts would add.
+
+    Raises:
+        UserError: what cannot be evaluated, and why.
+    """
+    if repeats < 2:
+        raise UserError(f"--repeats {repeats}: at least 2, or there is nothing to compare")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*(LeafSpec|`srun` command).*")
+    try:
+        config, weights = _configured(model, overrides)
+        torch.set_num_threads(int(config.launch.threads))
+        recipe = build_recipe(config, "noise")
+        module = ScaleRL(model=build(config, "model"), recipe=recipe)
+        evaluation = build(config, "evaluation")
+        datamodule = RolloutDataModule(build(config, "task"))
+        trainer = Trainer(
+            logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[evaluation],
+            enable_checkpointing=False, devices=1,
+        )  # fmt: skip
+        found: dict[str, list[tuple[Tensor, float]]] = {}
+        for repeat in range(repeats):
+            evaluation.seed = evaluation.seed + bool(repeat)
+            trainer.validate(module, datamodule, ckpt_path=weights, verbose=False, weights_only=True)
+            weights = None  # they are there now
+            for name, rates in evaluation.rates.items():
+                foretold = float(trainer.callback_metrics[f"eval/{name}/pass_rate_se"])
+                found.setdefault(name, []).append((rates, foretold))
+    except (ConfigurationError, CannotGoOnError) as error:
+        raise UserError(str(error)) from error
+    return [_row(name, each, evaluation.samples) for name, each in found.items()]
+
+
+def _configured(model: str, overrides: Sequence[str]) -> tuple[Any, str | None]:
+    """The configuration, and the checkpoint whose weights are evaluated."""
+    if (Path(model) / SPEC_FILE).is_file():
+        if overrides:
+            raise UserError(
+                f"{overrides[0]}: a run is evaluated as it was trained; to change that, give a model's folder"
+            )
+        spec = RunSpec.read(Path(model))
+        use_folders(spec.folders)
+        weights = newest_checkpoint(Path(model) / "checkpoints")
+        if weights is None:
+            raise UserError(f"{model}: no checkpoint that can be read; train the run first")
+        return OmegaConf.create(dict(spec.config)), str(weights)
+    if not any(entry.startswith("task=") for entry in overrides):
+        raise UserError(
+            "task: say what is evaluated, such as: scalerl noise MODEL gsm8k task.train=... task.heldout=..."
+        )
+    return compose(["model=path", f"model.path={model}", "scaled_for=null", *overrides]), None
+
+
+def _row(name: str, repeats: Sequence[tuple[Tensor, float]], samples: int) -> dict[str, Any]:
+    rates = torch.stack([each for each, _ in repeats])  # (repeats, prompts)
+    count, prompts = rates.shape
+    means = rates.mean(1)
+    spread = float(means.std())
+    low, high = (stats.chi2.ppf(share, count - 1) for share in (0.975, 0.025))
+    by_prompt = rates.mean(0)
+    within = float((by_prompt * (1 - by_prompt)).mean()) / max(1, count * samples - 1)
+    between = max(0.0, float(by_prompt.var()) - within) if prompts > 1 else 0.0
+    return {
+        "set": name,
+        "prompts": prompts,
+        "samples": samples,
+        "pass_rate": float(means.mean()),
+        "sampling_error": spread,
+        "sampling_error_low": spread * math.sqrt((count - 1) / low),
+        "sampling_error_high": spread * math.sqrt((count - 1) / high),
+        "foretold": math.sqrt(sum(each**2 for _, each in repeats) / count),
+        "prompt_error": math.sqrt(between / prompts),
+    }

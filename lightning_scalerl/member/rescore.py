@@ -1,0 +1,116 @@
+"""`scalerl rescore RUN --reward ...`: stored rollouts graded anew, nothing generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.composition import build, use_folders
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.task.base import Task, passes
+from lightning_scalerl.verify.grade import Grader, Outcome, Sample
+from lightning_scalerl.verify.named import reward_sum
+from lightning_scalerl.verify.verification import Verification
+from sweeps.errors import UserError
+from sweeps.run.files import append_lines
+from sweeps.run.rollouts import Group, read_groups
+from sweeps.run.spec import RunSpec
+
+
+def rescore_run(run_dir: Path, reward: str | None = None, out: Path | None = None) -> list[dict[str, Any]]:
+    """Grade the rollouts that a run has kept.
+
+    Args:
+        run_dir: of a run of `scalerl train`.
+        reward: a name or place of a verifier (`math`, `file.py:function`); None for the task's own.
+        out: where to write the groups with their new grades; None for nowhere.
+
+    Returns:
+        A row a task: rollouts, means before and after, how many changed from right to wrong or back.
+
+    Raises:
+        UserError: no rollouts, no such prompt or verifier, or `out` is there already.
+    """
+    spec, groups = RunSpec.read(run_dir), read_groups(run_dir)
+    if out is not None and out.exists():
+        raise UserError(f"--out {out}: is there already; give a new file")
+    try:
+        use_folders(spec.folders)
+        config = OmegaConf.create(dict(spec.config))
+        task = build(config, "task")
+        settings = build(config, "verify") if "verify" in config else Verification()
+        grader = task.grader() if reward is None else reward_sum("--reward", reward)
+        prompts = {prompt.prompt_id: prompt for prompt in task.train_prompts()}
+        lost = [group["prompt_id"] for group in groups if group["prompt_id"] not in prompts]
+        if lost:
+            raise UserError(f"{run_dir}: its task holds no prompt {lost[0]!r} any more; the data has changed")
+        outcomes = _graded(groups, prompts, grader, settings, trusted=reward is None and task.trusted)
+    except ConfigurationError as error:
+        raise UserError(str(error)) from error
+    if out is not None:
+        append_lines(out, [_with(group, task, these) for group, these in zip(groups, outcomes, strict=True)])
+    sources = sorted({group["source"] for group in groups})
+    pairs = list(zip(groups, outcomes, strict=True))
+    return [_row(source, [pair for pair in pairs if pair[0]["source"] == source], task) for source in sources]
+
+
+def _graded(
+    groups: Sequence[Group], prompts: dict[str, Prompt], grader: Grader, settings: Verification, trusted: bool
+) -> list[list[Outcome]]:
+    verifiers = settings.verifiers(grader, trusted)
+    try:
+        tickets = [
+            [verifiers.submit(_sample(prompts[group["prompt_id"]], each, group["step"])) for each in group["rollouts"]]
+            for group in groups
+        ]
+        return [[verifiers.wait(ticket) for ticket in those] for those in tickets]
+    finally:
+        verifiers.close()
+
+
+def _sample(prompt: Prompt, stored: dict[str, Any], step: int) -> Sample:
+    truncated = stored["finish_reason"] == "length"
+    return Sample(prompt, stored["completion"], stored.get("answer", stored["completion"]), (), truncated, step)
+
+
+def _with(group: Group, task: Task, outcomes: Sequence[Outcome]) -> Group:
+    rollouts = [
+        {
+            **each,
+            "reward": outcome.reward if outcome.kind == "score" else None,
+            "correct": outcome.kind == "score" and passes(task, outcome),
+            "outcome": outcome.kind,
+            "parts": dict(outcome.parts),
+            "extra": {**outcome.extra, **({"why": outcome.why} if outcome.why else {})},
+        }
+        for each, outcome in zip(group["rollouts"], outcomes, strict=True)
+    ]
+    return {**group, "rollouts": rollouts}
+
+
+def _row(source: str, pairs: Sequence[tuple[Group, list[Outcome]]], task: Task) -> dict[str, Any]:
+    before = [each for group, _ in pairs for each in group["rollouts"]]
+    after = [each for group, outcomes in pairs for each in _with(group, task, outcomes)["rollouts"]]
+    both = [(old, new) for old, new in zip(before, after, strict=True) if old["outcome"] == new["outcome"] == "score"]
+    return {
+        "source": source,
+        "rollouts": len(before),
+        "before": _means(before),
+        "after": _means(after),
+        "changed": sum(old["correct"] != new["correct"] for old, new in both),
+    }
+
+
+def _means(rollouts: Sequence[dict[str, Any]]) -> dict[str, float]:
+    scored = [each for each in rollouts if each["outcome"] == "score"]
+    count = max(1, len(scored))
+    return {
+        "reward": sum(each["reward"] for each in scored) / count,
+        "pass_rate": sum(each["correct"] for each in scored) / count,
+        "abstained": sum(each["outcome"] == "abstain" for each in rollouts),
+        "errors": sum(each["outcome"] == "error" for each in rollouts),
+    }

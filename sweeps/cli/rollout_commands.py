@@ -1,0 +1,150 @@
+"""Commands about what models write: rollouts, rescore, noise."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sweeps.cli.output import print_json
+from sweeps.errors import UserError
+from sweeps.executor.base import load_entry
+from sweeps.report.plain import one_line, table
+from sweeps.run.rollouts import Group, read_groups
+from sweeps.run.spec import SPEC_FILE
+
+# Lines of a prompt and of a completion, unless all of them are asked for.
+LINES = 6
+MARKS = {"abstain": "-", "error": "!"}
+
+
+def rollouts_command(options: argparse.Namespace) -> int:
+    """`scalerl rollouts`."""
+    groups = [kept for group in read_groups(Path(options.run)) if (kept := _matching(group, options))]
+    if not groups:
+        raise UserError(f"{options.run}: no rollout is of that kind; leave out an option")
+    shown = groups[-options.limit :] if options.limit else groups
+    if options.json:
+        print_json(shown)
+        return 0
+    width = max(40, shutil.get_terminal_size().columns)
+    for group in shown:
+        print("\n".join(_lines(group, width, None if options.full else LINES)), end="\n\n")
+    left = len(groups) - len(shown)
+    print(f"{len(shown)} groups{f', and {left} before them (--limit 0)' if left else ''}")
+    return 0
+
+
+def _matching(group: Group, options: argparse.Namespace) -> Group | None:
+    """The group with the rollouts that were asked for; None if it is not one of those."""
+    first, last = options.step or (0, None)
+    wanted = (
+        group["step"] >= first
+        and (last is None or group["step"] <= last)
+        and options.prompt in (None, group["prompt_id"])
+        and options.difficulty in (None, group["difficulty"])
+        and options.source in (None, group["source"])
+    )
+    if not wanted:
+        return None
+    outcome, correct = options.outcome, {"right": True, "wrong": False}.get(options.only)
+    rollouts = [
+        each
+        for each in group["rollouts"]
+        if outcome in (None, each["outcome"])
+        and (correct is None or (each["outcome"] == "score" and each["correct"] == correct))
+    ]
+    return {**group, "rollouts": rollouts} if rollouts else None
+
+
+def _lines(group: Group, width: int, most: int | None) -> Iterator[str]:
+    rollouts = group["rollouts"]
+    scored = [each for each in rollouts if each["outcome"] == "score"]
+    rate = f", {sum(each['correct'] for each in scored)} of {len(scored)} right" if scored else ""
+    about = ", ".join(filter(None, (group["source"], group["difficulty"])))
+    yield f"step {group['step']}, prompt {one_line(str(group['prompt_id']))}{f' ({about})' if about else ''}{rate}"
+    yield from _wrapped(group["prompt"], "    ", width, most)
+    yield f"    answer: {one_line(str(group['answer']))[: width - 12]}"
+    for each in rollouts:
+        mark = MARKS.get(each["outcome"]) or ("+" if each["correct"] else "x")
+        reward = "no score" if each["reward"] is None else f"{each['reward']:g}"
+        parts = "".join(f", {name} {value:g}" for name, value in each["parts"].items())
+        versions = ", ".join(f"{count} of version {version}" for version, count in each["versions"])
+        cut = ", cut off" if each["finish_reason"] == "length" else ""
+        forced = f", {each['forced']} forced" if each["forced"] else ""
+        yield f"  {mark} {reward}{parts}; {each['tokens']} tokens ({versions}){forced}{cut}"
+        for name, text in each["extra"].items():
+            yield f"      {one_line(name)}: {one_line(str(text))[:width]}"
+        yield from _wrapped(each["completion"], "      ", width, most)
+
+
+def _wrapped(text: str, indent: str, width: int, most: int | None) -> list[str]:
+    """Within the width, and no more than so many lines: the first ones, and the last, where answers stand."""
+    lines = [
+        piece
+        for line in text.splitlines() or [""]
+        for piece in textwrap.wrap(one_line(line), width - len(indent)) or [""]
+    ]
+    if most is not None and len(lines) > most:
+        lines = [*lines[: most - 2], f"[{len(lines) - most + 1} lines more, --full]", lines[-1]]
+    return [f"{indent}{line}".rstrip() for line in lines]
+
+
+def rescore_command(options: argparse.Namespace) -> int:
+    """`scalerl rescore`."""
+    run = _run(options.run)
+    rescore = load_entry("lightning_scalerl.member.rescore:rescore_run")
+    found: list[dict[str, Any]] = rescore(run, options.reward, None if options.out is None else Path(options.out))
+    if options.json:
+        print_json(found)
+        return 0
+    rows = [
+        [
+            entry["source"] or "all",
+            str(entry["rollouts"]),
+            *(f"{entry[when][what]:.4g}" for when in ("before", "after") for what in ("reward", "pass_rate")),
+            str(entry["changed"]),
+            f"{entry['after']['abstained']}, {entry['after']['errors']}",
+        ]
+        for entry in found
+    ]
+    head = ["task", "rollouts", "reward", "pass rate", "new reward", "new pass rate", "changed", "abstained, errors"]
+    print(table(head, rows))
+    return 0
+
+
+def noise_command(options: argparse.Namespace) -> int:
+    """`scalerl noise`."""
+    noise = load_entry("lightning_scalerl.member.noise:measure_noise")
+    words: Sequence[str] = options.overrides
+    # The task's name may stand there by itself.
+    overrides = [f"task={word}" if number == 0 and "=" not in word else word for number, word in enumerate(words)]
+    found: list[dict[str, Any]] = noise(options.model, overrides, options.repeats)
+    if options.json:
+        print_json(found)
+        return 0
+    rows = [
+        [
+            entry["set"], str(entry["prompts"]), str(entry["samples"]), f"{entry['pass_rate']:.4f}",
+            f"{entry['sampling_error']:.4f} [{entry['sampling_error_low']:.4f}, {entry['sampling_error_high']:.4f}]",
+            f"{entry['foretold']:.4f}", f"{entry['prompt_error']:.4f}",
+        ]
+        for entry in found
+    ]  # fmt: skip
+    print(table(["set", "prompts", "samples", "pass rate", "sampling error", "foretold", "prompt error"], rows))
+    print(
+        f"\n{options.repeats} evaluations of the same weights. sampling error: how much they differ, with its 95% "
+        "interval;\nforetold: what each gives by itself, and fits use; prompt error: what another draw of as many "
+        "prompts would add."
+    )
+    return 0
+
+
+def _run(name: str) -> Path:
+    run = Path(name)
+    if not (run / SPEC_FILE).is_file():
+        raise UserError(f"{run}: no run of scalerl train; give a folder such as outputs/STUDY/runs/IDENTITY")
+    return run
