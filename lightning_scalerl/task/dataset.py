@@ -38,6 +38,7 @@ class DatasetTask(Task):
             "\\\\boxed{{{answer}}}"; the verifier is tried on a few before the first step.
         duplicates: what becomes of a training prompt that occurs twice: "drop" the later one, "refuse", "keep".
         leaks: what becomes of a training prompt that is in a held-out set too, likewise.
+        sandbox: settings of the verifier `code` (`verify.programs.Programs`), such as {memory_mib: 2048}.
 
     Raises:
         ConfigurationError: a file, row, field, rule or reward that cannot be used; named.
@@ -56,6 +57,7 @@ class DatasetTask(Task):
         wrong: str | None = None,
         duplicates: str = "drop",
         leaks: str = "drop",
+        sandbox: Mapping[str, Any] | None = None,
     ) -> None:
         for name, rule in (("duplicates", duplicates), ("leaks", leaks)):
             if rule not in RULES:
@@ -64,7 +66,7 @@ class DatasetTask(Task):
             raise ConfigurationError(
                 f"task.heldout: {heldout!r} must name at least one set, such as {{test: test.jsonl}}"
             )
-        self._rewards = reward_sum("task.rewards", rewards)
+        self._rewards = reward_sum("task.rewards", _with_sandbox(rewards, dict(sandbox or {})))
         graders = [each.grader for each in self._rewards.rewards]
         self.trusted = all(isinstance(grader, QUICK) for grader in graders)
         # They travel with every completion, and some rows hold megabytes.
@@ -114,8 +116,9 @@ class DatasetTask(Task):
         return self._known
 
     def notes(self) -> Sequence[str]:
-        """What was found in the data."""
-        return self._notes
+        """What was found in the data, and what the verifiers run behind."""
+        graders = [each.grader for each in self._rewards.rewards]
+        return [*self._notes, *(line for grader in graders if hasattr(grader, "notes") for line in grader.notes())]
 
     def _prompts(self, field: str, given: Any, remember: bool = False) -> list[Prompt]:
         source = RowSource.of(field, given)
@@ -231,6 +234,21 @@ def _reader(format: str, fields: Mapping[str, str] | None) -> Any:
             f"task.fields: {dict(fields)!r} is for task.format=columns; format {format} knows its own columns"
         )
     return FORMATS[format]
+
+
+def _with_sandbox(rewards: Any, settings: dict[str, Any]) -> Any:
+    """Rewards with the sandbox's settings where programs are run.
+
+    Raises:
+        ConfigurationError: no program is.
+    """
+    if not settings:
+        return rewards
+    entries = [rewards] if isinstance(rewards, str | Mapping) else list(rewards)
+    found = [{"use": entry} if isinstance(entry, str) else dict(entry) for entry in entries]
+    if not any(entry.get("use") == "code" for entry in found):
+        raise ConfigurationError(f"task.sandbox: {settings!r}: task.rewards has no `code`, which alone runs programs")
+    return [{**settings, **entry} if entry.get("use") == "code" else entry for entry in found]
 
 
 def _same(prompt: Prompt) -> str:

@@ -10,6 +10,7 @@ import base64
 import io
 import json
 import pickle
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,10 @@ def mbpp(row: Row) -> Problem:
     tests = [str(test) for test in _first(row, "test_list")]
     before = _optional(row, "test_setup_code") or "\n".join(map(str, row.get("test_imports") or ()))
     text = f"{_first(row, 'text', 'prompt')}\nYour code should pass these tests:\n\n" + "\n".join(tests)
-    answer = {"tests": "\n".join(tests), "prelude": before}
+    # Named, so that no other function of the program can answer for what the tests compare with.
+    defined = re.findall(r"^def\s+(\w+)", _optional(row, "code"), re.MULTILINE)
+    called = [name for name in defined if re.search(rf"\b{name}\s*\(", "\n".join(tests))]
+    answer = {"tests": "\n".join(tests), "prelude": before, "entry_point": called[0] if len(called) == 1 else None}
     return Problem(text, answer, name=_optional(row, "task_id"), right=_optional(row, "code") or None)
 
 

@@ -18,6 +18,11 @@ class MixtureGrader:
 
     graders: Mapping[str, Grader]
 
+    @property
+    def longest_s(self) -> float:
+        """Of the slowest."""
+        return max(float(getattr(grader, "longest_s", 0.0)) for grader in self.graders.values())
+
     def grade(self, sample: Sample) -> Grade:
         """With what it is made of under its task's name."""
         source = sample.prompt.source

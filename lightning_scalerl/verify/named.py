@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.verify.grade import Grade, Sample
 from lightning_scalerl.verify.mathematics import Mathematics
+from lightning_scalerl.verify.programs import Programs
 from lightning_scalerl.verify.rewards import FunctionGrader, RewardSum, Source, Weighted
 from lightning_scalerl.verify.text import Choice, ExactMatch, QuestionAnswer, TruthfulAnswer
 
@@ -30,6 +31,7 @@ VERIFIERS: Mapping[str, type[NamedGrader]] = {
     "choice": Choice,
     "question_answer": QuestionAnswer,
     "truthful": TruthfulAnswer,
+    "code": Programs,
 }
 # That compare texts and never hang: they need no process of their own.
 QUICK = (ExactMatch, Choice, QuestionAnswer, TruthfulAnswer)

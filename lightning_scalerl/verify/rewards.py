@@ -238,6 +238,11 @@ class RewardSum:
 
     rewards: Sequence[Weighted] = field(default_factory=tuple)
 
+    @property
+    def longest_s(self) -> float:
+        """Wall clock that the graders with limits of their own may take, one after the other."""
+        return sum(float(getattr(each.grader, "longest_s", 0.0)) for each in self.rewards)
+
     def grade(self, sample: Sample) -> Grade:
         """Of one completion."""
         grades = [(each, each.grader.grade(sample)) for each in self.rewards]

@@ -90,7 +90,17 @@ class Verification:
             raise ConfigurationError(f"verify.max_error_share: {share!r} must be a share, 0 to 1")
 
     def verifiers(self, grader: Grader, trusted: bool) -> Verifiers:
-        """To grade with; `trusted` ones need no process of their own."""
+        """To grade with; `trusted` ones need no process of their own.
+
+        Raises:
+            ConfigurationError: a grader may take longer than it is given.
+        """
+        longest_s = float(getattr(grader, "longest_s", 0.0))
+        if longest_s > self.timeout_s:
+            raise ConfigurationError(
+                f"verify.timeout_s: {self.timeout_s:g} is less than the {longest_s:g} s that the task's verifiers may "
+                "take by their own limits (task.sandbox.wall_s, and what a start takes); raise it or lower those"
+            )
         if trusted or self.workers == 0:
             return InlineVerifiers(grader, self.retries)
         return VerifierPool(grader, self.workers, self.timeout_s, self.retries, self.memory_gib)

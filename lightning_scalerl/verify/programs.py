@@ -1,0 +1,152 @@
+"""Verifier of programs: run against their data set's tests in a sandbox (`sandbox/`).
+
+The answer is {"tests", "entry_point", "prelude"} for tests that call functions, {"calls", "entry_point"} for calls with
+what they return, {"cases"} for programs that read and print.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from lightning_scalerl.verify.grade import Grade, Sample
+from lightning_scalerl.verify.sandbox import (
+    JudgeResult,
+    Limits,
+    Mode,
+    Protections,
+    check_protections,
+    judge,
+    judge_stdio,
+)
+
+_BLOCK = re.compile(r"```(?P<language>[\w+-]*)[ \t]*\n(?P<code>.*?)(?:```|\Z)", re.DOTALL)
+# What LiveCodeBench's own harness imports before every solution.
+_IMPORTS = """
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+"""
+_CALLS = """
+import json
+
+def plain(value):
+    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+def check(candidate):
+    for arguments, expected in json.loads({calls!r}):
+        assert plain(candidate(*arguments)) == plain(expected)
+"""
+
+
+@dataclass(frozen=True)
+class Programs:
+    """1 if the program passes all tests.
+
+    The program is the last block of code in the completion, or all of it if there is none.
+
+    Args:
+        wall_s, cpu_s, memory_mib, output_kib, file_mib, processes: see `Limits`.
+        mode: what to shut programs in with: auto, bubblewrap, landlock, none.
+        unprotected: run them even where nothing can shut them in.
+    """
+
+    wall_s: float = 6.0
+    cpu_s: float = 6.0
+    memory_mib: int = 1024
+    output_kib: int = 256
+    file_mib: int = 16
+    processes: int = 32
+    mode: Mode = "auto"
+    unprotected: bool = False
+
+    def __post_init__(self) -> None:
+        _ = self.limits  # refused here, not in a worker
+
+    @property
+    def limits(self) -> Limits:
+        """Of each run."""
+        return Limits(**{field.name: getattr(self, field.name) for field in fields(Limits)})
+
+    @property
+    def longest_s(self) -> float:
+        """Wall clock that a grade may take, start and end of the sandboxes included."""
+        return self.wall_s + 2.0
+
+    @cached_property
+    def protections(self) -> Protections:
+        """Of this machine, tried once in each process.
+
+        Raises:
+            ConfigurationError: there are not enough.
+        """
+        return check_protections(self.unprotected, self.mode)
+
+    def notes(self) -> Sequence[str]:
+        """Which protections programs run behind here.
+
+        Raises:
+            ConfigurationError: there are not enough.
+        """
+        return [f"sandbox: {line}" for line in self.protections.lines()]
+
+    def grade(self, sample: Sample) -> Grade:
+        """Of what follows the thinking.
+
+        Raises:
+            SandboxError: the sandbox failed, not the program.
+        """
+        code = program_of(sample.answer)
+        if not code.strip():
+            return Grade(0.0, extra={"tests": "no program"})
+        result = self._judged(code, sample.prompt.answer)
+        return Grade(float(result.passed), extra={"tests": result.reason})
+
+    def _judged(self, code: str, answer: Mapping[str, Any]) -> JudgeResult:
+        if "cases" in answer:
+            cases = [(str(given), str(expected)) for given, expected in answer["cases"]]
+            return judge_stdio(code, cases, self.limits, self.protections)
+        entry_point = answer.get("entry_point")
+        if "calls" in answer:
+            tests, prelude, program = _CALLS.format(calls=json.dumps(answer["calls"])), "", f"{_IMPORTS}\n{code}"
+        else:
+            tests, prelude = str(answer["tests"]), str(answer.get("prelude") or "")
+            program = _completed(prelude, code, entry_point)
+        return judge(
+            program, tests, entry_point=entry_point, prelude=prelude, limits=self.limits, protections=self.protections
+        )
+
+    def known(self, answer: Any) -> tuple[str | None, str | None]:
+        """No right completion, and a wrong one."""
+        if "cases" in answer:
+            return None, "```python\nprint('no answer')\n```"
+        name = str(answer.get("entry_point") or "nothing").rpartition(".")[2]
+        return None, f"```python\ndef {name}(*arguments, **more):\n    return 'no answer'\n```"
+
+
+def program_of(text: str) -> str:
+    """The last block of Python, or of no language, in a completion; all of it if there is none."""
+    blocks = [found for found in _BLOCK.finditer(text) if found["language"].lower() in ("", "python", "python3", "py")]
+    return str(blocks[-1]["code"]) if blocks else text
+
+
+def _completed(prelude: str, code: str, entry_point: str | None) -> str:
+    """With what the task gave: a function that is to be completed, or imports.
+
+    A program that defines the function anew stands behind the prompt, which ends in a docstring; one that does not goes
+    on where the prompt ends.
+    """
+    if not prelude:
+        return code
+    if entry_point is not None and not re.search(rf"^\s*(async\s+)?def\s+{re.escape(entry_point)}\b", code, re.M):
+        return prelude + code
+    return f"{prelude}\n\n{code}"

@@ -1,0 +1,314 @@
+"""Data and rewards as people have them, from the command line to the curve: what is read, graded, kept and fitted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_scalerl.callbacks.rollout_log import RolloutLog
+from lightning_scalerl.member.identify import plan_members
+from lightning_scalerl.member.noise import measure_noise
+from lightning_scalerl.member.rescore import rescore_run
+from lightning_scalerl.member.run import run_member
+from lightning_scalerl.task.arithmetic_base import new_model, tokenizer
+from lightning_scalerl.task.dataset import DatasetTask
+from sweeps.errors import UserError
+from sweeps.run.journal import read_journal
+from sweeps.run.rollouts import read_groups, write_groups
+from tests.helpers import fit
+
+REWARD = """
+import os, time
+
+def ones(completion, answer):
+    return completion.count("1") / max(1, len(completion)) * 8
+
+def odd(completion, answer):
+    if answer == "abstain":
+        return None
+    if answer == "fail":
+        raise OSError("the judge is out")
+    return float(sum(character in "13579" for character in completion) > 2)
+
+def sleepy(completion, answer):
+    while answer == "sleep":
+        time.sleep(1)
+    return ones(completion, answer)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, prompts of two kinds, and rewards, as files."""
+    root = tmp_path_factory.mktemp("mine")
+    new_model(width=32, layers=1, seed=0).save_pretrained(root / "model")
+    tokenizer().save_pretrained(root / "model")
+    (root / "rewards.py").write_text(REWARD)
+    for name, count, first in (("train", 12, 10), ("test", 6, 50)):
+        rows = [{"question": f"{first + i}+{7 * i}=", "gold": str(first + 8 * i)} for i in range(count)]
+        (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return root
+
+
+def overrides(place: Path, *more: str, reward: str = "ones") -> list[str]:
+    return [
+        "model=path",
+        f"model.path={place}/model",
+        "task=dataset",
+        f"task.train={place}/train.jsonl",
+        f"task.heldout={{test: {place}/test.jsonl}}",
+        "task.fields.prompt=question",
+        "task.fields.answer=gold",
+        f"task.rewards={place}/rewards.py:{reward}",
+        "scale=trial",
+        "context.max_prompt_tokens=16",
+        "context.max_new_tokens=12",
+        "length_control=none",
+        "precision=fp32",
+        "rollouts.every_n_steps=1",
+        "rollouts.groups=2",
+        "budget.steps=3",
+        *more,
+    ]
+
+
+def train(place: Path, folder: Path, *more: str, reward: str = "ones") -> Path:
+    """A run, in this process; returns its folder."""
+    (spec,) = plan_members([[*overrides(place, *more, reward=reward), f"output_dir={folder}"]])
+    run_dir = folder / "runs" / spec.run
+    spec.write(run_dir)
+    run_member(run_dir)
+    return run_dir
+
+
+def test_rollouts_are_kept_whole_and_can_be_read_and_graded_anew(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sweeps.cli.main import main
+
+    run_dir = train(place, tmp_path)
+    groups = read_groups(run_dir)
+    assert [group["step"] for group in groups] == [1, 1, 2, 2, 3, 3]
+    for group in groups:
+        assert len(group["rollouts"]) == 4 and group["prompt"].endswith("=")
+        for each in group["rollouts"]:
+            assert each["outcome"] == "score"
+            assert each["reward"] == each["completion"].count("1") / max(1, len(each["completion"])) * 8
+            assert sum(count for _, count in each["versions"]) == each["tokens"]
+    # The same verifier grades the same; another one differs where it must.
+    (same,) = rescore_run(run_dir)
+    assert same["rollouts"] == 24 and same["changed"] == 0 and same["before"] == same["after"]
+    out = tmp_path / "again.jsonl"
+    (other,) = rescore_run(run_dir, f"{place}/rewards.py:odd", out)
+    anew = [json.loads(line) for line in out.read_text().splitlines()]
+    wanted = [float(sum(c in "13579" for c in e["completion"]) > 2) for g in groups for e in g["rollouts"]]
+    assert [each["reward"] for group in anew for each in group["rollouts"]] == wanted
+    assert other["after"]["reward"] == sum(wanted) / 24
+    with pytest.raises(UserError, match="is there already"):
+        rescore_run(run_dir, None, out)
+    capsys.readouterr()
+    assert main(["rollouts", str(run_dir), "--step", "2", "--json"]) == 0
+    assert [group["step"] for group in json.loads(capsys.readouterr().out)] == [2, 2]
+    assert main(["rollouts", str(run_dir), "--only", "wrong", "--limit", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 3, prompt" in shown and "  x 0" in shown and "  + " not in shown and "and 5 before them" in shown
+    assert main(["rollouts", str(run_dir), "--outcome", "error"]) == 1
+    assert "no rollout is of that kind" in capsys.readouterr().err
+    assert main(["rescore", str(run_dir), "--reward", "nonsense"]) == 1
+    assert "--reward: 'nonsense' is none of" in capsys.readouterr().err
+
+
+def test_of_steps_that_were_made_again_the_later_are_read(tmp_path: Path) -> None:
+    def group(step: int, admission: int, mark: str) -> dict[str, Any]:
+        return {"step": step, "admission": admission, "prompt": mark, "rollouts": []}
+
+    write_groups(tmp_path, [group(1, 0, "a"), group(1, 1, "a"), group(2, 2, "a"), group(3, 4, "a")])
+    write_groups(tmp_path, [group(2, 2, "b"), group(2, 3, "b")])
+    write_groups(tmp_path, [group(3, 5, "b")])
+    read = [(entry["step"], entry["admission"], entry["prompt"]) for entry in read_groups(tmp_path)]
+    assert read == [(1, 0, "a"), (1, 1, "a"), (2, 2, "b"), (2, 3, "b"), (3, 5, "b")]
+
+
+def test_a_run_without_rollouts_says_so(place: Path, tmp_path: Path) -> None:
+    run_dir = train(place, tmp_path, "rollouts.groups=0", "budget.steps=1")
+    assert not (run_dir / "rollouts.jsonl").exists()
+    with pytest.raises(UserError, match=r"rollouts\.groups of 1 or more"):
+        read_groups(run_dir)
+
+
+def test_abstentions_and_errors_are_counted_shown_and_leave_their_group(place: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]
+    for number in (0, 3, 6, 9):
+        rows[number]["gold"] = "fail" if number % 2 else "abstain"
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text("\n".join(map(json.dumps, rows)))
+    more = (f"task.train={mixed}", "verify.max_error_share=0.5", "budget.steps=8", "rollouts.groups=8")
+    run_dir = train(place, tmp_path, *more, reward="odd")
+    last = read_journal(run_dir).of_kind("train")[-1].metrics
+    assert (
+        last["verify/abstained"] > 0 and last["verify/errors"] > 0 and last["verify/retried"] == last["verify/errors"]
+    )
+    groups = read_groups(run_dir)
+    by_outcome = {each["outcome"] for group in groups for each in group["rollouts"]}
+    assert by_outcome == {"score", "abstain", "error"}
+    for group in groups:
+        outcomes = {each["outcome"] for each in group["rollouts"]}
+        assert outcomes == {{"fail": "error", "abstain": "abstain"}.get(group["answer"], "score")}
+    errors = [each for group in groups for each in group["rollouts"] if each["outcome"] == "error"]
+    assert all("the judge is out" in each["extra"]["why"] and each["reward"] is None for each in errors)
+    trained = read_journal(run_dir).of_kind("train")
+    assert any(record.metrics.get("train/ungraded", 0) == 0.5 for record in trained)
+
+
+@pytest.mark.slow
+def test_a_verifier_that_sleeps_for_ever_in_one_prompt_costs_that_prompt_and_nothing_else(
+    place: Path, tmp_path: Path
+) -> None:
+    """One of a thousand prompts. Up to the step that trains on it all is the same, and the run goes to its end."""
+    rows = [{"question": f"{i}+{i}=", "gold": str(2 * i)} for i in range(1000)]
+
+    def write(name: str) -> Path:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return path
+
+    more = ("async_mode=on_policy", "verify.timeout_s=1.0", "rollouts.groups=9", "budget.steps=6")
+    fine = train(place, tmp_path / "fine", *more, f"task.train={write('fine')}", reward="sleepy")
+    third = [group for group in read_groups(fine) if group["step"] == 3]
+    rows[int(third[0]["prompt_id"])]["gold"] = "sleep"
+    hung = train(place, tmp_path / "hung", *more, f"task.train={write('hung')}", reward="sleepy")
+    one, two = read_journal(fine), read_journal(hung)
+    assert two.status == "finished" and len(two.of_kind("train")) == 6
+
+    def rewards(run_dir: Path, step: int) -> dict[str, list[float | None]]:
+        groups = [group for group in read_groups(run_dir) if group["step"] == step]
+        return {group["prompt_id"]: [each["reward"] for each in group["rollouts"]] for group in groups}
+
+    for step in (1, 2):
+        assert rewards(fine, step) == rewards(hung, step)
+    other = third[1]["prompt_id"]
+    assert rewards(hung, 3) == {third[0]["prompt_id"]: [None] * 4, other: rewards(fine, 3)[other]}
+    metrics = two.of_kind("train")[-1].metrics
+    assert metrics["verify/timeouts"] == metrics["verify/errors"] == 4.0
+    # Four completions, each tried twice for a second: the graders' own time, not the machine's.
+    spent = metrics["time/verify_total_s"] - one.of_kind("train")[-1].metrics["time/verify_total_s"]
+    assert 8.0 <= spent < 16.0
+    assert metrics["verify/scored"] + 4 == one.of_kind("train")[-1].metrics["verify/scored"]
+
+
+def test_noise_is_that_of_sampling(place: Path) -> None:
+    more = [entry for entry in overrides(place, "evaluation.samples=2", reward="odd") if not entry.startswith("model")]
+    (row,) = measure_noise(f"{place}/model", [each for each in more if "rollouts" not in each], repeats=12)
+    assert (row["set"], row["prompts"], row["samples"]) == ("test", 4, 2)
+    assert 0 < row["pass_rate"] < 1
+    assert row["sampling_error_low"] < row["sampling_error"] < row["sampling_error_high"]
+    # What one evaluation foretells of its error lies in the interval that twelve of them give.
+    assert row["sampling_error_low"] < row["foretold"] < row["sampling_error_high"]
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "said"),
+    [
+        ("model", [], "task: say what is evaluated"),
+        ("model", ["task=arithmetic"], None),
+        ("nothing", ["task=x"], "task/x"),
+    ],
+)
+def test_noise_says_what_it_needs(place: Path, model: str, more: list[str], said: str | None) -> None:
+    if said is None:
+        with pytest.raises(UserError, match="--repeats 1: at least 2"):
+            measure_noise(f"{place}/{model}", more, repeats=1)
+        return
+    with pytest.raises(UserError, match=said):
+        measure_noise(f"{place}/{model}", more, repeats=2)
+
+
+def test_a_script_has_it_all_too(place: Path, tmp_path: Path) -> None:
+    task = DatasetTask(
+        format="columns",
+        train=f"{place}/train.jsonl",
+        heldout={"test": f"{place}/test.jsonl"},
+        fields={"prompt": "question", "answer": "gold"},
+        rewards=[
+            {"use": f"{place}/rewards.py:odd", "name": "main"},
+            {"use": f"{place}/rewards.py:ones", "weight": 0.1},
+        ],
+    )
+    fit(str(place / "model"), tmp_path, 3, task=task, callbacks=[RolloutLog(tmp_path, groups=1, every_n_steps=1)])
+    record = read_journal(tmp_path).of_kind("train")[-1].metrics
+    assert record["train/reward"] == pytest.approx(record["reward/main"] + 0.1 * record["reward/ones"], abs=1e-9)
+    for group in read_groups(tmp_path):
+        for each in group["rollouts"]:
+            assert each["correct"] == (each["parts"]["main"] >= 1.0)
+
+
+def test_a_verifier_that_calls_right_wrong_stops_the_run_before_its_first_step(place: Path, tmp_path: Path) -> None:
+    mirrored = place / "mirrored.py"
+    mirrored.write_text("def reward(completion, answer):\n    return float(answer not in completion)\n")
+    words = [*overrides(place, "task.right='it is {answer}'"), f"task.rewards={mirrored}:reward"]
+    (spec,) = plan_members([[*words, f"output_dir={tmp_path}"]])
+    run_dir = tmp_path / "runs" / spec.run
+    spec.write(run_dir)
+    with pytest.raises(Exception, match=r"wrong before the first step: .* known to be right"):
+        run_member(run_dir)
+    assert not (run_dir / "metrics.jsonl").exists() or not read_journal(run_dir).records
+
+
+@pytest.mark.slow
+def test_a_mixture_has_a_curve_for_each_of_its_tasks(place: Path, tmp_path: Path) -> None:
+    """Mathematics and programs, from files and a configuration of one's own, by the real commands."""
+    (tmp_path / "task").mkdir()
+    math = [{"question": f"What is {i} and {i}?", "answer": f"Twice {i}.\n#### {2 * i}"} for i in range(8)]
+    code = [
+        {
+            "task_id": i,
+            "text": f"Add {i}.",
+            "code": f"def f(a):\n    return a + {i}",
+            "test_list": [f"assert f(1) == {1 + i}"],
+        }
+        for i in range(8)
+    ]
+    for name, rows in (("math", math), ("code", code)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows[:6])))
+        (tmp_path / f"{name}_test.jsonl").write_text("\n".join(map(json.dumps, rows[6:])))
+    (tmp_path / "task" / "both.yaml").write_text(
+        f"""defaults:
+  - /task@tasks.math: gsm8k
+  - /task@tasks.code: mbpp
+  - _self_
+_target_: lightning_scalerl.MixtureTask
+tasks:
+  math:
+    train: {tmp_path}/math.jsonl
+    heldout: {{test: {tmp_path}/math_test.jsonl}}
+  code:
+    train: {tmp_path}/code.jsonl
+    heldout: {{test: {tmp_path}/code_test.jsonl}}
+"""
+    )
+    words = [
+        "--config-dir", str(tmp_path), "model=path", f"model.path={place}/model", "task=both", "scale=trial",
+        "length_control=none", "precision=fp32", "context.max_new_tokens=12", "chat.template=none", "budget.steps=14",
+        "evaluation.every_n_steps=2", f"output_dir={tmp_path}/out",
+    ]  # fmt: skip
+    done = scalerl("train", *words)
+    assert done.returncode == 0, done.stderr
+    assert "6 of math, 6 of code" in done.stdout and "told apart" in done.stdout and "sandbox: " in done.stdout
+    (run_dir,) = (tmp_path / "out" / "runs").iterdir()
+    for name in ("math", "code"):
+        fitted = scalerl("fit", str(run_dir), "--metric", f"eval/{name}/pass_rate", "--json")
+        assert fitted.returncode == 0, fitted.stderr
+        (entry,) = json.loads(fitted.stdout)
+        assert entry["n"] == 8 and entry["verdict"] != "too_few_points"
+    both = scalerl("fit", str(run_dir), "--metric", "all", "--json")
+    assert len(json.loads(both.stdout)) == 2
+
+
+def scalerl(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sweeps.cli.main", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -1,0 +1,237 @@
+"""Prompts as models expect them, and what of a completion is graded."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.model import chat as chat_module
+from lightning_scalerl.model.chat import Chat, Rendering, StopTexts
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.stream.prompts import fitting
+
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<think>", "</think>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}{% endif %}"
+)
+PLAIN_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x"
+
+
+def tokenizer(template: str | None = None, adds: str = "", special_thinking: bool = True) -> Any:
+    """Bytes as tokens. `adds`: what it puts around a plain text by itself."""
+    pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {token: number for number, token in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    named = SPECIAL if special_thinking else SPECIAL[:4]
+    backend.add_special_tokens(named)
+    if not special_thinking:
+        backend.add_tokens(SPECIAL[4:])
+    if adds:
+        ids = [(token, vocabulary[token]) for token in ("<s>", "</s>")]
+        backend.post_processor = processors.TemplateProcessing(single=adds, special_tokens=ids)
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    made.chat_template = template
+    return made
+
+
+def words(rendering: Rendering, ids: list[int]) -> str:
+    text: str = rendering.tokenizer.decode(ids, skip_special_tokens=False)
+    return text
+
+
+def ask(text: str, *messages: dict[str, str]) -> Prompt:
+    return Prompt("p", text, "4", messages=messages)
+
+
+def ended(tokens: list[int]) -> Rollout:
+    count = len(tokens)
+    return Rollout(tokens, [0.0] * count, [0] * count, [False] * count, "stop")
+
+
+def test_a_template_is_used_where_there_is_one_and_adds_bos_once() -> None:
+    rendering = Rendering(tokenizer(TEMPLATE, adds="<s> $A"), Chat())
+    assert words(rendering, rendering.encode(ask("2+2?"))) == "<s><|user|>2+2?</s><|assistant|><think>"
+    assert "chat template" in rendering.describes
+
+
+def test_plain_text_gets_what_the_tokenizer_puts_before_it_and_nothing_behind() -> None:
+    for adds, before in (("", ""), ("<s> $A", "<s>"), ("<s> $A </s>", "<s>")):
+        rendering = Rendering(tokenizer(adds=adds), Chat())
+        assert words(rendering, rendering.encode(ask("2+2?"))) == f"{before}2+2?"
+    none = Rendering(tokenizer(TEMPLATE, adds="<s> $A"), Chat(template="none"))
+    assert words(none, none.encode(ask("2+2?"))) == "<s>2+2?"
+    # A text that itself ends in the end token keeps it.
+    kept = Rendering(tokenizer(adds="<s> $A"), Chat())
+    assert words(kept, kept.encode(ask("over</s>"))) == "<s>over</s>"
+
+
+def test_system_prompt_thinking_switch_and_a_template_of_ones_own(tmp_path: Path) -> None:
+    spoken = Rendering(tokenizer(TEMPLATE), Chat(system="Be brief.", thinking=False))
+    shown = words(spoken, spoken.encode(ask("2+2?")))
+    assert shown == "<s><|system|>Be brief.</s><|user|>2+2?</s><|assistant|>"
+    own = ask("hi", {"role": "system", "content": "Mine."}, {"role": "user", "content": "hi"})
+    assert "Be brief" not in spoken.text(own) and "Mine." in spoken.text(own)
+    path = tmp_path / "mine.jinja"
+    path.write_text(PLAIN_TEMPLATE)
+    mine = Rendering(tokenizer(TEMPLATE), Chat(template=str(path)))
+    assert mine.text(ask("2+2?")) == "[user] 2+2?\n[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("made", "chat", "said"),
+    [
+        (None, Chat(system="x"), r"chat\.system: there is no chat template"),
+        (PLAIN_TEMPLATE, Chat(thinking=True), r"chat\.thinking: True would do nothing"),
+        (None, Chat(thinking=False), r"chat\.thinking: False would do nothing"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(made: str | None, chat: Chat, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        Rendering(tokenizer(made), chat)
+
+
+def test_a_conversation_that_the_template_refuses_is_one_line() -> None:
+    rendering = Rendering(tokenizer(NO_SYSTEM), Chat(system="x"))
+    with pytest.raises(ConfigurationError, match=r"prompt 'p' \(System role not supported\); .*chat\.system") as caught:
+        rendering.text(ask("2+2?"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_conversation_without_a_template_is_its_only_question_or_refused() -> None:
+    rendering = Rendering(tokenizer(), Chat())
+    assert rendering.text(ask("2+2?", {"role": "user", "content": "2+2?"})) == "2+2?"
+    two = ask("b", {"role": "user", "content": "a"}, {"role": "assistant", "content": "x"})
+    with pytest.raises(ConfigurationError, match="conversation of 2 messages, and the model has no chat template"):
+        rendering.text(two)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"template": "/no/such/file"}, {"stop": "word"}, {"stop": [""]}, {"stop": [3]}, {"end_of_thinking": ""}]
+)
+def test_bad_settings_name_their_field(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=rf"chat\.{next(iter(bad))}: "):
+        Chat(**bad)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_thinking_and_answer_are_told_apart(special: bool) -> None:
+    """Whether the marker is a special token, which the text leaves out, or an ordinary one."""
+    made = tokenizer(TEMPLATE, special_thinking=special)
+    rendering = Rendering(made, Chat(), stop_tokens=[1])
+
+    def answer(text: str) -> str:
+        return rendering.sample(ask("2+2?"), ended(made.encode(text, add_special_tokens=False)), 0).answer
+
+    assert answer("two and two</think>4</s>") == "4"
+    assert answer("a</think>b</think>c") == "c"
+    # The template opens the thinking: what never ends it answers nothing.
+    assert answer("two and two make 4") == ""
+    silent = Rendering(made, Chat(thinking=False))
+    tokens = made.encode("4", add_special_tokens=False)
+    assert silent.sample(ask("2+2?"), ended(tokens), 0).answer == "4"
+
+
+def test_without_thinking_all_is_the_answer_and_the_marker_can_be_chosen() -> None:
+    made = tokenizer()
+    tokens = made.encode("a#b", add_special_tokens=False)
+    assert Rendering(made, Chat()).sample(ask("?"), ended(tokens), 3).answer == "a#b"
+    assert Rendering(made, Chat(end_of_thinking="#")).sample(ask("?"), ended(tokens), 3).answer == "b"
+    forced = Rendering(made, Chat(), end_of_thinking="#").sample(ask("?"), ended(tokens), 3)
+    assert (forced.answer, forced.completion, forced.step, forced.tokens) == ("b", "a#b", 3, tuple(tokens))
+
+
+def test_a_completion_ends_before_what_has_ended_it() -> None:
+    made = tokenizer()
+    rendering = Rendering(made, Chat(stop=["\nUser:", "STOP"]), stop_tokens=[1])
+    for text, expected in (
+        ("4</s>", "4"),
+        ("4\nUser: more", "4"),
+        ("4STOP", "4"),
+        ("4", "4"),
+        ("a STOP \nUser:", "a "),
+    ):
+        assert rendering.decode(made.encode(text, add_special_tokens=False)) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=30), st.sampled_from(["STOP", "é", "\n\n", "日本"]), st.text(max_size=10))
+def test_a_stop_text_is_seen_with_its_last_token_and_not_before(before: str, stop: str, after: str) -> None:
+    made = tokenizer()
+    holds = StopTexts(made, (stop,))
+    before = before.replace(stop, "").replace(stop[0], "").replace(stop[-1], "")
+    tokens = made.encode(before + stop + after, add_special_tokens=False)
+    first = next(number for number in range(len(tokens) + 1) if holds(tokens[:number]))
+    assert stop in made.decode(tokens[:first]) and stop not in made.decode(tokens[: first - 1])
+    assert holds(tokens[:first][-holds.window :])
+
+
+def test_tokens_of_many_prompts_are_those_of_each_and_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
+    monkeypatch.setattr(chat_module, "WORTH_KEEPING_S", 0.0)
+    rendering = Rendering(tokenizer(TEMPLATE), Chat())
+    sets = {name: [ask(f"{name} {number}?") for number in range(5)] for name in ("one", "two")}
+    once = rendering.encode_all(sets)
+    assert once == {name: [rendering.encode(prompt) for prompt in those] for name, those in sets.items()}
+    (kept,) = (tmp_path / "prompts").iterdir()
+    monkeypatch.setattr(Rendering, "_tokens", lambda self, texts: pytest.fail("they are there"))
+    assert rendering.encode_all(sets) == once
+    monkeypatch.undo()
+    monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
+    monkeypatch.setattr(chat_module, "WORTH_KEEPING_S", 0.0)
+    kept.write_bytes(b"torn")
+    assert rendering.encode_all(sets) == once
+    # Whatever decides the tokens is part of the key.
+    others = [
+        Rendering(tokenizer(TEMPLATE), Chat(thinking=False)),
+        Rendering(tokenizer(TEMPLATE.replace("<|assistant|>", "<|user|>")), Chat()),
+        Rendering(tokenizer(TEMPLATE, special_thinking=False), Chat()),
+    ]
+    prompts = [prompt for those in sets.values() for prompt in those]
+    assert len({each._key(prompts) for each in [rendering, *others]}) == 4
+    assert rendering._key(prompts) != rendering._key(prompts[:-1])
+
+
+def test_ten_thousand_prompts_take_seconds() -> None:
+    """A guard against rendering them one by one through slow paths; far from the edge on any machine."""
+    rendering = Rendering(tokenizer(TEMPLATE), Chat())
+    began = time.monotonic()
+    rendering._tokens([rendering.text(ask(f"What is {number} and {number}? " * 5)) for number in range(10_000)])
+    assert time.monotonic() - began < 60
+
+
+# --- lengths -----------------------------------------------------------------------------------------------------
+
+
+def lengths(*counts: int) -> tuple[list[Prompt], list[list[int]]]:
+    return [Prompt(f"p{number}", "x") for number in range(len(counts))], [[7] * count for count in counts]
+
+
+def test_prompts_beyond_their_budget_are_refused_or_dropped_and_counted() -> None:
+    training, heldout = lengths(3, 9, 4, 12), lengths(2, 5)
+    sets, tokens = {"training": training[0], "held-out": heldout[0]}, {"training": training[1], "held-out": heldout[1]}
+    with pytest.raises(
+        ConfigurationError, match=r"2 of 4 training prompts have more than 5 .*longest 12; .*too_long=drop"
+    ):
+        fitting(sets, tokens, 5)
+    kept = fitting(sets, tokens, 5, "drop")
+    assert [prompt.prompt_id for prompt in kept["training"].prompts] == ["p0", "p2"]
+    assert (kept["training"].dropped, kept["held-out"].dropped) == (2, 0)
+    assert "2 longer ones left out" in kept["training"].describes("training")
+    with pytest.raises(ConfigurationError, match="2 of 2 held-out prompts"):
+        fitting({"held-out": heldout[0]}, {"held-out": heldout[1]}, 1, "drop")
+    with pytest.raises(ConfigurationError, match=r"'p0' .* has no tokens"):
+        fitting({"training": [Prompt("p0", "")]}, {"training": [[]]}, 5, "drop")

@@ -1,0 +1,144 @@
+"""Programs graded by their data set's tests: what a completion holds, three shapes of tests, who is told what."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.task.formats import FORMATS
+from lightning_scalerl.verify.grade import Grade, Sample
+from lightning_scalerl.verify.named import reward_sum
+from lightning_scalerl.verify.programs import Programs, program_of
+from lightning_scalerl.verify.verification import Verification
+
+HUMANEVAL = {
+    "task_id": "Ours/0",
+    "prompt": 'from typing import List\n\n\ndef add_all(xs: List[int]) -> int:\n    """The sum of all."""\n',
+    "entry_point": "add_all",
+    "canonical_solution": "    return sum(xs)\n",
+    "test": "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n",
+}
+MBPP = {
+    "text": "Write a function that finds the smaller of two numbers.",
+    "task_id": 3,
+    "code": "def helper(x):\n    return x\n\ndef smaller(a, b):\n    return helper(min(a, b))",
+    "test_list": ["assert smaller(1, 2) == 1", "assert smaller(5, 2) == 2"],
+    "test_setup_code": "",
+}
+METHOD = {
+    "question_content": "Add two numbers.",
+    "starter_code": "class Solution:\n    def add(self, a: int, b: int) -> int:\n        ",
+    "public_test_cases": json.dumps([{"input": "1\n[2, 3]", "output": "[3, 4]", "testtype": "functional"}]),
+    "metadata": json.dumps({"func_name": "add"}),
+}
+READING = {
+    "question_content": "Add two numbers.",
+    "starter_code": "",
+    "public_test_cases": json.dumps(
+        [{"input": f"{n} 2\n", "output": f"{n + 2}\n", "testtype": "stdin"} for n in (1, 5)]
+    ),
+    "metadata": "{}",
+}
+
+
+def block(code: str, language: str = "python") -> str:
+    return f"Let me think.\n```{language}\n{code}\n```\nThat is it."
+
+
+def grade(format: str, row: dict[str, Any], completion: str) -> Grade:
+    problem = FORMATS[format](row)
+    return Programs().grade(Sample(Prompt("p", problem.text, problem.answer), completion, completion))
+
+
+RIGHT = [
+    ("humaneval", HUMANEVAL, HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"]),
+    ("humaneval", HUMANEVAL, "    return sum(xs)\n"),  # a base model goes on where the prompt ends
+    ("humaneval", HUMANEVAL, block("def add_all(xs: List[int]) -> int:\n    return sum(xs)")),  # List is the prompt's
+    ("mbpp", MBPP, block(str(MBPP["code"]))),
+    ("mbpp", MBPP, block("def smaller(a, b):\n    return a if a < b else b", "")),
+    (
+        "livecodebench",
+        METHOD,
+        block("class Solution:\n    def add(s, a, b):\n        return tuple(a + x for x in b)"),
+    ),
+    ("livecodebench", READING, block("print(sum(map(int, input().split())))")),
+]
+WRONG = [
+    ("humaneval", HUMANEVAL, "    return 3\n", "AssertionError in line 3"),
+    ("humaneval", HUMANEVAL, "import os; os._exit(0)", "the program ended"),
+    ("humaneval", HUMANEVAL, "", "no program"),
+    ("humaneval", HUMANEVAL, block("def add_all(xs:\n    return"), "SyntaxError"),
+    ("mbpp", MBPP, block("def other(a, b):\n    return min(a, b)"), "smaller"),
+    ("mbpp", MBPP, block("def smaller(a, b):\n    raise ValueError"), "ValueError"),
+    ("livecodebench", METHOD, block("class Solution:\n    def add(self, a, b):\n        return b"), "AssertionError"),
+    ("livecodebench", READING, block("print(3)"), "case 2: wrong output"),
+    ("livecodebench", READING, block("while True: pass"), "timeout"),
+]
+
+
+@pytest.mark.parametrize(("format", "row", "completion"), RIGHT)
+def test_right_programs_pass(format: str, row: dict[str, Any], completion: str) -> None:
+    graded = grade(format, row, completion)
+    assert graded.reward == 1.0, graded.extra
+
+
+@pytest.mark.parametrize(("format", "row", "completion", "said"), WRONG)
+def test_wrong_programs_fail_and_say_why(
+    format: str, row: dict[str, Any], completion: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = FORMATS[format](row)
+    grader = Programs(wall_s=2.0 if said == "timeout" else 6.0)
+    graded = grader.grade(Sample(Prompt("p", problem.text, problem.answer), completion, completion))
+    assert graded.reward == 0.0 and said in graded.extra["tests"]
+
+
+def test_an_object_that_equals_everything_is_equal_to_nothing() -> None:
+    liar = "class Liar:\n    def __eq__(self, other):\n        return True\n\ndef smaller(a, b):\n    return Liar()"
+    assert grade("mbpp", MBPP, block(liar)).reward == 0.0
+
+
+def test_the_function_under_test_is_named_where_the_solution_tells_which() -> None:
+    """Else a program could answer for what the tests compare with."""
+    assert FORMATS["mbpp"](MBPP).answer["entry_point"] == "smaller"
+    assert FORMATS["mbpp"]({**MBPP, "code": None}).answer["entry_point"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```py\na\n```\nor\n```python\nb\n```", "b\n"),
+        ("```bash\nls\n```\n```python\nb\n```\n```text\nout\n```", "b\n"),
+        ("```python\nnever closed", "never closed"),
+        ("plain code", "plain code"),
+    ],
+)
+def test_the_program_is_the_last_block_of_python(text: str, code: str) -> None:
+    assert program_of(text) == code
+
+
+def test_settings_go_through_and_bad_ones_name_themselves() -> None:
+    (weighted,) = reward_sum("task.rewards", [{"use": "code", "memory_mib": 2048, "wall_s": 3}]).rewards
+    grader = weighted.grader
+    assert isinstance(grader, Programs) and grader.limits.memory_mib == 2048 and grader.longest_s == 5.0
+    with pytest.raises(ConfigurationError, match=r"task\.sandbox\.memory_mib"):
+        reward_sum("task.rewards", [{"use": "code", "memory_mib": 0}])
+    with pytest.raises(ConfigurationError, match="code has no such setting"):
+        reward_sum("task.rewards", [{"use": "code", "memory": 1}])
+
+
+def test_a_grader_that_may_take_longer_than_its_worker_is_given_is_refused() -> None:
+    rewards = reward_sum("task.rewards", [{"use": "code", "wall_s": 30}])
+    with pytest.raises(ConfigurationError, match=r"verify\.timeout_s: 10 is less than the 32 s"):
+        Verification().verifiers(rewards, trusted=False)
+
+
+def test_where_nothing_shuts_programs_in_they_do_not_run_unless_told_to() -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.sandbox.*unprotected=true"):
+        Programs(mode="none").notes()
+    assert any("missing" in line for line in Programs(mode="none", unprotected=True).notes())
