@@ -23,6 +23,7 @@ from sweeps.fit.sensitivity import MAIN, Row, signed, summary
 from sweeps.report.drawing import colours, inline_svg
 from sweeps.run.health import idle_variants, mechanism_counters, truncation_alarms
 from sweeps.run.journal import JournalView
+from sweeps.run.rollouts import Shown
 
 # Verdicts with a curve beyond its bend: those whose A is worth shaking at.
 NAMED = ("identifiable", "open")
@@ -36,7 +37,7 @@ class Findings:
 
     sensitivity: rows a recipe. settlements: what to run next, one a group of comparable recipes. comparisons: of
     families. histories: snapshots a recipe. mapping: a line a source, on how it was read. commands: by step, what to
-    paste, where the study was launched by this package. Each may be empty.
+    paste, where the study was launched by this package. rollouts: what models wrote. Each may be empty.
     """
 
     sensitivity: Mapping[str, Sequence[Row]] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Findings:
     histories: Mapping[str, Sequence[Snapshot]] = field(default_factory=dict)
     mapping: Sequence[str] = ()
     commands: Mapping[Step, str] = field(default_factory=dict)
+    rollouts: Sequence[Shown] = ()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from sweeps.fit.sensitivity import sensitivity
 from sweeps.fit.verdict import MIN_COMPUTES
 from sweeps.launch.again import command
 from sweeps.run.journal import JournalView
+from sweeps.run.rollouts import a_few
 
 # Fits a recipe in `histories`, about: they are most of a report's time.
 _PREFIXES = 12
@@ -83,6 +84,7 @@ def write_report(
         histories or {},
         mapping,
         {step: line for step, line in commands if line is not None},
+        a_few((str(view.header.get("recipe", "")), view.path.parent) for view in runs),
     )
     figures = {
         "curves": curves_figure(curves, fits, ranking),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,61 @@ def read_groups(run_dir: Path) -> list[Group]:
             "rollouts.groups of 1 or more"
         ) from error
     return _superseded(entry for entry in entries if "step" in entry and "rollouts" in entry)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A prompt with the best and the worst that was written to it, cut to what a page holds."""
+
+    recipe: str
+    step: int
+    prompt_id: str
+    prompt: str
+    answer: str
+    written: Sequence[tuple[str, str]]  # what became of it, and the text
+
+
+def a_few(runs: Iterable[tuple[str, Path]], most: int = 4, characters: int = 700) -> list[Shown]:
+    """Of the first run of each recipe that has kept any, the last group in which rewards differ, else the last.
+
+    Args:
+        runs: recipes, with their runs' folders.
+        most: recipes.
+        characters: of a text, its beginning and its end.
+    """
+    found: dict[str, Shown] = {}
+    for recipe, run_dir in runs:
+        if recipe in found or len(found) == most or not (run_dir / ROLLOUTS_FILE).is_file():
+            continue
+        groups = [group for group in read_groups(run_dir) if group["rollouts"]]
+        if not groups:
+            continue
+        differing = [group for group in groups if len({each["reward"] for each in group["rollouts"]}) > 1]
+        group = (differing or groups)[-1]
+        ordered = sorted(group["rollouts"], key=lambda each: (each["reward"] is None, -(each["reward"] or 0.0)))
+        ends = ordered if len(ordered) == 1 else [ordered[0], ordered[-1]]
+        found[recipe] = Shown(
+            recipe,
+            int(group["step"]),
+            str(group["prompt_id"]),
+            _cut(str(group["prompt"]), characters),
+            _cut(str(group["answer"]), characters),
+            [(_became(each), _cut(str(each["completion"]), characters)) for each in ends],
+        )
+    return list(found.values())
+
+
+def _became(rollout: dict[str, Any]) -> str:
+    if rollout["outcome"] != "score":
+        return f"{rollout['outcome']}: {rollout['extra'].get('why', '')}"
+    cut = ", cut off" if rollout["finish_reason"] == "length" else ""
+    return f"reward {rollout['reward']:g}, {rollout['tokens']} tokens{cut}"
+
+
+def _cut(text: str, characters: int) -> str:
+    if len(text) <= characters:
+        return text
+    return f"{text[: characters // 2]} [...] {text[-characters // 2 :]}"
 
 
 def _superseded(entries: Iterable[Group]) -> list[Group]:

@@ -82,7 +82,7 @@ class RunSpec:
         }
 
     def write(self, run_dir: Path) -> None:
-        """Freeze the spec in the run's directory, atomically; in its order, for the first held-out set is the default."""
+        """Freeze the spec in the run's directory, atomically; in order, for the first held-out set is the default."""
         run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(run_dir / SPEC_FILE, json.dumps({"form": FORM, **self.__dict__}, indent=1))
 

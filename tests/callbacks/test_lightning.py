@@ -529,7 +529,7 @@ def test_a_toys_settings_do_not_run_on_another_model_in_silence(tiny_model_path:
 
     with pytest.raises(ConfigurationError, match=r"scale: .*made for arithmetic_base_model, and this is another model"):
         ScaleRL(tiny_model_path)
-    with pytest.raises(ConfigurationError, match=r"scale: .*choose scale=paper"):
+    with pytest.raises(ConfigurationError, match=r"scale: .*choose scale=0\.6b, 1\.7b, 8b or one of yours"):
         plan_members([["model=path", f"model.path={tiny_model_path}"]])
     ScaleRL(tiny_model_path, overrides=["scale=arithmetic"])
     plan_members([["model=path", f"model.path={tiny_model_path}", "scale=paper"]])

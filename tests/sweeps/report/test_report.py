@@ -24,7 +24,8 @@ from sweeps.fit.predict import confidence_curve, fitted
 from sweeps.report.drawing import label
 from sweeps.report.figures import history_figure, profile_figure, residuals_figure
 from sweeps.report.write import histories, write_ranking_csv, write_report
-from sweeps.run.journal import Journal
+from sweeps.run.journal import Journal, read_journal
+from sweeps.run.rollouts import write_groups
 from sweeps.run.spec import make_spec
 from sweeps.source import load
 from tests.paths import ROOT
@@ -222,6 +223,42 @@ def test_journals_bring_counters_and_provenance(tmp_path: Path) -> None:
     assert "scalerl seed 7: 15% or more of the completions were truncated (first at step 2, in 1 of 2 steps)" in text
     assert "scalerl+loss=dapo seed 7" not in text
     assert "abc&lt;123&gt;" in text and "2.13" in text and "Did the choices act?" in text
+
+
+def test_what_models_wrote_is_shown_and_escaped(tmp_path: Path) -> None:
+    def group(step: int, *rewards: float | None) -> dict[str, object]:
+        written = [
+            {"completion": f"<b>{step}</b> & {reward} " + "x" * 2000, "reward": reward, "tokens": 7, "extra": {"why": "out"},
+             "outcome": "error" if reward is None else "score", "correct": False, "parts": {}, "finish_reason": "length"}
+            for reward in rewards
+        ]  # fmt: skip
+        about = {
+            "admission": step,
+            "prompt_id": "<i>",
+            "prompt": "1 < 2?",
+            "answer": "yes",
+            "source": "",
+            "difficulty": "",
+        }
+        return {"step": step, **about, "rollouts": written}
+
+    runs = []
+    for seed in (0, 1):
+        journal = Journal(tmp_path / f"run{seed}")
+        journal.header(run=f"r{seed}", curve="c", recipe="scalerl", seed=seed, baseline="scalerl", departures={})
+        journal.close()
+        runs.append(read_journal(tmp_path / f"run{seed}"))
+    write_groups(tmp_path / "run1", [group(1, 0.0, 1.0, None), group(2, 0.5, 0.5)])
+    curves = load([EXAMPLE]).curves
+    fits = fit_curves(curves)
+    write_report(tmp_path / "report.html", curves, fits, rank(fits), runs)
+    text = (tmp_path / "report.html").read_text()
+    page = Page(text)
+    assert "What models wrote" in page.data and "<b>" not in words(text)
+    shown = " ".join(page.data)
+    # Of the last group in which rewards differ the best, and the one without a score.
+    assert "<b>1</b> & 1.0" in shown and "error: out" in shown and "<b>2</b>" not in shown and "[...]" in shown
+    assert "reward 1, 7 tokens, cut off" in shown
 
 
 def test_page_without_any_ranked_recipe(tmp_path: Path) -> None:
