@@ -98,8 +98,9 @@ class Recipe:
         if self.scaled_for is not None and not made_for_it:
             raise ConfigurationError(
                 "scale: the settings (learning rate, batch, context, thinking) were made for "
-                f"{self.scaled_for.rpartition('.')[2]}, and this is another model; choose scale=0.6b, 1.7b, 8b or one of "
-                'yours in a folder scale/, or say scaled_for=null if you mean them (in a script overrides=["scale=..."])'
+                f"{self.scaled_for.rpartition('.')[2]}, and this is another model; choose scale=0.6b, 1.7b, 8b or one "
+                "of yours in a folder scale/, or say scaled_for=null if you mean them (in a script "
+                'overrides=["scale=..."])'
             )
 
     def check(self, choices: Choices) -> None:

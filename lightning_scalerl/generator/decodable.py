@@ -7,6 +7,7 @@ forward pass has to agree with what comes out of the generator's cache.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def _check_architecture(model: nn.Module) -> None:
 
 
 def _check_context(model: nn.Module, capacity: int) -> None:
-    """Windows that are shorter than a sequence can get, and positions that were never learned."""
+    """Windows that are shorter than a sequence can get, positions never learned, and rotations that do not last."""
     config = text_config(model)
     kinds = set(getattr(config, "layer_types", None) or [])
     for field in ("sliding_window", "attention_chunk_size", "window_size"):
@@ -94,6 +95,13 @@ def _check_context(model: nn.Module, capacity: int) -> None:
                 f"generator: torch does not know sliding windows; the model's {field} of {window} tokens is shorter "
                 f"than the context of {capacity}; shorten the context or use another generator"
             )
+    lasting = _same_rotation(config)
+    if lasting is not None and lasting < capacity:
+        raise ConfigurationError(
+            f"context: max_prompt_tokens and max_new_tokens make {capacity} tokens, and {type(model).__name__} turns "
+            f"all its positions anew once a sequence is longer than {lasting}, so that what is in a cache or in a "
+            "micro-batch with a longer sequence counts otherwise; shorten the context"
+        )
     tables = {name: buffer.shape[0] for name, buffer in model.named_buffers() if buffer.dim() == 2}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
@@ -104,6 +112,19 @@ def _check_context(model: nn.Module, capacity: int) -> None:
                 f"context: max_prompt_tokens and max_new_tokens make {capacity} tokens, and {type(model).__name__} "
                 f"has {positions} positions; shorten the context"
             )
+
+
+def _same_rotation(config: Any) -> int | None:
+    """Tokens up to which rotary positions are what they are, where that depends on a sequence's length at all."""
+    given = getattr(config, "rope_parameters", None) or {}
+    lengths = []
+    for rope in (given, *(part for part in given.values() if isinstance(part, Mapping))):  # of some a kind of layer
+        kind = str(rope.get("rope_type"))
+        if kind == "longrope":
+            lengths.append(rope.get("original_max_position_embeddings"))
+        elif "dynamic" in kind:
+            lengths.append(config.max_position_embeddings)
+    return min((int(length) for length in lengths if length is not None), default=None)
 
 
 def _largest_difference(model: nn.Module) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def save_model(
     unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         saved = model if dtype == "fp32" else copy.deepcopy(model).to(DTYPES[dtype])
-        saved.save_pretrained(unfinished)
+        with _consistent(saved):
+            saved.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         (unfinished / "README.md").write_text(_card({"weights": dtype, **(card or {})}))
         if not target.exists():
@@ -52,6 +54,25 @@ def save_model(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return target
+
+
+# Of sampling; without it transformers saves none of them.
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
+@contextmanager
+def _consistent(model: Any) -> Iterator[None]:
+    """Inside, a generation configuration that can be saved: folders of models hold a temperature beside no sampling."""
+    before = getattr(model, "generation_config", None)
+    if before is not None and before.do_sample is not True:
+        model.generation_config = copy.deepcopy(before)
+        for name in _SAMPLING:
+            setattr(model.generation_config, name, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            model.generation_config = before
 
 
 def free(directory: str | Path) -> Path:

@@ -1,0 +1,339 @@
+"""Fourteen families, each as a folder that a user has: trained from a script and from the command line, and exported.
+
+Trainer and generator agree below 1e-5 in FP32, and what leaves is what was trained.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_scalerl import ConfigurationError, DatasetTask, RolloutDataModule, ScaleRL
+from lightning_scalerl.measure.probe import P99
+from lightning_scalerl.member.identify import plan_members
+from lightning_scalerl.member.run import run_member
+from lightning_scalerl.model.load import load_model
+from lightning_scalerl.rollout import TrainBatch
+from sweeps.cli.main import main
+from sweeps.run.journal import JOURNAL_FILE, JournalView, read_journal
+from tests.families import FAMILIES, STRANGERS, Family, save, write_task
+from tests.helpers import quiet
+from tests.test_module import Keep
+
+AGREE = 1e-5
+INSTRUCTION = "Put your final answer within \\boxed{}."
+EXACT = ("precision=fp32", "async_mode=on_policy")
+# Random models end few completions: those that are cut off train as well. The verifier is in this process.
+SHORT = (
+    "scale=trial",
+    "optimizer.lr=1e-3",
+    "context.max_new_tokens=32",
+    "thinking.interrupt_from=6",
+    "thinking.interrupt_to=10",
+    "verify.workers=0",
+)
+
+
+class Gaps(Callback):
+    """The largest difference of any sampled token's log-probability, on each batch before its step."""
+
+    def __init__(self) -> None:
+        self.largest: list[float] = []
+        self.tokens: list[int] = []
+
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: TrainBatch, batch_idx: int) -> None:
+        sampled = batch.loss_mask.bool()
+        gaps = (pl_module.policy(batch)[0] - batch.generator_logprobs).abs()[sampled]
+        self.largest.append(float(gaps.max()))
+        self.tokens.append(gaps.numel())
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rows, a reward and saved models are."""
+
+    root: Path
+
+    def model(self, family: Family, name: str, **more: Any) -> Path:
+        folder = self.root / name
+        return folder if folder.exists() else save(family, folder, **more)
+
+    def task(self) -> DatasetTask:
+        return DatasetTask(
+            format="gsm8k",
+            train=str(self.root / "train.jsonl"),
+            heldout={"test": str(self.root / "test.jsonl")},
+            rewards=["math", {"use": f"{self.root}/reward.py:vowels"}],
+            instruction=INSTRUCTION,
+        )
+
+    def overrides(self, model: Path, output: Path, *more: str) -> list[str]:
+        """Of `scalerl train`."""
+        return [
+            "model=path",
+            f"model.path={model}",
+            "task=gsm8k",
+            f"task.train={self.root}/train.jsonl",
+            f"task.heldout={{test: {self.root}/test.jsonl}}",
+            f"task.rewards=[math,{{use: '{self.root}/reward.py:vowels'}}]",
+            "recipe=scalerl",
+            "budget.steps=3",
+            f"output_dir={output}",
+            *more,
+        ]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    root = tmp_path_factory.mktemp("families")
+    write_task(root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SCALERL_CACHE", str(root / "cache"))
+        yield Place(root)
+
+
+def script(place: Place, model: Path, *overrides: str, steps: int = 3, callbacks: tuple[Callback, ...] = ()) -> ScaleRL:
+    module = ScaleRL(str(model), "scalerl", overrides=[*SHORT, *overrides])
+    Trainer(max_steps=steps, callbacks=list(callbacks), **quiet()).fit(
+        module, datamodule=RolloutDataModule(place.task())
+    )
+    return module
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    model.eval()
+    found: torch.Tensor = model(input_ids=torch.arange(3, 33).reshape(2, 15)).logits
+    return found
+
+
+def check_exported(folder: Path, trained: Any, before: Path) -> None:
+    """What leaves is what was trained, and comes with all that it came with."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(logits(loaded), logits(trained))
+    assert float((logits(loaded) - logits(load_model(str(before)))).abs().max()) > 1e-3
+    assert loaded.generation_config.eos_token_id == trained.generation_config.eos_token_id
+    one, two = (AutoTokenizer.from_pretrained(each) for each in (before, folder))
+    assert one("Tom has 12 apples").input_ids == two("Tom has 12 apples").input_ids
+    assert one.chat_template == two.chat_template and one.special_tokens_map == two.special_tokens_map
+
+
+def check_read(module: ScaleRL, family: Family) -> None:
+    """One first token if there is any, whoever writes it; and every token that ends a turn ends a completion."""
+    style, tokenizer = family.style, module.tokenizer
+    prompts = module._sets["training"].tokens
+    assert len({len(ids) for ids in prompts}) > 1  # else all rollouts would decode at one place
+    bos = tokenizer.bos_token_id
+    if style.adds_bos or "bos_token" in (style.template or ""):
+        assert all(ids[0] == bos and bos not in ids[1:] for ids in prompts)
+    assert module.stop_tokens == sorted(map(tokenizer.convert_tokens_to_ids, {style.eos, *style.ends}))
+    assert (tokenizer.pad_token is None) == (style.pad is None)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_script_trains_it(name: str, place: Place, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    model, keep, gaps = place.model(family, name), Keep(), Gaps()
+    module = script(place, model, *EXACT, "truncated=keep", *family.overrides, callbacks=(keep, gaps))
+    assert len(gaps.largest) == 3 and min(gaps.tokens) > 100 and max(gaps.largest) < AGREE
+    assert len(keep.of(P99)) == 3 and max(keep.of(P99)) < AGREE and max(keep.of("train/logprob_gap")) < AGREE
+    assert min(keep.of("train/entropy")) > 1 and min(keep.of("train/gradient_norm")) > 0
+    check_read(module, family)
+    assert module.save_pretrained(tmp_path / "out") == tmp_path / "out"
+    check_exported(tmp_path / "out", module.policy.model, model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_differ_in_what_they_are_here_for(name: str, place: Place) -> None:
+    """A configuration whose settings nobody reads would make one Llama of all of them."""
+    family = FAMILIES[name]
+    model = load_model(str(place.model(family, name)))
+    config: Any = model.config
+    assert type(config).__name__ == f"{family.config}Config" and all(
+        getattr(config, key) == value for key, value in family.settings.items()
+    )
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert tied == family.tied
+    tokens = torch.arange(3, 23).unsqueeze(0)
+    with torch.no_grad():
+        before = torch.cat([tokens[:, :-1].flip(1), tokens[:, -1:]], dim=1)  # the last stays
+        one, two = (model(input_ids=each).logits[0, -1].log_softmax(-1) for each in (tokens, before))
+    assert float((one - two).abs().max()) > 100 * AGREE  # what came before is attended to
+
+
+def ran(folder: Path) -> tuple[Path, JournalView]:
+    (run,) = (folder / "runs").iterdir()
+    return run, read_journal(run)
+
+
+def trained_weights(run: Path, model: Path) -> Any:
+    """The model with the weights of the last checkpoint."""
+    saved = torch.load(run / "checkpoints" / "step-00000003.ckpt", weights_only=True)["state_dict"]
+    prefix = "policy.model."
+    trained = load_model(str(model))
+    trained.load_state_dict({key.removeprefix(prefix): w for key, w in saved.items() if key.startswith(prefix)})
+    return trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_run_of_it_is_exported(name: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the command line does it: in the recipe's own types and asynchrony, and exactly."""
+    family = FAMILIES[name]
+    model = place.model(family, name)
+    for folder, more in (("own", ()), ("exact", (*EXACT, "truncated=keep"))):
+        (spec,) = plan_members([place.overrides(model, tmp_path / folder, *SHORT, *family.overrides, *more)])
+        spec.write(tmp_path / folder / "runs" / spec.run)
+        run_member(tmp_path / folder / "runs" / spec.run)
+    run, exact = ran(tmp_path / "exact")
+    for view in (ran(tmp_path / "own")[1], exact):
+        assert view.status == "finished" and [record.step for record in view.of_kind("train")] == [1, 2, 3]
+        assert [record.step for record in view.of_kind("eval")] == [0, 3]
+    for record in exact.of_kind("train"):
+        assert max(record.metrics[P99], record.metrics["train/logprob_gap"]) < AGREE
+        assert record.metrics["train/credited_tokens"] > 100
+    assert main(["export", str(run), str(tmp_path / "model")]) == 0
+    assert "step 3" in capsys.readouterr().out
+    check_exported(tmp_path / "model", trained_weights(run, model), model)
+
+
+def scalerl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """As typed."""
+    environment = {**os.environ, "SCALERL_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    command = [str(Path(sys.executable).with_name("scalerl")), *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("Llama", []), ("Qwen3", ["chat.thinking=false"]), ("GPT2", ["context.max_prompt_tokens=256"])],
+)
+def test_as_it_is_typed(name: str, more: list[str], place: Place, tmp_path: Path) -> None:
+    """Nothing set that a first try would not set; the verifiers have processes of their own."""
+    model = place.model(FAMILIES[name], name)
+    done = scalerl(tmp_path, "train", *place.overrides(model, tmp_path / "out", "scale=trial", *EXACT, *more))
+    assert done.returncode == 0, done.stderr
+    run, view = ran(tmp_path / "out")
+    assert view.status == "finished" and len(view.of_kind("train")) == 3
+    assert max(record.metrics[P99] for record in view.of_kind("train")) < AGREE
+    assert ("<think>" in done.stdout) == (name == "Qwen3")
+    done = scalerl(tmp_path, "export", str(run), str(tmp_path / "model"))
+    assert done.returncode == 0, done.stderr
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(logits(loaded), logits(trained_weights(run, model)))
+
+
+# --- what cannot be -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRANGERS)
+def test_what_cannot_be_done_is_one_line_of_the_command(name: str, place: Place, tmp_path: Path) -> None:
+    model = place.model(STRANGERS[name], name)
+    done = scalerl(tmp_path, "train", *place.overrides(model, tmp_path / "out", "scale=trial"))
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("scalerl train: ")]
+    assert len(said) == 1 and f"model: {name}ForCausalLM" in said[0] and "Traceback" not in done.stderr
+    for journal in tmp_path.rglob(JOURNAL_FILE):
+        assert not read_journal(journal).records
+
+
+def refused(place: Place, model: Path, *overrides: str) -> str:
+    """In what words, in one line and before anything is computed."""
+    keep = Keep()
+    with pytest.raises(ConfigurationError) as caught:
+        script(place, model, *overrides, callbacks=(keep,))
+    assert keep.records == [] and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_what_cannot_be_done_is_refused_by_name(name: str, place: Place) -> None:
+    assert f"model: {name}ForCausalLM " in refused(place, place.model(STRANGERS[name], name))
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Mistral"])
+def test_a_template_that_takes_no_system_prompt_says_so(name: str, place: Place) -> None:
+    model = place.model(FAMILIES[name], name)
+    said = refused(place, model, "chat.system=Think.", *FAMILIES[name].overrides)
+    assert "does not take the conversation of prompt '0'" in said and "leave out chat.system" in said
+    assert ("System role not supported" in said) == name.startswith("Gemma")
+
+
+def test_a_base_model_has_no_place_for_a_system_prompt(place: Place) -> None:
+    said = refused(place, place.model(FAMILIES["GPT2"], "GPT2"), "chat.system=Think.", *FAMILIES["GPT2"].overrides)
+    assert "there is no chat template to put it into" in said
+
+
+def test_thinking_is_switched_off_where_the_template_can(place: Place) -> None:
+    """Qwen's template then writes an empty thought, which has ended: whatever is said is the answer."""
+    model = place.model(FAMILIES["Qwen3"], "Qwen3")
+    module = script(place, model, "chat.thinking=false", "length_control=none", steps=1)
+    prompt = module.task.train_prompts()[0]
+    assert module._rendering.text(prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert "enable_thinking=False" in module.began[2]
+    assert module._rendering._answer(prompt, [], "It is \\boxed{5}.") == "It is \\boxed{5}."
+    said = refused(place, place.model(FAMILIES["Llama"], "Llama"), "chat.thinking=false")
+    assert "the model's chat template knows no enable_thinking" in said
+
+
+def test_a_template_that_opens_the_thinking(place: Place) -> None:
+    """DeepSeek's: a completion that never ends it has no answer."""
+    module = script(place, place.model(FAMILIES["DeepSeek-V3"], "DeepSeek-V3"), steps=1)
+    prompt = module.task.train_prompts()[0]
+    assert module._rendering.text(prompt).endswith("<think>\n")
+    assert module._rendering._answer(prompt, [], "It is \\boxed{5}.") == ""
+    assert module._rendering._answer(prompt, [], "Well.</think>It is \\boxed{5}.") == "It is \\boxed{5}."
+
+
+def test_contexts_that_a_model_cannot_have(place: Place) -> None:
+    """As they are, Gemma 3 looks back 512 tokens and GPT-2 knows 1024 places: both take a shorter context."""
+    said = refused(place, place.model(FAMILIES["Gemma3"], "Gemma3"))
+    assert "the model's sliding_window of 512 tokens is shorter than the context of 1056" in said
+    said = refused(place, place.model(FAMILIES["GPT2"], "GPT2"))
+    assert "make 1056 tokens, and GPT2LMHeadModel has 1024 positions" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "rope", "limit"),
+    [
+        (
+            "Phi3",
+            {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 32.0},
+            "original_max_position_embeddings",
+        ),
+        ("Llama", {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings"),
+    ],
+)
+def test_rotations_that_change_with_the_length(name: str, rope: dict[str, Any], limit: str, place: Place) -> None:
+    """Phi-3's of 128k, say: beyond 4096 tokens all positions turn otherwise, those that are in a cache already too."""
+    more = {"rope_parameters": {"rope_theta": 10000.0, **rope}, limit: 200}
+    model = place.model(FAMILIES[name], f"{name}-{rope['rope_type']}", **more)
+    said = refused(place, model, *EXACT, "context.max_prompt_tokens=169")
+    assert "make 201 tokens" in said and f"{name}ForCausalLM turns all its positions anew" in said
+    gaps = Gaps()
+    script(place, model, *EXACT, "truncated=keep", "context.max_prompt_tokens=168", steps=1, callbacks=(gaps,))
+    assert max(gaps.largest) < AGREE
+
+
+def test_settings_of_sampling_that_contradict_each_other_leave_with_the_model(place: Place, tmp_path: Path) -> None:
+    """Folders of real models hold a temperature beside `do_sample: false`, which transformers does not save."""
+    model = save(FAMILIES["Llama"], tmp_path / "in")
+    (model / "generation_config.json").write_text(
+        '{"do_sample": false, "temperature": 0.6, "eos_token_id": [312, 315]}'
+    )
+    module = script(place, model, steps=1)
+    module.save_pretrained(tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [312, 315]
