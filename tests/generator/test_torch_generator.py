@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -158,6 +159,49 @@ def test_logprobs_across_swaps(
             assert any(rollout.forced) == (interrupted and len(rollout.tokens) > asked[key].interrupt_at[index])
     finally:
         tiny_model.load_state_dict(weights[0])
+
+
+@dataclasses.dataclass
+class Pair:
+    """Ends a completion whose last sampled tokens are these two."""
+
+    pair: tuple[int, int]
+    window: int = 2
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        return tuple(tokens[-2:]) == self.pair
+
+
+def test_a_text_ends_a_completion_with_its_last_token(tiny_model: Any) -> None:
+    """What is sampled up to there is what would have been without; and slots that are freed so are used again."""
+
+    def rollouts(**more: Any) -> dict[tuple[int, int], Any]:
+        generator = generator_of(tiny_model, 3, max_new_tokens=9, stop_tokens=[], **more)
+        for request in requests(6):
+            generator.submit(request)
+        return {place: entry.rollout for place, entry in drain(generator).items()}
+
+    whole = rollouts()
+    pair = next((each.tokens[2], each.tokens[3]) for each in whole.values())
+    ended = rollouts(stop_text=Pair(pair))
+    assert ended.keys() == whole.keys()
+    stopped = 0
+    for place, rollout in whole.items():
+        at = [i for i in range(1, len(rollout.tokens)) if (rollout.tokens[i - 1], rollout.tokens[i]) == pair]
+        length = at[0] + 1 if at else len(rollout.tokens)
+        assert ended[place].tokens == rollout.tokens[:length]
+        assert ended[place].finish_reason == ("stop" if at else "length")
+        stopped += bool(at)
+    assert 0 < stopped < len(whole)
+
+
+def test_a_forced_phrase_does_not_end_a_completion(tiny_model: Any) -> None:
+    generator = generator_of(
+        tiny_model, 8, max_new_tokens=9, stop_tokens=[], phrase=[3, 5], stop_text=Pair((3, 5), window=2)
+    )
+    generator.submit(dataclasses.replace(requests(1)[0], interrupt_at=(2, 2, 2)))
+    for entry in drain(generator).values():
+        assert entry.rollout.tokens[2:4] == [3, 5] and len(entry.rollout.tokens) > 4
 
 
 def test_stale_and_recomputed_caches_differ(tiny_model: Any) -> None:

@@ -78,6 +78,13 @@ CASES = [
     "recipe=dr_grpo reward=plus_minus_one",
     "health=stop",
     "batch.rollouts=64 batch.completions=4",
+    "chat.system=brief chat.stop=[END]",
+    "verify.on_error=zero verify.workers=5",
+    "context.too_long=drop",
+    "cost_model.grade_s=0.5",
+    "task=dataset task.train=train.jsonl task.heldout={a:heldout.jsonl} task.leaks=keep",
+    "task=verl task.train=rows.jsonl task.heldout={a:rows.jsonl} task.rewards=rewards.py:score +task.leaks=keep",
+    *(f"scale={name} scaled_for=null" for name in ("0.6b", "1.7b", "8b", "trial")),
 ]
 
 
@@ -85,6 +92,10 @@ def in_a_place(folder: Path) -> None:
     """Files that some cases name."""
     for name in ("train", "heldout"):
         (folder / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    row = {"data_source": "ours", "prompt": [{"role": "user", "content": "1+1?"}], "ability": "math"}
+    row |= {"reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"split": "train"}}
+    (folder / "rows.jsonl").write_text(json.dumps(row))
+    (folder / "rewards.py").write_text("def score(data_source, solution_str, ground_truth):\n    return 1.0\n")
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
 

@@ -300,9 +300,10 @@ def test_a_template_that_opens_the_thinking(place: Place) -> None:
 
 def test_contexts_that_a_model_cannot_have(place: Place) -> None:
     """As they are, Gemma 3 looks back 512 tokens and GPT-2 knows 1024 places: both take a shorter context."""
-    said = refused(place, place.model(FAMILIES["Gemma3"], "Gemma3"))
+    longer = "context.max_prompt_tokens=1024"
+    said = refused(place, place.model(FAMILIES["Gemma3"], "Gemma3"), longer)
     assert "the model's sliding_window of 512 tokens is shorter than the context of 1056" in said
-    said = refused(place, place.model(FAMILIES["GPT2"], "GPT2"))
+    said = refused(place, place.model(FAMILIES["GPT2"], "GPT2"), longer)
     assert "make 1056 tokens, and GPT2LMHeadModel has 1024 positions" in said
 
 
