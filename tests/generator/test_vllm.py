@@ -181,6 +181,37 @@ def test_the_phrase_is_forced_and_nothing_else(generator: Any, model: Any) -> No
     assert gap(model, SHORT, found) < 1e-4
 
 
+class Pair:
+    """Ends a completion whose last two tokens are these."""
+
+    window = 2
+
+    def __init__(self, pair: tuple[int, int]) -> None:
+        self.pair = pair
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        return tuple(tokens[-2:]) == self.pair
+
+
+def test_a_text_ends_a_completion_with_its_last_token(generator: Any) -> None:
+    generator.submit(GroupRequest(0, SHORT, 32, (11,)))
+    whole = [each.rollout.tokens for each in drained(generator)]
+    pair = next((tokens[3], tokens[4]) for tokens in whole if len(tokens) > 6)
+    generator._stop_text = Pair(pair)
+    try:
+        generator.submit(GroupRequest(0, SHORT, 32, (11,)))
+        found = [each.rollout for each in drained(generator)]
+    finally:
+        generator._stop_text = None
+    ended = [rollout for rollout in found if tuple(rollout.tokens[-2:]) == pair]
+    assert ended and all(rollout.finish_reason == "stop" for rollout in ended)
+    for rollout in found:
+        assert pair not in list(zip(rollout.tokens[:-2], rollout.tokens[1:-1], strict=True))
+        sizes = {len(getattr(rollout, name)) for name in ("tokens", "generator_logprobs", "weight_versions", "forced")}
+        assert len(sizes) == 1
+    assert generator.in_flight == 0 and generator.free_slots == 8
+
+
 def test_thinking_that_has_ended_is_not_interrupted(generator: Any) -> None:
     generator._thinking_ended, before = (lambda tokens: len(tokens) == 4), generator._thinking_ended
     try:
@@ -281,37 +312,6 @@ def test_every_id_that_ends_a_completion_ends_it(model: Any) -> None:
     for rollout in found:
         assert not {OTHER_STOP, 8} & set(rollout.tokens[:-1])
         assert (rollout.finish_reason == "length") == (len(rollout.tokens) == 40 and rollout.tokens[-1] not in ends)
-
-
-class Pair:
-    """Ends a completion whose last two tokens are these."""
-
-    window = 2
-
-    def __init__(self, pair: tuple[int, int]) -> None:
-        self.pair = pair
-
-    def __call__(self, tokens: Sequence[int]) -> bool:
-        return tuple(tokens[-2:]) == self.pair
-
-
-def test_a_text_ends_a_completion_with_its_last_token(generator: Any) -> None:
-    generator.submit(GroupRequest(0, SHORT, 32, (11,)))
-    whole = [each.rollout.tokens for each in drained(generator)]
-    pair = next((tokens[3], tokens[4]) for tokens in whole if len(tokens) > 6)
-    generator._stop_text = Pair(pair)
-    try:
-        generator.submit(GroupRequest(0, SHORT, 32, (11,)))
-        found = [each.rollout for each in drained(generator)]
-    finally:
-        generator._stop_text = None
-    ended = [rollout for rollout in found if tuple(rollout.tokens[-2:]) == pair]
-    assert ended and all(rollout.finish_reason == "stop" for rollout in ended)
-    for rollout in found:
-        assert pair not in list(zip(rollout.tokens[:-2], rollout.tokens[1:-1], strict=True))
-        sizes = {len(getattr(rollout, name)) for name in ("tokens", "generator_logprobs", "weight_versions", "forced")}
-        assert len(sizes) == 1
-    assert generator.in_flight == 0 and generator.free_slots == 8
 
 
 def test_what_is_recorded_is_what_is_sampled_from(model: Any) -> None:

@@ -228,19 +228,15 @@ def test_journals_bring_counters_and_provenance(tmp_path: Path) -> None:
 def test_what_models_wrote_is_shown_and_escaped(tmp_path: Path) -> None:
     def group(step: int, *rewards: float | None) -> dict[str, object]:
         written = [
-            {"completion": f"<b>{step}</b> & {reward} " + "x" * 2000, "reward": reward, "tokens": 7, "extra": {"why": "out"},
-             "outcome": "error" if reward is None else "score", "correct": False, "parts": {}, "finish_reason": "length"}
+            {
+                "completion": f"<b>{step}</b> & {reward} " + "x" * 2000,
+                **{"reward": reward, "outcome": "error" if reward is None else "score", "correct": False},
+                **{"tokens": 7, "extra": {"why": "out"}, "parts": {}, "finish_reason": "length"},
+            }
             for reward in rewards
-        ]  # fmt: skip
-        about = {
-            "admission": step,
-            "prompt_id": "<i>",
-            "prompt": "1 < 2?",
-            "answer": "yes",
-            "source": "",
-            "difficulty": "",
-        }
-        return {"step": step, **about, "rollouts": written}
+        ]
+        about = {"admission": step, "prompt_id": "<i>", "prompt": "1 < 2?", "answer": "yes", "source": ""}
+        return {"step": step, "difficulty": "", **about, "rollouts": written}
 
     runs = []
     for seed in (0, 1):
