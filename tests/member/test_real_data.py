@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from lightning_scalerl.callbacks.evaluate import OtherWeightsError
 from lightning_scalerl.callbacks.rollout_log import RolloutLog
+from lightning_scalerl.generator.torch_generator import TorchGenerator
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.noise import measure_noise
 from lightning_scalerl.member.rescore import rescore_run
@@ -257,6 +259,32 @@ def test_a_verifier_that_calls_right_wrong_stops_the_run_before_its_first_step(p
     with pytest.raises(Exception, match=r"wrong before the first step: .* known to be right"):
         run_member(run_dir)
     assert not (run_dir / "metrics.jsonl").exists() or not read_journal(run_dir).records
+
+
+def test_where_it_is_graded_changes_nothing(place: Path, tmp_path: Path) -> None:
+    """In the trainer's process, or in one or three others, and by which of them: the curve is the same, bit for bit."""
+    more = ("async_mode=pipeline", "context.max_new_tokens=9", "budget.steps=6", "cost_model.grade_s=0.01")
+    journals = [
+        read_journal(train(place, tmp_path / str(workers), *more, f"verify.workers={workers}")).deterministic()
+        for workers in (0, 1, 3)
+    ]
+    assert journals[0] == journals[1] == journals[2] and len(journals[0]) > 6
+
+
+def test_a_point_measured_on_other_weights_is_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator that does not take the weights it is sent, and says which it has."""
+    publish = TorchGenerator.publish
+
+    def late(self: TorchGenerator, weights: Any, version: int, recompute_kv: bool = False) -> None:
+        publish(self, weights, min(version, 1), recompute_kv)
+
+    monkeypatch.setattr(TorchGenerator, "publish", late)
+    with pytest.raises(OtherWeightsError, match=r"evaluation of test: it is of step 3, .* weights of step 1"):
+        train(place, tmp_path, "evaluation.every_n_steps=3", "async_mode=ppo_off_policy", "async_mode.k=8")
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert [record.metrics["eval/weight_version"] for record in read_journal(run_dir).of_kind("eval")] == [0.0]
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from lightning_scalerl.stream.drivers import Live
 from lightning_scalerl.stream.live_driver import LiveDriver
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.stream.virtual_driver import VirtualDriver
+from lightning_scalerl.verify.grade import Outcome, Sample
 from lightning_scalerl.verify.verification import RewardError
 from tests.generator.slow import Size, SlowGenerator, Weights, script, weights_of
 from tests.helpers import CountingTask, inline
@@ -95,6 +96,50 @@ def test_delays_on_either_side(seed: int) -> None:
     sizes = {"generators": delays.randint(1, 3), "slots": delays.randint(1, 6)}
     with closing(live(mode, most_s=delays.choice([0.0, 0.005, 0.02]), **sizes)) as driver:
         once(train(driver, 15, delays.choice([0.0, 0.02, 0.1]), seed), driver.stream)
+
+
+class Held:
+    """Grades nothing until it is told to; then all of it, newest first."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.given: list[int] = []
+
+    def submit(self, sample: Sample) -> int:
+        self.given.append(len(self.given))
+        return self.given[-1]
+
+    def wait(self, ticket: int) -> Outcome:
+        raise AssertionError("nobody waits in real time")
+
+    def done(self) -> list[tuple[int, Outcome]]:
+        if not self.open:
+            return []
+        fresh, self.given = [ticket for ticket in self.given if ticket >= 0], [-1] * len(self.given)
+        return [(ticket, Outcome("score", float(ticket % 2))) for ticket in reversed(fresh)]
+
+    def forget(self, tickets: Any) -> None:
+        raise AssertionError
+
+    def close(self) -> None:
+        self.open = False
+
+
+@pytest.mark.slow
+def test_grading_holds_up_no_generation_and_is_no_part_of_its_order() -> None:
+    """With all grades held back, generation goes on as far as the mode lets it; then everything is trained once."""
+    mode = Pipeline(8)
+    with closing(live(mode)) as driver:
+        held = Held()
+        driver.verifiers = held
+        most = GROUPS * (mode.max_staleness + 1) * SIZE
+
+        def stop() -> bool:
+            return len(held.given) == most
+
+        assert driver.next_batch(stop) is None, "nothing is graded, and yet all that may be is sampled"
+        held.open = True
+        once(train(driver, 12), driver.stream)
 
 
 @pytest.mark.slow
