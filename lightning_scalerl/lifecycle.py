@@ -176,6 +176,7 @@ class Lifecycle(LightningModule):
         """Resolve the choices and build the data path; every mistake surfaces here, before any compute."""
         if stage in STAGES:
             raise ConfigurationError(STAGES[stage])
+        vars(self).pop("_sets", None)  # of the last stage's task and evaluation
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         chosen = Choices.of(c for c in self.trainer.callbacks if isinstance(c, DesignChoice))  # type: ignore[attr-defined]
         self.recipe.check(chosen)

@@ -121,7 +121,12 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """The smallest weight version that sampled any token of the group."""
-        return min(min(rollout.weight_versions) for rollout in (*self.rollouts, *self.ungraded))
+        return min(min(rollout.weight_versions) for rollout in self.sampled)
+
+    @property
+    def sampled(self) -> list[Rollout]:
+        """All of them, whatever became of their grading."""
+        return [*self.rollouts, *self.ungraded]
 
     @property
     def comparable(self) -> bool:

@@ -59,7 +59,7 @@ class RolloutLog(Callback):
 def entry(group: Group, run: Run, step: int) -> dict[str, Any]:
     """A group as it is written."""
     prompt = group.prompt
-    rollouts = [*group.rollouts, *group.ungraded]
+    rollouts = group.sampled
     return {
         "step": step,
         "admission": group.admission,

@@ -188,7 +188,7 @@ def logprob_gaps(
         if fresh.any():
             # Forced tokens were not sampled, and not every engine knows how likely they were.
             return (trainer_logprobs - batch.generator_logprobs).abs()[fresh & ~batch.forced_mask].cpu()
-    sampled = [(group, rollout) for group in batch.groups for rollout in group.rollouts]
+    sampled = [(group, rollout) for group in batch.groups for rollout in group.sampled]
     found = [each for each in sampled if set(each[1].weight_versions) == {version}][:PROBE_ROLLOUTS]
     if found:
         ours = _trainer_logprobs(found, policy, batch.tokens.device, micro_batch)

@@ -53,20 +53,22 @@ def step_metrics(
     What compares trainer and generator, and entropy, are of the first pass; what the loss does is of all passes.
     """
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    ungraded = sum(len(group.ungraded) for group in batch.groups)
+    everything = [rollout for group in batch.groups for rollout in group.sampled]
+    ungraded = len(everything) - len(rollouts)
     constant = sum(not has_variance(group.rewards) for group in batch.groups)
     sampled = len(batch.groups) + dropped
     metrics = {
-        **(_rollout_metrics(rollouts, choices, batch) if rollouts else {}),
+        **(_reward_metrics(rollouts) if rollouts else {}),
+        **_length_metrics(everything, choices, batch),
         **_part_metrics(rollouts),
-        **({"train/ungraded": ungraded / (len(rollouts) + ungraded)} if ungraded else {}),
+        **({"train/ungraded": ungraded / len(everything)} if ungraded else {}),
         "train/groups_kept": batch.denominators.prompts / len(batch.groups),
         "train/credited_prompts": batch.denominators.prompts,
         "train/credited_rollouts": batch.denominators.samples,
         "train/credited_tokens": batch.denominators.tokens,
         "train/zero_variance": (constant + dropped) / sampled,
         **({"train/groups_dropped": dropped / sampled} if choices.filter.refills else {}),
-        **(staleness(rollouts, completed_steps) if rollouts else {}),
+        **staleness(everything, completed_steps),
         **_loss_metrics(passes),
         **_first_pass_metrics(batch, passes[0].parts, choices),
         **_ratio_metrics(batch, passes, choices),
@@ -75,12 +77,18 @@ def step_metrics(
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def _rollout_metrics(rollouts: Sequence[Rollout], choices: Choices, batch: TrainBatch) -> dict[str, float]:
+def _reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Means over the rollouts that have a score."""
-    tokens = sum(len(rollout.tokens) for rollout in rollouts)
     return {
         "train/pass_rate": sum(rollout.correct for rollout in rollouts) / len(rollouts),
         "train/reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
+    }
+
+
+def _length_metrics(rollouts: Sequence[Rollout], choices: Choices, batch: TrainBatch) -> dict[str, float]:
+    """Of all rollouts, graded or not."""
+    tokens = sum(len(rollout.tokens) for rollout in rollouts)
+    return {
         "train/completion_tokens": tokens / len(rollouts),
         "train/truncated": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
         **_cut_by_stage(rollouts, choices, batch.denominators.max_tokens),

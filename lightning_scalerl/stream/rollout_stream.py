@@ -228,7 +228,9 @@ class RolloutStream:
         self.training, self._taken_at = True, self.completed_steps
         self.dropped_for_batch = self._dropped_since // batches
         self._dropped_since -= self.dropped_for_batch
-        self.watch.check_step(sum(len(group.rollouts) for group in groups), self.completed_steps)
+        scored = sum(len(group.rollouts) for group in groups)
+        errors = sum(rollout.outcome == "error" for group in groups for rollout in group.ungraded)
+        self.watch.check_step(scored, errors, self.completed_steps)
         remember(groups, self.choices)
         return assemble(groups, self.choices, self.max_new_tokens)
 
@@ -262,7 +264,7 @@ class RolloutStream:
                 }
                 for group in self._ready
             ],
-            "rollouts": packed([*self._finished(), *(each for group in self._ready for each in _all_of(group))]),
+            "rollouts": packed([*self._finished(), *(each for group in self._ready for each in group.sampled)]),
             "ungraded": packed([self._ungraded[place] for place in self._ended()]),
             "watch": self.watch.state_dict(),
         }
@@ -301,7 +303,3 @@ class RolloutStream:
             rest = [next(rollouts) for _ in range(entry.get("ungraded", 0))]
             tokens, history = self.encode(prompt), tuple(entry["history"])
             self._ready.append(Group(entry["admission"], prompt, tokens, done, history, rest))
-
-
-def _all_of(group: Group) -> list[Rollout]:
-    return [*group.rollouts, *group.ungraded]

@@ -147,13 +147,13 @@ class ErrorWatch:
                 f"verify.max_error_share={self._settings.max_error_share:g}"
             )
 
-    def check_step(self, scored: int, step: int) -> None:
+    def check_step(self, scored: int, errors: int, step: int) -> None:
         """After a step's batch is put together: one of which nothing at all was graded trains on nothing.
 
         Raises:
-            RewardError: there were errors, and no score.
+            RewardError: there were errors in it, and no score.
         """
-        if not scored and self._shown:
+        if not scored and errors:
             self._stop(f"of the batch of step {step} no completion was graded")
 
     def _stop(self, why: str) -> None:

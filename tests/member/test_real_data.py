@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_scalerl.callbacks.evaluate import OtherWeightsError
 from lightning_scalerl.callbacks.rollout_log import RolloutLog
@@ -17,6 +18,7 @@ from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.noise import measure_noise
 from lightning_scalerl.member.rescore import rescore_run
 from lightning_scalerl.member.run import run_member
+from lightning_scalerl.model.load import load_model
 from lightning_scalerl.task.arithmetic_base import new_model, tokenizer
 from lightning_scalerl.task.dataset import DatasetTask
 from sweeps.errors import UserError
@@ -165,6 +167,21 @@ def test_abstentions_and_errors_are_counted_shown_and_leave_their_group(place: P
     assert all("the judge is out" in each["extra"]["why"] and each["reward"] is None for each in errors)
     trained = read_journal(run_dir).of_kind("train")
     assert any(record.metrics.get("train/ungraded", 0) == 0.5 for record in trained)
+
+
+def test_a_batch_without_any_score_moves_nothing_and_the_run_goes_on(place: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]
+    silent = tmp_path / "silent.jsonl"
+    silent.write_text("\n".join(json.dumps({**row, "gold": "abstain"}) for row in rows))
+    more = (f"task.train={silent}", "optimizer.lr=1e-2", "optimizer.weight_decay=0.1")
+    run_dir = train(place, tmp_path, *more, reward="odd")
+    view = read_journal(run_dir)
+    assert view.status == "finished" and len(view.of_kind("train")) == 3
+    for record in view.of_kind("train"):
+        assert record.metrics["train/ungraded"] == 1.0 and record.metrics["train/credited_rollouts"] == 0.0
+    weights = torch.load(run_dir / "checkpoints" / "step-00000003.ckpt", weights_only=True)["state_dict"]
+    before = load_model(str(place / "model")).state_dict()
+    assert all(torch.equal(weights[f"policy.model.{name}"], value) for name, value in before.items())
 
 
 @pytest.mark.slow

@@ -118,12 +118,16 @@ def test_an_error_may_be_a_zero_or_the_end() -> None:
 def test_a_batch_of_errors_alone_ends_the_run_and_one_of_abstentions_does_not() -> None:
     stream = stream_of()
     for _ in range(2):
+        grade_group(stream, SCORE[1], SCORE[0], ERROR)
+    stream.take()
+    stream.step_completed()
+    for _ in range(2):
         grade_group(stream, ABSTAIN, ABSTAIN, ABSTAIN)
-    assert stream.take().rollouts == 0
+    assert stream.take().rollouts == 0, "an error of before has no say"
     stream.step_completed()
     for _ in range(2):
         grade_group(stream, ABSTAIN, ABSTAIN, ERROR)
-    with pytest.raises(RewardError, match="of the batch of step 1 no completion was graded"):
+    with pytest.raises(RewardError, match="of the batch of step 2 no completion was graded"):
         stream.take()
 
 
