@@ -1,0 +1,337 @@
+"""The judge's side of a judgement: runs the tests of a data set against a program that lives in another process.
+
+Runs inside the judge's sandbox (standard library only). Names that the tests use and only the program can mean are
+bound to what the program sends: plain values, or `Remote` stand-ins whose calls go there and which are equal to nothing
+but themselves. Success is the nonce, written to a pipe that only the parent reads.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import os
+import sys
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any
+
+from lightning_scalerl.verify.sandbox.frames import receive, send
+from lightning_scalerl.verify.sandbox.plain import Handle, MalformedError, decode, encode
+
+# Where a name that tests use without importing it comes from, before the program may say what it means: a program
+# that lends tests their `isclose` has a say in what is close.
+_LENDERS = ("math", "collections", "itertools", "functools", "typing", "copy", "heapq", "bisect", "string", "re")
+_LENT_AS = {"np": "numpy", "numpy": "numpy"}
+_LONGEST_REASON = 300
+
+
+class ProgramError(Exception):
+    """Raised in the tests where the program raised something that is no ordinary built-in exception."""
+
+
+class ProgramGoneError(BaseException):
+    """The program's process ended, or sent what is no answer. Not for the tests to catch."""
+
+
+class FailedError(Exception):
+    """The verdict is reached, and it is a failure."""
+
+
+class Remote:
+    """An object of the program, as the tests see it: attributes and calls go there, all else says nothing of it."""
+
+    __slots__ = ("__handle", "__program")
+
+    def __init__(self, program: Program, handle: Handle) -> None:
+        self.__program, self.__handle = program, handle
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.__program.ask("get", self.__handle, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """There."""
+        return self.__program.call(self.__handle, args, kwargs)
+
+    def __repr__(self) -> str:
+        return "<an object of the program>"
+
+
+class Program:
+    """The other process, over two pipes."""
+
+    def __init__(self, requests: int, answers: int) -> None:
+        self._requests, self._answers = requests, answers
+        self.calls, self.broken = 0, ""
+
+    def loaded(self) -> str | None:
+        """None once the program is ready; otherwise the type of what it raised."""
+        status, kind = self._receive()
+        return None if status == "loaded" else str(kind)
+
+    def names(self, names: Iterable[str]) -> dict[str, Any]:
+        """What the program defines of these."""
+        given = self.ask("names", sorted(names))
+        if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+            raise self._gone("an answer of another kind")
+        return given
+
+    def ask(self, what: str, *operands: Any) -> Any:
+        """The answer to one request, or what the program raised."""
+        return self._answer([what, *operands])[0]
+
+    def call(self, target: Handle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an object of the program; arguments that it changed in place are changed here, too."""
+        self.calls += 1
+        value, changed = self._answer(["call", target, encode((args, kwargs), _handle_of)], (args, kwargs))
+        if changed is not None:
+            _change((args, kwargs), changed)
+        return value
+
+    def _answer(self, request: list[Any], arguments: Any = None) -> tuple[Any, Any]:
+        try:
+            send(self._requests, encode(request, _handle_of))
+        except OSError:
+            raise self._gone("the program ended") from None
+        status, *rest = self._receive()
+        if status == "gave" and len(rest) == 2:
+            return self._decoded(rest[0]), rest[1]
+        if status == "raised" and len(rest) == 3 and isinstance(rest[0], str) and isinstance(rest[1], tuple):
+            if rest[2] is not None:
+                _change(arguments, rest[2])
+            raise _as_raised(rest[0], rest[1])
+        if status == "unplain":
+            raise ProgramError(f"what the program gives cannot be sent: {str(rest)[:200]}")
+        raise self._gone("an answer of another kind")
+
+    def _receive(self) -> list[Any]:
+        message = receive(self._answers)
+        if message is None:
+            raise self._gone("the program ended")
+        answer = self._decoded(message)
+        if not isinstance(answer, list) or len(answer) < 2 or not isinstance(answer[0], str):
+            raise self._gone("an answer of another kind")
+        return answer
+
+    def _decoded(self, message: Any) -> Any:
+        if not isinstance(message, bytes):
+            raise self._gone("an answer of another kind")
+        try:
+            return decode(message, lambda handle: Remote(self, handle))
+        except MalformedError as error:
+            raise self._gone(f"a malformed answer, {error}") from None
+
+    def _gone(self, why: str) -> ProgramGoneError:
+        self.broken = self.broken or why
+        return ProgramGoneError(why)
+
+
+def _handle_of(thing: Any) -> Handle | None:
+    if isinstance(thing, Handle):
+        return thing
+    return thing._Remote__handle if type(thing) is Remote else None
+
+
+def _as_raised(kind: str, args: tuple[Any, ...]) -> Exception:
+    """The same built-in exception, if it is an ordinary one."""
+    known = getattr(builtins, kind, None)
+    if isinstance(known, type) and issubclass(known, Exception):
+        try:
+            return known(*args)
+        except Exception:
+            return known.__new__(known)
+    return ProgramError(f"{kind}: {args}"[:200])
+
+
+def _change(mine: Any, theirs: Any) -> None:
+    """Make the tests' mutable arguments what the program made of its copies; their identity stays."""
+    if isinstance(mine, list) and isinstance(theirs, list):
+        if len(mine) != len(theirs):
+            mine[:] = theirs
+            return
+        for at, (old, new) in enumerate(zip(mine, theirs, strict=True)):
+            mine[at] = _changed(old, new)
+    elif isinstance(mine, tuple) and isinstance(theirs, tuple):
+        for old, new in zip(mine, theirs, strict=False):
+            _changed(old, new)
+    elif isinstance(mine, dict) and isinstance(theirs, dict):
+        kept = {key: _changed(mine[key], new) if key in mine else new for key, new in theirs.items()}
+        mine.clear()
+        mine.update(kept)
+    elif isinstance(mine, set) and isinstance(theirs, set):
+        mine.clear()
+        mine.update(theirs)
+    elif isinstance(mine, bytearray) and isinstance(theirs, bytearray):
+        mine[:] = theirs
+
+
+def _changed(old: Any, new: Any) -> Any:
+    if isinstance(old, list | dict | set | bytearray | tuple) and isinstance(new, type(old)):
+        _change(old, new)
+        return new if isinstance(old, tuple) else old
+    # A stand-in is made anew for every message; the one that the tests hold is the same object.
+    return old if type(old) is Remote else new
+
+
+def examine(config: dict[str, Any], requests: int, answers: int, report: int) -> None:
+    """Run the tests and report: the nonce, or one line that says why not."""
+    program = Program(requests, answers)
+    try:
+        _examine(config, program)
+        if program.broken:
+            raise FailedError(program.broken)
+        said = config["nonce"]
+    except FailedError as error:
+        said = str(error)
+    except ProgramGoneError as error:
+        said = f"the program: {error}"
+    except BaseException as error:
+        said = f"{type(error).__name__}{_where(error)}: {_text(error)}"
+    os.write(report, said.replace("\n", " ")[:_LONGEST_REASON].encode("utf-8", "replace"))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "?"
+
+
+def _where(error: BaseException) -> str:
+    """The line of the tests that was running."""
+    line, trace = 0, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "tests.py":
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f" in line {line} of the tests" if line else ""
+
+
+def _examine(config: dict[str, Any], program: Program) -> None:
+    module = type(sys)("tests")
+    sys.modules["tests"] = module
+    names = module.__dict__
+    try:
+        tree = ast.parse(config["tests"], "tests.py")
+        exec(compile(config["prelude"], "prelude.py", "exec", dont_inherit=True), names)
+    except Exception as error:
+        raise FailedError(f"the data set's own code: {type(error).__name__}: {_text(error)}") from None
+    failed = program.loaded()
+    if failed is not None:
+        raise FailedError(f"the program does not load: {failed}")
+    candidate = _bind(tree, config["entry_point"], names, program)
+    exec(compile(tree, "tests.py", "exec", dont_inherit=True), names)
+    if candidate is not None and callable(names.get("check")) and _defines(tree, "check"):
+        names["check"](candidate)
+    _run_test_functions(tree, names)
+    _run_test_cases(names)
+    if not program.calls:
+        raise FailedError("the tests never called the program")
+
+
+def _bind(tree: ast.Module, entry_point: str | None, names: dict[str, Any], program: Program) -> Any:
+    """Give the tests the names they lack; returns the entry point as a callable."""
+    free = {n for n in _free(tree) if n not in names and not hasattr(builtins, n)}
+    root = entry_point.partition(".")[0].removesuffix("()") if entry_point else None
+    modules = {n for n in free if n != root and (n in sys.stdlib_module_names or n in _LENT_AS)} & _only_dotted(tree)
+    lent = {n: _lend(n) for n in free - modules - {root}}
+    # Without an entry point one of the free names must be it.
+    if root is None and all(found is not None for found in lent.values()):
+        lent = {}
+    for name in modules:
+        names[name] = import_module(_LENT_AS.get(name, name))
+    names.update({n: found[0] for n, found in lent.items() if found is not None})
+    asked = {n for n in free if n not in names} | ({root} if root else set())
+    given = program.names(asked)
+    if root is not None and root not in given:
+        raise FailedError(f"the program does not define {root}")
+    names.update({name: given[name] for name in asked if name in given})
+    if entry_point is None or root is None:
+        return None
+    candidate = _candidate(entry_point, given[root])
+    last = entry_point.rpartition(".")[2].removesuffix("()")
+    if "." not in entry_point:
+        names[last] = candidate
+    for name in {last, "candidate"} & free:
+        names[name] = candidate
+    return candidate
+
+
+def _candidate(entry_point: str, root: Any) -> Callable[..., Any]:
+    """`f`, or `Solution.method` with an instance of its own for every call."""
+    path = entry_point.split(".")
+
+    def candidate(*args: Any, **kwargs: Any) -> Any:
+        thing = root
+        for at, step in enumerate(path):
+            name = step.removesuffix("()")
+            if at:
+                thing = getattr(thing, name)
+            handle = _handle_of(thing)
+            if step.endswith("()") or (at < len(path) - 1 and handle is not None and handle.kind == "type"):
+                thing = thing()
+        return thing(*args, **kwargs)
+
+    candidate.__name__ = candidate.__qualname__ = path[-1].removesuffix("()")
+    return candidate
+
+
+def _lend(name: str) -> tuple[Any] | None:
+    for module in _LENDERS:
+        if not name.startswith("_") and hasattr(import_module(module), name):
+            return (getattr(import_module(module), name),)
+    return None
+
+
+def _free(tree: ast.Module) -> set[str]:
+    """Names that are read but that nothing in the tests makes."""
+    read: set[str] = set()
+    made: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else made).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            made.add(node.name)
+        elif isinstance(node, ast.arg):
+            made.add(node.arg)
+        elif isinstance(node, ast.alias):
+            made.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            made.add(node.name)
+        elif isinstance(node, ast.MatchMapping) and node.rest:
+            made.add(node.rest)
+    return read - made
+
+
+def _only_dotted(tree: ast.Module) -> set[str]:
+    """Names that are never used but as `name.attribute`."""
+    dotted = [n.value.id for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    used = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name)]
+    return {name for name in dotted if used.count(name) == dotted.count(name)}
+
+
+def _defines(tree: ast.Module, name: str) -> bool:
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
+
+
+def _run_test_functions(tree: ast.Module, names: dict[str, Any]) -> None:
+    """Functions `test...` that take nothing and that the tests do not call themselves."""
+    read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and node.name not in read:
+            taken = node.args
+            if len(taken.posonlyargs) + len(taken.args) == len(taken.defaults) and not taken.kwonlyargs:
+                names[node.name]()
+
+
+def _run_test_cases(names: dict[str, Any]) -> None:
+    unittest = sys.modules.get("unittest")
+    if unittest is None:
+        return
+    cases = [v for v in names.values() if isinstance(v, type) and issubclass(v, unittest.TestCase)]
+    result = unittest.TestResult()
+    for case in cases:
+        unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
+    if cases and not result.wasSuccessful():
+        raise FailedError("a unittest case failed")

@@ -1,0 +1,41 @@
+"""Messages over a pair of pipes: a length, then that many bytes. Runs inside the sandbox (standard library only)."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+from lightning_scalerl.verify.sandbox.plain import MAX_BYTES
+
+# A message holds encoded values beside its own few fields.
+_MAX_FRAME = 3 * MAX_BYTES
+
+
+def send(pipe: int, message: bytes) -> None:
+    """Write one message.
+
+    Raises:
+        OSError: nobody reads any more.
+    """
+    rest = memoryview(struct.pack("<I", len(message)) + message)
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
+
+
+def receive(pipe: int) -> bytes | None:
+    """The next message; None at the end, and for one that is cut short or beyond all limits."""
+    head = _exactly(pipe, 4)
+    if head is None:
+        return None
+    (size,) = struct.unpack("<I", head)
+    return None if size > _MAX_FRAME else _exactly(pipe, size)
+
+
+def _exactly(pipe: int, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(pipe, min(size - len(parts), 1 << 20))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)

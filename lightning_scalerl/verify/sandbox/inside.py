@@ -1,0 +1,57 @@
+"""The first thing that runs in a sandboxed process: shut it in, tell the parent, then do its part.
+
+Runs inside the child only (standard library only).
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+from typing import Any
+
+from lightning_scalerl.verify.sandbox.examine import examine
+from lightning_scalerl.verify.sandbox.jail import enter, watch_over_a_child
+from lightning_scalerl.verify.sandbox.serve import run_script, serve
+
+READY = b"ready\n"
+
+
+def main(config: dict[str, Any]) -> None:
+    """Enter the jail and play `config["role"]`: `script`, `program` or `judge`."""
+    status = config["status"]
+    try:
+        if config["watched"]:
+            watch_over_a_child()
+        _prepare(config)
+        enter(config["jail"])
+    except BaseException as error:
+        os.write(status, f"{type(error).__name__}: {error}"[:1000].encode("utf-8", "replace"))
+        os._exit(70)
+    # Its own standard error from here on; until now it was the parent's to read.
+    os.dup2(1 if config["stderr"] is None else config["stderr"], 2)
+    # Fails if the parent has gone meanwhile.
+    os.write(status, READY)
+    os.close(status)
+    role = config["role"]
+    if role == "script":
+        run_script(config["source"])
+        return
+    try:
+        if role == "program":
+            serve(config["source"], *config["pipes"])
+        else:
+            examine(config, *config["pipes"])
+    finally:
+        os._exit(0)
+
+
+def _prepare(config: dict[str, Any]) -> None:
+    sys.path.extend(config["sys_path"])
+    if not hasattr(builtins, "exit"):  # Python without `site`, which takes half of the start-up.
+        from _sitebuiltins import Quitter
+
+        for name in ("exit", "quit"):
+            setattr(builtins, name, Quitter(name, "Ctrl-D"))
+    for name in [n for n in sys.modules if n.partition(".")[0] == "lightning_scalerl"]:
+        del sys.modules[name]

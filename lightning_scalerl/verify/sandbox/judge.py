@@ -1,0 +1,154 @@
+"""Judges a program by the tests of a data set. The program never sees them, nor what they expect."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.verify.sandbox.launch import Capture, Sandboxed, attend
+from lightning_scalerl.verify.sandbox.limits import Limits
+from lightning_scalerl.verify.sandbox.run import run_program
+from lightning_scalerl.verify.sandbox.walls import Protections
+
+_ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\(\))?(\.[A-Za-z_]\w*(\(\))?)*")
+_TOLERANCE = Decimal("1e-6")
+_FRACTION = re.compile(r"[.eE]")
+_REPORT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class JudgeResult:
+    """A verdict.
+
+    Args:
+        passed: all tests ran to their end.
+        reason: one line: `passed`, or what failed first.
+        seconds: by the clock, sandboxes' start and end included.
+    """
+
+    passed: bool
+    reason: str
+    seconds: float
+
+
+def judge(
+    program: str,
+    tests: str,
+    *,
+    entry_point: str | None,
+    prelude: str = "",
+    limits: Limits,
+    protections: Protections,
+) -> JudgeResult:
+    """Run tests that call functions of a program.
+
+    Program and tests have a process and a sandbox each; calls and results cross as plain data (`plain.py`). Objects of
+    the program's own classes stay there: the tests can call them, not compare them. If the tests define `check`, it is
+    called with the entry point; functions `test...` and unittest cases run, too. Tests that never call the program fail
+    it.
+
+    Args:
+        program: untrusted source.
+        tests: the data set's.
+        entry_point: the function under test, `f` or `Solution.method` (an instance for every call); None: the names
+            that the tests use and nobody else defines. A program that is asked for several names could answer one
+            with a function of its own that the tests compare with, so give the name where there is one.
+        prelude: the data set's own code that tests need, run before them; the entry point in it is replaced.
+        limits: for each of the two processes, the clock for both together.
+        protections: what is put around them.
+
+    Raises:
+        ConfigurationError: the entry point is no such name.
+        SandboxError: the sandbox itself failed; says nothing of the program.
+    """
+    if entry_point is not None and not _ENTRY_POINT.fullmatch(entry_point):
+        raise ConfigurationError(f"entry_point: {entry_point!r} must name a function, such as f or Solution.method")
+    began = time.monotonic()
+    # Not below what anything that foreign code can see is drawn from.
+    nonce = secrets.token_hex(32)
+    with contextlib.ExitStack() as closing:
+        requests, answers, reports = (os.pipe() for _ in range(3))
+        report = Capture(reports[0], _REPORT_BYTES, ends_at_limit=False)
+        closing.callback(report.close)
+        try:
+            served = Sandboxed(
+                protections.walls, limits, {"role": "program", "source": program}, (requests[0], answers[1])
+            )
+            closing.enter_context(served)
+            role = {"role": "judge", "tests": tests, "prelude": prelude, "entry_point": entry_point, "nonce": nonce}
+            judging = Sandboxed(protections.walls, limits, role, (requests[1], answers[0], reports[1]))
+            closing.enter_context(judging)
+        finally:
+            for end in (*requests, *answers, reports[1]):
+                os.close(end)
+        why, _ = attend(
+            [served, judging], [report], limits.wall_s, lambda: not report.open or judging.returncode is not None
+        )
+        report.drain()
+        said = report.text
+    passed = why == "done" and secrets.compare_digest(said.encode(), nonce.encode())
+    if why == "done":
+        why = "passed" if passed else said or "the tests ended without a verdict"
+    return JudgeResult(passed, why, time.monotonic() - began)
+
+
+def judge_stdio(
+    program: str, cases: Sequence[tuple[str, str]], limits: Limits, protections: Protections
+) -> JudgeResult:
+    """Run a program once for each case, until one fails, and compare what it prints.
+
+    Outputs are equal if they have the same tokens (split at white space); two tokens that differ as text are equal if
+    both are finite numbers, one of them at least with a point or an exponent, that differ by 1e-6 at most.
+
+    Args:
+        program: untrusted source.
+        cases: standard input and expected output.
+        limits: each run's; the clock is for all of them together.
+        protections: what is put around it.
+
+    Raises:
+        SandboxError: the sandbox itself failed; says nothing of the program.
+    """
+    began = time.monotonic()
+    left = float(limits.wall_s)
+
+    def verdict(passed: bool, reason: str) -> JudgeResult:
+        return JudgeResult(passed, reason, time.monotonic() - began)
+
+    if not cases:
+        return verdict(False, "there are no cases")
+    for number, (given, expected) in enumerate(cases, start=1):
+        if left <= 0:
+            return verdict(False, f"case {number}: timeout")
+        result = run_program(program, given, replace(limits, wall_s=left), protections)
+        left -= result.seconds
+        if result.status != "ok":
+            last = result.stderr_tail.strip().rpartition("\n")[2][:200]
+            return verdict(False, f"case {number}: {result.status}" + (f": {last}" if last else ""))
+        if not same_output(result.stdout, expected):
+            return verdict(False, f"case {number}: wrong output")
+    return verdict(True, "passed")
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Whether two outputs are equal as `judge_stdio` has it."""
+    mine, theirs = printed.split(), expected.split()
+    return len(mine) == len(theirs) and all(a == b or _close(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _close(one: str, other: str) -> bool:
+    # Not as floats: those make neighbours of large whole numbers equal.
+    if not _FRACTION.search(one + " " + other):
+        return False
+    try:
+        a, b = Decimal(one), Decimal(other)
+        return a.is_finite() and b.is_finite() and abs(a - b) <= _TOLERANCE
+    except ArithmeticError:
+        return False

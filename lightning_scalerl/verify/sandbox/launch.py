@@ -1,0 +1,607 @@
+"""Sandboxed processes from the outside: started, listened to, ended, and cleared away.
+
+What runs inside (`inside.py` and what it imports) is sent along as compiled code in an anonymous file, so that the
+sandbox needs nothing of this package's folder, and starting costs no reading of modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import itertools
+import marshal
+import os
+import random
+import re
+import select
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from pathlib import Path
+from types import CodeType
+from typing import Any, Self
+
+from lightning_scalerl.verify.sandbox.inside import READY
+from lightning_scalerl.verify.sandbox.limits import Limits
+from lightning_scalerl.verify.sandbox.walls import Walls
+
+_ROOM = "lightning_scalerl.verify.sandbox"
+# In the order in which they import each other.
+_INSIDE = ("plain", "frames", "jail", "serve", "examine", "inside")
+_BOOT = """
+import marshal, sys
+with open(int(sys.argv[1]), "rb") as sent:
+    modules, config = marshal.load(sent)
+for name, code in modules:
+    module = sys.modules[name] = type(sys)(name)
+    exec(code, module.__dict__)
+module.main(config)
+"""
+
+_SYSTEM = (
+    "/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/local/lib",
+    "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives",
+    "/etc/localtime", "/nix/store", "/gnu/store",
+)  # fmt: skip
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+# Starting is not the program's time; a machine that takes longer is in trouble.
+_START_S = 60.0
+_END_S = 10.0
+_TICK_S = 0.02
+_MOST_ENTRIES = 4096
+# Each look resolves every path anew.
+_LONGEST_PATH = 1024
+_MEBIBYTE = 1 << 20
+# Above the users of systems and of containers, below what tools take for negative.
+_USERS = (1_900_000_000, 2_100_000_000)
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed; says nothing of the program that was to run in it. One line."""
+
+
+@dataclass
+class Capture:
+    """What comes through one pipe.
+
+    Args:
+        pipe: the reading end; closed at its end.
+        limit: bytes that are kept.
+        ends_at_limit: whether more ends the run, rather than being dropped.
+    """
+
+    pipe: int
+    limit: int
+    ends_at_limit: bool = True
+    taken: bytearray = field(default_factory=bytearray)
+    full: bool = False
+    open: bool = True
+
+    def read(self) -> None:
+        """Take what is there; the caller has seen that there is something."""
+        part = os.read(self.pipe, 1 << 16)
+        if not part:
+            self.close()
+        room = self.limit - len(self.taken)
+        self.taken += part[:room]
+        self.full |= len(part) > room
+
+    def drain(self) -> None:
+        """Take all that is there now."""
+        while self.open and not self.full and select.select([self.pipe], [], [], 0)[0]:
+            self.read()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.open:
+            self.open = False
+            os.close(self.pipe)
+
+    @property
+    def text(self) -> str:
+        """As text, whatever it is."""
+        return self.taken.decode("utf-8", "replace")
+
+
+class Sandboxed:
+    """One sandboxed process and its scratch directory; both are gone when the context ends.
+
+    Args:
+        walls: what to put around it.
+        limits: what it may take.
+        role: for `inside.main`: plain data that `marshal` knows.
+        pipes: descriptors that it gets, under the same numbers.
+        stdin: descriptor it reads; None: empty.
+        stdout: descriptor it writes; None: nowhere.
+        stderr: likewise. What comes before it has started goes into the error message instead.
+
+    Raises:
+        SandboxError: it cannot be started.
+    """
+
+    def __init__(
+        self,
+        walls: Walls,
+        limits: Limits,
+        role: Mapping[str, Any],
+        pipes: Sequence[int] = (),
+        stdin: int | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ) -> None:
+        self._walls, self._limits = walls, limits
+        self.ready = False
+        self.returncode: int | None = None
+        self.ended: int | None = None
+        self._user = _new_user() if walls.own_user else None
+        self._said = bytearray()
+        self._closing = contextlib.ExitStack()
+        try:
+            self._scratch = _new_scratch(self._user)
+            self._closing.callback(_remove, self._scratch)
+            self._start(role, pipes, stdin, stdout, stderr)
+        except OSError as error:
+            self._closing.close()
+            raise SandboxError(f"the sandbox does not start: {error}") from None
+        except BaseException:
+            self._closing.close()
+            raise
+
+    def _start(
+        self,
+        role: Mapping[str, Any],
+        pipes: Sequence[int],
+        stdin: int | None,
+        stdout: int | None,
+        stderr: int | None,
+    ) -> None:
+        self.status, status_in = os.pipe()
+        self._closing.callback(os.close, self.status)
+        self._about, about_in = os.pipe()
+        self._closing.callback(os.close, self._about)
+        with os.fdopen(status_in, "wb"), os.fdopen(about_in, "wb"):
+            jail = {
+                "scratch": self._scratch,
+                "readable": _readable(),
+                "devices": list(_DEVICES),
+                "limits": {
+                    "cpu_s": self._limits.cpu_s,
+                    "memory_mib": self._limits.memory_mib,
+                    "file_mib": self._limits.file_mib,
+                    "processes": self._limits.processes + (0 if self._walls.own_user else _threads_of_user()),
+                },
+                "user": self._user,
+                "keeps_read": self._walls.own_user and not self._walls.bubblewrap and not _open_to_all(),
+                "landlock": self._walls.landlock,
+                "seccomp": self._walls.seccomp,
+                # In a namespace of its own there is the one that watches over it, the first.
+                "parent": 1 if self._walls.bubblewrap else os.getpid(),
+            }
+            passed = [*pipes] if stderr is None else [*pipes, stderr]
+            config = {"jail": jail, "status": status_in, "sys_path": _sys_path(), "pipes": list(pipes), **role}
+            config |= {"stderr": stderr, "watched": bool(self._walls.bubblewrap)}
+            payload = anonymous(marshal.dumps((_modules(), config)))
+            try:
+                python = [_python(), "-s", "-S", "-P", "-B", "-c", _BOOT, str(payload)]
+                command = (
+                    _bubblewrap(self._walls, self._scratch, about_in) + python if self._walls.bubblewrap else python
+                )
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL if stdin is None else stdin,
+                    stdout=subprocess.DEVNULL if stdout is None else stdout,
+                    # What bubblewrap or Python say before the start is why there is none.
+                    stderr=status_in,
+                    pass_fds=(payload, status_in, about_in, *passed),
+                    env=_environment(self._scratch),
+                    cwd="/",
+                    start_new_session=True,
+                )
+            finally:
+                os.close(payload)
+        # Linux before 5.3 has none, nor has Python that was built there: then each tick asks.
+        with contextlib.suppress(OSError, AttributeError):
+            self.ended = os.pidfd_open(self._process.pid)
+            self._closing.callback(os.close, self.ended)
+        self._closing.callback(self._kill)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Kill all of it and delete its files; idempotent. Returns when nothing is left."""
+        self._closing.close()
+
+    def hear(self) -> None:
+        """Read from the status pipe, which has something. Not once it is ready: foreign code could write there, too.
+
+        Raises:
+            SandboxError: it has ended without ever being ready.
+        """
+        part = os.read(self.status, 1 << 12)
+        self._said += part
+        self.ready = READY in self._said
+        if not self.ready and (not part or len(self._said) > 1 << 16):
+            words = " ".join(self._said.decode("utf-8", "replace").split())
+            raise SandboxError(f"the sandbox does not start: {words[-300:] or 'it says nothing'}")
+
+    def over_quota(self) -> bool:
+        """Whether the scratch directory holds more, or is nested deeper, than it may."""
+        return _holds_more(self._scratch, self._limits.file_mib * _MEBIBYTE)
+
+    def wait(self, options: int = 0) -> int | None:
+        """Its exit code, or minus the signal that ended it; None with `os.WNOHANG` while it runs."""
+        if self.returncode is not None:
+            return self.returncode
+        try:
+            waited, status = os.waitpid(self._process.pid, options)
+        except ChildProcessError:  # Somebody else in this process waits for children, too.
+            waited, status = self._process.pid, signal.SIGKILL
+        if waited:
+            self.returncode = os.waitstatus_to_exitcode(status)
+            self._process.returncode = self.returncode
+            # What ended the process inside comes the way a shell tells it.
+            if self._walls.bubblewrap and 128 < self.returncode <= 128 + signal.SIGRTMAX:
+                self.returncode = 128 - self.returncode
+        return self.returncode
+
+    def _kill(self) -> None:
+        """Return when nothing of it is left, not even for the machine's first process to wait for."""
+        until = time.monotonic() + _END_S
+        if self._walls.bubblewrap and (inner := self._inside()) is not None:
+            # Killing bubblewrap itself would orphan what it has started.
+            while self.wait(os.WNOHANG) is None and time.monotonic() < until:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(inner, signal.SIGKILL)
+                select.select([] if self.ended is None else [self.ended], [], [], _TICK_S)
+        # Not once it has been waited for: the number may be somebody else's.
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self.wait()
+        if self._user is not None and not self._walls.isolated:
+            _sweep(self._user)
+
+    def _inside(self) -> int | None:
+        """The number of the process inside bubblewrap; None if it has not come so far."""
+        if not select.select([self._about], [], [], 0)[0]:
+            return None
+        found = re.search(rb'"child-pid":\s*(\d+)', os.read(self._about, 1 << 12))
+        return int(found[1]) if found else None
+
+
+def attend(
+    children: Sequence[Sandboxed], captures: Sequence[Capture], wall_s: float, done: Callable[[], bool]
+) -> tuple[str, float]:
+    """Listen until `done`, or until a limit ends it.
+
+    Args:
+        children: all must become ready, and the clock starts when they are.
+        captures: pipes to read meanwhile.
+        wall_s: seconds.
+        done: looked at whenever something has happened; what is ready to be read has been read then.
+
+    Returns:
+        `done`, `timeout`, `output_limit` or `disk_limit`; and seconds from the moment all were ready.
+
+    Raises:
+        SandboxError: one did not become ready.
+    """
+    started = time.monotonic()
+    began: float | None = None
+    looked = started
+    while True:
+        now = time.monotonic()
+        if began is None and all(child.ready for child in children):
+            began = looked = now
+        if began is None and now - started > _START_S:
+            raise SandboxError(f"the sandbox does not start: not within {_START_S:g} s")
+        if began is not None and now - began >= wall_s:
+            return "timeout", now - began
+        _listen(children, captures, _TICK_S)
+        for child in children:
+            # Ended already: it was ready before, or it never will be, which is not the program's failure.
+            while child.returncode is not None and not child.ready:
+                child.hear()
+        now = time.monotonic()
+        since = now - (began if began is not None else now)
+        if any(capture.full and capture.ends_at_limit for capture in captures):
+            return "output_limit", since
+        if done():
+            return "done", since
+        if now - looked >= _TICK_S:
+            looked = now
+            if any(child.over_quota() for child in children):
+                return "disk_limit", since
+
+
+def _listen(children: Sequence[Sandboxed], captures: Sequence[Capture], timeout_s: float) -> None:
+    poller = select.poll()
+    heard: dict[int, Callable[[], None]] = {c.pipe: c.read for c in captures if c.open}
+    heard |= {child.status: child.hear for child in children if not child.ready}
+    for pipe in heard:
+        poller.register(pipe, select.POLLIN)
+    for child in children:
+        if child.returncode is None and child.ended is not None:
+            poller.register(child.ended, select.POLLIN)
+    for pipe, _ in poller.poll(timeout_s * 1000):
+        if pipe in heard:
+            heard[pipe]()
+    for child in children:
+        child.wait(os.WNOHANG)
+
+
+def anonymous(content: bytes) -> int:
+    """A descriptor of a file without a name that holds `content` and cannot be changed; to be closed by the caller."""
+    sealed = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(sealed, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(sealed, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, seals)
+    return sealed
+
+
+@cache
+def _modules() -> list[tuple[str, CodeType]]:
+    modules = []
+    for name in (f"{_ROOM}.{short}" for short in _INSIDE):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None
+        code: CodeType = spec.loader.get_code(name)  # type: ignore[attr-defined]
+        modules.append((name, code))
+    return modules
+
+
+@cache
+def _python() -> str:
+    """The interpreter itself, not a virtual environment's link to it."""
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+@cache
+def _sys_path() -> list[str]:
+    """Where installed packages are; what a `.pth` file adds (this very project, if editable) is left out."""
+    return [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages") and Path(p).is_dir()]
+
+
+@cache
+def _readable() -> list[str]:
+    """All that is visible inside, apart from the scratch directory: libraries and Python."""
+    libraries = [str(Path(sys.base_prefix) / name) for name in ("lib", "lib64")]
+    libraries.append(str(sysconfig.get_config_var("LIBDIR") or ""))
+    libraries.append(str(Path(os.__file__).parent))
+    wanted = [*_SYSTEM, _python(), *(os.path.realpath(p) for p in [*libraries, *_sys_path()] if p)]
+    return [p for p in dict.fromkeys(wanted) if Path(p).exists() and p != "/"]
+
+
+@cache
+def _open_to_all() -> bool:
+    """Whether a user with no rights of its own can use this Python."""
+    for path in (Path(p) for p in _readable()):
+        for folder in path.parents:
+            if not folder.stat().st_mode & stat.S_IXOTH:
+                return False
+        if not path.stat().st_mode & stat.S_IROTH:
+            return False
+    return True
+
+
+def _environment(scratch: str) -> dict[str, str]:
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": scratch,
+        "TMPDIR": scratch,
+        "LANG": "C.UTF-8",
+        "LC_ALL": "C.UTF-8",
+        "PYTHONUTF8": "1",
+        "PYTHONHASHSEED": "0",
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+    if sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        environment["LD_LIBRARY_PATH"] = f"{sysconfig.get_config_var('LIBDIR')}:{Path(sys.base_prefix) / 'lib'}"
+    return environment
+
+
+def _bubblewrap(walls: Walls, scratch: str, about: int) -> list[str]:
+    """bubblewrap's part of the command line, with options that its early versions know, too.
+
+    Python is the first process of its namespace (`inside.py` watches from there): one of bubblewrap's in between would
+    be left for the machine's first process to wait for, which in a container often never does.
+    """
+    command = [walls.bubblewrap]
+    if walls.user_namespace:
+        command += ["--unshare-all", "--cap-drop", "ALL"]
+    else:
+        # All namespaces but the user's: in one with a single user, root could become nobody else.
+        command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+        command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    command += ["--die-with-parent", "--new-session", "--as-pid-1", "--info-fd", str(about)]
+    made: set[str] = set()
+    for path in _topmost(_readable()):
+        # Left to itself, bubblewrap gives parents the mode of the originals, and root's are closed to the new user.
+        for folder in [str(p) for p in reversed(Path(path).parents)][1:]:
+            if folder not in made:
+                made.add(folder)
+                command += ["--dir", folder]
+        if Path(path).is_symlink():
+            command += ["--symlink", str(Path(path).readlink()), path]
+        else:
+            command += ["--ro-bind", path, path]
+    for folder in [str(p) for p in reversed(Path(scratch).parents)][1:]:
+        command += [] if folder in made else ["--dir", folder]
+    command += ["--dir", "/dev"]
+    for device in _DEVICES:
+        command += ["--dev-bind", device, device]
+    # The root is a file system in memory, where only its owner's rights would limit what is written.
+    return [*command, "--bind", scratch, scratch, "--remount-ro", "/", "--chdir", "/", "--"]
+
+
+def _topmost(paths: Sequence[str]) -> list[str]:
+    """Without those that lie below another one: they are there already."""
+    return [p for p in paths if not any(str(parent) in paths for parent in Path(p).parents)]
+
+
+def _new_scratch(user: int | None) -> str:
+    candidates = [tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"]
+    place = next((c for c in candidates if user is None or _passable(c)), candidates[0])
+    scratch = os.path.realpath(tempfile.mkdtemp(prefix="scalerl-sandbox-", dir=place))
+    try:
+        if user is not None:
+            os.chown(scratch, user, user)
+    except OSError:
+        _remove(scratch)
+        raise
+    return scratch
+
+
+def _passable(place: str) -> bool:
+    path = Path(os.path.realpath(place))
+    return path.is_dir() and all(p.stat().st_mode & stat.S_IXOTH for p in (path, *path.parents))
+
+
+def user_range() -> tuple[int, int] | None:
+    """User numbers that nobody has, from and to; None where root can become nobody else.
+
+    In a container only some numbers exist: the last quarter of the longest row of them is taken.
+    """
+    rows = []
+    for name in ("uid_map", "gid_map"):
+        try:
+            lines = Path("/proc/self", name).read_text().splitlines()
+        except OSError:
+            return None
+        first, length = max(((int(f), int(n)) for f, _, n in (line.split() for line in lines)), key=lambda row: row[1])
+        if length < 256:
+            return None
+        rows.append(_USERS if first + length > _USERS[1] else (first + length - length // 4, first + length - 2))
+    low, high = max(row[0] for row in rows), min(row[1] for row in rows)
+    return (low, high) if low < high else None
+
+
+def _new_user() -> int:
+    found = user_range()
+    if found is None:
+        raise SandboxError("the sandbox does not start: there are no user numbers to spare")
+    # Not the global generator: a training run's seed is not touched.
+    return random.SystemRandom().randrange(*found)
+
+
+def _threads_of_user() -> int:
+    return _count_threads(os.geteuid(), int(time.monotonic()))
+
+
+@lru_cache(maxsize=1)
+def _count_threads(user: int, second: int) -> int:
+    """How many threads the user has on this machine; counted once a second at most."""
+    total = 0
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                if process.stat().st_uid == user:
+                    total += sum(1 for _ in (process / "task").iterdir())
+    return total
+
+
+def _sweep(user: int) -> None:
+    """Kill all processes of a user that only one sandbox has; for those without walls that would do it."""
+    for _ in itertools.repeat(None, 100):
+        found = False
+        for process in Path("/proc").iterdir():
+            if process.name.isdigit():
+                with contextlib.suppress(OSError):
+                    lines = (process / "status").read_text().splitlines()
+                    uid = next(line for line in lines if line.startswith("Uid:")).split()[1]
+                    state = next(line for line in lines if line.startswith("State:")).split()[1]
+                    if int(uid) == user and state != "Z":
+                        os.kill(int(process.name), signal.SIGKILL)
+                        found = True
+        if not found:
+            return
+
+
+def _entries(folder: str) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    """All below a folder, links not followed, in no order, without recursion."""
+    waiting = [folder]
+    while waiting:
+        with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    yield entry, entry.stat(follow_symlinks=False)
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+
+
+def _holds_more(folder: str, limit: int) -> bool:
+    total = 0
+    try:
+        for count, (entry, found) in enumerate(_entries(folder), start=1):
+            total += found.st_blocks * 512
+            deep = len(entry.path) > len(folder) + _LONGEST_PATH
+            if total > limit + _MEBIBYTE or count > _MOST_ENTRIES or deep:
+                return True
+    except OSError:  # Nested deeper than a path can say.
+        return True
+    return False
+
+
+def _remove(scratch: str) -> None:
+    """Delete it, whatever depth, names and permissions it holds.
+
+    Folders within folders are moved up before they are emptied, so that neither recursion nor a path's length matters.
+    """
+    try:
+        top = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        numbers = itertools.count()
+        # A round without any success ends it: something that not even its owner may delete.
+        while any([_flatten(top, name, numbers) for name in _names(top)]):
+            pass
+    finally:
+        os.close(top)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _names(folder: int) -> list[str]:
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries]
+
+
+def _flatten(top: int, name: str, numbers: Iterator[int]) -> bool:
+    """Remove one entry of the folder `top`, the folders in it becoming entries of `top`; whether that worked."""
+    try:
+        if not stat.S_ISDIR(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
+            os.unlink(name, dir_fd=top)
+            return True
+        os.chmod(name, 0o700, dir_fd=top)
+        folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+        try:
+            for inner in _names(folder):
+                if stat.S_ISDIR(os.stat(inner, dir_fd=folder, follow_symlinks=False).st_mode):
+                    os.chmod(inner, 0o700, dir_fd=folder)
+                    os.rename(inner, f".moved-{next(numbers)}", src_dir_fd=folder, dst_dir_fd=top)
+                else:
+                    os.unlink(inner, dir_fd=folder)
+        finally:
+            os.close(folder)
+        os.rmdir(name, dir_fd=top)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,42 @@
+"""What one run of foreign code may take of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from lightning_scalerl.checks import ConfigurationError, positive, whole_number
+
+# Less, and the interpreter itself does not start.
+_LEAST_MEMORY_MIB = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one process each, unless it says otherwise.
+
+    Args:
+        wall_s: seconds by the clock from the start of foreign code; for a judgement, of all its calls together.
+        cpu_s: seconds of processor time, rounded up to a whole one.
+        memory_mib: address space.
+        output_kib: what is kept of standard output, and of standard error; more ends the program.
+        file_mib: the largest file, and the scratch directory as a whole (looked at some 50 times a second).
+        processes: threads, where the sandbox has a user of its own; otherwise that many more than the user has now.
+            New processes are not given at all.
+    """
+
+    wall_s: float = 10
+    cpu_s: float = 10
+    memory_mib: int = 1024
+    output_kib: int = 256
+    file_mib: int = 16
+    processes: int = 32
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            name, value = f"task.sandbox.{field.name}", getattr(self, field.name)
+            (positive if field.name.endswith("_s") else whole_number)(name, value)
+        if self.memory_mib < _LEAST_MEMORY_MIB:
+            raise ConfigurationError(
+                f"task.sandbox.memory_mib: {self.memory_mib!r} must be at least {_LEAST_MEMORY_MIB}: "
+                "Python itself takes some"
+            )

@@ -1,0 +1,153 @@
+"""Which protections this machine gives, tried out and not just looked up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import Literal, get_args
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.verify.sandbox.jail import landlock_abi, seccomp_obstacle
+from lightning_scalerl.verify.sandbox.launch import SandboxError, user_range
+from lightning_scalerl.verify.sandbox.limits import Limits
+from lightning_scalerl.verify.sandbox.run import run_in
+from lightning_scalerl.verify.sandbox.walls import BUBBLEWRAP, LANDLOCK, OWN_USER, SECCOMP, Protections, Walls
+
+Mode = Literal["auto", "bubblewrap", "landlock", "none"]
+
+_SETTINGS = (
+    ("/proc/sys/kernel/unprivileged_userns_clone", "0"),
+    ("/proc/sys/user/max_user_namespaces", "0"),
+    ("/proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1"),
+)
+_PROBE_LIMITS = Limits(wall_s=20, cpu_s=10, memory_mib=512, output_kib=16, file_mib=1, processes=16)
+
+# Each line that it prints is something that it could do and should not have been able to.
+_PROBE = """
+import os, socket
+
+def tried(what, act):
+    try:
+        act()
+    except OSError:
+        return
+    print(what)
+
+tried("files", lambda: open({secret!r}).read())
+tried("files", lambda: open({target!r}, "w"))
+tried("network", lambda: socket.create_connection(("127.0.0.1", {port}), 2))
+tried("processes", lambda: os.kill({pid}, 0))
+open("scratch", "w").close()
+print("done")
+"""
+
+
+def check_protections(allow_unprotected: bool, mode: Mode = "auto") -> Protections:
+    """The best protections of this machine, after a trial run behind them.
+
+    Args:
+        allow_unprotected: go on without isolation, with whatever there is (`task.sandbox.unprotected`).
+        mode: `auto`, or what to confine oneself to: `bubblewrap` (with all that works inside it), `landlock` (with
+            seccomp and without bubblewrap), `none`.
+
+    Raises:
+        ConfigurationError: network, files and processes cannot all be isolated, and that is not allowed.
+    """
+    if mode not in get_args(Mode):
+        raise ConfigurationError(f"task.sandbox.mode: {mode!r} must be one of {', '.join(get_args(Mode))}")
+    obstacles: dict[str, str] = {}
+    found = next((w for w in _candidates(mode, obstacles) if _stands(w, obstacles)), Walls())
+    if mode == "none":
+        obstacles = dict.fromkeys((BUBBLEWRAP, LANDLOCK, SECCOMP), "left out")
+    protections = Protections(found, tuple(obstacles.items()))
+    if not (found.isolated or allow_unprotected):
+        lacks = "; ".join(f"{name}: {why}" for name, why in obstacles.items() if name != OWN_USER)
+        raise ConfigurationError(
+            f"task.sandbox: this machine cannot shut foreign code in ({lacks or mode}); install bubblewrap, or use "
+            "Linux 5.13 with Landlock and seccomp, or set task.sandbox.unprotected=true to run it without protection"
+        )
+    return protections
+
+
+def _candidates(mode: Mode, obstacles: dict[str, str]) -> list[Walls]:
+    """Walls to try, best first; notes on the way what is missing from the start."""
+    landlock = landlock_abi() if mode != "none" else 0
+    if not landlock:
+        obstacles[LANDLOCK] = "the kernel has none, or it is switched off"
+    no_seccomp = seccomp_obstacle() if mode != "none" else "left out"
+    if no_seccomp:
+        obstacles[SECCOMP] = no_seccomp
+    seccomp = not no_seccomp
+    root = os.geteuid() == 0
+    own_user = root and user_range() is not None
+    if not own_user:
+        obstacles[OWN_USER] = "there are no user numbers to spare" if root else "only root can give one"
+    tried = []
+    program = shutil.which("bwrap")
+    if program is None:
+        obstacles[BUBBLEWRAP] = "bwrap is not installed"
+    elif mode in ("auto", "bubblewrap"):
+        inner = [(landlock, seccomp), (0, seccomp), (0, False)]
+        if own_user:
+            tried += [Walls(program, False, *pair, own_user=True) for pair in inner]
+        tried += [Walls(program, True, *pair) for pair in inner]
+    if mode in ("auto", "landlock") and landlock and seccomp:
+        tried += [Walls("", True, landlock, True, own) for own in ((True, False) if own_user else (False,))]
+    if mode in ("auto", "none"):
+        weaker = [(landlock, False), (0, seccomp), (0, False)] if mode == "auto" else [(0, False)]
+        tried += [Walls("", True, *pair, own_user=own) for pair in weaker for own in {own_user: 0, False: 0}]
+    return list(dict.fromkeys(tried))
+
+
+def _stands(walls: Walls, obstacles: dict[str, str]) -> bool:
+    """Whether a program starts behind these walls and gets at nothing beyond; notes what is in the way."""
+    try:
+        in_reach = _try_out(walls)
+        # Walls that promise nothing need only stand.
+        if not (in_reach and walls.isolated):
+            return True
+        why = ", ".join(f"{what} in reach" for what in in_reach)
+    except SandboxError as error:
+        why = str(error).removeprefix("the sandbox does not start: ")
+    if walls.bubblewrap:
+        obstacles.setdefault(BUBBLEWRAP, why + _namespace_settings())
+    elif walls.isolated:
+        obstacles.setdefault(LANDLOCK, why)
+    return False
+
+
+def _try_out(walls: Walls) -> list[str]:
+    """What a program behind these walls could do that it must not; empty: nothing."""
+    with tempfile.TemporaryDirectory(prefix="scalerl-probe-") as folder, socket.socket() as listener:
+        secret = Path(folder, "secret")
+        secret.write_text("secret")
+        # As open as files get: nothing but the walls is in the way.
+        secret.chmod(0o644)
+        Path(folder).chmod(0o777)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        source = _PROBE.format(
+            secret=str(secret), target=str(Path(folder, "made")), port=listener.getsockname()[1], pid=os.getpid()
+        )
+        result = run_in(walls, source, "", _PROBE_LIMITS)
+    reached = result.stdout.split()
+    if result.status != "ok" or reached[-1:] != ["done"]:
+        said = " ".join(result.stderr_tail.split())[-200:]
+        raise SandboxError(f"a trial run ended with {result.status}: {said}")
+    return list(dict.fromkeys(reached[:-1]))
+
+
+def _namespace_settings() -> str:
+    """Settings of the kernel that forbid user namespaces, as the end of a sentence."""
+    said = []
+    for path, forbidding in _SETTINGS:
+        try:
+            value = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if value == forbidding:
+            said.append(f"{path} is {value}")
+    return f" ({', '.join(said)})" if said else ""

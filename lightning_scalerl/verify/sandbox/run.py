@@ -1,0 +1,98 @@
+"""Runs a program of standard input and output in the sandbox."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_scalerl.verify.sandbox.launch import Capture, Sandboxed, anonymous, attend
+from lightning_scalerl.verify.sandbox.limits import Limits
+from lightning_scalerl.verify.sandbox.walls import Protections, Walls
+
+# ok: exit code 0. nonzero: another one. killed: a signal ended it (memory, stack). The rest are limits of the sandbox.
+Status = Literal["ok", "nonzero", "killed", "timeout", "output_limit", "disk_limit"]
+
+_STDERR_TAIL = 4096
+
+
+@dataclass(frozen=True)
+class ProgramResult:
+    """How a program ended.
+
+    Args:
+        status: see `Status`.
+        stdout: what it wrote, up to the limit; bytes that are no UTF-8 replaced.
+        stderr_tail: the end of what it wrote there.
+        seconds: by the clock, from when its sandbox stood.
+    """
+
+    status: Status
+    stdout: str
+    stderr_tail: str
+    seconds: float
+
+
+def run_program(source: str, stdin: str, limits: Limits, protections: Protections) -> ProgramResult:
+    """Run Python source as a program of its own; nothing of it is left when this returns.
+
+    Args:
+        source: untrusted.
+        stdin: all it can read there.
+        limits: what it may take.
+        protections: what is put around it (`check_protections`).
+
+    Raises:
+        SandboxError: the sandbox itself failed; says nothing of the program.
+    """
+    return run_in(protections.walls, source, stdin, limits)
+
+
+def run_in(walls: Walls, source: str, stdin: str, limits: Limits) -> ProgramResult:
+    """The same behind walls that nobody has checked; `protections.py` tries them out with it.
+
+    Raises:
+        SandboxError: as above.
+    """
+    with contextlib.ExitStack() as closing:
+        given = anonymous(stdin.encode("utf-8", "surrogatepass"))
+        closing.callback(os.close, given)
+        captures, ends = [], []
+        for _ in range(2):
+            pipe, end = os.pipe()
+            ends.append(end)
+            captures.append(Capture(pipe, limits.output_kib << 10))
+            closing.callback(captures[-1].close)
+        out, err = captures
+        try:
+            role = {"role": "script", "source": source}
+            child = closing.enter_context(Sandboxed(walls, limits, role, stdin=given, stdout=ends[0], stderr=ends[1]))
+        finally:
+            for end in ends:
+                os.close(end)
+        why, seconds = attend([child], captures, limits.wall_s, lambda: child.returncode is not None)
+        code = child.returncode
+        child.end()
+        for capture in captures:
+            capture.drain()
+        if why == "done" and any(capture.full for capture in captures):
+            why = "output_limit"
+        status = _status(why, code, seconds, limits)
+        return ProgramResult(status, out.text, err.text[-_STDERR_TAIL:], seconds)
+
+
+def _status(why: str, code: int | None, seconds: float, limits: Limits) -> Status:
+    if why == "timeout":
+        return "timeout"
+    if why == "output_limit":
+        return "output_limit"
+    if why == "disk_limit":
+        return "disk_limit"
+    # The kernel's answer to too much processor time: a signal, and if that is ignored, the one that cannot be.
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and seconds >= limits.cpu_s):
+        return "timeout"
+    if code == 0:
+        return "ok"
+    return "killed" if code is not None and code < 0 else "nonzero"

@@ -1,0 +1,79 @@
+"""Which protections are put around a sandboxed process, and how that is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BUBBLEWRAP, LANDLOCK, SECCOMP, OWN_USER = "bubblewrap", "Landlock", "seccomp", "a user of its own"
+
+
+@dataclass(frozen=True)
+class Walls:
+    """What to use, not what exists; `protections.py` finds out what works here.
+
+    Args:
+        bubblewrap: its program's path; empty: do without.
+        user_namespace: bubblewrap takes a user namespace; without, it uses root's own rights.
+        landlock: version of Landlock's interface; 0: do without.
+        seccomp: filter system calls.
+        own_user: start as root and become a user that nobody else is.
+    """
+
+    bubblewrap: str = ""
+    user_namespace: bool = True
+    landlock: int = 0
+    seccomp: bool = False
+    own_user: bool = False
+
+    @property
+    def isolated(self) -> bool:
+        """Whether network, files and processes are all out of reach."""
+        return bool(self.bubblewrap) or (self.landlock > 0 and self.seccomp)
+
+
+@dataclass(frozen=True)
+class Protections:
+    """What is put around foreign code, and what this machine lacks.
+
+    Args:
+        walls: those in use, which a trial run has passed.
+        obstacles: for each protection that is not in use, why.
+    """
+
+    walls: Walls
+    obstacles: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def network(self) -> bool:
+        """Whether the network is out of reach."""
+        return self.walls.isolated
+
+    @property
+    def files(self) -> bool:
+        """Whether all files but the scratch directory, Python and system libraries are out of reach."""
+        return self.walls.isolated
+
+    @property
+    def processes(self) -> bool:
+        """Whether other processes are out of reach."""
+        return self.walls.isolated
+
+    def lines(self) -> list[str]:
+        """One for each protection: given, or what is in the way."""
+        walls = self.walls
+        given = {
+            BUBBLEWRAP: "user namespace" if walls.user_namespace else "as root" if walls.bubblewrap else "",
+            LANDLOCK: f"version {walls.landlock}",
+            SECCOMP: "system calls are filtered",
+            OWN_USER: "one for each sandbox",
+        }
+        missing = dict(self.obstacles)
+        used = {
+            BUBBLEWRAP: bool(walls.bubblewrap),
+            LANDLOCK: walls.landlock > 0,
+            SECCOMP: walls.seccomp,
+            OWN_USER: walls.own_user,
+        }
+        absent = {name: f"missing, {missing.get(name, 'not asked for')}" for name in used}
+        said = [f"{name}: {given[name] if used[name] else absent[name]}" for name in used]
+        return [*said, "limits of time, memory, output and files: always"]

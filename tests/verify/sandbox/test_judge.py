@@ -1,0 +1,448 @@
+"""Verdicts: right programs pass, wrong ones fail, and none gets by on anything but its answers."""
+
+# ruff: noqa: E501 (programs are easier to compare with one or two lines each)
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.verify.sandbox import Limits, SandboxError, judge, launch, run_program
+from lightning_scalerl.verify.sandbox.judge import same_output
+from lightning_scalerl.verify.sandbox.walls import Protections, Walls
+from tests.verify.sandbox.places import Place
+
+TESTS = "assert f(2) == {marker!r}\nassert f(3) == {marker!r} + '3'\n"
+RIGHT = "def f(x):\n    return {marker!r} + ('3' if x == 3 else '')\n"
+
+# Programs that do not know the answer. True: a judge that runs program and tests in one process believes it.
+FAKES: dict[str, tuple[str, bool]] = {
+    "exits": ("import sys\nsys.exit(0)", True),
+    "exits at once": ("import os\nos._exit(0)", True),
+    "exits when called": ("import sys\ndef f(x):\n    sys.exit(0)", True),
+    "exits at once when called": ("import os\ndef f(x):\n    os._exit(0)", True),
+    "raises exit in a generator": ("def f(x):\n    yield 1\n    raise SystemExit(0)", False),
+    "ends by a signal": ("import os\ndef f(x):\n    os.kill(os.getpid(), 9)", False),
+    "is equal to all": (
+        "class Liar:\n    def __eq__(self, other):\n        return True\n    def __ne__(self, other):\n        return False\n"
+        "def f(x):\n    return Liar()", True,
+    ),
+    "is a text that is equal to all": (
+        "class Liar(str):\n    def __eq__(self, other):\n        return True\n    __hash__ = None\ndef f(x):\n    return Liar('a')", True,
+    ),
+    "claims to be a text": (
+        "class Liar:\n    __class__ = str\n    def __eq__(self, other):\n        return True\ndef f(x):\n    return Liar()", True,
+    ),
+    "has a liar for a class": (
+        "class M(type):\n    def __eq__(self, other):\n        return True\n    __hash__ = None\nclass f(metaclass=M):\n    def __new__(cls, x):\n"
+        "        return cls", True,
+    ),
+    "raises what asserts raise": ("def f(x):\n    raise AssertionError()", False),
+    "patches built-ins": (
+        "import builtins\nclass Quiet(BaseException):\n    pass\nbuiltins.AssertionError = Quiet\nbuiltins.str = lambda *a: None\n"
+        "builtins.compile = lambda *a, **k: (lambda: 0).__code__\nbuiltins.exec = lambda *a: None\nbuiltins.isinstance = lambda *a: True\n"
+        "builtins.len = lambda x: 0\ndef f(x):\n    return 'wrong'", False,
+    ),
+    "defines check": ("def f(x):\n    return 'wrong'\ndef check(candidate):\n    return True\ndef test():\n    return True", False),
+    "prints": (
+        "import sys\nfor word in ('ready', 'passed', 'ok', '0' * 64, 'True'):\n    print(word, flush=True)\n    print(word, file=sys.stderr)\n"
+        "def f(x):\n    print('passed')\n    return 'passed'", False,
+    ),
+    "writes to every descriptor": (
+        "import os\ndef f(x):\n    for fd in range(256):\n        for word in (b'ready\\n', b'passed', b'0' * 64, b'\\x00' * 8, b'\\xff' * 8):\n"
+        "            if fd in (0, 1, 2) or x:\n                try:\n                    os.set_blocking(fd, False)\n                    os.write(fd, word)\n"
+        "                except OSError:\n                    pass\n    os._exit(0)", False,
+    ),
+    "closes every descriptor": ("import os\ndef f(x):\n    os.closerange(0, 256)\n    return 'wrong'", False),
+    "answers with true": (
+        "import os, struct\n"
+        "def f(x):\n    true = b'l\\x03\\x00\\x00\\x00' + b's\\x04\\x00\\x00\\x00gave' + b'b\\x01\\x00\\x00\\x00T' + b'N'\n"
+        "    for fd in range(3, 64):\n        for _ in range(5):\n            try:\n                os.set_blocking(fd, False)\n"
+        "                os.write(fd, struct.pack('<I', len(true)) + true)\n            except OSError:\n                pass\n    return True", False,
+    ),
+    "patches what serves it": (
+        "import sys, gc, types\nfor frame in (sys._getframe(1), sys._getframe(2), sys._getframe(3)):\n    for name in list(frame.f_globals):\n"
+        "        if name in ('encode', '_answer', '_outcome'):\n            frame.f_globals[name] = lambda *a: b'l\\x03\\x00\\x00\\x00' + b's\\x04\\x00\\x00\\x00gave' + b'b\\x01\\x00\\x00\\x00T' + b'N'\n"
+        "def f(x):\n    return True", False,
+    ),
+    "looks into frames": (
+        "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n        for held in (frame.f_locals, frame.f_globals):\n"
+        "            for value in list(held.values()):\n                if 'MARK' in repr(value) and 'looks' not in repr(value):\n"
+        "                    return found(repr(value), x)\n        frame = frame.f_back\n    return 'nothing'\n"
+        "def found(text, x):\n    import re\n    return re.search('MARK[0-9a-f]+', text)[0] + ('3' if x == 3 else '')", False,
+    ),
+    "looks into all objects": (
+        "import gc, re, sys\nPATTERN = 'MA' + 'RK[0-9a-f]+'\ndef f(x):\n    frame, codes = sys._getframe(), []\n    while frame:\n"
+        "        codes += frame.f_code.co_consts\n        frame = frame.f_back\n    for text in [*codes, *(r for t in gc.get_objects() for r in gc.get_referents(t))]:\n"
+        "        if type(text) is str and re.search(PATTERN, text):\n            return re.search(PATTERN, text)[0] + ('3' if x == 3 else '')\n    return 'nothing'", True,
+    ),
+    "looks into its memory and its start": (
+        "import os, re, sys, ctypes\ndef f(x):\n    for path in ('/proc/self/mem', '/proc/self/cmdline', '/proc/self/environ', '/proc/1/environ', '/proc/1/cmdline'):\n"
+        "        try:\n            m = re.search(b'MA' + b'RK[0-9a-f]+', open(path, 'rb').read(1 << 20))\n        except OSError:\n            continue\n"
+        "        if m:\n            return m[0].decode()\n    return 'nothing'", False,
+    ),
+    "overwrites what it finds": (
+        "import os\nfor top in ('.', '..', '/tmp', '/var/tmp', '/dev/shm'):\n    for folder, _, files in os.walk(top):\n        for name in files:\n"
+        "            try:\n                open(os.path.join(folder, name), 'w').write('assert True')\n            except OSError:\n                pass\n"
+        "def f(x):\n    return 'wrong'", False,
+    ),
+    "shadows the library": (
+        "for name in ('ast', 'struct', 'os', 'unittest', 'sitecustomize'):\n    open(name + '.py', 'w').write('raise SystemExit(0)')\ndef f(x):\n    return 'wrong'", False,
+    ),
+    "sends back what it is sent": ("def f(*x):\n    return x[0]", False),
+    "sends too much": ("def f(x):\n    return 'a' * (1 << 26)", False),
+    "sends something too deep": ("def f(x):\n    y = []\n    for _ in range(100000):\n        y = [y]\n    return y", False),
+    "does not define it": ("g = 5", False),
+    "does not parse": ("def f(x:", False),
+    "has a null byte": ("def f(x):\n    return '\0'", False),
+    "is empty": ("", False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_fakes_fail(place: Place, name: str) -> None:
+    program, fools_others = FAKES[name]
+    marker = f"MARK{secrets.token_hex(8)}"
+    tests = TESTS.format(marker=marker)
+    result = place.judge(program, tests)
+    assert not result.passed, result
+    assert marker not in result.reason
+    # Such a fake gets by where program and tests share a process.
+    if fools_others and place.mode == "landlock":
+        together = place.bare(program + "\n" + tests)
+        assert together.status == "ok", together
+
+
+def test_the_tests_of_the_fakes_pass_a_right_program(place: Place) -> None:
+    for _ in range(3):
+        marker = f"MARK{secrets.token_hex(8)}"
+        assert place.judge(RIGHT.format(marker=marker), TESTS.format(marker=marker)).passed
+
+
+def test_a_right_program_that_tampers_still_passes_only_by_its_answers(any_place: Place) -> None:
+    program = "import builtins\nbuiltins.AssertionError = builtins.exec = builtins.compile = None\ndef f(x):\n    return x + 1"
+    ok(any_place, program, "assert f(1) == 2")
+    fails(any_place, program, "assert f(1) == 3")
+
+
+def test_endless_programs_end(place: Place) -> None:
+    for program in ("def f(x):\n    while True: pass", "import time\ndef f(x):\n    time.sleep(99)"):
+        began = time.monotonic()
+        result = place.judge(program, "assert f(1) == 1", wall_s=0.3)
+        assert (result.passed, result.reason) == (False, "timeout")
+        assert time.monotonic() - began < 5
+
+
+def test_one_clock_for_all_calls(any_place: Place) -> None:
+    program = "import time\ndef f(x):\n    time.sleep(0.1)\n    return x"
+    assert any_place.judge(program, "for i in range(3):\n    assert f(i) == i", wall_s=8).passed
+    assert any_place.judge(program, "for i in range(10):\n    assert f(i) == i", wall_s=0.5).reason == "timeout"
+
+
+@pytest.mark.slow
+def test_bombs_are_failures_and_end(place: Place) -> None:
+    for body in (
+        "    held = []\n    while True:\n        held.append(bytearray(1 << 24))",
+        "    import os\n    while True:\n        os.write(1, b'x' * 65536)",
+        "    x = ()\n    for _ in range(1 << 21):\n        x = (x,)\n    return hash(x)",
+    ):
+        began = time.monotonic()
+        assert not place.judge("def f(x):\n" + body, "assert f(1) == 1", wall_s=1, memory_mib=256).passed
+        assert time.monotonic() - began < 8
+
+
+def test_the_disk_is_not_filled(place: Place) -> None:
+    program = "def f(x):\n    n = 0\n    while True:\n        n += 1\n        open(str(n), 'wb').write(bytes(1 << 20))"
+    assert place.judge(program, "f(1)", file_mib=4).reason == "disk_limit"
+
+
+# The rest is about tests and calls, whatever the walls.
+
+
+def ok(place: Place, program: str, tests: str, entry_point: str | None = "f", prelude: str = "") -> None:
+    result = place.judge(program, tests, entry_point, prelude)
+    assert result.passed, result
+
+
+def fails(
+    place: Place, program: str, tests: str, entry_point: str | None = "f", prelude: str = "", why: str = ""
+) -> None:
+    result = place.judge(program, tests, entry_point, prelude)
+    assert not result.passed and why in result.reason, result
+
+
+def test_in_the_manner_of_human_eval(any_place: Place) -> None:
+    prelude = (
+        "from typing import List\n\ndef encode(s: str):\n    return s[::-1]\n\ndef decode(s: str):\n    '''inverse'''\n"
+    )
+    tests = (
+        "METADATA = {'author': 'x'}\n\ndef check(candidate):\n    import math\n    for word in ('abc', 'xyz'):\n"
+        "        assert candidate(encode(word)) == word\n"
+    )
+    ok(any_place, "def decode(s):\n    return s[::-1]", tests, "decode", prelude)
+    fails(any_place, "def decode(s):\n    return s", tests, "decode", prelude, "AssertionError in line 6")
+    # The helper that the tests call is the data set's, even where the program has one of its own.
+    fails(any_place, "def encode(s):\n    return s\ndef decode(s):\n    return s", tests, "decode", prelude)
+
+
+def test_in_the_manner_of_mbpp(any_place: Place) -> None:
+    tests = "assert f(3) == 6\nassert math.isclose(f(1.5), 3.0)\nassert Counter(g('aab')) == Counter('aab')"
+    ok(any_place, "def f(x):\n    return 2 * x\ndef g(s):\n    return s", tests, None)
+    lying = "class math:\n    isclose = lambda *a: True\nclass Counter:\n    __eq__ = lambda *a: True\n    __init__ = lambda *a: None\n"
+    fails(any_place, lying + "def f(x):\n    return 6\ndef g(s):\n    return s", tests, None, why="line 2")
+    fails(any_place, lying + "def f(x):\n    return 2 * x\ndef g(s):\n    return 'b'", tests, None, why="line 3")
+    # A function under test may bear a library's name.
+    ok(any_place, "def gcd(a, b):\n    return gcd(b, a % b) if b else a", "assert gcd(12, 18) == 6", None)
+    fails(any_place, "def gcd(a, b):\n    return 1", "assert gcd(12, 18) == 6", None)
+
+
+def test_in_the_manner_of_leet_code(any_place: Place) -> None:
+    program = (
+        "class Solution:\n    def __init__(self):\n        self.calls = 0\n"
+        "    def twice(self, x):\n        self.calls += 1\n        return 2 * x * self.calls\n"
+    )
+    for entry_point in ("Solution.twice", "Solution().twice"):
+        ok(
+            any_place,
+            program,
+            "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(2) == 4",
+            entry_point,
+        )
+        fails(any_place, program, "assert candidate(2) == 5", entry_point)
+    ok(any_place, program, "s = Solution()\nassert s.twice(2) == 4\nassert s.twice(2) == 8\nassert s.calls == 2", None)
+
+
+def test_arguments_changed_in_place(any_place: Place) -> None:
+    program = "def f(a, more=None, *rest):\n    a.sort()\n    if more:\n        more['k'] = a[0]\n        more['l'][0].append(5)\n        del more['gone']\n"
+    ok(any_place, program, "x = y = [3, 1, 2]\nassert f(x) is None\nassert y == [1, 2, 3] and x is y")
+    ok(
+        any_place,
+        program,
+        "d = {'gone': 0, 'l': [[]]}\ninner = d['l'][0]\nf([2, 1], more=d)\nassert d == {'l': [[5]], 'k': 1} and inner == [5]",
+    )
+    ok(
+        any_place,
+        "def f(s, b):\n    s.add(3)\n    b[:] = b'xy'",
+        "s, b = {1}, bytearray(b'q')\nf(s, b)\nassert s == {1, 3} and b == b'xy'",
+    )
+    ok(any_place, "def f(m):\n    m[0][1] = 9", "row = [1, 2]\nf([row])\nassert row == [1, 9]")
+    ok(
+        any_place,
+        "def f(m):\n    m.append(1)\n    raise ValueError('x')",
+        "m = []\ntry:\n    f(m)\nexcept ValueError:\n    pass\nassert m == [1]",
+    )
+    fails(any_place, "def f(a):\n    return sorted(a)", "x = [3, 1]\nf(x)\nassert x == [1, 3]")
+
+
+def test_exceptions(any_place: Place) -> None:
+    program = "class Own(Exception):\n    pass\ndef f(x):\n    if x == 5:\n        raise Own('own')\n    if x == 6:\n        raise SystemExit(0)\n    raise ValueError('bad', x)"
+    tests = "try:\n    f({0})\n    assert False\nexcept {1} as error:\n    assert {2}"
+    ok(any_place, program, tests.format(1, "ValueError", "error.args == ('bad', 1)"))
+    fails(any_place, program, tests.format(1, "KeyError", "True"), why="ValueError")
+    fails(any_place, program, tests.format(5, "ValueError", "True"), why="Own")
+    ok(any_place, program, tests.format(5, "Exception", "'Own' in str(error)"))
+    fails(any_place, program, tests.format(6, "SystemExit", "True"), why="SystemExit")
+
+
+def test_a_program_that_dies_fails_though_the_tests_catch_everything(any_place: Place) -> None:
+    tests = "for i in range(3):\n    try:\n        f(i)\n    except BaseException:\n        pass\n"
+    ok(any_place, "def f(x):\n    raise ValueError", tests)
+    fails(any_place, "import os\ndef f(x):\n    os._exit(0)", tests, why="ended")
+
+
+def test_values_of_all_kinds(any_place: Place) -> None:
+    tests = (
+        "from collections import Counter\nfor v in (None, True, 0, -1, 1 << 80, 1.5, 2j, 'é', b'b', [1, [2]], (1,), {1: {2}}, frozenset([1]), range(3), list(range(100))):\n"
+        "    assert f(v) == v and type(f(v)) is type(v), v\n"
+        "assert type(f(True)) is bool and str(f(-0.0)) == '-0.0' and f(float('nan')) != f(float('nan'))\n"
+    )
+    ok(any_place, "def f(x):\n    return x", tests)
+    ok(
+        any_place,
+        "def f(x):\n    return (i * i for i in range(x))",
+        "assert list(f(3)) == [0, 1, 4] and sum(f(3)) == 5",
+    )
+    ok(
+        any_place,
+        "import collections\ndef f(x):\n    return collections.Counter(x)",
+        "assert f('aab') == {'a': 2, 'b': 1}",
+    )
+    ok(
+        any_place,
+        "def f(*a, k=1, **more):\n    return [a, k, more]",
+        "assert f(1, 2, k=3, z=4) == [(1, 2), 3, {'z': 4}]",
+    )
+    fails(any_place, "def f(x):\n    return [1]", "assert f(0) == (1,)")
+    fails(any_place, "def f(x):\n    return '1'", "assert f(0) == 1")
+
+
+def test_numpy_may_be_used(any_place: Place) -> None:
+    pytest.importorskip("numpy")
+    if any_place.run("import numpy").status != "ok":
+        pytest.skip("this user's Python has no NumPy")
+    ok(
+        any_place,
+        "import numpy as np\ndef f(x):\n    return np.sum(x)",
+        "assert f([1, 2]) == 3\nassert np.isclose(f([0.5]), 0.5)",
+    )
+
+
+def test_objects_of_the_program(any_place: Place) -> None:
+    program = (
+        "LIMIT = 7\nclass Stack:\n    def __init__(self, *items):\n        self.items = list(items)\n    def push(self, x):\n        self.items.append(x)\n"
+        "        return self\n    def top(self):\n        return self.items[-1]\n    def same(self, other):\n        return other is self\n    def __eq__(self, other):\n        return True\n"
+    )
+    ok(
+        any_place,
+        program,
+        "s = Stack(1)\nassert s.push(2).push(3).top() == 3\nassert s.items == [1, 2, 3]\nassert s.same(s) and LIMIT == 7",
+        None,
+    )
+    fails(any_place, program, "assert Stack(1) == 1", None)
+    fails(any_place, program, "assert Stack(1).top == 1", None)
+
+
+def test_functions_and_cases_run(any_place: Place) -> None:
+    functions = "def test_one():\n    assert f(1) == 2\ndef helper(x):\n    return x"
+    ok(any_place, "def f(x):\n    return x + 1", functions)
+    fails(any_place, "def f(x):\n    return x", functions)
+    cases = "import unittest\nclass TestIt(unittest.TestCase):\n    def test_one(self):\n        self.assertEqual(f(1), 2)\n        with self.assertRaises(TypeError):\n            f('a')\n"
+    ok(any_place, "def f(x):\n    return x + 1", cases)
+    fails(any_place, "def f(x):\n    return 2", cases)
+
+
+def test_tests_that_ask_nothing_pass_nothing(any_place: Place) -> None:
+    for tests in (
+        "",
+        "x = 5",
+        "def check(candidate):\n    pass",
+        "assert True\nimport sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+    ):
+        fails(any_place, "def f(x):\n    return x", tests)
+
+
+def test_faults_of_the_data_set_are_told(any_place: Place) -> None:
+    fails(any_place, "def f(x):\n    return x", "assert f(1) ==", why="the data set's own code: SyntaxError")
+    fails(
+        any_place, "def f(x):\n    return x", "f(1)", prelude="1 / 0", why="the data set's own code: ZeroDivisionError"
+    )
+    fails(any_place, "def f(x):\n    return x", "f(object())", why="plain")
+
+
+def test_names_that_the_tests_make_are_theirs(any_place: Place) -> None:
+    lying = "def helper(x):\n    return 5\ndef e(x):\n    return 5\n"
+    for made in (
+        "def helper(x):\n    return x", "from operator import pos as helper", "helper = lambda e: e", "class helper(int):\n    pass",
+    ):  # fmt: skip
+        ok(any_place, lying + "def f(x):\n    return x", f"{made}\nassert f(3) == helper(3)")
+        fails(any_place, lying + "def f(x):\n    return 5", f"{made}\nassert f(3) == helper(3)")
+
+
+def test_a_built_in_name_under_test(any_place: Place) -> None:
+    ok(any_place, "def sorted(x):\n    return 'mine'", "assert sorted([1]) == 'mine'", "sorted")
+    fails(any_place, "x = 1", "assert sorted([2, 1]) == [1, 2]", "sorted", why="does not define")
+
+
+def test_standard_input_and_output(any_place: Place) -> None:
+    program = "n = int(input())\nprint(sum(map(int, input().split())))\nprint(n / 3)"
+    cases = [("3\n1 2 3\n", "6\n1.0\n"), ("1\n1\n", " 1 \n0.3333333")]
+    assert any_place.stdio(program, cases).passed
+    assert any_place.stdio(program, [*cases, ("1\n1\n", "2\n0.3333333")]).reason == "case 3: wrong output"
+    assert "EOFError" in any_place.stdio(program, [("3\n", "6")]).reason
+    assert any_place.stdio("print(6)\nprint(1.0)\nraise SystemExit(3)", cases[:1]).reason == "case 1: nonzero"
+    assert (
+        any_place.stdio("import time\ntime.sleep(0.2)\nprint(1)", [("", "1")] * 9, wall_s=0.5).reason
+        == "case 3: timeout"
+    )
+    assert not any_place.stdio(program, []).passed
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("1 2\n3", "1\n2 3\n", True),
+        ("1.0000001", "1", True),
+        ("1.00001", "1", False),
+        ("1e0", "1", True),
+        ("1000000007", "1000000008", False),
+        ("10000000000000000001", "10000000000000000002", False),
+        ("10000000000000000001", "10000000000000000002.0", False),
+        ("nan", "1.0", False),
+        ("inf", "1e400", False),
+        ("Infinity.", "inf", False),
+        ("1", "1 1", False),
+        ("", "1", False),
+        ("yes", "YES", False),
+        ("1e999999999999999999999", "1.0", False),
+    ],
+)
+def test_same_output(printed: str, expected: str, same: bool) -> None:
+    assert same_output(printed, expected) is same
+
+
+def test_the_entry_point_is_a_name(any_place: Place) -> None:
+    with pytest.raises(ConfigurationError, match="entry_point"):
+        any_place.judge("f = 1", "f", "f; import os")
+
+
+BROKEN = {
+    "no bubblewrap there": Walls(bubblewrap="/nonexistent/bwrap"),
+    "bubblewrap that fails": Walls(bubblewrap="/bin/false"),
+    "an interpreter that fails": Walls(),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_sandbox_that_does_not_stand_is_no_verdict(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    protections = Protections(BROKEN[name])
+    before = set(Path("/tmp").glob("scalerl-sandbox-*"))
+    if name.startswith("an interpreter"):
+        monkeypatch.setattr(launch, "_python", lambda: "/bin/false")
+    with pytest.raises(SandboxError, match="does not start"):
+        judge("def f(): pass", "f()", entry_point="f", limits=Limits(), protections=protections)
+    with pytest.raises(SandboxError, match="does not start"):
+        run_program("print(1)", "", Limits(), protections)
+    assert not set(Path("/tmp").glob("scalerl-sandbox-*")) - before
+
+
+def test_one_that_ends_before_it_was_heard_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end may be noticed first; whether it had started is looked up then."""
+    monkeypatch.setattr(launch, "_listen", lambda children, *_: [child.wait() for child in children])
+    with pytest.raises(SandboxError, match="does not start"):
+        run_program("print(1)", "", Limits(), Protections(Walls(bubblewrap="/bin/false")))
+    assert run_program("print(1)", "", Limits(), Protections(Walls())).stdout == "1\n"
+
+
+def test_many_at_once(any_place: Place) -> None:
+    if any_place.pid != __import__("os").getpid():
+        pytest.skip("the worker answers one at a time")
+    verdicts: list[bool] = []
+
+    def one(number: int) -> None:
+        verdicts.append(
+            any_place.judge(f"def f(x):\n    return x + {number % 2}", "assert f(1) == 2").passed == (number % 2 == 1)
+        )
+
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert verdicts == [True] * 8
+
+
+def test_no_descriptor_is_left_open(any_place: Place) -> None:
+    def opened() -> int:
+        return len(list(Path(f"/proc/{any_place.pid}/fd").iterdir()))
+
+    any_place.judge("def f(x):\n    return x", "f(1)")
+    before = opened()
+    for program in ("def f(x):\n    return x", "while True: pass", "import os\nos._exit(1)"):
+        any_place.judge(program, "f(1)", wall_s=0.3)
+        any_place.run(program, wall_s=0.3)
+    assert opened() == before
