@@ -47,8 +47,8 @@ def main() -> None:
             assert result.passed, result.reason
 
         cells = [
-            milliseconds(lambda: judged(PROGRAM), times),  # noqa: B023
-            milliseconds(lambda: judged(f"import numpy\n{PROGRAM}"), times),  # noqa: B023
+            milliseconds(lambda: judged(PROGRAM), times),
+            milliseconds(lambda: judged(f"import numpy\n{PROGRAM}"), times),
             milliseconds(read, times),
         ]
         print(f"| {mode} | " + " | ".join(f"{cell:.0f} ms ({cell / bare:.1f}x)" for cell in cells) + " |")
