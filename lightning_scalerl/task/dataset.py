@@ -6,12 +6,13 @@ import random
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.base import Task, file_digest
 from lightning_scalerl.task.formats import FORMATS, Columns, Problem, Row
+from lightning_scalerl.task.overlap import check_rules, without_overlap
 from lightning_scalerl.task.rows import RowSource, fields_of
 from lightning_scalerl.verify.grade import Grader, Known, Sample
 from lightning_scalerl.verify.named import QUICK, reward_sum
@@ -20,7 +21,6 @@ from lightning_scalerl.verify.rewards import FunctionGrader
 
 # Rows whose answers the verifier is tried on before the first step.
 TRIED = 4
-RULES = ("drop", "refuse", "keep")
 
 
 class DatasetTask(Task):
@@ -44,6 +44,12 @@ class DatasetTask(Task):
         ConfigurationError: a file, row, field, rule or reward that cannot be used; named.
     """
 
+    # At these it is the task that it would be without them.
+    added: ClassVar[Mapping[str, Any]] = {
+        "fields": None, "instruction": "", "prefix": "", "right": None, "wrong": None, "duplicates": "drop",
+        "leaks": "drop", "sandbox": {},
+    }  # fmt: skip
+
     def __init__(
         self,
         format: str,
@@ -59,9 +65,7 @@ class DatasetTask(Task):
         leaks: str = "drop",
         sandbox: Mapping[str, Any] | None = None,
     ) -> None:
-        for name, rule in (("duplicates", duplicates), ("leaks", leaks)):
-            if rule not in RULES:
-                raise ConfigurationError(f"task.{name}: {rule!r} must be one of {', '.join(RULES)}")
+        check_rules(duplicates=duplicates, leaks=leaks)
         if not isinstance(heldout, Mapping) or not heldout:
             raise ConfigurationError(
                 f"task.heldout: {heldout!r} must name at least one set, such as {{test: test.jsonl}}"
@@ -78,7 +82,8 @@ class DatasetTask(Task):
         self._notes: list[str] = []
         self._heldout = {str(name): self._prompts(f"task.heldout.{name}", given) for name, given in heldout.items()}
         train_prompts = self._prompts("task.train", train, remember=True)
-        self._train = self._without(train_prompts, duplicates, leaks)
+        self._train, found = without_overlap(train_prompts, self._heldout, duplicates, leaks)
+        self._notes += found
 
     @staticmethod
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +151,7 @@ class DatasetTask(Task):
             )
         if not prompts:
             raise ConfigurationError(f"{field}: no row of {source.path} has an answer")
-        _check_ids(field, prompts)
+        _check_ids(prompts)
         if remember:
             self._know(prompts, rights)
         return prompts if self._keeps_columns else [replace(prompt, columns={}) for prompt in prompts]
@@ -189,35 +194,6 @@ class DatasetTask(Task):
             raise ConfigurationError(f"task.right or task.wrong: {template!r} asks for a column {missing[0]!r}")
         return template.format(**{"answer": prompt.answer, **prompt.columns})
 
-    def _without(self, prompts: list[Prompt], duplicates: str, leaks: str) -> list[Prompt]:
-        """The training prompts without those that occur twice or are held out, as the rules say."""
-        heldout = {_same(prompt): name for name, those in self._heldout.items() for prompt in those}
-        seen: set[str] = set()
-        kept, twice, leaked = [], [], []
-        for prompt in prompts:
-            key = _same(prompt)
-            if key in heldout:
-                leaked.append(prompt.prompt_id)
-            if key in seen:
-                twice.append(prompt.prompt_id)
-            if (key in heldout and leaks == "drop") or (key in seen and duplicates == "drop"):
-                continue
-            seen.add(key)
-            kept.append(prompt)
-        for field, found, rule, what in (
-            ("duplicates", twice, duplicates, "occur more than once"),
-            ("leaks", leaked, leaks, "are in a held-out set too"),
-        ):
-            if not found:
-                continue
-            said = f"{len(found)} of {len(prompts)} training prompts {what} (the first is {found[0]!r})"
-            if rule == "refuse":
-                raise ConfigurationError(f"task.{field}: {said}; mend the data, or choose drop or keep")
-            self._notes.append(f"task.{field}: {said}; {'left out' if rule == 'drop' else 'kept'}")
-        if not kept:
-            raise ConfigurationError("task.train: every prompt of it is in a held-out set; nothing is left to train on")
-        return kept
-
 
 def _reader(format: str, fields: Mapping[str, str] | None) -> Any:
     if format == "columns":
@@ -251,15 +227,16 @@ def _with_sandbox(rewards: Any, settings: dict[str, Any]) -> Any:
     return [{**settings, **entry} if entry.get("use") == "code" else entry for entry in found]
 
 
-def _same(prompt: Prompt) -> str:
-    """Two prompts that differ in case and space alone are one."""
-    return " ".join(prompt.text.casefold().split())
-
-
-def _check_ids(field: str, prompts: list[Prompt]) -> None:
+def _check_ids(prompts: list[Prompt]) -> None:
     """Ids of rows that are not unique are made so by the row's number: they are the data's, and nobody's fault."""
-    seen: dict[str, int] = {}
+    taken = {prompt.prompt_id for prompt in prompts}
+    seen: set[str] = set()
     for number, prompt in enumerate(prompts):
-        if prompt.prompt_id in seen:
-            prompts[number] = replace(prompt, prompt_id=f"{prompt.prompt_id}/{number}")
-        seen[prompt.prompt_id] = number
+        name = prompt.prompt_id
+        if name in seen:
+            name = f"{name}/{number}"
+            while name in taken:
+                name += "'"
+            prompts[number] = replace(prompt, prompt_id=name)
+            taken.add(name)
+        seen.add(name)

@@ -44,15 +44,17 @@ class Problem:
 
 
 def _first(row: Row, *names: str) -> Any:
-    """The first of these columns that is there.
+    """The first of these columns that holds something; an empty text if all that are there hold nothing.
 
     Raises:
-        KeyError: none is.
+        KeyError: none is there.
     """
     for name in names:
         if row.get(name) is not None:
             return row[name]
-    raise KeyError(" or ".join(names))
+    if not any(name in row for name in names):
+        raise KeyError(" or ".join(names))
+    return ""
 
 
 def _optional(row: Row, *names: str) -> str:
@@ -68,13 +70,14 @@ def gsm8k(row: Row) -> Problem:
 
 def math(row: Row) -> Problem:
     """MATH and its kin: problem, solution with a boxed answer, or answer; level."""
+    text = str(_first(row, "problem", "Problem", "question"))
     solution = _optional(row, "solution", "Solution")
     gold = _optional(row, "answer", "Answer") or last_boxed(solution)
     if gold is None:
         raise ValueError("the solution holds no \\boxed{...} and there is no answer")
     level = _optional(row, "level", "difficulty")
     return Problem(
-        str(_first(row, "problem", "Problem", "question")),
+        text,
         gold,
         difficulty=level.lower().replace(" ", "_"),
         name=_optional(row, "unique_id", "id", "ID"),
@@ -83,12 +86,13 @@ def math(row: Row) -> Problem:
 
 
 def polaris(row: Row) -> Problem:
-    """Polaris-53K and DeepScaleR: problem, answer, and of Polaris difficulty, such as 3/8 of rollouts correct."""
-    return Problem(
-        str(_first(row, "problem", "question")),
-        str(_first(row, "answer")),
-        difficulty=_optional(row, "difficulty"),
-    )
+    """Polaris-53K and DeepScaleR: problem, answer, and of Polaris difficulty, such as 3/8 of rollouts correct.
+
+    The label counts the others, `failed_5_of_8`: a curriculum takes a larger number for a harder prompt.
+    """
+    solved = re.fullmatch(r"(\d+)/(\d+)", _optional(row, "difficulty"))
+    label = f"failed_{int(solved[2]) - int(solved[1])}_of_{solved[2]}" if solved else _optional(row, "difficulty")
+    return Problem(str(_first(row, "problem", "question")), str(_first(row, "answer")), difficulty=label)
 
 
 def humaneval(row: Row) -> Problem:
@@ -169,7 +173,11 @@ def arc(row: Row) -> Problem:
 def hellaswag(row: Row) -> Problem:
     """Rowan/hellaswag: ctx, endings, label."""
     text = f"How does this go on?\n\n{_first(row, 'ctx')}"
-    return _choice(text, list(_first(row, "endings")), int(_first(row, "label")), _optional(row, "source_id", "ind"))
+    label, name = str(_first(row, "label")), _optional(row, "source_id", "ind")
+    endings = list(_first(row, "endings"))
+    if label == "":  # a test set's, which is kept secret
+        return Problem(text, "", name=name)
+    return _choice(text, endings, int(label), name)
 
 
 def _choice(question: str, options: Sequence[Any], right: int, name: str) -> Problem:

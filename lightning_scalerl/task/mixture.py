@@ -9,6 +9,7 @@ from typing import Any
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.base import Task, check_task
+from lightning_scalerl.task.overlap import check_rules, without_overlap
 from lightning_scalerl.verify.grade import Grade, Grader, Known, Sample
 
 
@@ -39,12 +40,14 @@ class MixtureTask(Task):
     Args:
         tasks: the tasks by name.
         repeat: how often a task's prompts are in the pool, by name; 1 where it is not said.
+        leaks: what becomes of a training prompt that another task holds out: "drop", "refuse", "keep".
 
     Raises:
         ConfigurationError: fewer than one task, or a name that is none.
     """
 
-    def __init__(self, tasks: Mapping[str, Task], repeat: Mapping[str, int] | None = None) -> None:
+    def __init__(self, tasks: Mapping[str, Task], repeat: Mapping[str, int] | None = None, leaks: str = "drop") -> None:
+        check_rules(leaks=leaks)
         if not isinstance(tasks, Mapping) or not tasks:
             raise ConfigurationError("task.tasks: give at least one task by its name")
         bad = [name for name in tasks if not str(name).replace("_", "").isalnum()]
@@ -70,6 +73,11 @@ class MixtureTask(Task):
             for name, task in self._tasks.items()
             for set_name, prompts in _set_names(name, task).items()
         }
+
+        # Each task has looked at its own sets; of those that stand together no other rule is asked.
+        pool, self._notes = without_overlap(self._train, self._heldout, "keep", leaks)
+        self._notes = [line for line in self._notes if line.startswith("task.leaks")]
+        self._train = pool
 
     @staticmethod
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,6 +116,7 @@ class MixtureTask(Task):
         shares = ", ".join(f"{count} of {name}" for name, count in counts.items())
         return [
             f"mixture: {shares}",
+            *self._notes,
             *(f"{name}: {line}" for name, task in self._tasks.items() for line in task.notes()),
         ]
 

@@ -110,7 +110,8 @@ class RowSource:
             if path.suffix == ".parquet":
                 import pyarrow.parquet as parquet
 
-                table: list[Row] = parquet.read_table(path).to_pylist()
+                # Not by `read_table`, which imports pandas.
+                table: list[Row] = parquet.ParquetFile(path).read().to_pylist()
                 return table
             if path.suffix == ".csv":
                 from pyarrow import csv
@@ -136,7 +137,7 @@ class RowSource:
 
     def _lines(self, text: str) -> list[Row]:
         rows: list[Row] = []
-        for number, line in enumerate(text.splitlines(), start=1):
+        for number, line in enumerate(text.split("\n"), start=1):
             if not line.strip():
                 continue
             try:

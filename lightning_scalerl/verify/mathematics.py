@@ -22,8 +22,19 @@ from lightning_scalerl.verify.grade import Grade, Sample
 # A longer answer is no answer: parsing takes time with its length.
 MAX_CHARACTERS = 1000
 MARK = "####"
-# The base of a numeral, such as 102_3 or 102_{3}.
 _BASE = re.compile(r"\d_\{?(\d+)\}?")
+_BOX = re.compile(r"\\(?:boxed|fbox)\{")
+# With what is escaped before it, which is none.
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+# Arguments without braces: \\frac\pi 2, \\frac12, \\sqrt3.
+_FRACTION = re.compile(r"\\[dt]?frac\s*(\\[a-zA-Z]+|\d)\s*(\\[a-zA-Z]+|\d)")
+_ROOT = re.compile(r"\\sqrt\s*(\\[a-zA-Z]+|\d)")
+# How it is set, not what it is: in 29,\\!322 there is no space at all.
+_SPACING = re.compile(r"\\(?:[!,;:]|displaystyle\b)")
+# Of a percentage the number is asked for.
+_PERCENT = re.compile(r"\s*\\?%$")
+# A number with a word behind it, such as 18 dollars.
+_WORDED = re.compile(r"([-+]?\d[\d,.]*)\s+[A-Za-z][A-Za-z .]*")
 
 
 class TooCostlyError(BaseException):
@@ -44,18 +55,20 @@ class Mathematics:
         """Of what follows the thinking.
 
         Raises:
-            ValueError: the gold answer cannot be read.
+            ValueError: the gold answer cannot be read in that time.
         """
         gold = str(sample.prompt.answer)
-        _gold(gold)
-        said = stated(sample.answer)
-        if said is None or len(said) > MAX_CHARACTERS:
+        expected, problem = _gold(gold, self.cpu_s)
+        if problem:
+            raise ValueError(problem)
+        said, marked = stated(sample.answer)
+        if not said or len(said) > MAX_CHARACTERS:
             return Grade(0.0, {"math_unstated": 1.0})
         if _same(said, gold):
             return Grade(1.0, {"math_unstated": 0.0})
         try:
             with _limited(self.cpu_s):
-                return Grade(float(_equal(gold, said)), {"math_unstated": 0.0})
+                return Grade(float(_equal(gold, expected, said, marked)), {"math_unstated": 0.0})
         except (TooCostlyError, MemoryError, RecursionError, OverflowError):
             return Grade(0.0, {"math_unstated": 0.0, "math_too_costly": 1.0})
 
@@ -72,66 +85,99 @@ def changed(answer: str) -> str:
     return "987654321"
 
 
-def stated(text: str) -> str | None:
-    """The expression that a completion gives as its answer.
+def stated(text: str) -> tuple[str, bool]:
+    """The expression that a completion gives as its answer, and whether it is marked as such.
 
-    The last `\\boxed{...}` that is closed, else what follows the last `####` on its line, else all of the text, in
-    which math-verify looks for its last expression; None where none of it can be an answer.
+    The last `\\boxed{...}` that is closed, else what follows the last `####` on its line; else, not marked, the end of
+    the text, in which math-verify looks for its last expression.
     """
     boxed = last_boxed(text)
     if boxed is not None:
-        return boxed
+        return boxed, True
     if MARK in text:
         after = text.rpartition(MARK)[2].strip().splitlines()
-        return after[0].strip() if after else None
-    tail = text.strip()[-MAX_CHARACTERS:]
-    return tail or None
+        return (after[0].strip() if after else ""), True
+    return text.strip()[-MAX_CHARACTERS:], False
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}` or `\\fbox{...}` whose braces close."""
-    end = len(text)
-    while True:
-        start = max(text.rfind(f"\\{name}{{", 0, end) for name in ("boxed", "fbox"))
-        if start < 0:
-            return None
-        first = text.index("{", start)
-        depth = 0
-        for place in range(first, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0) if text[place - 1] != "\\" else 0
-            if depth == 0:
-                return text[first + 1 : place].strip()
-        end = start
+    """What stands in the last `\\boxed{...}` or `\\fbox{...}` whose braces close; one pass, however many do not."""
+    firsts = {found.end() - 1 for found in _BOX.finditer(text)}
+    if not firsts:
+        return None
+    begun: list[int] = []
+    last: tuple[int, int] | None = None
+    for found in _BRACE.finditer(text, min(firsts)):
+        if found[0] == "{":
+            begun.append(found.start())
+        elif found[0] == "}" and begun:
+            first = begun.pop()
+            if first in firsts and (last is None or first > last[0]):
+                last = first, found.start()
+    return None if last is None else text[last[0] + 1 : last[1]].strip()
 
 
 def _same(said: str, gold: str) -> bool:
-    """To the letter, but for space: not worth a parser."""
-    return "".join(said.split()) == "".join(gold.split())
+    """To the letter, but for how much space: not worth a parser."""
+    return said.split() == gold.split()
 
 
 @lru_cache(maxsize=4096)
-def _gold(gold: str) -> Any:
+def _gold(gold: str, cpu_s: float) -> tuple[Any, str]:
+    """A gold answer as math-verify reads it, once, and what is wrong with it, if anything.
+
+    None where it is no mathematics as a whole: it is compared as text then.
+    """
+    if not gold.strip():
+        return None, "the gold answer is empty"
+    _warm()
     try:
-        with _limited(10.0):
-            found = _parsed(gold)
+        with _limited(cpu_s):
+            return _read(gold) or None, ""
     except TooCostlyError as error:
-        raise ValueError(f"the gold answer {gold[:80]!r} takes {error}") from error
-    if not found:
-        raise ValueError(f"the gold answer {gold[:80]!r} cannot be read as mathematics")
-    return found
+        return None, f"the gold answer {gold[:80]!r} takes {error}"
+    except (MemoryError, RecursionError, OverflowError) as error:
+        return None, f"the gold answer {gold[:80]!r} cannot be read ({type(error).__name__})"
 
 
-def _equal(gold: str, said: str) -> bool:
-    """By math-verify, and where that is blind (bases of numerals, numbers too small for its six decimals) by us."""
+@lru_cache(maxsize=1)
+def _warm() -> None:
+    """Import the parser and build its tables, which is nobody's time."""
+    _read("\\frac{1}{2}")
+    _found_in("1/2")
+
+
+def _equal(gold: str, expected: Any, said: str, marked: bool) -> bool:
+    """By math-verify, and by us where that is blind: bases, brackets of sets, numbers too small for its decimals."""
     from math_verify import verify
 
-    bases = [_BASE.findall(text) for text in (gold, said)]
-    if all(bases) and bases[0][-1] != bases[1][-1]:
+    if expected is None:
+        return _tidy(said) == _tidy(gold)
+    found = _read(said) if marked else _found_in(said)
+    if not found:
         return False
-    expected, found = _gold(gold), _parsed(said)
+    if marked:
+        for telling in (_base, _brackets):
+            both = telling(gold), telling(said)
+            if None not in both and both[0] != both[1]:
+                return False
     if not verify(expected, found, timeout_seconds=None, raise_on_error=False):
         return False
     return _near(expected[0], found[0])
+
+
+def _base(text: str) -> str | None:
+    """Of a numeral, such as 102_3 or 102_{3}; None if none is given."""
+    found = _BASE.findall(text)
+    return found[-1] if found else None
+
+
+def _brackets(text: str) -> str | None:
+    """Whether a list is a set or has an order; None of what is no list."""
+    bare = _tidy(text).replace("\\left", "").replace("\\right", "").strip("$ ")
+    if "," not in bare:
+        return None
+    return "set" if bare.startswith("\\{") else "order" if bare.startswith(("(", "[")) else None
 
 
 def _near(expected: Any, found: Any) -> bool:
@@ -144,18 +190,35 @@ def _near(expected: Any, found: Any) -> bool:
     return bool(difference == 0 or abs(difference) <= 1e-4 * size)
 
 
-def _parsed(expression: str) -> Any:
+def _tidy(expression: str) -> str:
+    """As people mean it: arguments in braces, no full stop, no words or percent sign behind a number."""
+    bare = _PERCENT.sub("", " ".join(_SPACING.sub("", expression).strip().strip("$").split()).rstrip(".,;"))
+    bare = _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(r"\\frac{\1}{\2}", bare))
+    worded = _WORDED.fullmatch(bare)
+    return worded[1] if worded else bare
+
+
+def _read(expression: str) -> Any:
+    """All of a marked expression, as LaTeX; nothing where a part of it is all that can be read."""
+    from math_verify import LatexExtractionConfig, parse
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    ways = (LatexExtractionConfig(),)
+    return parse(f"${_tidy(expression)}$", ways, parsing_timeout=None, fallback_mode="no_fallback")
+
+
+def _found_in(prose: str) -> Any:
+    """The expression in a text that math-verify takes for its answer."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    bare = expression.strip().strip("$")
     ways = (LatexExtractionConfig(), ExprExtractionConfig())
-    return parse(f"${bare}$", extraction_config=ways, parsing_timeout=None, fallback_mode="first_match")
+    return parse(prose, ways, parsing_timeout=None, fallback_mode="no_fallback")
 
 
 @contextmanager
 def _limited(cpu_s: float) -> Iterator[None]:
-    """`TooCostlyError` after so much processor time.
+    """`TooCostlyError` after so much processor time, the kernel's for this process included.
 
     Raises:
         RuntimeError: not in a main thread, where no signal arrives.
@@ -166,11 +229,11 @@ def _limited(cpu_s: float) -> Iterator[None]:
     def over(number: int, frame: Any) -> None:
         raise TooCostlyError(f"more than {cpu_s:g} s of processor time")
 
-    before = signal.signal(signal.SIGVTALRM, over)
+    before = signal.signal(signal.SIGPROF, over)
     # Again and again: one may come where it is swallowed.
-    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s, 0.1)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s, 0.1)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)

@@ -6,9 +6,11 @@ Which form a function has is told by the names of its parameters. A file is load
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib.util
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -58,10 +60,20 @@ class Source:
         if not self.place.endswith(".py"):
             found: Callable[..., Any] = getattr(import_module(self.place), self.function)
             return found
-        about = importlib.util.spec_from_file_location(Path(self.place).stem, self.place)
+        path = Path(self.place)
+        # As if it were run from its folder: files beside it can be imported, and its classes find their module.
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+        name = f"_reward_file_{hashlib.sha256(self.place.encode()).hexdigest()[:12]}"
+        about = importlib.util.spec_from_file_location(name, path)
         assert about is not None and about.loader is not None
         module = importlib.util.module_from_spec(about)
-        about.loader.exec_module(module)
+        sys.modules[name] = module
+        try:
+            about.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
         found = getattr(module, self.function)
         return found
 
@@ -72,8 +84,9 @@ def form_of(field: str, function: Callable[..., Any]) -> Form:
     Raises:
         ConfigurationError: none that is known.
     """
-    names = list(inspect.signature(function).parameters)
-    if "completions" in names:
+    parameters = inspect.signature(function).parameters
+    names = list(parameters)
+    if {"completions", "completion_ids", "prompts"} & set(names):
         return "trl"
     if "solution_str" in names or "ground_truth" in names:
         return "verl"
@@ -81,6 +94,8 @@ def form_of(field: str, function: Callable[..., Any]) -> Form:
         return "sample"
     if names[:2] == ["completion", "answer"]:
         return "answer"
+    if [each.kind for each in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]:
+        return "trl"  # which gives everything by keyword
     raise ConfigurationError(
         f"{field}: its parameters ({', '.join(names)}) are of no known form; TRL's takes completions, verl's "
         "solution_str and ground_truth, ours (completion, answer) or (sample)"

@@ -17,11 +17,16 @@ from lightning_scalerl.verify.grade import Grade, Sample
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Za-z])\)?\s*\}?\s*\}")
-_SAID = re.compile(r"(?:answer|choice|option)\s*(?:is|:)?\s*[:*\s]*\(?\b([A-Z])\b\)?", re.IGNORECASE)
-_LETTER = re.compile(r"(?<![A-Za-z'])\(?([A-Z])\)?(?![A-Za-z'])")
+# Possessive: a completion of spaces must not be looked at again from each of them.
+_BOXED = re.compile(r"\\boxed\s*+\{\s*+(?:\\text\s*+\{)?\s*+\(?([A-Za-z])\)?\s*+\}?\s*+\}")
+_SAID = re.compile(r"\b(?i:answer|choice|option)\b\s*+(?i:is\b)?[\s:*]*+\(?((?<=\()[a-z](?=\))|[A-Z](?![A-Za-z']))")
+_IN_BRACKETS = re.compile(r"\(([A-Z])\)")
+# By itself; I is seldom a choice, and A is none before a noun.
+_ALONE = re.compile(r"(?<![A-Za-z'])([B-HJ-Z]|A(?!\s+[a-z]))(?![A-Za-z'])")
 # What asks for the answer apart: what follows it is the answer, to the end of its line.
-_FINAL = re.compile(r"(?:final answer|the answer|answer)\s*(?:is|:)\s*(.+)", re.IGNORECASE)
+_FINAL = re.compile(r"\b(?:final answer|the answer|answer)\b\s*+(?:is\b)?\s*+:?", re.IGNORECASE)
+# More of a completion is not looked at.
+_LAST = 20_000
 
 
 def normalized(text: str) -> str:
@@ -31,12 +36,14 @@ def normalized(text: str) -> str:
 
 
 def final_answer(text: str) -> str:
-    """What a completion gives as its answer: behind the last "answer:" or "answer is", else its last line."""
-    found = _FINAL.findall(text)
-    if found:
-        return str(found[-1]).strip()
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""
+    """What a completion gives as its answer: behind the last "answer is" or "answer:", else its last line."""
+    text = text[-_LAST:]
+    asked = [found for found in _FINAL.finditer(text) if found[0].rstrip().lower().endswith((":", "is"))]
+    after = text[asked[-1].end() :].strip() if asked else ""
+    lines = [line.strip() for line in (after or text).splitlines() if line.strip()]
+    if not lines:
+        return ""
+    return lines[0] if after else lines[-1]
 
 
 def f1(prediction: str, gold: str) -> float:
@@ -114,7 +121,7 @@ class TruthfulAnswer:
 
 @dataclass(frozen=True)
 class Choice:
-    """1 if the letter that the completion gives is the answer: boxed, behind "answer is", else the last one alone."""
+    """1 if the letter that the completion gives is the answer: boxed, behind "answer is", in brackets, else alone."""
 
     def grade(self, sample: Sample) -> Grade:
         """Of what follows the thinking."""
@@ -128,8 +135,8 @@ class Choice:
 
 def chosen_letter(text: str) -> str | None:
     """The choice that a text makes; None if it makes none."""
-    for pattern in (_BOXED, _SAID, _LETTER):
-        found = pattern.findall(text)
+    for pattern in (_BOXED, _SAID, _IN_BRACKETS, _ALONE):
+        found = pattern.findall(text[-_LAST:])
         if found:
             return str(found[-1]).upper()
     return None

@@ -83,7 +83,7 @@ CASES = [
     "context.too_long=drop",
     "cost_model.grade_s=0.5",
     "task=dataset task.train=train.jsonl task.heldout={a:heldout.jsonl} task.leaks=keep",
-    "task=verl task.train=rows.jsonl task.heldout={a:rows.jsonl} task.rewards=rewards.py:score +task.leaks=keep",
+    "task=verl task.train=rows.jsonl task.heldout={a:rows.jsonl} task.rewards=rewards.py:score task.leaks=keep",
     *(f"scale={name} scaled_for=null" for name in ("0.6b", "1.7b", "8b", "trial")),
 ]
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import secrets
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -398,16 +399,19 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_sandbox_that_does_not_stand_is_no_verdict(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_does_not_stand_is_no_verdict(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     protections = Protections(BROKEN[name])
-    before = set(Path("/tmp").glob("scalerl-sandbox-*"))
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others have sandboxes in the usual place
     if name.startswith("an interpreter"):
         monkeypatch.setattr(launch, "_python", lambda: "/bin/false")
     with pytest.raises(SandboxError, match="does not start"):
         judge("def f(): pass", "f()", entry_point="f", limits=Limits(), protections=protections)
     with pytest.raises(SandboxError, match="does not start"):
         run_program("print(1)", "", Limits(), protections)
-    assert not set(Path("/tmp").glob("scalerl-sandbox-*")) - before
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_that_ends_before_it_was_heard_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,64 @@
+"""Prompts that a pool has twice, and those of it that are held out too: found at the start, by what they ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.prompt import Prompt
+
+RULES = ("drop", "refuse", "keep")
+
+
+def check_rules(**rules: str) -> None:
+    """Whether these are rules.
+
+    Raises:
+        ConfigurationError: one is not; named as a field of the task.
+    """
+    for name, rule in rules.items():
+        if rule not in RULES:
+            raise ConfigurationError(f"task.{name}: {rule!r} must be one of {', '.join(RULES)}")
+
+
+def asked(prompt: Prompt) -> str:
+    """What a prompt asks, all messages of a conversation; two that differ in case and space alone ask the same."""
+    texts = [f"{each.get('role')}: {each.get('content')}" for each in prompt.messages] or [prompt.text]
+    return " ".join("\n".join(texts).casefold().split())
+
+
+def without_overlap(
+    prompts: Sequence[Prompt], heldout: Mapping[str, Sequence[Prompt]], duplicates: str, leaks: str
+) -> tuple[list[Prompt], list[str]]:
+    """A pool without what occurs twice or is held out, as the rules say, and a line on each kind that was found.
+
+    Raises:
+        ConfigurationError: something was found that is to be refused, or nothing is left.
+    """
+    kept_apart = {asked(prompt) for those in heldout.values() for prompt in those}
+    seen: set[str] = set()
+    kept, twice, leaked = [], [], []
+    for prompt in prompts:
+        key = asked(prompt)
+        if key in kept_apart:
+            leaked.append(prompt.prompt_id)
+        if key in seen:
+            twice.append(prompt.prompt_id)
+        if (key in kept_apart and leaks == "drop") or (key in seen and duplicates == "drop"):
+            continue
+        seen.add(key)
+        kept.append(prompt)
+    notes = []
+    for field, found, rule, what in (
+        ("duplicates", twice, duplicates, "occur more than once"),
+        ("leaks", leaked, leaks, "are in a held-out set too"),
+    ):
+        if not found:
+            continue
+        said = f"{len(found)} of {len(prompts)} training prompts {what} (the first is {found[0]!r})"
+        if rule == "refuse":
+            raise ConfigurationError(f"task.{field}: {said}; mend the data, or choose drop or keep")
+        notes.append(f"task.{field}: {said}; {'left out' if rule == 'drop' else 'kept'}")
+    if not kept:
+        raise ConfigurationError("task.train: every prompt of it is in a held-out set; nothing is left to train on")
+    return kept, notes

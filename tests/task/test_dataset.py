@@ -1,0 +1,327 @@
+"""A data set as a task: what is left out and said, what a prompt is made of, what the verifier is tried on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.composition import build, compose
+from lightning_scalerl.task.dataset import DatasetTask
+from lightning_scalerl.verify.inline import InlineVerifiers
+from lightning_scalerl.verify.rewards import RewardSum
+from lightning_scalerl.verify.verification import check_verifiers
+from tests.paths import ROOT
+
+QUIET = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def rows(*texts: str) -> list[dict[str, Any]]:
+    return [{"prompt": text, "answer": f"answer of {text.strip().lower()}"} for text in texts]
+
+
+def task_of(folder: Path, train: list[Any], heldout: list[Any], **more: Any) -> DatasetTask:
+    """Of rows; format columns, graded to the letter."""
+    paths = []
+    for name, those in (("train", train), ("test", heldout)):
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in those), encoding="utf-8")
+        paths.append(str(path))
+    settings = {"format": "columns", "rewards": "exact_match", **more}
+    return DatasetTask(train=paths[0], heldout={"test": paths[1]}, **settings)
+
+
+def texts(task: DatasetTask) -> list[str]:
+    return [prompt.text for prompt in task.train_prompts()]
+
+
+# --- duplicates and leaks ------------------------------------------------------------------------------------
+
+# b twice more, in other case and space; c and C are held out.
+TRAIN = rows("a", "b", "c", " B", "d", "b\n", "C")
+HELDOUT = rows("c", "x")
+DUPLICATES = "task.duplicates: {} of 7 training prompts occur more than once (the first is '3'); {}"
+LEAKS = "task.leaks: 2 of 7 training prompts are in a held-out set too (the first is '2'); {}"
+
+
+@pytest.mark.parametrize(
+    ("duplicates", "leaks", "kept", "notes"),
+    [
+        ("drop", "drop", ["a", "b", "d"], [DUPLICATES.format(2, "left out"), LEAKS.format("left out")]),
+        ("keep", "drop", ["a", "b", " B", "d", "b\n"], [DUPLICATES.format(2, "kept"), LEAKS.format("left out")]),
+        ("drop", "keep", ["a", "b", "c", "d"], [DUPLICATES.format(3, "left out"), LEAKS.format("kept")]),
+        ("keep", "keep", ["a", "b", "c", " B", "d", "b\n", "C"], [DUPLICATES.format(3, "kept"), LEAKS.format("kept")]),
+    ],
+)
+def test_rules(duplicates: str, leaks: str, kept: list[str], notes: list[str], tmp_path: Path) -> None:
+    task = task_of(tmp_path, TRAIN, HELDOUT, duplicates=duplicates, leaks=leaks)
+    assert texts(task) == kept
+    assert list(task.notes()) == notes
+    assert [prompt.text for prompt in task.eval_sets()["test"]] == ["c", "x"], "what is held out stays"
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        (
+            {"duplicates": "refuse"},
+            r"^task\.duplicates: 2 of 7 training prompts .*'3'\); mend the data, or choose drop",
+        ),
+        ({"leaks": "refuse"}, r"^task\.leaks: 2 of 7 training prompts .*'2'\); mend the data, or choose drop or keep$"),
+        ({"duplicates": "refuse", "leaks": "keep"}, r"^task\.duplicates: 3 of 7"),
+        ({"duplicates": "sometimes"}, r"^task\.duplicates: 'sometimes' must be one of drop, refuse, keep$"),
+        ({"leaks": None}, r"^task\.leaks: None must be one of"),
+    ],
+)
+def test_rules_that_refuse(rules: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        task_of(tmp_path, TRAIN, HELDOUT, **rules)
+
+
+def test_clean_data_is_not_spoken_of(tmp_path: Path) -> None:
+    task = task_of(tmp_path, rows("a", "b"), rows("c"), duplicates="refuse", leaks="refuse")
+    assert texts(task) == ["a", "b"] and list(task.notes()) == []
+
+
+def test_a_pool_that_leaks_altogether(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.train: every prompt of it is in a held-out set"):
+        task_of(tmp_path, rows("a", "b"), rows("A", "b "))
+
+
+@QUIET
+@given(
+    st.lists(st.sampled_from("abcdefABCDEF"), min_size=1, max_size=12),
+    st.lists(st.sampled_from("abcXYZ"), min_size=1, max_size=4),
+)
+def test_what_is_kept_occurs_once_and_is_not_held_out(tmp_path: Path, train: list[str], heldout: list[str]) -> None:
+    lower = [text.lower() for text in train]
+    held = {text.lower() for text in heldout}
+    expected = [text for place, text in enumerate(lower) if text not in held and text not in lower[:place]]
+    if not expected:
+        with pytest.raises(ConfigurationError, match="nothing is left"):
+            task_of(tmp_path, rows(*train), rows(*heldout))
+        return
+    task = task_of(tmp_path, rows(*train), rows(*heldout))
+    assert [text.lower() for text in texts(task)] == expected
+    leaked = sum(text in held for text in lower)
+    twice = sum(text not in held and text in lower[:place] for place, text in enumerate(lower))
+    said = " ".join(task.notes())
+    assert (f"{leaked} of {len(train)} training prompts are in" in said) == (leaked > 0)
+    assert (f"{twice} of {len(train)} training prompts occur" in said) == (twice > 0)
+
+
+def conversation(*contents: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def test_conversations_that_end_alike_are_two(tmp_path: Path) -> None:
+    train = [
+        {"prompt": conversation("What is 2+2?", "4", "Are you sure?"), "answer": "yes"},
+        {"prompt": conversation("What is 2+3?", "6", "Are you sure?"), "answer": "no"},
+    ]
+    assert len(task_of(tmp_path, train, rows("x")).train_prompts()) == 2
+
+
+# --- rows ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_without_an_answer_are_left_out_and_counted(tmp_path: Path) -> None:
+    train = [*rows("a"), {"prompt": "b", "answer": ""}, *rows("c"), {"prompt": "d", "answer": ""}]
+    task = task_of(tmp_path, train, rows("x"))
+    assert texts(task) == ["a", "c"] and [prompt.prompt_id for prompt in task.train_prompts()] == ["0", "2"]
+    assert list(task.notes()) == ["task.train: 2 of 4 rows have no answer (first row 1); left out"]
+    with pytest.raises(ConfigurationError, match=r"task\.heldout\.test: no row of .*test\.jsonl has an answer"):
+        task_of(tmp_path, rows("a"), [{"prompt": "x", "answer": ""}])
+
+
+def test_a_null_is_an_answer_that_is_missing(tmp_path: Path) -> None:
+    task = task_of(tmp_path, [*rows("a"), {"prompt": "b", "answer": None}], rows("x"))
+    assert list(task.notes()) == ["task.train: 1 of 2 rows have no answer (first row 1); left out"]
+
+
+def test_a_users_reward_may_do_without_an_answer(tmp_path: Path) -> None:
+    place = tmp_path / "mine.py"
+    place.write_text("def reward(completions, wish, **kwargs):\n    return [float(wish[0] in completions[0])]\n")
+    train = [{"ask": "a", "wish": "yes"}, {"ask": "b", "wish": "no"}]
+    heldout = [{"ask": "x", "wish": "yes"}]
+    fields = {"prompt": "ask", "answer": None}
+    task = task_of(tmp_path, train, heldout, fields=fields, rewards=f"{place}:reward")
+    assert not task.trusted and list(task.known()) == []
+    first, second = task.train_prompts()
+    assert task.reward(first, "oh yes") == 1.0 and task.reward(second, "oh yes") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("ids", "unique"),
+    [
+        (["p", "q", "r"], ["p", "q", "r"]),
+        (["p", "p", "q", "p"], ["p", "p/1", "q", "p/3"]),
+        pytest.param(["p", "p/2", "p"], None),
+        pytest.param(["p", "p", "p/1"], None),
+    ],
+)
+def test_ids_that_repeat_are_made_unique(ids: list[str], unique: list[str] | None, tmp_path: Path) -> None:
+    train = [{"prompt": f"q{n}", "answer": "a", "id": own} for n, own in enumerate(ids)]
+    task = task_of(
+        tmp_path, train, [{"prompt": "x", "answer": "a", "id": "p"}], fields={"prompt": "prompt", "id": "id"}
+    )
+    found = [prompt.prompt_id for prompt in task.train_prompts()]
+    assert len(set(found)) == len(found)
+    assert unique is None or found == unique
+
+
+@QUIET
+@given(st.lists(st.sampled_from(["p", "q", "r", "s"]), min_size=1, max_size=8))
+def test_ids_are_unique_and_the_first_keeps_its_own(tmp_path: Path, ids: list[str]) -> None:
+    train = [{"prompt": f"q{n}", "answer": "a", "id": own} for n, own in enumerate(ids)]
+    task = task_of(
+        tmp_path, train, [{"prompt": "x", "answer": "a", "id": "p"}], fields={"prompt": "prompt", "id": "id"}
+    )
+    found = [prompt.prompt_id for prompt in task.train_prompts()]
+    assert len(set(found)) == len(found) and set(ids) <= set(found)
+
+
+# --- what a prompt is made of --------------------------------------------------------------------------------
+
+
+def test_fields_of_any_row(tmp_path: Path) -> None:
+    train = [{"q": "why", "a": 4, "level": 3, "key": "k1", "more": 1}]
+    fields = {"prompt": "q", "answer": "a", "difficulty": "level", "id": "key"}
+    (prompt,) = task_of(
+        tmp_path, train, [{"q": "x", "a": 5, "level": 1, "key": "k"}], fields=fields, prefix="P: ", instruction="Go."
+    ).train_prompts()
+    assert (prompt.prompt_id, prompt.text, prompt.answer, prompt.difficulty) == ("k1", "P: why\nGo.", 4, "3")
+
+
+def test_prefix_and_instruction_of_a_conversation(tmp_path: Path) -> None:
+    asked = conversation("first", "then", "last")
+    (prompt,) = task_of(
+        tmp_path, [{"prompt": asked, "answer": "a"}], rows("x"), prefix="P: ", instruction="Go."
+    ).train_prompts()
+    assert prompt.text == "P: last\nGo."
+    assert list(prompt.messages) == [*asked[:2], {"role": "user", "content": "P: last\nGo."}]
+    (bare,) = task_of(tmp_path, [{"prompt": asked, "answer": "a"}], rows("x")).train_prompts()
+    assert list(bare.messages) == asked
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            {"fields": {"question": "prompt"}},
+            r"task\.fields: .* must name columns for prompt, answer, difficulty or id",
+        ),
+        (
+            {"fields": {"prompt": "q"}},
+            r"task\.heldout\.test: .*test\.jsonl, row 0: no column q; its columns are prompt",
+        ),
+        ({"fields": {"prompt": "prompt", "id": "key"}}, r"row 0: no column key; its columns are prompt, answer"),
+        ({"format": "gsm8k", "fields": {"prompt": "q"}}, r"task\.fields: .* is for task\.format=columns; format gsm8k"),
+        ({"format": "gsm9k"}, r"task\.format: 'gsm9k' must be one of columns, gsm8k, math"),
+        ({"rewards": "exact"}, r"task\.rewards: 'exact' is none of exact_match, math, .*and no file\.py:function"),
+        ({"rewards": []}, r"task\.rewards: give at least one of exact_match"),
+    ],
+)
+def test_mistakes(more: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=said) as error:
+        task_of(tmp_path, rows("a"), rows("x"), **more)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("heldout", [None, {}, "test.jsonl", ["test.jsonl"]])
+def test_a_task_names_its_heldout_sets(heldout: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.heldout: .* must name at least one set"):
+        DatasetTask("columns", "train.jsonl", heldout, "exact_match")
+
+
+def test_every_heldout_set_is_there_and_a_leak_into_any_is_found(tmp_path: Path) -> None:
+    paths = {}
+    for name, those in (("train", "abc"), ("one", "xb"), ("two", "yc")):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows(*those)))
+        paths[name] = str(path)
+    task = DatasetTask("columns", paths["train"], {"one": paths["one"], "two": paths["two"]}, "exact_match")
+    assert texts(task) == ["a"]
+    assert {name: [each.text for each in those] for name, those in task.eval_sets().items()} == {
+        "one": ["x", "b"],
+        "two": ["y", "c"],
+    }
+
+
+def test_from_yaml(tmp_path: Path) -> None:
+    """task=dataset and overrides alone."""
+    task_of(tmp_path, [{"q": "why", "a": "so"}], [{"q": "x", "a": "y"}], fields={"prompt": "q", "answer": "a"})
+    config = compose(
+        [
+            "task=dataset",
+            f"task.train={{path: {tmp_path}/train.jsonl, rows: 1}}",
+            f"task.heldout={{test: {tmp_path}/test.jsonl}}",
+            "task.fields={prompt: q, answer: a}",
+            "task.rewards=[exact_match,{use: question_answer, weight: 0.5, name: close}]",
+            "task.leaks=refuse",
+        ]
+    )
+    task = build(config, "task")
+    assert texts(task) == ["why"]
+    grader = task.grader()
+    assert isinstance(grader, RewardSum)
+    assert [(each.name, each.weight) for each in grader.rewards] == [("exact_match", 1.0), ("close", 0.5)]
+    assert task.reward(task.train_prompts()[0], "so") == 1.5
+    assert task.reward(task.train_prompts()[0], "The answer is so.") == 0.5
+
+
+# --- what the verifier is tried on ---------------------------------------------------------------------------
+
+
+def test_known_by_the_verifier(tmp_path: Path) -> None:
+    task = task_of(tmp_path, rows(*"abcdefgh"), rows("x"))
+    known = task.known()
+    assert len(known) == 8 and [each.right for each in known] == [True, False] * 4
+    assert all(
+        (each.sample.completion == each.sample.prompt.answer) == each.right and each.sample.answer for each in known
+    )
+    assert "4 completions known to be right" in check_verifiers(
+        InlineVerifiers(task.grader()), known, lambda outcome: outcome.reward >= 1
+    )
+
+
+def test_known_by_template(tmp_path: Path) -> None:
+    train = [{"prompt": "a", "answer": "4", "other": "5"}]
+    task = task_of(
+        tmp_path, train, rows("x"), rewards="math", right="So \\boxed{{{answer}}}", wrong="So \\boxed{{{other}}}"
+    )
+    assert [(each.sample.completion, each.right) for each in task.known()] == [
+        ("So \\boxed{4}", True),
+        ("So \\boxed{5}", False),
+    ]
+    with pytest.raises(ConfigurationError, match=r"task\.right or task\.wrong: .* asks for a column 'gold'"):
+        task_of(tmp_path, train, rows("x"), wrong="{gold}")
+
+
+def test_a_verifier_that_does_not_know_its_rows_is_found(tmp_path: Path) -> None:
+    """Letters are asked for, texts are the answers."""
+    task = task_of(tmp_path, rows("a"), rows("x"), rewards="choice")
+    with pytest.raises(ConfigurationError, match="its verifier is wrong before the first step: prompt '0'"):
+        check_verifiers(InlineVerifiers(task.grader()), task.known(), lambda outcome: outcome.reward >= 1)
+    backwards = task_of(tmp_path, rows("a"), rows("x"), right="no", wrong="{answer}")
+    with pytest.raises(ConfigurationError, match=r"known to be right \('no'\): rewards it with 0"):
+        check_verifiers(InlineVerifiers(backwards.grader()), backwards.known(), lambda outcome: outcome.reward >= 1)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "trusted"),
+    [
+        ("exact_match", True),
+        (["exact_match", "choice", "question_answer"], True),
+        ("math", False),
+        (["exact_match", "math"], False),
+        (["exact_match", f"{ROOT}/tests/verify/reward_files/trl_format.py:think_format_reward"], False),
+    ],
+)
+def test_only_what_cannot_hang_is_trusted(rewards: Any, trusted: bool, tmp_path: Path) -> None:
+    assert task_of(tmp_path, rows("a"), rows("x"), rewards=rewards).trusted is trusted

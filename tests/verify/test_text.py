@@ -1,0 +1,275 @@
+"""Verifiers of words: SQuAD's normalization and F1, letters chosen, true and false answers."""
+
+from __future__ import annotations
+
+import random
+import string
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.verify.attempt import attempt
+from lightning_scalerl.verify.grade import Grade, Grader, Sample
+from lightning_scalerl.verify.text import (
+    Choice,
+    ExactMatch,
+    QuestionAnswer,
+    TruthfulAnswer,
+    chosen_letter,
+    f1,
+    final_answer,
+    normalized,
+)
+
+WORDS = st.lists(st.sampled_from(["cat", "sat", "mat", "hat", "blue", "42"]), max_size=6).map(" ".join)
+
+
+def graded(grader: Grader, answer: Any, text: str) -> Grade:
+    return grader.grade(Sample(Prompt("p", "q", answer), text, text))
+
+
+# --- normalization and F1 ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "bare"),
+    [
+        ("The Eiffel Tower.", "eiffel tower"),
+        ("an  apple, a day", "apple day"),
+        ("theatre", "theatre"),
+        ("U.S.A.", "usa"),
+        ("twenty-one", "twentyone"),
+        ("  A\tB\nC ", "b c"),
+        ("$1,000", "1000"),
+        ("", ""),
+        ("The", ""),
+        ("Straße", "straße"),
+    ],
+)
+def test_as_squad_compares(text: str, bare: str) -> None:
+    assert normalized(text) == bare
+
+
+@given(st.text(max_size=40))
+def test_normalized_texts_have_no_case_no_punctuation_and_no_needless_space(text: str) -> None:
+    bare = normalized(text)
+    assert not set(bare) & set(string.punctuation)
+    assert bare == " ".join(bare.split()) and not set(bare.split()) & {"a", "an", "the"}
+    assert normalized(f" {text}\n") == bare
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "value"),
+    [
+        ("the cat sat", "cat sat", 1.0),
+        ("cat", "cat sat", 2 / 3),
+        ("cat cat", "cat", 2 / 3),
+        ("cat sat mat", "hat", 0.0),
+        ("", "", 1.0),
+        ("", "cat", 0.0),
+        ("The", "a", 1.0),
+    ],
+)
+def test_f1(prediction: str, gold: str, value: float) -> None:
+    assert f1(prediction, gold) == pytest.approx(value)
+
+
+@given(WORDS, WORDS)
+def test_f1_is_symmetric_bounded_and_of_words_not_of_their_order(one: str, two: str) -> None:
+    value = f1(one, two)
+    assert value == pytest.approx(f1(two, one)) and 0.0 <= value <= 1.0
+    assert (value == 1.0) == (Counter(one.split()) == Counter(two.split()))
+    assert value == pytest.approx(f1(" ".join(reversed(one.split())), two.upper()))
+    shared = sum((Counter(one.split()) & Counter(two.split())).values())
+    if one and two:
+        assert value == pytest.approx(2 * shared / (len(one.split()) + len(two.split())))
+
+
+# --- final answers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The answer is Paris.", "Paris."),
+        ("I think.\nAnswer: 14 May", "14 May"),
+        ("The answer is Rome.\nWait. The final answer: Paris", "Paris"),
+        pytest.param("The answer is Rome. No, the answer is Paris", "Paris"),
+        pytest.param("The answer is: Paris", "Paris"),
+        ("Paris", "Paris"),
+        ("It is hard.\nParis\n\n", "Paris"),
+        ("FINAL ANSWER: paris\nas I said", "paris"),
+        ("", ""),
+        (" \n ", ""),
+    ],
+)
+def test_what_a_completion_gives_as_its_answer(text: str, answer: str) -> None:
+    assert final_answer(text) == answer
+
+
+@given(
+    WORDS.filter(bool), st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\n\r"), max_size=30)
+)
+def test_what_is_said_before_does_not_matter(gold: str, before: str) -> None:
+    grade = graded(QuestionAnswer(), [gold], f"{before}\nThe answer is {gold}")
+    assert (grade.reward, grade.parts["f1"], grade.correct) == (1.0, 1.0, True)
+
+
+def test_one_of_several_answers_is_enough() -> None:
+    golds = ["14 May 2071", "May 14, 2071"]
+    assert graded(QuestionAnswer(), golds, "The answer is may 14 2071.").reward == 1.0
+    near = graded(QuestionAnswer(), golds, "The answer is May 2071")
+    assert near.reward == 0.0 and near.parts["f1"] == pytest.approx(0.8) and near.correct is False
+    partial = graded(QuestionAnswer(partial=True), golds, "The answer is May 2071")
+    assert partial.reward == pytest.approx(0.8) and partial.correct is False
+    assert graded(QuestionAnswer(), "14 May 2071", "14 may 2071").reward == 1.0
+    assert graded(QuestionAnswer(), [], "anything").reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "reward"),
+    [
+        ("4", " 4\n", 1.0),
+        (4, "4", 1.0),
+        (["4", "four"], "four", 1.0),
+        ("four", "Four", 0.0),
+        ("4", "4.", 0.0),
+        ("", "", 1.0),
+        ("4", "", 0.0),
+    ],
+)
+def test_to_the_letter(answer: Any, text: str, reward: float) -> None:
+    assert graded(ExactMatch(), answer, text).reward == reward
+
+
+# --- choices -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("The answer is (C).", "C"),
+        ("The answer is C", "C"),
+        ("the correct answer is: **C**.", "C"),
+        ("Answer: C) honey", "C"),
+        ("answer: (c)", "C"),
+        ("I choose option D.", "D"),
+        ("Final choice: B", "B"),
+        ("\\boxed{C}", "C"),
+        ("\\boxed{(C)}", "C"),
+        ("\\boxed{\\text{C}}", "C"),
+        ("The answer is A. No! The answer is (B).", "B"),
+        ("The answer is A, so \\boxed{D}", "D"),
+        ("A is too cold, B too warm. It is C", "C"),
+        ("(B)", "B"),
+        ("B", "B"),
+        ("B.", "B"),
+        ("C) honey", "C"),
+        ("It's obvious.", None),
+        ("honey", None),
+        ("", None),
+        ("42", None),
+        ("DNA", None),
+        pytest.param("B, I think.", "B"),
+        pytest.param("The answer is a metal, which is (C).", "C"),
+    ],
+)
+def test_the_letter_that_is_chosen(text: str, letter: str | None) -> None:
+    assert chosen_letter(text) == letter
+
+
+@given(st.sampled_from("ABCDE"), st.sampled_from("ABCDE"))
+def test_a_choice_is_right_or_wrong(answer: str, said: str) -> None:
+    for form in ("The answer is ({}).", "\\boxed{{{}}}", "{}"):
+        assert graded(Choice(), answer, form.format(said)).reward == float(answer == said)
+
+
+@given(st.sampled_from("ABCDE"))
+def test_what_choice_knows_is_so(answer: str) -> None:
+    right, wrong = Choice().known(answer)
+    assert graded(Choice(), answer, str(right)).reward == 1.0 and graded(Choice(), answer, str(wrong)).reward == 0.0
+
+
+# --- true and false ------------------------------------------------------------------------------------------
+
+CAVE = {
+    "true": ["You hear an echo", "Nothing bad happens"],
+    "false": ["A dragon wakes up", "The cave collapses at once"],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("You hear an echo.", 1.0),
+        ("Well.\nThe answer is: nothing bad happens to you", 1.0),
+        ("A dragon wakes up and you hear it", 0.0),
+        ("The cave collapses", 0.0),
+        ("I have no comment", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_nearer_to_what_is_true(text: str, reward: float) -> None:
+    grade = graded(TruthfulAnswer(), CAVE, text)
+    assert grade.reward == reward
+    assert (grade.parts["f1_true"] > grade.parts["f1_false"]) == bool(reward)
+
+
+def test_without_false_answers() -> None:
+    answer = {"true": ["yes"], "false": []}
+    right, wrong = TruthfulAnswer().known(answer)
+    assert graded(TruthfulAnswer(), answer, str(right)).reward == 1.0
+    assert graded(TruthfulAnswer(), answer, str(wrong)).reward == 0.0
+
+
+# --- ten thousand inputs -------------------------------------------------------------------------------------
+
+PIECES = (
+    *("The answer is", "answer:", "Final answer", "option", "choice", "\\boxed{", "\\text{", "}", "(", ")", "{", "**"),
+    *("A", "B", "I", "a", "the", "an", "cat", "42", "-1", ".", ":", ",", "'", " ", "  ", "\n", "\r\n", "\t", "\x00"),
+    *("é", "٣", "\U0001f600", "\u2028", "\u202e", "\ufeff", "ß", "İ", "\\", "$", "<think>", "</think>"),
+)
+GRADERS: list[tuple[Grader, Any]] = [
+    (ExactMatch(), ["cat", "42"]),
+    (Choice(), "B"),
+    (QuestionAnswer(), ["the cat", "42"]),
+    (QuestionAnswer(partial=True), ["the cat", "42"]),
+    (TruthfulAnswer(), {"true": ["a cat"], "false": ["no cat"]}),
+]
+
+
+@pytest.mark.parametrize(("grader", "answer"), GRADERS, ids=lambda each: type(each).__name__)
+def test_ten_thousand_texts_each_have_a_grade(grader: Grader, answer: Any) -> None:
+    source = random.Random(7)
+    slowest = 0.0
+    for _ in range(10_000):
+        text = "".join(source.choices(PIECES, k=source.randint(0, 30)))
+        outcome = attempt(grader, Sample(Prompt("p", "q", answer), text, text))
+        assert outcome.kind == "score" and 0.0 <= outcome.reward <= 1.0, (text, outcome)
+        slowest = max(slowest, outcome.seconds)
+    assert slowest < 1.0
+
+
+@pytest.mark.parametrize(("grader", "answer"), GRADERS, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(
+    "piece", ["answer is ", "\\boxed{", " ", "A ", "a", "(", ":*", "\n", "answer", "\\boxed{\\text{"]
+)
+def test_a_long_text_takes_no_longer_than_its_length(grader: Grader, answer: Any, piece: str) -> None:
+    """These run in the trainer's own process, where nothing can stop them."""
+    text = piece * (200_000 // len(piece))
+    began = time.process_time()
+    assert attempt(grader, Sample(Prompt("p", "q", answer), text, text)).kind == "score"
+    assert time.process_time() - began < 2.0
+
+
+@pytest.mark.parametrize("text", ["answer" + " " * 500 + ".", "The choice" + "\n" * 500, "\\boxed{" + " " * 8000])
+def test_spaces_do_not_make_a_choice_slow(text: str) -> None:
+    """A model that ends in line feeds writes thousands; the time grows with their third power."""
+    began = time.process_time()
+    assert chosen_letter(text) is None
+    assert time.process_time() - began < 0.2
