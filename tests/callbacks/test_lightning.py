@@ -127,8 +127,15 @@ def test_every_logger_holds_the_journal_cell_by_cell_across_a_resume(tiny_model_
     """Interrupted after a checkpoint at 3 and a record at 4, which is made again."""
     run_dir = tmp_path / "run"
     with pytest.raises(RewardError):
-        fit(tiny_model_path, run_dir, 5, task=Breaks(87), checkpoint_every=3, overrides=STRICT,
-            logger=three_loggers(tmp_path))
+        fit(
+            tiny_model_path,
+            run_dir,
+            5,
+            task=Breaks(87),
+            checkpoint_every=3,
+            overrides=STRICT,
+            logger=three_loggers(tmp_path),
+        )
     assert read_journal(run_dir).records[-1].step == 4
     options: dict[str, Any] = {"logger": three_loggers(tmp_path), "checkpoint_every": 3, "resume": True}
     options["overrides"] = STRICT
