@@ -269,7 +269,7 @@ class Lifecycle(LightningModule):
 
     def _meant(self, resolved: dict[str, Any]) -> dict[str, Any]:
         """What a run of this module is a run of: settings, choices, seed and task."""
-        prompts = [prompt.prompt_id for prompt in self.task.train_prompts()]
+        prompts = [(prompt.prompt_id, prompt.text) for prompt in self.task.train_prompts()]
         return {**resolved, "task": (type(self.task).__name__, prompts)}
 
     def _trained(self, meaning: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
@@ -319,9 +319,13 @@ class Lifecycle(LightningModule):
             seed=self.seed,
         )
         # Last of what can be refused: they may have processes.
-        self.generator = self._new_generator()
-        channel = DirectChannel(self._weights, self.generator)
         verifiers = self._new_verifiers()
+        try:
+            self.generator = self._new_generator()
+        except BaseException:
+            verifiers.close()
+            raise
+        channel = DirectChannel(self._weights, self.generator)
         self.driver = self.recipe.driver.driver(
             self.stream, self.generator, channel, self.recipe.cost_model, verifiers, [self.meter.on_event]
         )

@@ -19,6 +19,7 @@ class Prompt:
         messages: the conversation, {"role", "content"} each; empty if the prompt is plain text.
         columns: every column of the row that it comes from, by name.
         source: the data set it comes from, in a mixture of several.
+        question: what is asked, without what its task puts before and behind it; empty if that is `text`.
     """
 
     prompt_id: str
@@ -28,3 +29,4 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
     source: str = ""
+    question: str = field(default="", compare=False)

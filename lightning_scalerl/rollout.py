@@ -34,7 +34,8 @@ class Rollout:
     sampling time, `weight_versions[t]` is the number of optimizer steps behind the weights that sampled token
     t, and `forced[t]` marks tokens that were inserted, not sampled (in neither loss nor ratio).
     `finish_reason` is "stop" (end of sequence) or "length" (truncated). `outcome` is what became of its grading:
-    "score", "abstain" or "error", `parts` and `extra` are the numbers and texts that its grader gave beside the reward.
+    "score", "abstain" or "error"; `grade` is its verifier's own reward, before anything is made of it; `parts` and
+    `extra` are the numbers and texts that its grader gave beside it.
     """
 
     tokens: list[int]
@@ -45,6 +46,7 @@ class Rollout:
     reward: float = 0.0
     correct: bool = False
     outcome: str = "score"
+    grade: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     extra: dict[str, str] = field(default_factory=dict)
 
@@ -71,6 +73,7 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "correct": torch.tensor([rollout.correct for rollout in rollouts], dtype=torch.bool),
         "finish_reason": [rollout.finish_reason for rollout in rollouts],
         "outcome": [rollout.outcome for rollout in rollouts],
+        "grade": [rollout.grade for rollout in rollouts],
         "parts": [dict(rollout.parts) for rollout in rollouts],
         "extra": [dict(rollout.extra) for rollout in rollouts],
     }
@@ -81,7 +84,7 @@ def unpacked(state: dict[str, Any]) -> list[Rollout]:
     lengths = state["lengths"].tolist()
     parts = {name: [part.tolist() for part in torch.split(state[name], lengths)] for name in _PER_TOKEN}
     count = len(lengths)
-    outcomes = state.get("outcome", ["score"] * count)
+    outcomes, grades = state.get("outcome", ["score"] * count), state.get("grade", [0.0] * count)
     parts_of, extra_of = state.get("parts", [{}] * count), state.get("extra", [{}] * count)
     return [
         Rollout(
@@ -90,6 +93,7 @@ def unpacked(state: dict[str, Any]) -> list[Rollout]:
             reward=float(state["reward"][number]),
             correct=bool(state["correct"][number]),
             outcome=outcomes[number],
+            grade=grades[number],
             parts=dict(parts_of[number]),
             extra=dict(extra_of[number]),
         )

@@ -30,7 +30,7 @@ class Allocation(DesignChoice):
     def differs(self, theirs: Allocation, step: ObservedStep) -> bool:
         """Whether a group of the batch has another size."""
         return any(
-            len(group.rollouts) != theirs.completions(step.completions, group.history) for group in step.batch.groups
+            len(group.sampled) != theirs.completions(step.completions, group.history) for group in step.batch.groups
         )
 
 

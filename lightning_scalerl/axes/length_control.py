@@ -58,7 +58,7 @@ class LengthControl(DesignChoice):
 
     def differs(self, theirs: LengthControl, step: ObservedStep) -> bool:
         """Whether one of the two acted on a rollout of the batch, or surely would have."""
-        rollouts = [rollout for group in step.batch.groups for rollout in group.rollouts]
+        rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]
         return any(control.acts_on(rollout, step.decode) for control in (self, theirs) for rollout in rollouts)
 
     @abstractmethod

@@ -145,7 +145,7 @@ class Evaluate(Callback):
         self.rates[name] = rates
         metrics = {
             f"eval/{name}/pass_rate": float(rates.mean()),
-            f"eval/{name}/pass_rate_se": standard_error(rates, self.samples),
+            f"eval/{name}/pass_rate_se": standard_error(rates, self.samples, scored[left]),
         }
         if (missing := len(prompts) * self.samples - int(scored.sum())) > 0:
             metrics[f"eval/{name}/ungraded"] = missing / (len(prompts) * self.samples)
@@ -207,14 +207,17 @@ def validate_now(trainer: Trainer) -> bool:
     return True
 
 
-def standard_error(rates: torch.Tensor, samples: int) -> float:
+def standard_error(rates: torch.Tensor, samples: int, scored: torch.Tensor | None = None) -> float:
     """Standard error of the mean of per-prompt pass rates (N,), the prompts being fixed.
 
     Only sampling varies: sum of p (1 - p) / samples over prompts, unbiased for few samples. Never zero: with all
     rates at 0 or 1 it is that of one more pass or failure (add-one smoothing over the whole set).
     """
     count = rates.numel()
-    spread = (rates * (1 - rates)).sum() / max(1, samples - 1)
+    if scored is None or bool((scored == samples).all()):
+        spread = (rates * (1 - rates)).sum() / max(1, samples - 1)
+    else:
+        spread = (rates * (1 - rates) / (scored - 1).clamp(min=1)).sum()
     total = count * samples
     mean = (float(rates.sum()) * samples + 1) / (total + 2)
     floor = mean * (1 - mean) / total if not spread > 0 else 0.0

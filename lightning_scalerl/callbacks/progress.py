@@ -49,7 +49,10 @@ class StepProgress(Recorder, ProgressBar):
             name, rate = next((key, value) for key, value in metrics.items() if key.endswith("/pass_rate"))
             self._shown["eval"] = f"{name.split('/')[1]} {rate:.3f} (step {step})"
         else:
-            self._shown["train"] = f"pass rate {metrics['train/pass_rate']:.3f}, reward {metrics['train/reward']:.3f}"
+            said = {"pass rate": "train/pass_rate", "reward": "train/reward"}
+            # A batch of which nothing has a score has neither.
+            parts = [f"{name} {metrics[key]:.3f}" for name, key in said.items() if key in metrics]
+            self._shown["train"] = ", ".join(parts) or "no completion has a score"
         hours = metrics["compute/device_hours"]
         self._shown["spent"] = f"{metrics['compute/flops']:.2e} FLOPs, {hours:.2f} device hours"
         known = ("eval", "train", "spent")

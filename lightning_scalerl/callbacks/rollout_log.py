@@ -14,7 +14,7 @@ from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.rollout import Group, Rollout, TrainBatch
 from lightning_scalerl.run import Run, run_of
 from lightning_scalerl.verify.grade import Sample
-from sweeps.run.rollouts import write_groups
+from sweeps.run.rollouts import cut_groups, write_groups
 
 
 class RolloutLog(Callback):
@@ -36,6 +36,12 @@ class RolloutLog(Callback):
         self.groups = groups
         self.every_n_steps = whole_number("rollouts.every_n_steps", every_n_steps)
         self._guard = guard or (lambda: None)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """What was written beyond the step that the run goes on from is made again."""
+        run = run_of(pl_module)
+        if run.ranks.leads and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            cut_groups(self.run_dir, run.completed_steps, self._guard)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: TrainBatch, batch_idx: int
@@ -78,12 +84,14 @@ def _rollout(sample: Sample, rollout: Rollout) -> dict[str, Any]:
         "completion": sample.completion,
         **({} if sample.answer == sample.completion else {"answer": sample.answer}),
         "reward": rollout.reward if rollout.outcome == "score" else None,
+        "grade": rollout.grade if rollout.outcome == "score" else None,
         "correct": rollout.correct,
         "outcome": rollout.outcome,
         "parts": rollout.parts,
         "extra": rollout.extra,
         "finish_reason": rollout.finish_reason,
         "tokens": len(rollout.tokens),
+        "ids": rollout.tokens,
         "forced": sum(rollout.forced),
         "versions": [[version, len(list(same))] for version, same in groupby(rollout.weight_versions)],
     }

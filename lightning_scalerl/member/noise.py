@@ -90,6 +90,8 @@ def _configured(model: str, overrides: Sequence[str]) -> tuple[Any, str | None]:
 
 
 def _row(name: str, repeats: Sequence[tuple[Tensor, float]], samples: int) -> dict[str, Any]:
+    if len({each.numel() for each, _ in repeats}) > 1:
+        raise UserError(f"{name}: its verifier graded other prompts from time to time; see scalerl rollouts for why")
     rates = torch.stack([each for each, _ in repeats])  # (repeats, prompts)
     count, prompts = rates.shape
     means = rates.mean(1)

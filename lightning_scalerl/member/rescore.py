@@ -12,6 +12,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, use_folders
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.base import Task, passes
+from lightning_scalerl.task.dataset import DatasetTask
 from lightning_scalerl.verify.grade import Grader, Outcome, Sample
 from lightning_scalerl.verify.named import reward_sum
 from lightning_scalerl.verify.verification import Verification
@@ -30,7 +31,8 @@ def rescore_run(run_dir: Path, reward: str | None = None, out: Path | None = Non
         out: where to write the groups with their new grades; None for nowhere.
 
     Returns:
-        A row a task: rollouts, means before and after, how many changed from right to wrong or back.
+        A row a task: rollouts, means of the verifier's rewards before and after, how many changed from right to wrong
+        or back.
 
     Raises:
         UserError: no rollouts, no such prompt or verifier, or `out` is there already.
@@ -41,14 +43,24 @@ def rescore_run(run_dir: Path, reward: str | None = None, out: Path | None = Non
     try:
         use_folders(spec.folders)
         config = OmegaConf.create(dict(spec.config))
+        if reward is not None:
+            reward_sum("--reward", reward)  # refused by that name
+        if reward is not None and str(config.task.get("_target_", "")).endswith("DatasetTask"):
+            config.task.rewards = reward  # so that it has the columns it asks for
+            config.task.pop("sandbox", None)
         task = build(config, "task")
         settings = build(config, "verify") if "verify" in config else Verification()
-        grader = task.grader() if reward is None else reward_sum("--reward", reward)
+        own = reward is None or isinstance(task, DatasetTask)
+        grader = task.grader() if own else reward_sum("--reward", str(reward))
         prompts = {prompt.prompt_id: prompt for prompt in task.train_prompts()}
-        lost = [group["prompt_id"] for group in groups if group["prompt_id"] not in prompts]
+        lost = [
+            group["prompt_id"]
+            for group in groups
+            if group["prompt_id"] not in prompts or prompts[group["prompt_id"]].text != group["prompt"]
+        ]
         if lost:
             raise UserError(f"{run_dir}: its task holds no prompt {lost[0]!r} any more; the data has changed")
-        outcomes = _graded(groups, prompts, grader, settings, trusted=reward is None and task.trusted)
+        outcomes = _graded(groups, prompts, grader, settings, trusted=own and task.trusted)
     except ConfigurationError as error:
         raise UserError(str(error)) from error
     if out is not None:
@@ -74,14 +86,15 @@ def _graded(
 
 def _sample(prompt: Prompt, stored: dict[str, Any], step: int) -> Sample:
     truncated = stored["finish_reason"] == "length"
-    return Sample(prompt, stored["completion"], stored.get("answer", stored["completion"]), (), truncated, step)
+    answer = stored.get("answer", stored["completion"])
+    return Sample(prompt, stored["completion"], answer, tuple(stored["ids"]), truncated, step)
 
 
 def _with(group: Group, task: Task, outcomes: Sequence[Outcome]) -> Group:
     rollouts = [
         {
             **each,
-            "reward": outcome.reward if outcome.kind == "score" else None,
+            "grade": outcome.reward if outcome.kind == "score" else None,
             "correct": outcome.kind == "score" and passes(task, outcome),
             "outcome": outcome.kind,
             "parts": dict(outcome.parts),
@@ -109,7 +122,7 @@ def _means(rollouts: Sequence[dict[str, Any]]) -> dict[str, float]:
     scored = [each for each in rollouts if each["outcome"] == "score"]
     count = max(1, len(scored))
     return {
-        "reward": sum(each["reward"] for each in scored) / count,
+        "reward": sum(each["grade"] for each in scored) / count,
         "pass_rate": sum(each["correct"] for each in scored) / count,
         "abstained": sum(each["outcome"] == "abstain" for each in rollouts),
         "errors": sum(each["outcome"] == "error" for each in rollouts),

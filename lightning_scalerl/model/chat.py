@@ -12,8 +12,10 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from lightning_scalerl.verify.grade import Sample
 
 END_OF_THINKING = "</think>"
 # What Llama's templates say where nobody tells them the date; today's would make another prompt of it every day.
-DATE = "26 Jul 2024"
+DATE = datetime(2024, 7, 26)
 # Tokens of prompts that took longer than this to make are kept on disk.
 WORTH_KEEPING_S = 0.5
 
@@ -90,7 +92,6 @@ class Rendering:
         self.stop_tokens = frozenset(stop_tokens)
         self.marker = chat.end_of_thinking or end_of_thinking or END_OF_THINKING
         self._template = self._chosen()
-        self._opens: bool | None = None  # whether the template itself opens the thinking
 
     def _chosen(self) -> str | None:
         chat = self.chat
@@ -136,7 +137,8 @@ class Rendering:
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=True,
-                date_string=DATE,
+                date_string=DATE.strftime("%d %b %Y"),
+                strftime_now=DATE.strftime,
                 **switch,
             )
         except Exception as error:
@@ -232,18 +234,9 @@ class Rendering:
             # A special token, which the text leaves out.
             return self.decode(tokens[len(tokens) - list(tokens)[::-1].index(own) :])
         opening = self.marker.replace("</", "<", 1)
-        if opening != self.marker and (opening in completion or self._template_opens(prompt, opening)):
+        if opening != self.marker and (opening in completion or self.text(prompt).rstrip().endswith(opening)):
             return ""
         return completion
-
-    def _template_opens(self, prompt: Prompt, opening: str) -> bool:
-        """Whether what the model reads ends inside the thinking; the same for all prompts of a template."""
-        if self._template is None:
-            return False
-        if self._opens is None:
-            text = self.text(prompt)
-            self._opens = text.rfind(opening) > text.rfind(self.marker)
-        return self._opens
 
 
 @dataclass(frozen=True)
@@ -269,7 +262,7 @@ def _read(path: Path) -> list[list[int]] | None:
     try:
         with np.load(path) as kept:
             return [part.tolist() for part in np.split(kept["tokens"], np.cumsum(kept["lengths"])[:-1])]
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
 
 

@@ -125,7 +125,8 @@ class LiveDriver:
             self._grading[self.verifiers.submit(self.stream.ended(finished))] = place
         graded = self.verifiers.done() if self._grading else ()
         for ticket, outcome in graded:
-            self.stream.graded(self._grading.pop(ticket), outcome)
+            if ticket in self._grading:
+                self.stream.graded(self._grading.pop(ticket), outcome)
         # A group that waits for a slot only grows old.
         while self.generator.free_slots and self.stream.may_admit():
             self.generator.submit(self.stream.admit(self.channel.version))
@@ -188,4 +189,5 @@ class LiveDriver:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting from there; what the stream holds ungraded is graded anew."""
         self._times = _Times(**state)
+        self.verifiers.forget(self._grading)
         self._grading = {self.verifiers.submit(sample): place for place, sample in self.stream.to_grade()}

@@ -77,7 +77,8 @@ class RolloutStream:
     _dropped_since: int = 0
     _taken_at: int = 0
     _open: dict[int, _OpenGroup] = field(default_factory=dict)
-    _ungraded: dict[Place, Rollout] = field(default_factory=dict)  # that have ended, and whose outcome is not known
+    # That have ended, after so many steps, and whose outcome is not known.
+    _ungraded: dict[Place, tuple[Rollout, int]] = field(default_factory=dict)
     _ready: list[Group] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -138,15 +139,15 @@ class RolloutStream:
 
     def ended(self, finished: FinishedRollout) -> Sample:
         """A rollout has ended: what is to be graded of it. Its outcome is told by `graded`."""
-        self._ungraded[finished.key, finished.index] = finished.rollout
-        return self._sample(finished.key, finished.rollout)
+        self._ungraded[finished.key, finished.index] = finished.rollout, self.completed_steps
+        return self._sample((finished.key, finished.index))
 
-    def _sample(self, key: int, rollout: Rollout) -> Sample:
-        return self.sample(self._open[key].prompt, rollout, self.completed_steps)
+    def _sample(self, place: Place) -> Sample:
+        return self.sample(self._open[place[0]].prompt, *self._ungraded[place])
 
     def to_grade(self) -> list[tuple[Place, Sample]]:
         """What has ended and is not graded, in that order: a run that goes on has it graded anew."""
-        return [(place, self._sample(place[0], rollout)) for place, rollout in self._ungraded.items()]
+        return [(place, self._sample(place)) for place in self._ungraded]
 
     def graded(self, place: Place, outcome: Outcome) -> None:
         """The outcome of a rollout that has ended; its group is ready with the last one.
@@ -155,7 +156,7 @@ class RolloutStream:
             RewardError: too many cannot be graded.
         """
         key, index = place
-        group, rollout = self._open[key], self._ungraded.pop(place)
+        group, (rollout, _) = self._open[key], self._ungraded.pop(place)
         self.watch.observe(group.prompt, outcome)
         scored = outcome.kind == "score" or (outcome.kind == "error" and self.verification.on_error == "zero")
         rollout.outcome = "score" if scored else outcome.kind
@@ -163,6 +164,7 @@ class RolloutStream:
         if outcome.why:
             rollout.extra["why"] = outcome.why
         if scored:
+            rollout.grade = outcome.reward
             rollout.correct = outcome.kind == "score" and passes(self.task, outcome)
             scaled = self.reward.scale(outcome.reward)
             rollout.reward = self.choices.length_control.reward(scaled, rollout.correct, len(rollout.tokens))
@@ -178,7 +180,7 @@ class RolloutStream:
         scored = [rollout for rollout in rollouts if rollout.outcome == "score"]
         rest = [rollout for rollout in rollouts if rollout.outcome != "score"]
         complete = Group(key, group.prompt, group.prompt_tokens, scored, group.history, rest)
-        if scored:
+        if complete.comparable:
             self.prompts.resolved(group.prompt.prompt_id, complete.pass_rate)
         if self.choices.filter.refills and not enters(complete, self.choices):
             self._drop()
@@ -250,7 +252,7 @@ class RolloutStream:
                     "version": group.version,
                     "history": list(group.history),
                     "finished": [rollout is not None for rollout in group.rollouts],
-                    "ended": [index for place, index in self._ungraded if place == key],
+                    "ended": [[index, at] for (place, index), (_, at) in self._ungraded.items() if place == key],
                 }
                 for key, group in self._open.items()
             },
@@ -265,7 +267,7 @@ class RolloutStream:
                 for group in self._ready
             ],
             "rollouts": packed([*self._finished(), *(each for group in self._ready for each in group.sampled)]),
-            "ungraded": packed([self._ungraded[place] for place in self._ended()]),
+            "ungraded": packed([self._ungraded[place][0] for place in self._ended()]),
             "watch": self.watch.state_dict(),
         }
 
@@ -295,7 +297,7 @@ class RolloutStream:
             own = [next(rollouts) if finished else None for finished in entry["finished"]]
             history = tuple(entry["history"])
             self._open[key] = _OpenGroup(prompt, self.encode(prompt), entry["version"], own, history)
-            self._ungraded |= {(key, index): next(ended) for index in entry.get("ended", ())}
+            self._ungraded |= {(key, index): (next(ended), at) for index, at in entry.get("ended", ())}
         self._ready = []
         for entry in state["ready"]:
             prompt = self.prompts.by_id(entry["prompt_id"])

@@ -193,6 +193,7 @@ class VirtualDriver:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken; the stream's state is loaded before."""
         self.clock = VirtualClock(**state["clock"])
+        self.verifiers.forget(ticket for _, _, ticket in self._grading)
         self._grading.clear()
         samples = dict(self.stream.to_grade())
         for due_s, (key, index) in state.get("grading", ()):

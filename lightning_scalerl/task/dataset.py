@@ -169,6 +169,7 @@ class DatasetTask(Task):
             difficulty=problem.difficulty,
             messages=messages,
             columns=row,
+            question=problem.text,
         )
 
     def _know(self, prompts: Sequence[Prompt], rights: Sequence[str | None]) -> None:
@@ -178,10 +179,13 @@ class DatasetTask(Task):
         for number in sorted(chosen):
             prompt = prompts[number]
             own = first.known(prompt.answer) if hasattr(first, "known") else (None, None)
-            right = self._filled(self._templates[0], prompt) or rights[number] or own[0]
-            wrong = self._filled(self._templates[1], prompt) or own[1]
+            # What a row gives as its solution is right for our verifiers; for whatever a user's rewards look at, it is
+            # not said.
+            worked = rights[number] if hasattr(first, "known") else None
+            right = self._filled(self._templates[0], prompt) if self._templates[0] is not None else worked or own[0]
+            wrong = self._filled(self._templates[1], prompt) if self._templates[1] is not None else own[1]
             for text, is_right in ((right, True), (wrong, False)):
-                if text is not None:
+                if text:
                     self._known.append(Known(Sample(prompt, text, text), is_right))
 
     @staticmethod
@@ -192,7 +196,7 @@ class DatasetTask(Task):
         missing = sorted(names - {"answer"} - set(prompt.columns))
         if missing:
             raise ConfigurationError(f"task.right or task.wrong: {template!r} asks for a column {missing[0]!r}")
-        return template.format(**{"answer": prompt.answer, **prompt.columns})
+        return template.format(**{**prompt.columns, "answer": prompt.answer})
 
 
 def _reader(format: str, fields: Mapping[str, str] | None) -> Any:

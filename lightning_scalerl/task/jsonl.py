@@ -113,7 +113,7 @@ def read_prompts(field: str, path: str) -> list[Prompt]:
         ConfigurationError: names the field, the file, the line and what is wrong with it.
     """
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{field}: cannot read {path!r} ({error}); give a UTF-8 JSON-lines file") from error
     prompts = []

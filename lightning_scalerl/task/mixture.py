@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,13 @@ class MixtureGrader:
     """To each prompt the grader of its own task."""
 
     graders: Mapping[str, Grader]
+    correct: Mapping[str, Callable[[float], bool]]
+
+    def prepare(self) -> None:
+        """Each."""
+        for grader in self.graders.values():
+            if hasattr(grader, "prepare"):
+                grader.prepare()
 
     @property
     def longest_s(self) -> float:
@@ -28,6 +35,8 @@ class MixtureGrader:
         """With what it is made of under its task's name."""
         source = sample.prompt.source
         grade = self.graders[source].grade(sample)
+        if grade.correct is None and grade.reward is not None:
+            grade = replace(grade, correct=self.correct[source](float(grade.reward)))
         return replace(grade, parts={f"{source}/{name}": value for name, value in grade.parts.items()})
 
 
@@ -54,6 +63,13 @@ class MixtureTask(Task):
         if bad:
             raise ConfigurationError(f"task.tasks: {bad[0]!r} must be of letters, digits and _: metrics bear it")
         self._tasks = {str(name): check_task(task) for name, task in tasks.items()}
+        nested = [name for name, task in self._tasks.items() if isinstance(task, MixtureTask)]
+        if nested:
+            raise ConfigurationError(f"task.tasks: {nested[0]} is a mixture itself; give its tasks in its place")
+        named = [set_name for name, task in self._tasks.items() for set_name in _set_names(name, task)]
+        double = sorted({name for name in named if named.count(name) > 1})
+        if double:
+            raise ConfigurationError(f"task.tasks: two held-out sets would be called {double[0]}; rename a task")
         times = dict(repeat or {})
         for name, count in times.items():
             if name not in self._tasks or isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -74,10 +90,16 @@ class MixtureTask(Task):
             for set_name, prompts in _set_names(name, task).items()
         }
 
-        # Each task has looked at its own sets; of those that stand together no other rule is asked.
-        pool, self._notes = without_overlap(self._train, self._heldout, "keep", leaks)
-        self._notes = [line for line in self._notes if line.startswith("task.leaks")]
-        self._train = pool
+        # Each task has looked at its own sets; here at those of the others.
+        self._notes: list[str] = []
+        kept: list[Prompt] = []
+        for name in self._tasks:
+            others = {key: those for key, those in self._heldout.items() if those and those[0].source != name}
+            own = [prompt for prompt in self._train if prompt.source == name]
+            left, found = without_overlap(own, others, "keep", leaks)
+            kept += left
+            self._notes += [f"{name}: {line}" for line in found if line.startswith("task.leaks")]
+        self._train = kept
 
     @staticmethod
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,7 +120,13 @@ class MixtureTask(Task):
 
     def grader(self) -> Grader:
         """Of all."""
-        return MixtureGrader({name: task.grader() for name, task in self._tasks.items()})
+        graders = {name: task.grader() for name, task in self._tasks.items()}
+        # Of a task with a rule of its own, the task itself travels.
+        correct = {
+            name: _one_or_more if type(task).is_correct is Task.is_correct else task.is_correct
+            for name, task in self._tasks.items()
+        }
+        return MixtureGrader(graders, correct)
 
     def known(self) -> Sequence[Known]:
         """Of all."""
@@ -119,6 +147,10 @@ class MixtureTask(Task):
             *self._notes,
             *(f"{name}: {line}" for name, task in self._tasks.items() for line in task.notes()),
         ]
+
+
+def _one_or_more(reward: float) -> bool:
+    return reward >= 1.0
 
 
 def _set_names(name: str, task: Task) -> dict[str, Sequence[Prompt]]:

@@ -22,8 +22,12 @@ def check_rules(**rules: str) -> None:
 
 
 def asked(prompt: Prompt) -> str:
-    """What a prompt asks, all messages of a conversation; two that differ in case and space alone ask the same."""
-    texts = [f"{each.get('role')}: {each.get('content')}" for each in prompt.messages] or [prompt.text]
+    """What a prompt asks, whatever its task puts around it; of a conversation with what was said before.
+
+    Two that differ in case and space alone ask the same.
+    """
+    before = [str(each.get("content")) for each in prompt.messages[:-1] if each.get("role") != "system"]
+    texts = [*before, prompt.question or prompt.text]
     return " ".join("\n".join(texts).casefold().split())
 
 

@@ -102,7 +102,7 @@ def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Choices) 
     loss = torch.stack([term.reduce(scored) for term in moving]).sum()
     gradients = torch.autograd.grad(loss, (logprobs, entropies), allow_unused=True)
     total = sum(len(group.rollouts) for group in batch.groups)
-    longest = max(len(rollout.tokens) for group in batch.groups for rollout in group.rollouts)
+    longest = max(len(rollout.tokens) for group in batch.groups for rollout in group.rollouts) if total else 0
     weights = logprobs.new_zeros(2, total, longest)
     for number, gradient in enumerate(gradients):
         if gradient is not None:

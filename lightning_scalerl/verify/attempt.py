@@ -21,7 +21,7 @@ def attempt(grader: Grader, sample: Sample) -> Outcome:
     seconds = time.perf_counter() - began
     if problem:
         return Outcome("error", why=problem, seconds=seconds)
-    parts = {str(name): float(value) for name, value in grade.parts.items()}
+    parts = {str(name): float(value) for name, value in grade.parts.items() if _finite(value)}
     if grade.reward is None:
         return Outcome("abstain", parts=parts, why=grade.why, seconds=seconds, extra=dict(grade.extra))
     reward, correct = float(grade.reward), None if grade.correct is None else bool(grade.correct)
@@ -30,9 +30,11 @@ def attempt(grader: Grader, sample: Sample) -> Outcome:
 
 def _problem(grade: Grade) -> str:
     """One line if it is no grade: a reward that is no finite number would make a whole batch one."""
-    named: dict[str, Any] = {f" as {name}": value for name, value in grade.parts.items()}
-    for of, value in {**({} if grade.reward is None else {"": grade.reward}), **named}.items():
-        # A number of numpy's or torch's is one too.
-        if isinstance(value, str) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
-            return f"returned {str(value)[:80]}{of}; a reward must be a finite number, or None to abstain"
-    return ""
+    if grade.reward is None or _finite(grade.reward):
+        return ""
+    return f"returned {str(grade.reward)[:80]}; a reward must be a finite number, or None to abstain"
+
+
+def _finite(value: Any) -> bool:
+    """Whether it is a finite number; one of numpy's or torch's is one too."""
+    return not isinstance(value, str) and hasattr(value, "__float__") and math.isfinite(float(value))

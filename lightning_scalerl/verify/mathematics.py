@@ -51,6 +51,10 @@ class Mathematics:
 
     cpu_s: float = 3.0
 
+    def prepare(self) -> None:
+        """Import the parser."""
+        _warm()
+
     def grade(self, sample: Sample) -> Grade:
         """Of what follows the thinking.
 
@@ -226,8 +230,11 @@ def _limited(cpu_s: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("the mathematics verifier needs a process of its own (verify.workers of 1 or more)")
 
+    watching = True
+
     def over(number: int, frame: Any) -> None:
-        raise TooCostlyError(f"more than {cpu_s:g} s of processor time")
+        if watching:  # else it came while the clock was being stopped
+            raise TooCostlyError(f"more than {cpu_s:g} s of processor time")
 
     before = signal.signal(signal.SIGPROF, over)
     # Again and again: one may come where it is swallowed.
@@ -235,5 +242,6 @@ def _limited(cpu_s: float) -> Iterator[None]:
     try:
         yield
     finally:
+        watching = False
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         signal.signal(signal.SIGPROF, before)

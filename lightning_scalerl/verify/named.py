@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -48,6 +49,8 @@ def named(field: str, given: Mapping[str, Any] | str) -> Weighted:
     Raises:
         ConfigurationError: no such verifier, or settings that it does not have.
     """
+    if not isinstance(given, str | Mapping):
+        raise ConfigurationError(f"{field}: {given!r} must be a name, a place, or a mapping with `use`")
     about = {"use": given} if isinstance(given, str) else dict(given)
     use = about.pop("use", None)
     weight = about.pop("weight", 1.0)
@@ -56,7 +59,7 @@ def named(field: str, given: Mapping[str, Any] | str) -> Weighted:
         raise ConfigurationError(
             f"{field}: {given!r} names no verifier; give {', '.join(VERIFIERS)} or file.py:function"
         )
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigurationError(f"{field}.weight: {weight!r} must be a number")
     if use in VERIFIERS:
         try:
@@ -70,7 +73,7 @@ def named(field: str, given: Mapping[str, Any] | str) -> Weighted:
             f"{field}: {use!r} is none of {', '.join(VERIFIERS)}, and no file.py:function or module:function"
         )
     source = Source.of(field, use)
-    grader = FunctionGrader(field, source)
+    grader = FunctionGrader(field, source, source.digest())
     grader.check()
     return Weighted(str(called or source.function), grader, float(weight))
 

@@ -8,6 +8,7 @@ else waits meanwhile.
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -89,7 +90,8 @@ class VerifierPool:
                 f"({type(error).__name__}: {error}); hold less in it, or say verify.workers=0 to have it grade in the "
                 "trainer's own process, where nothing can stop it if it hangs"
             ) from error
-        self._message = (list(sys.path), memory_gib, pickled)
+        # Handed over as a file in memory: a pipe would hold the pool up until the new process reads.
+        self._message = pickle.dumps((list(sys.path), memory_gib, pickled))
         self._timeout_s, self._retries = timeout_s, retries
         self._shared = _Shared()
         self._changed = threading.Condition()
@@ -114,10 +116,16 @@ class VerifierPool:
 
         Raises:
             ConfigurationError: no worker can load the grader.
+        RuntimeError: the pool is closed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: ticket in self._shared.done or self._shared.error is not None)
+            if ticket not in self._shared.waiting:
+                raise KeyError(f"ticket {ticket} is not waited for")
+            shared = self._shared
+            self._changed.wait_for(lambda: ticket in shared.done or shared.error is not None or shared.closing)
             self._raise()
+            if ticket not in shared.done:
+                raise RuntimeError("the pool of verifiers is closed")
             self._shared.waiting.discard(ticket)
             return self._shared.done.pop(ticket)
 
@@ -148,6 +156,7 @@ class VerifierPool:
         with self._changed:
             self._shared.closing = True
             self._wake()
+            self._changed.notify_all()
         self._thread.join()
 
     def _raise(self) -> None:
@@ -178,16 +187,19 @@ class VerifierPool:
 
     def _started(self) -> _Worker:
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", "lightning_scalerl.verify.worker", str(theirs.fileno()), str(os.getpid())]
-        # A group of its own: it is killed as one, and Ctrl-C is not for it.
-        process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, env=_environment()
-        )
+        with os.fdopen(os.memfd_create("grader"), "w+b") as handed:
+            handed.write(self._message)
+            handed.flush()
+            handed.seek(0)
+            numbers = [theirs.fileno(), handed.fileno()]
+            command = [sys.executable, "-m", "lightning_scalerl.verify.worker", str(numbers[0]), str(os.getpid())]
+            # A group of its own: it is killed as one, and Ctrl-C is not for it.
+            process = subprocess.Popen(
+                [*command, str(numbers[1])], pass_fds=numbers, stdin=subprocess.DEVNULL, start_new_session=True,
+                env=_environment(),
+            )  # fmt: skip
         theirs.close()
-        worker = _Worker(process, ours, time.monotonic() + START_S)
-        with suppress(OSError):  # it is dead already: `_listen` will hear of it
-            ours.send(self._message)
-        return worker
+        return _Worker(process, ours, time.monotonic() + START_S)
 
     def _assign(self) -> None:
         for worker in self._workers:

@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import importlib.util
 import inspect
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +49,11 @@ class Source:
                 raise ConfigurationError(f"{field}: there is no file {place!r}")
             place = str(path)
         return cls(place, function)
+
+    def digest(self) -> str:
+        """Of the file's bytes; empty of a module."""
+        path = Path(self.place)
+        return hashlib.sha256(path.read_bytes()).hexdigest() if self.place.endswith(".py") else ""
 
     def load(self) -> Callable[..., Any]:
         """The function.
@@ -104,10 +108,15 @@ def form_of(field: str, function: Callable[..., Any]) -> Form:
 
 @dataclass(frozen=True)
 class FunctionGrader:
-    """A user's function; found again where it is used."""
+    """A user's function; found again where it is used, and refused there if its file is not what it was."""
 
     field: str
     source: Source
+    digest: str = ""  # of the file's bytes, if it is one
+
+    def prepare(self) -> None:
+        """Load it: imports take what they take, before anything is graded."""
+        _ = self._form
 
     def grade(self, sample: Sample) -> Grade:
         """As its form asks for."""
@@ -115,6 +124,8 @@ class FunctionGrader:
 
     @cached_property
     def _function(self) -> Callable[..., Any]:
+        if self.digest and self.source.digest() != self.digest:
+            raise RuntimeError(f"{self.source.place} has changed since the run began; its rewards would be another's")
         return self.source.load()
 
     @cached_property
@@ -140,7 +151,7 @@ class FunctionGrader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the function: it is loaded anew where this goes."""
-        return {"field": self.field, "source": self.source}
+        return {"field": self.field, "source": self.source, "digest": self.digest}
 
 
 def _call_trl(function: Callable[..., Any], sample: Sample) -> Grade:
@@ -234,6 +245,12 @@ _CALLS: Mapping[Form, Callable[[Callable[..., Any], Sample], Grade]] = {
 }
 
 
+def _number(value: Any) -> float:
+    if isinstance(value, str):
+        raise TypeError(f"a reward is a number or None, not the text {value[:40]!r}")
+    return float(value)
+
+
 @dataclass(frozen=True)
 class Weighted:
     """A grader, what it is called where its values are recorded, and its weight in the sum."""
@@ -247,11 +264,17 @@ class Weighted:
 class RewardSum:
     """Several rewards: their weighted sum; abstentions are left out of it, and if all abstain so does the sum.
 
-    Whether a completion counts as a pass is what the first of them says: 1 or more.
+    Whether a completion counts as a pass is what the first of them says that does not abstain: 1 or more.
     Source of the sum: TRL's GRPOTrainer (`reward_weights`, nansum over functions).
     """
 
     rewards: Sequence[Weighted] = field(default_factory=tuple)
+
+    def prepare(self) -> None:
+        """Whatever takes long before the first grade."""
+        for each in self.rewards:
+            if hasattr(each.grader, "prepare"):
+                each.grader.prepare()
 
     @property
     def longest_s(self) -> float:
@@ -266,12 +289,11 @@ class RewardSum:
             parts |= dict(grade.parts)
             if grade.reward is not None and len(grades) > 1:
                 parts[each.name] = float(grade.reward)
-        scored = [(each.weight, float(grade.reward)) for each, grade in grades if grade.reward is not None]
+        scored = [(each.weight, _number(grade.reward)) for each, grade in grades if grade.reward is not None]
         extra = {name: text for _, grade in grades for name, text in grade.extra.items()}
-        first = grades[0][1]
         if not scored:
-            return Grade(None, parts, first.why or "every reward abstains", extra=extra)
-        correct = first.correct
-        if correct is None:
-            correct = first.reward is not None and math.isfinite(first.reward) and float(first.reward) >= 1.0
+            return Grade(None, parts, grades[0][1].why or "every reward abstains", extra=extra)
+        first = next(grade for _, grade in grades if grade.reward is not None)
+        assert first.reward is not None
+        correct = float(first.reward) >= 1.0 if first.correct is None else first.correct
         return Grade(sum(weight * reward for weight, reward in scored), parts, correct=correct, extra=extra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,12 @@ from lightning_scalerl.verify.pool import VerifierPool
 # The share of errors is taken over so many outcomes, and over no fewer than `FEW`.
 WINDOW, FEW = 1000, 100
 ON_ERROR = ("stop", "drop", "zero")
-# Errors that are shown.
-SHOWN = 3
+# Errors that are shown; of later ones every so many.
+SHOWN, TOLD_EVERY = 3, 100
+# Batches in a row without a score, of abstentions, after which a run ends.
+EMPTY = 8
+
+log = logging.getLogger(__name__)
 
 
 class RewardError(CannotGoOnError):
@@ -120,6 +125,7 @@ class ErrorWatch:
         self._counts = {"scored": 0, "abstained": 0, "errors": 0, "timeouts": 0, "retried": 0}
         self._seconds = 0.0
         self._slowest_s = 0.0
+        self._empty = 0
 
     def observe(self, prompt: Prompt, outcome: Outcome) -> None:
         """One more.
@@ -137,6 +143,8 @@ class ErrorWatch:
         if not failed:
             return
         self._shown.append(f"prompt {prompt.prompt_id!r}: {outcome.why}")
+        if self._counts["errors"] <= SHOWN or self._counts["errors"] % TOLD_EVERY == 0:
+            log.warning("verifier: error %d, %s", self._counts["errors"], self._shown[-1])
         del self._shown[:-SHOWN]
         errors = sum(self._recent)
         if self._settings.on_error == "stop":
@@ -151,8 +159,13 @@ class ErrorWatch:
         """After a step's batch is put together: one of which nothing at all was graded trains on nothing.
 
         Raises:
-            RewardError: there were errors in it, and no score.
+            RewardError: there were errors in it, and no score; or none had one for many steps.
         """
+        self._empty = 0 if scored else self._empty + 1
+        if self._empty >= EMPTY:
+            raise RewardError(
+                f"reward: for {EMPTY} steps no completion has had a score, up to step {step}: the verifier abstains"
+            )
         if not scored and errors:
             self._stop(f"of the batch of step {step} no completion was graded")
 
@@ -181,6 +194,7 @@ class ErrorWatch:
             "shown": list(self._shown),
             "counts": dict(self._counts),
             "seconds": [self._seconds, self._slowest_s],
+            "empty": self._empty,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -189,6 +203,7 @@ class ErrorWatch:
         self._shown = list(state["shown"])
         self._counts |= state["counts"]
         self._seconds, self._slowest_s = state["seconds"]
+        self._empty = state.get("empty", 0)
 
 
 def check_verifiers(verifiers: Verifiers, known: Sequence[Known], passes: Callable[[Outcome], bool]) -> str:

@@ -1,4 +1,4 @@
-"""A verifier's process: `python -m lightning_scalerl.verify.worker FD`, one completion at a time, in its main thread.
+"""A verifier's process, one completion at a time in its main thread: started by `pool`, with two descriptors.
 
 Its main thread, because math-verify and others stop themselves with SIGALRM, which works nowhere else. It is killed
 from outside if that does not help. It needs no torch, unless what it grades with does.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import resource
 import signal
 import sys
@@ -26,7 +27,8 @@ def main() -> None:
         os._exit(0)
     os.dup2(2, 1)  # what a reward function prints is not the run's own output
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    path, memory_gib, pickled = connection.recv()
+    with os.fdopen(int(sys.argv[3]), "rb") as handed:
+        path, memory_gib, pickled = pickle.load(handed)
     sys.path[:] = path
     if memory_gib is not None:
         limit = int(memory_gib * 2**30)
@@ -37,6 +39,8 @@ def main() -> None:
         from lightning_scalerl.verify.attempt import attempt
 
         grader = cloudpickle.loads(pickled)
+        if hasattr(grader, "prepare"):
+            grader.prepare()
     except BaseException as error:
         connection.send(f"{type(error).__name__}: {error}")
         return

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError
-from sweeps.run.files import append_lines, parse_lines
+from sweeps.run.files import append_lines, parse_lines, write_atomically
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 
 # {"step", "admission", "prompt_id", "source", "difficulty", "prompt", "answer", "rollouts": [{"completion", "reward",
-# "correct", "outcome", "parts", "extra", "finish_reason", "tokens", "forced", "versions": [[version, tokens], ...]}]}
+# "grade", "correct", "outcome", "parts", "extra", "finish_reason", "tokens", "ids", "forced", "versions": [[version,
+# tokens], ...]}]}. `reward` is what was trained on, `grade` the verifier's own, `tokens` how many `ids` there are.
 Group = dict[str, Any]
 
 
@@ -22,8 +24,20 @@ def write_groups(run_dir: Path, groups: Sequence[Group]) -> None:
     append_lines(run_dir / ROLLOUTS_FILE, groups)
 
 
+def cut_groups(run_dir: Path, step: int, guard: Callable[[], None]) -> None:
+    """Leave what was written up to `step`; `guard` is called before anything is."""
+    path = run_dir / ROLLOUTS_FILE
+    if not path.is_file():
+        return
+    entries = parse_lines(path.read_bytes())
+    kept = [entry for entry in entries if entry.get("step", 0) <= step]
+    if len(kept) < len(entries):
+        guard()
+        write_atomically(path, "".join(f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in kept))
+
+
 def read_groups(run_dir: Path) -> list[Group]:
-    """All groups, by step; of a step that was repeated after a resume the later ones.
+    """All groups, by step.
 
     Raises:
         UserError: there are none.
@@ -36,7 +50,7 @@ def read_groups(run_dir: Path) -> list[Group]:
             f"{run_dir}: holds no {ROLLOUTS_FILE} ({error.strerror}); give the folder of a run that was trained with "
             "rollouts.groups of 1 or more"
         ) from error
-    return _superseded(entry for entry in entries if "step" in entry and "rollouts" in entry)
+    return [entry for entry in entries if "step" in entry and "rollouts" in entry]
 
 
 @dataclass(frozen=True)
@@ -92,16 +106,3 @@ def _cut(text: str, characters: int) -> str:
     if len(text) <= characters:
         return text
     return f"{text[: characters // 2]} [...] {text[-characters // 2 :]}"
-
-
-def _superseded(entries: Iterable[Group]) -> list[Group]:
-    """Without what a later attempt has made again: it begins at an earlier step."""
-    kept: list[Group] = []
-    for entry in entries:
-        while kept and (
-            kept[-1]["step"] > entry["step"]
-            or (kept[-1]["step"] == entry["step"] and kept[-1]["admission"] == entry["admission"])
-        ):
-            kept.pop()
-        kept.append(entry)
-    return kept

@@ -13,17 +13,23 @@ import torch
 
 from lightning_scalerl.callbacks.evaluate import OtherWeightsError
 from lightning_scalerl.callbacks.rollout_log import RolloutLog
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.torch_generator import TorchGenerator
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.noise import measure_noise
 from lightning_scalerl.member.rescore import rescore_run
 from lightning_scalerl.member.run import run_member
 from lightning_scalerl.model.load import load_model
+from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.arithmetic_base import new_model, tokenizer
 from lightning_scalerl.task.dataset import DatasetTask
+from lightning_scalerl.verify.grade import Sample
+from lightning_scalerl.verify.named import reward_sum
+from lightning_scalerl.verify.pool import VerifierPool
+from lightning_scalerl.verify.verification import RewardError
 from sweeps.errors import UserError
 from sweeps.run.journal import read_journal
-from sweeps.run.rollouts import read_groups, write_groups
+from sweeps.run.rollouts import cut_groups, read_groups, write_groups
 from tests.helpers import fit
 
 REWARD = """
@@ -111,7 +117,7 @@ def test_rollouts_are_kept_whole_and_can_be_read_and_graded_anew(
     (other,) = rescore_run(run_dir, f"{place}/rewards.py:odd", out)
     anew = [json.loads(line) for line in out.read_text().splitlines()]
     wanted = [float(sum(c in "13579" for c in e["completion"]) > 2) for g in groups for e in g["rollouts"]]
-    assert [each["reward"] for group in anew for each in group["rollouts"]] == wanted
+    assert [each["grade"] for group in anew for each in group["rollouts"]] == wanted
     assert other["after"]["reward"] == sum(wanted) / 24
     with pytest.raises(UserError, match="is there already"):
         rescore_run(run_dir, None, out)
@@ -127,15 +133,36 @@ def test_rollouts_are_kept_whole_and_can_be_read_and_graded_anew(
     assert "--reward: 'nonsense' is none of" in capsys.readouterr().err
 
 
-def test_of_steps_that_were_made_again_the_later_are_read(tmp_path: Path) -> None:
-    def group(step: int, admission: int, mark: str) -> dict[str, Any]:
-        return {"step": step, "admission": admission, "prompt": mark, "rollouts": []}
+def test_what_was_written_beyond_a_checkpoint_is_made_again_and_not_there_twice(tmp_path: Path) -> None:
+    def group(step: int, admission: int) -> dict[str, Any]:
+        return {"step": step, "admission": admission, "rollouts": []}
 
-    write_groups(tmp_path, [group(1, 0, "a"), group(1, 1, "a"), group(2, 2, "a"), group(3, 4, "a")])
-    write_groups(tmp_path, [group(2, 2, "b"), group(2, 3, "b")])
-    write_groups(tmp_path, [group(3, 5, "b")])
-    read = [(entry["step"], entry["admission"], entry["prompt"]) for entry in read_groups(tmp_path)]
-    assert read == [(1, 0, "a"), (1, 1, "a"), (2, 2, "b"), (2, 3, "b"), (3, 5, "b")]
+    write_groups(tmp_path, [group(1, 0), group(2, 2), group(2, 3), group(3, 4)])
+    asked: list[str] = []
+    cut_groups(tmp_path, 3, lambda: asked.append("nothing to cut"))
+    cut_groups(tmp_path, 1, lambda: asked.append("guard"))
+    write_groups(tmp_path, [group(2, 2), group(2, 3)])
+    assert [(entry["step"], entry["admission"]) for entry in read_groups(tmp_path)] == [(1, 0), (2, 2), (2, 3)]
+    assert asked == ["guard"]
+    cut_groups(tmp_path / "nowhere", 1, lambda: asked.append("no file"))
+    assert asked == ["guard"]
+
+
+def test_another_reward_has_the_columns_and_ids_that_it_asks_for(place: Path, tmp_path: Path) -> None:
+    """The run's own verifier needs neither, so its prompts have left them behind."""
+    run_dir = train(place, tmp_path, "task.rewards=exact_match", "reward=plus_minus_one")
+    theirs = tmp_path / "theirs.py"
+    theirs.write_text(
+        "def reward(completions, completion_ids, question, gold, **kwargs):\n"
+        "    assert question[0].endswith('=') and gold[0].isdigit()\n"
+        "    return [float(len(completion_ids[0]))]\n"
+    )
+    lengths = [each["tokens"] for group in read_groups(run_dir) for each in group["rollouts"]]
+    (row,) = rescore_run(run_dir, f"{theirs}:reward")
+    assert row["after"]["errors"] == 0 and row["after"]["reward"] == sum(lengths) / len(lengths)
+    # The same verifier gives the same, whatever the run has made of its rewards.
+    (same,) = rescore_run(run_dir)
+    assert same["before"] == same["after"]
 
 
 def test_a_run_without_rollouts_says_so(place: Path, tmp_path: Path) -> None:
@@ -167,6 +194,28 @@ def test_abstentions_and_errors_are_counted_shown_and_leave_their_group(place: P
     assert all("the judge is out" in each["extra"]["why"] and each["reward"] is None for each in errors)
     trained = read_journal(run_dir).of_kind("train")
     assert any(record.metrics.get("train/ungraded", 0) == 0.5 for record in trained)
+
+
+def test_a_verifier_that_always_abstains_ends_the_run(place: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]
+    silent = tmp_path / "silent.jsonl"
+    silent.write_text("\n".join(json.dumps({**row, "gold": "abstain"}) for row in rows))
+    with pytest.raises(RewardError, match="for 8 steps no completion has had a score"):
+        train(place, tmp_path, f"task.train={silent}", "budget.steps=20", "aggregation=token", reward="odd")
+
+
+def test_a_reward_file_that_changes_under_a_run_is_refused(place: Path, tmp_path: Path) -> None:
+    """A worker that is replaced would load other rewards."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("def reward(completion, answer):\n    return 1.0\n")
+    rewards = reward_sum("task.rewards", f"{mine}:reward")
+    mine.write_text("def reward(completion, answer):\n    return 0.0\n")
+    pool = VerifierPool(rewards, workers=1, timeout_s=20.0)
+    try:
+        with pytest.raises(ConfigurationError, match="has changed since the run began"):
+            pool.wait(pool.submit(Sample(Prompt("p", "?", "1"), "1", "1")))
+    finally:
+        pool.close()
 
 
 def test_a_batch_without_any_score_moves_nothing_and_the_run_goes_on(place: Path, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class AsyncMode(DesignChoice):
         version = step.completed_steps + 1
         if self.publishes(version) != theirs.publishes(version):
             return True
-        rollouts = [rollout for group in step.batch.groups for rollout in group.rollouts]
+        rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]
         swapped = any(len(set(rollout.weight_versions)) > 1 for rollout in rollouts)
         return swapped and self.recompute_kv != theirs.recompute_kv
 
