@@ -141,7 +141,13 @@ def check_read(module: ScaleRL, family: Family) -> None:
     assert (tokenizer.pad_token is None) == (style.pad is None)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# One of each kind: plain, soft caps, positions that are learned, attention of its own, experts. CI trains all of them.
+QUICK = ("Llama", "Gemma2", "GPT2", "DeepSeek-V3", "Mixtral")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
 def test_a_script_trains_it(name: str, place: Place, tmp_path: Path) -> None:
     family = FAMILIES[name]
     model, keep, gaps = place.model(family, name), Keep(), Gaps()
