@@ -349,14 +349,16 @@ def test_boxes_that_never_close_do_not_take_the_square_of_their_number() -> None
 
 
 @pytest.mark.slow
-def test_a_gold_answer_that_explodes_is_said_to() -> None:
+def test_a_gold_answer_that_explodes_is_an_error_or_compared_as_text() -> None:
+    """In time, either way: as text where the parser gives up by itself, as an error where it is stopped."""
     pool = VerifierPool(Mathematics(), workers=1, timeout_s=10.0, retries=0, memory_gib=2.0)
     try:
         gold = "\\frac{1}{" * 90 + "2" + "}" * 90
         outcome = pool.wait(pool.submit(sample(gold, box("1"))))
     finally:
         pool.close()
-    assert outcome.kind == "error" and "the gold answer" in outcome.why
+    stopped = outcome.kind == "error" and "the gold answer" in outcome.why
+    assert stopped or (outcome.kind, outcome.reward) == ("score", 0.0)
 
 
 # --- generated -----------------------------------------------------------------------------------------------
