@@ -91,6 +91,9 @@ class Rendering:
         self.chat = chat
         self.stop_tokens = frozenset(stop_tokens)
         self.marker = chat.end_of_thinking or end_of_thinking or END_OF_THINKING
+        known = tokenizer.convert_tokens_to_ids(self.marker)
+        # If the vocabulary has it whole; a special token is left out of a completion's text.
+        self._marker_id = known if isinstance(known, int) and known != tokenizer.unk_token_id else None
         self._template = self._chosen()
 
     def _chosen(self) -> str | None:
@@ -200,8 +203,8 @@ class Rendering:
         plain = self._template is None
         found: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=plain)["input_ids"]
         end = self.tokenizer.eos_token_id
-        if plain and end is not None:
-            # Some put one behind as well: the model would see a text that has ended.
+        # Some put one behind as well: the model would see a text that has ended. The others need no second look.
+        if plain and end is not None and self.tokenizer("a")["input_ids"][-1:] == [end]:
             bare = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
             for ids, without in zip(found, bare, strict=True):
                 if ids and ids[-1] == end and without[-1:] != [end]:
@@ -229,10 +232,8 @@ class Rendering:
         """What follows the end of thinking; nothing where thinking was begun and has not ended."""
         if self.marker in completion:
             return completion.rpartition(self.marker)[2]
-        own = self.tokenizer.convert_tokens_to_ids(self.marker)
-        if isinstance(own, int) and own in tokens and own != self.tokenizer.unk_token_id:
-            # A special token, which the text leaves out.
-            return self.decode(tokens[len(tokens) - list(tokens)[::-1].index(own) :])
+        if self._marker_id is not None and self._marker_id in tokens:
+            return self.decode(tokens[len(tokens) - list(tokens)[::-1].index(self._marker_id) :])
         opening = self.marker.replace("</", "<", 1)
         if opening != self.marker and (opening in completion or self.text(prompt).rstrip().endswith(opening)):
             return ""
