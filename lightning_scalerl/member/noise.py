@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.composition import build, build_recipe, compose, use_folders
 from lightning_scalerl.data import RolloutDataModule
+from lightning_scalerl.member.run import hush_lightning
 from lightning_scalerl.module import ScaleRL
 from sweeps.errors import UserError
 from sweeps.run.spec import SPEC_FILE, RunSpec
@@ -42,9 +42,8 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int) -> list[di
     """
     if repeats < 2:
         raise UserError(f"--repeats {repeats}: at least 2, or there is nothing to compare")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*(LeafSpec|`srun` command).*")
+    hush_lightning()
+    warnings.filterwarnings("ignore", message=".*`srun` command.*")
     try:
         config, weights = _configured(model, overrides)
         torch.set_num_threads(int(config.launch.threads))

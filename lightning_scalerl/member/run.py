@@ -25,6 +25,13 @@ from sweeps.run.spec import RunSpec
 from sweeps.run.writer import sole_writer
 
 
+def hush_lightning() -> None:
+    """What Lightning says of itself at every start is not for who runs a command."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+
+
 def run_member(run_dir: Path, progress: bool = False) -> None:
     """Run the member frozen in `run_dir` to the end of its budget, from its newest checkpoint if it has one.
 
@@ -35,9 +42,7 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         RunInterruptedError: the run was asked to stop and has saved itself.
         UserError: another process is running it.
     """
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    hush_lightning()
     spec = RunSpec.read(run_dir)
     use_folders(spec.folders)
     config = OmegaConf.create(dict(spec.config))

@@ -14,7 +14,7 @@ from sweeps.errors import UserError
 from sweeps.executor.base import load_entry
 from sweeps.report.plain import one_line, table
 from sweeps.run.rollouts import Group, read_groups
-from sweeps.run.spec import SPEC_FILE
+from sweeps.run.spec import run_folder
 
 # Lines of a prompt and of a completion, unless all of them are asked for.
 LINES = 6
@@ -95,7 +95,7 @@ def _wrapped(text: str, indent: str, width: int, most: int | None) -> list[str]:
 
 def rescore_command(options: argparse.Namespace) -> int:
     """`scalerl rescore`."""
-    run = _run(options.run)
+    run = run_folder(options.run)
     rescore = load_entry("lightning_scalerl.member.rescore:rescore_run")
     found: list[dict[str, Any]] = rescore(run, options.reward, None if options.out is None else Path(options.out))
     if options.json:
@@ -141,10 +141,3 @@ def noise_command(options: argparse.Namespace) -> int:
         "prompts would add."
     )
     return 0
-
-
-def _run(name: str) -> Path:
-    run = Path(name)
-    if not (run / SPEC_FILE).is_file():
-        raise UserError(f"{run}: no run of scalerl train; give a folder such as outputs/STUDY/runs/IDENTITY")
-    return run

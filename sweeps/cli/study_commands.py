@@ -79,11 +79,9 @@ def _scheduler(study: Path) -> Scheduler | None:
 
 def export_command(options: argparse.Namespace) -> int:
     """`scalerl export`."""
-    from sweeps.run.spec import SPEC_FILE
+    from sweeps.run.spec import run_folder
 
-    run = Path(options.run)
-    if not (run / SPEC_FILE).is_file():
-        raise UserError(f"{run}: no run of scalerl train; give a folder such as outputs/STUDY/runs/IDENTITY")
+    run = run_folder(options.run)
     export = load_entry("lightning_scalerl.member.export:export_run")
     print(export(run, Path(options.directory), options.dtype, options.step))
     return 0

@@ -103,6 +103,18 @@ class RunSpec:
             raise UserError(f"{run_dir / SPEC_FILE}: not a run's frozen specification ({error})") from error
 
 
+def run_folder(name: str) -> Path:
+    """The folder of a run of `scalerl train`.
+
+    Raises:
+        UserError: it is none.
+    """
+    run = Path(name)
+    if not (run / SPEC_FILE).is_file():
+        raise UserError(f"{run}: no run of scalerl train; give a folder such as outputs/STUDY/runs/IDENTITY")
+    return run
+
+
 def check_form(run_dirs: Iterable[Path]) -> None:
     """No run in these directories was frozen by a version whose identities were others.
 
