@@ -74,6 +74,10 @@ class Scheduler(Protocol):
         """This user's jobs by id, with those that ended a short while ago; None if there is no answer."""
         ...
 
+    def exit_codes(self, jobs: Sequence[str]) -> dict[str, str]:
+        """How ended jobs did so, as `28:0` or `0:9`, of those of which anybody still knows it."""
+        ...
+
     def accounted(self, jobs: Sequence[str]) -> dict[str, JobInfo]:
         """What accounting knows about jobs; empty if there is none."""
         ...
@@ -134,6 +138,22 @@ class Slurm:
         if done.returncode:
             return None
         return {info.job: info for line in done.stdout.splitlines() if (info := _queue_line(line))}
+
+    def exit_codes(self, jobs: Sequence[str]) -> dict[str, str]:
+        """See `Scheduler.exit_codes`; from slurmctld, for accounting learns of them later, or never."""
+        found = {}
+        command = ["squeue", "-h", "-a", "-r", "--states=all", "-j", ",".join(jobs), "-O", "JobArrayID:40,exit_code:20"]
+        try:
+            said = _run(command).stdout if jobs else ""
+        except subprocess.TimeoutExpired:
+            said = ""
+        for line in said.splitlines():
+            match line.split():
+                case [job, status] if status.isdecimal():
+                    found[job] = f"{int(status) >> 8}:{int(status) & 0x7F}"
+        missing = [job for job in jobs if job not in found]
+        known = self.accounted(missing)
+        return {**{job: info.exit_code for job, info in known.items() if job in missing}, **found}
 
     def accounted(self, jobs: Sequence[str]) -> dict[str, JobInfo]:
         """See `Scheduler.accounted`."""

@@ -332,12 +332,11 @@ class ClusterExecutor:
         return outcomes
 
     def _add_exit_codes(self, failed: Sequence[_Followed]) -> None:
-        """The queue does not tell them; accounting does, if there is one."""
-        known = self.scheduler.accounted([each.job for each in failed]) if failed else {}
+        """For the one who has no other last word."""
+        known = self.scheduler.exit_codes([each.job for each in failed]) if failed else {}
         for each in failed:
-            info = known.get(each.job)
-            if each.info is not None and info is not None and info.name == each.info.name:
-                each.info = replace(each.info, exit_code=info.exit_code)
+            if each.info is not None:
+                each.info = replace(each.info, exit_code=known.get(each.job, ""))
 
     def _warn_if_it_waits_for_ever(self, info: JobInfo) -> None:
         stuck = info.state in QUEUED and any(word in info.reason for word in _NEVER_RUNS)

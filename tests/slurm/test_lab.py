@@ -81,6 +81,18 @@ def test_jobs_get_their_gpus(cluster: Cluster) -> None:
     assert eventually(lambda: cluster.sh(f"sacct -X -n -P -j {job} -o JobID,State,ExitCode") == line)
 
 
+def test_exit_codes_are_known_without_accounting(cluster: Cluster) -> None:
+    array = cluster.sh("sbatch --parsable --array=0-1 --wrap 'exit $((27 + SLURM_ARRAY_TASK_ID))'")
+    killed = cluster.sh("sbatch --parsable --wrap 'kill -9 $$'")
+    assert eventually(lambda: cluster.sh("squeue -h -o %i") == "")
+    asked = f"""{sys.executable} -c '
+from sweeps.executor.scheduler import Slurm
+slurm = Slurm()
+slurm.accounted = lambda jobs: dict()
+print(slurm.exit_codes(["{array}_0", "{array}_1", "{killed}", "1"]))'"""
+    assert cluster.sh(asked) == str({f"{array}_0": "27:0", f"{array}_1": "28:0", killed: "0:9"})
+
+
 def test_a_job_over_its_memory_is_killed(cluster: Cluster) -> None:
     log = cluster.root / "memory.log"
     fill = "import time; x = b'x' * 300_000_000; time.sleep(20); print('alive')"

@@ -150,7 +150,7 @@ def test_a_full_disk_is_the_reason_given_and_the_run_goes_on_once_there_is_room(
                     handle.flush()
             eventually(lambda: not sweep.lab.jobs(), "the end of the job")
             ballast.unlink()
-            assert process.wait(timeout=200) == 1
+            assert process.wait(timeout=200) == 1, sweep.said()
         state = sweep.state()
         assert (state.state, state.kind) == ("failed", "disk_full"), (state, sweep.said())
         assert sweep.launch() == 0, sweep.said()

@@ -298,6 +298,14 @@ class FakeCluster:
             return None
         return {job.id: replace(self._info(job), exit_code="") for job in self.jobs if self._shown(job)}
 
+    def exit_codes(self, jobs: Sequence[str]) -> dict[str, str]:
+        """See `Scheduler.exit_codes`."""
+        self._catch_up()
+        if self.silent(self.time.now):
+            return {}
+        own = [job for job in self.jobs if job.id in jobs and (self.accounting or self._shown(job))]
+        return {job.id: job.exit_code for job in own if job.ended_at is not None}
+
     def accounted(self, jobs: Sequence[str]) -> dict[str, JobInfo]:
         """See `Scheduler.accounted`."""
         self._catch_up()

@@ -29,6 +29,7 @@ from sweeps.run.lease import Lease, LeaseLostError
 from sweeps.run.spec import RunSpec
 from tests.sweeps.executor.fake_cluster import (
     FILLS_THE_DISK,
+    FILLS_THE_DISK_SILENTLY,
     FINISHES,
     FINISHES_TOO_EARLY,
     GIVES_UP,
@@ -289,6 +290,14 @@ def test_a_member_is_tried_as_often_as_its_kind_of_failure_allows_and_then_given
     assert states[spec.run].attempts == limit + 1 == len(here.cluster.jobs_of(spec.run))
     assert [event["kind"] for event in here.events(spec.run) if event["event"] == "retried"] == [kind] * limit
     assert told.events[spec.run].count("retried") == limit
+
+
+@pytest.mark.parametrize("accounting", [{"accounting": False}, {"accounting_lag_s": 60.0}, {}])
+def test_a_disk_that_took_no_last_word_is_known_before_accounting_knows(
+    tmp_path: Path, accounting: dict[str, object]
+) -> None:
+    here = place(tmp_path, {0: [FILLS_THE_DISK_SILENTLY]}, **accounting)
+    assert state(here.run(), here.specs[0]) == ("failed", "disk_full")
 
 
 @pytest.mark.parametrize("kind", [kind for kind, limit in POLICY.items() if limit != 0])

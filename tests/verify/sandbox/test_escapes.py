@@ -407,10 +407,14 @@ def test_nothing_is_left_running(place: Place) -> None:
     """A process that wants to outlive its sandbox, in every way there is."""
     marker = f"l{secrets.token_hex(6)}"
     name = f"import ctypes, os, time\nlibc = ctypes.CDLL(None)\nlibc.prctl(15, {marker.encode()!r}, 0, 0, 0)\n"
+    # Each has left before the next begins: the end of the program must find them gone.
     stay = (
+        "gone, left = os.pipe()\n"
         "for leave in (os.fork, lambda: libc.fork(), lambda: libc.syscall(57), lambda: libc.syscall(56, 17, 0, 0, 0, 0)):\n"
         "    try:\n        pid = leave()\n    except OSError:\n        continue\n"
-        "    if pid == 0:\n        os.setsid()\n        libc.prctl(1, 0)\n        os.closerange(0, 256)\n        time.sleep(30)\n"
+        "    if pid == 0:\n        os.setsid()\n        libc.prctl(1, 0)\n        os.write(left, b'.')\n"
+        "        os.closerange(0, 256)\n        time.sleep(30)\n        os._exit(0)\n"
+        "    if pid > 0:\n        os.read(gone, 1)\n"
     )
     result = place.run(name + stay + "print('done')")
     assert (result.status, result.stdout) == ("ok", "done\n")
