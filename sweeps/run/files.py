@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
@@ -100,6 +100,33 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 def parse_lines(raw: bytes) -> list[dict[str, Any]]:
     """The objects of a file, in order; torn lines and what is no object are passed over."""
     return [entry for line in raw.split(b"\n") if (entry := parse_line(line)) is not None]
+
+
+def lines_from_end(handle: BinaryIO, most_bytes: int | None = None, block_bytes: int = 8192) -> Iterator[bytes]:
+    """The whole lines of an open file, the last one first, read back as far as they are asked for.
+
+    Args:
+        handle: opened for reading bytes.
+        most_bytes: read no further back; a line that begins before is left out.
+        block_bytes: read at first; more at a time later.
+    """
+    at = handle.seek(0, os.SEEK_END)
+    first = 0 if most_bytes is None else max(0, at - most_bytes)
+    ends = False  # whether the end of a line was seen: what comes after the last one is torn
+    rest = b""  # a line of which the beginning is still to be read
+    while at > first:
+        size = min(block_bytes, at - first)
+        at = handle.seek(at - size)
+        lines = (handle.read(size) + rest).split(b"\n")
+        block_bytes = min(2 * block_bytes, 1 << 20)
+        if not ends and len(lines) > 1:
+            ends = True
+            lines.pop()
+        rest = lines[0]
+        if ends:
+            yield from reversed(lines[1:])
+    if ends and first == 0:
+        yield rest
 
 
 def whole_lines(raw: bytes) -> tuple[list[bytes], int]:

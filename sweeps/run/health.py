@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sweeps.run.code import said
 from sweeps.run.journal import JournalView, finite
 
 
@@ -52,3 +53,13 @@ def truncation_alarms(runs: Sequence[JournalView]) -> list[str]:
                 f"truncated (first at step {steps[0]}, in {len(steps)} of {len(rung)} steps); such runs destabilise"
             )
     return notes
+
+
+def code_changes(runs: Sequence[JournalView]) -> list[str]:
+    """A warning for every run whose records that stand were not all made with the same code."""
+    return [
+        f"{view.header.get('recipe')} seed {view.header.get('seed')}: from step {max(0, change.step)} on with other "
+        f"code: {said(change.what)}"
+        for view in runs
+        for change in view.code_changes
+    ]

@@ -7,6 +7,11 @@ One JSON object a line, flushed as it is written. Kinds of record:
     {"kind": "eval", "time": ..., "step": 12, "metrics": {"eval/heldout/pass_rate": ..., ...}}
     {"kind": "checkpoint", "time": ..., "step": 12}          every record up to step 12 is durable now
     {"kind": "resume", "time": ..., "step": 12}              records after step 12 written so far are void
+        "code": what the run goes on with (`sweeps.run.code`; the header has it too), "passed_over": checkpoints that
+        could not be used, each with the reason
+    {"kind": "mended", "time": ..., "step": 8, "line": ..., "kept": ..., "metrics": ...}
+        what came behind was broken, from that line of the file `kept` on (`sweeps.run.mend`): the run goes on from
+        step 8 or before, and `metrics` are the newest that were recorded. The next `resume` has it too
     {"kind": "end", "time": ..., "step": 150, "status": "finished" | "failed", "reason": ...}
 
 A torn last line (the process died while writing it) is dropped on reading and cut off before the next
@@ -19,13 +24,16 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
+from sys import intern
 from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.redact import redact
+from sweeps.run.activity import activity
+from sweeps.run.code import code_changes
 from sweeps.run.files import append_to, parse_line, whole_lines
 
 JOURNAL_FILE = "metrics.jsonl"
@@ -55,9 +63,24 @@ class Record:
         return self.kind, self.step, kept
 
 
+@dataclass(frozen=True)
+class CodeChange:
+    """The run went on from `step` with other code than the records before it were made with."""
+
+    step: int
+    what: tuple[str, ...]
+
+
 @dataclass
 class JournalView:
-    """A journal as read: superseded records gone, the rest in order of writing."""
+    """A journal as read: superseded records gone, the rest in order of writing.
+
+    Attributes:
+        code: the facts that hold from a step on, as far as records still stand that were made with them; the
+            header's, or those of a start from nothing, at -1. Journals of earlier versions have none.
+        passed_over: checkpoints that could not be used, as the newest `resume` record has them.
+        mended: the `mended` record, unless the run has gone on since.
+    """
 
     path: Path
     header: dict[str, Any]
@@ -65,6 +88,21 @@ class JournalView:
     checkpoint_step: int | None = None
     status: str = "running"
     reason: str | None = None
+    code: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
+    passed_over: list[Mapping[str, Any]] = field(default_factory=list)
+    mended: Mapping[str, Any] | None = None
+
+    @property
+    def code_changes(self) -> list[CodeChange]:
+        """Where the records that stand were made with other code than those before them."""
+        pairs = zip(self.code, self.code[1:], strict=False)
+        found = [CodeChange(step, code_changes(before, after)) for (_, before), (step, after) in pairs]
+        return [change for change in found if change.what]
+
+    def code_before(self, step: int) -> Mapping[str, Any] | None:
+        """What a run that goes on from `step` was made with until there; None if nobody wrote it down."""
+        known = [facts for at, facts in self.code if at < step]
+        return known[-1] if known else None
 
     def of_kind(self, kind: str) -> list[Record]:
         """Records of one kind, by step."""
@@ -99,37 +137,92 @@ def read_journal(run_dir: str | Path) -> JournalView:
     except OSError as error:
         raise JournalError(f"{path}: cannot read the journal ({error.strerror}); give a run directory") from error
     lines, _ = whole_lines(raw)
-    view = JournalView(path=path, header={})
-    kept: dict[tuple[str, int], Record] = {}
-    for number, line in enumerate(lines, start=1):
+    reading = Reading(path)
+    for line in lines:
+        reading.take(parse_line(line))
+    return reading.view()
+
+
+class Reading:
+    """A journal's entries, taken one after the other.
+
+    Attributes:
+        lines: taken so far.
+        passed: steps up to which records are not kept, by kind.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.lines = 0
+        self.passed: dict[str, int] = {}
+        self._view = JournalView(path=path, header={})
+        self._kept: dict[tuple[str, int], Record] = {}
+
+    def view(self) -> JournalView:
+        """What they amount to.
+
+        Raises:
+            JournalError: there is no header among them.
+        """
+        view = self._view
+        if not view.header:
+            raise JournalError(f"{view.path}: the journal has no header record yet; the run has not started writing")
+        return replace(view, records=list(self._kept.values()))
+
+    def take(self, entry: Mapping[str, Any] | None) -> None:
+        """The next line's, None for a damaged one.
+
+        Raises:
+            JournalError: it is no entry of a journal. It counts as not taken.
+        """
         try:
-            entry = parse_line(line)
-            if entry is None:
-                raise ValueError("no JSON object")
-            kind = entry["kind"]
-            if kind == "run":
-                view.header = entry
-            elif kind in ("train", "eval"):
-                record = Record(kind, int(entry["step"]), float(entry["time"]), dict(entry["metrics"]))
-                kept.pop((kind, record.step), None)
-                kept[kind, record.step] = record
-            elif kind == "checkpoint":
-                view.checkpoint_step = int(entry["step"])
-            elif kind == "resume":
-                step = int(entry["step"])
-                kept = {key: r for key, r in kept.items() if r.step <= step}
-                view.checkpoint_step = step if step >= 0 else None
-                view.status, view.reason = "running", None
-            elif kind == "end":
-                view.status, view.reason = entry["status"], entry.get("reason")
+            self._take(entry)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise JournalError(
-                f"{path}, line {number}: not a journal record ({error!r}); restore the file or delete the run"
+                f"{self._view.path}, line {self.lines + 1}: not a journal record ({error!r}); restore the file or "
+                "delete the run"
             ) from error
-    if not view.header:
-        raise JournalError(f"{path}: the journal has no header record yet; the run has not started writing")
-    view.records = list(kept.values())
-    return view
+        self.lines += 1
+
+    def _take(self, entry: Mapping[str, Any] | None) -> None:
+        if entry is None:
+            raise ValueError("no JSON object")
+        view, kind = self._view, entry["kind"]
+        if kind == "run":
+            view.header = dict(entry)
+            _note_code(view, -1, entry)
+        elif kind in ("train", "eval"):
+            # Every record has the same names: kept once, for a study's journals are gigabytes.
+            metrics = {intern(name): value for name, value in dict(entry["metrics"]).items()}
+            record = Record(kind, int(entry["step"]), float(entry["time"]), metrics)
+            self._kept.pop((kind, record.step), None)
+            if record.step > self.passed.get(kind, record.step - 1):
+                self._kept[kind, record.step] = record
+        elif kind == "checkpoint":
+            view.checkpoint_step = int(entry["step"])
+        elif kind == "resume":
+            step = int(entry["step"])
+            self._kept = {key: r for key, r in self._kept.items() if r.step <= step}
+            view.checkpoint_step = step if step >= 0 else None
+            view.status, view.reason, view.mended = "running", None, None
+            _note_code(view, step, entry)
+            passed_over = entry.get("passed_over")
+            view.passed_over = list(passed_over) if isinstance(passed_over, list) else []
+        elif kind == "mended":
+            view.mended = entry
+        elif kind == "end":
+            view.status, view.reason = entry["status"], entry.get("reason")
+
+    def forget(self, steps: Mapping[str, int]) -> None:
+        """Keep no records up to these steps, by kind, neither those that were taken nor those to come."""
+        self.passed = {kind: max(step, self.passed.get(kind, step)) for kind, step in {**self.passed, **steps}.items()}
+        self._kept = {key: r for key, r in self._kept.items() if r.step > self.passed.get(r.kind, r.step - 1)}
+
+
+def _note_code(view: JournalView, step: int, entry: Mapping[str, Any]) -> None:
+    """What was made with other facts from here on is void."""
+    view.code = [(at, facts) for at, facts in view.code if at < step]
+    if isinstance(entry.get("code"), Mapping):
+        view.code.append((step, entry["code"]))
 
 
 class Journal:
@@ -152,6 +245,7 @@ class Journal:
         self._handle: FileIO = self.path.open("a+b", buffering=0)
 
     def _append(self, entry: dict[str, Any], durable: bool = False) -> None:
+        activity.note(f"journal: {entry['kind']}")
         append_to(self._handle.fileno(), [entry], durable)
 
     def header(self, **fields: Any) -> None:
@@ -173,9 +267,12 @@ class Journal:
         """A durable checkpoint exists that covers every record up to `step`."""
         self._append({"kind": "checkpoint", "time": self._clock(), "step": int(step)}, durable=True)
 
-    def resume(self, step: int) -> None:
-        """The run goes on from a checkpoint at `step` (-1: from the start); later records are void."""
-        self._append({"kind": "resume", "time": self._clock(), "step": int(step)}, durable=True)
+    def resume(self, step: int, **fields: Any) -> None:
+        """The run goes on from a checkpoint at `step` (-1: from the start); later records are void.
+
+        `fields` are more of the record's: `code`, `passed_over`.
+        """
+        self._append({"kind": "resume", "time": self._clock(), "step": int(step), **fields}, durable=True)
 
     def end(self, step: int, status: str, reason: str | None = None) -> None:
         """The run is over: `finished`, or `failed` with its reason."""

@@ -1,29 +1,46 @@
 """A lease on a directory: of two processes that want to write there, one does, on whatever machines they run.
 
 Two mechanisms together. An operating-system lock (`flock`) is instant and dies with its holder, but many cluster file
-systems keep it to one machine. So the holder also beats: it rewrites a small file every few seconds, and a contender
-from elsewhere takes over only when that file has not changed for `expiry_s` of its own clock (no clocks are compared).
-The holder checks, before each durable write, that the file still names it.
+systems keep it to one machine, and some have none (Lustre without `-o flock`, NFS without lockd). So the holder also
+beats: every few seconds it writes into a small file, and a contender takes over only when that file has not changed
+for `expiry_s` of its own clock (no clocks are compared). Each holder has a term of its own. Of several that would take
+over, one has the next: whoever makes its claim file, which a file system lets only one do. The holder checks, before
+each durable write, that the lease's file still names it.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sweeps.errors import UserError, require
+from sweeps.errors import UserError
 
 BEAT_S = 5.0
 EXPIRY_S = 30.0
+TOLD_S = 60.0  # who waits longer says so
 _READS, _READ_PAUSE_S = 20, 0.25
+# A file system that has no flock, or none at the moment, says one of these.
+_NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL})
+_ANOTHERS = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
+
+# Where Linux has it, a clock that goes on while the machine is suspended.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def _now() -> float:
+    return time.clock_gettime(_CLOCK)
 
 
 def here() -> str:
@@ -42,6 +59,66 @@ class LeaseHeldError(UserError):
     """Another process holds the lease; the message says which."""
 
 
+class _Flock:
+    """An operating-system lock, where the file system has one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def acquire(self) -> bool | None:
+        """True: ours now. False: another's. None: there are no such locks here.
+
+        Raises:
+            OSError: the file server's trouble.
+        """
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.fstat(descriptor).st_ino == self._path.stat().st_ino
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _NO_FLOCK:
+                return None
+            if error.errno in _ANOTHERS or isinstance(error, FileNotFoundError):
+                return False
+            raise
+        if not ours:  # a file that somebody has put aside
+            os.close(descriptor)
+            return False
+        self._descriptor = descriptor
+        return True
+
+    def taken(self) -> bool | None:
+        """Whether somebody has it; None: there are no such locks here. A look takes it from nobody."""
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return None if error.errno in _NO_FLOCK else True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def release(self) -> None:
+        """Also where a child has inherited it."""
+        if self._descriptor is not None:
+            with suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self.forget()
+
+    def forget(self) -> None:
+        """Close, without unlocking what another process of ours may hold."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
 class Lease:
     """The right to write in a directory.
 
@@ -51,6 +128,10 @@ class Lease:
         owner: facts about the holder, shown to contenders (a job id, say).
         beat_s: seconds between beats.
         expiry_s: seconds without a beat after which a holder elsewhere counts as gone; several beats.
+        facts: asked at each beat for more to be written down with it; one that raises is passed over.
+        trusted_s: so long a check holds for those that follow, less than a beat. The lease changes hands only after a
+            silence of several beats, so nobody can take it while ours arrive; and a process that stood still meanwhile
+            looks again, for the clock went on.
     """
 
     def __init__(
@@ -60,21 +141,26 @@ class Lease:
         owner: dict[str, Any] | None = None,
         beat_s: float = BEAT_S,
         expiry_s: float = EXPIRY_S,
+        facts: Callable[[], Mapping[str, Any]] | None = None,
+        trusted_s: float = 0.0,
     ) -> None:
-        _need_filelock(directory)
-        from filelock import FileLock
-
         self._directory = directory
         self._file = directory / f".{name}.json"
-        self._flock = FileLock(directory / f".{name}.lock", thread_local=False)
+        self._flock = _Flock(directory / f".{name}.lock")
         self._token = uuid.uuid4().hex
-        self._facts = {"host": here(), "pid": os.getpid(), **(owner or {}), "token": self._token}
+        self._own = {"host": here(), "pid": os.getpid(), **_this_process(), **(owner or {}), "token": self._token}
+        self._more = facts
         self._beat_s = beat_s
         self._expiry_s = expiry_s
+        self._trusted_s = trusted_s
         self._beats = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._descriptor: int | None = None
+        self._length = 0
+        self._checked = self._beaten = float("-inf")
         self._lost = False
+        _leases.add(self)
 
     def acquire(self, wait_s: float | None = 0.0, give_up: Callable[[], bool] = lambda: False) -> None:
         """Wait for the lease.
@@ -89,46 +175,97 @@ class Lease:
         self._directory.mkdir(parents=True, exist_ok=True)
         deadline = None if wait_s is None else time.monotonic() + wait_s
         told = False
-        while not self._try(deadline, give_up):
-            if wait_s is None and not told:
-                print(f"waiting: {self.holder()} is at work in {self._directory}", flush=True)
+        while not self._try(give_up):
+            if not told and (wait_s is None or wait_s > TOLD_S):
+                most = "" if wait_s is None else f", for {wait_s:.0f} s at most"
+                print(f"waiting{most}: {self.holder()} is at work in {self._directory}", flush=True)
                 told = True
             if give_up() or (deadline is not None and time.monotonic() >= deadline):
                 raise LeaseHeldError(f"{self._directory}: {self.holder()} is at work here")
             time.sleep(0.5)
-        try:
-            self._beat()
-        except OSError:
-            self._flock.release()
-            raise
+        self._stop.clear()
         self._thread = threading.Thread(target=self._keep, daemon=True, name=f"lease {self._file.name}")
         self._thread.start()
 
-    def _try(self, deadline: float | None, give_up: Callable[[], bool]) -> bool:
-        from filelock import Timeout
-
-        try:
-            self._flock.acquire(timeout=0)
-        except Timeout:
+    def _try(self, give_up: Callable[[], bool]) -> bool:
+        locked = self._flock.acquire()
+        if locked is False:
             return False
-        last = self._read()
-        if not last or last.get("released") or last.get("host") == self._facts["host"]:
-            return True  # on one machine the operating system's lock is proof enough
-        # Its lock may not reach this machine: watch for a sign of life.
+        self._own["flock"] = locked is True
+        taken = False
+        try:
+            seen = self._look()
+            # Its lock may not reach this machine: watch for a sign of life.
+            free = seen if self._is_free(*seen) else self._silent(seen, give_up)
+            taken = free is not None and self._take(*free)
+            return taken
+        finally:
+            if not taken:
+                self._flock.release()
+
+    def _look(self) -> tuple[dict[str, Any], int]:
+        """The lease's file, and the last term that somebody has claimed."""
+        facts = self._read()
+        return facts, max([_term(facts), *self._claims()])
+
+    def _claim(self, term: int) -> Path:
+        return self._file.with_name(f"{self._file.name}.term{term}")
+
+    def _claims(self) -> list[int]:
+        """Terms that somebody has, had when it died, or is about to take."""
+        found = [path.name.rpartition("term")[2] for path in self._directory.glob(f"{self._file.name}.term*")]
+        return [int(term) for term in found if term.isdecimal()]
+
+    def _is_free(self, facts: Mapping[str, Any], claims: int) -> bool:
+        """Whether nobody holds it, without a doubt."""
+        if claims > _term(facts):
+            return False  # somebody is taking it at this moment, or died over it
+        if not facts or facts.get("released"):
+            return True
+        if not _same_machine(facts):
+            return False
+        # On one machine the operating system's lock is proof, if both have it; else only the end of the process is.
+        return (self._own["flock"] and facts.get("flock", True)) or _ended(facts)
+
+    def _silent(
+        self, seen: tuple[dict[str, Any], int], give_up: Callable[[], bool]
+    ) -> tuple[dict[str, Any], int] | None:
+        """What is there if it may be taken: released meanwhile, or without a sign of life for the whole expiry."""
         begin = time.monotonic()
         while time.monotonic() - begin < self._expiry_s:
             if give_up():
-                break
+                return None
             time.sleep(min(0.5, self._beat_s))
-            now = self._read()
-            if now.get("released"):
-                return True
-            if now != last:
-                break
-        else:
-            return True
-        self._flock.release()
-        return False
+            now = self._look()
+            if self._is_free(*now):
+                return now
+            if now != seen:
+                return None
+        return seen
+
+    def _take(self, facts: dict[str, Any], claims: int) -> bool:
+        """Take the next term, unless somebody else does."""
+        begin = time.monotonic()
+        term = claims + 1
+        try:
+            os.close(os.open(self._claim(term), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        except FileExistsError:
+            return False
+        taken = False
+        try:
+            # The claim of a term that is long over can be made again; and one that was too slow counts as dead.
+            if self._read() == facts and time.monotonic() - begin <= self._expiry_s / 2:
+                self._own["term"] = term
+                self._put()
+                # One that stood still just now has overtaken a later one: which has to see that it lost, and we too.
+                taken = max(self._claims(), default=term) <= term
+            return taken
+        finally:
+            if not taken:
+                self.forget()
+            for each in [each for each in self._claims() if each < term] if taken else [term]:
+                with suppress(OSError):
+                    self._claim(each).unlink(missing_ok=True)
 
     def check(self) -> None:
         """Before each durable write.
@@ -136,6 +273,10 @@ class Lease:
         Raises:
             LeaseLostError: another process has taken over.
         """
+        now = _now()
+        beaten = now - self._beaten < self._expiry_s / 2
+        if not self._lost and beaten and now - self._checked < self._trusted_s:
+            return
         for _ in range(_READS):
             facts = self._read()
             if not facts.get("unreadable"):
@@ -144,6 +285,7 @@ class Lease:
         if self._lost or facts.get("token") != self._token:
             self._lost = self._lost or not facts.get("unreadable")
             raise LeaseLostError(f"{self._directory}: taken over by {self.holder()}, or not to be read")
+        self._checked = now
 
     def holder(self) -> str:
         """Who holds the lease, for people."""
@@ -159,12 +301,20 @@ class Lease:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        try:
-            if not self._lost and self._read().get("token") == self._token:
-                self._write({**self._facts, "released": True})
-        except OSError:
-            pass  # a full disk: the next one waits for the expiry
+        if self._descriptor is not None:
+            with suppress(OSError):  # away for a moment: the next one waits for the expiry
+                ours = self._read().get("token") == self._token
+                self._write({**self._own, "released": True})
+                if ours:
+                    self._claim(self._own["term"]).unlink(missing_ok=True)
+        self.forget()
         self._flock.release()
+
+    def forget(self) -> None:
+        """Let go of the file, as it is."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def __enter__(self) -> Lease:
         return self
@@ -176,29 +326,44 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._stop.wait(self._beat_s):
-            try:
-                facts = self._read()
-                if facts.get("unreadable"):
-                    continue
-                if facts.get("token") != self._token:
-                    self._lost = True
-                    return
+            with suppress(OSError):  # a full disk or a file server that is away: the next beat may come through
                 self._beat()
-            except OSError:
-                continue  # a full disk or a file server that is away: the next beat may come through
 
     def _beat(self) -> None:
         self._beats += 1
-        self._write({**self._facts, "beat": self._beats})
-
-    def _write(self, facts: dict[str, Any]) -> None:
-        unfinished = self._file.with_name(f"{self._file.name}.{self._token[:8]}")
+        own = {**self._own, "beat": self._beats}
         try:
-            unfinished.write_text(json.dumps(facts))
+            self._write({**(self._more() if self._more is not None else {}), **own})
+        except OSError:
+            raise
+        except Exception:  # whatever the facts are, the beat goes out
+            self._write(own)
+
+    def _put(self) -> None:
+        """Our file in the place of the last holder's."""
+        unfinished = self._file.with_name(f"{self._file.name}.{self._token[:8]}")
+        self.forget()
+        self._descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            self._length = 0
+            self._beats += 1
+            self._write({**self._own, "beat": self._beats})
             unfinished.replace(self._file)
         except OSError:
+            self.forget()
             unfinished.unlink(missing_ok=True)
             raise
+
+    def _write(self, facts: Mapping[str, Any]) -> None:
+        """One small write into our own file: if another's has taken its place, it touches nobody's."""
+        assert self._descriptor is not None
+        now = _now()
+        raw = json.dumps(facts).encode().ljust(self._length)
+        if os.pwrite(self._descriptor, raw, 0) < len(raw):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))
+        self._length = len(raw)
+        os.fsync(self._descriptor)  # to where the others look
+        self._beaten = now
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -210,13 +375,39 @@ class Lease:
         return facts if isinstance(facts, dict) else {}
 
 
+_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    """A child that outlives its parent must not hold what was the parent's."""
+    for lease in list(_leases):
+        lease.forget()
+        lease._flock.forget()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 def alive(directory: Path, name: str = "writer") -> dict[str, Any] | None:
     """The facts of a lease that was not released, or None; whether its holder lives is not said."""
+    for _ in range(3):
+        try:
+            facts = json.loads((directory / f".{name}.json").read_bytes())
+        except OSError:
+            return None
+        except ValueError:
+            time.sleep(0.01)  # in the middle of a beat
+            continue
+        return facts if isinstance(facts, dict) and not facts.get("released") else None
+    return None
+
+
+def beaten_at(directory: Path, name: str = "writer") -> float:
+    """When the holder beat last, in seconds of the file system's clock; 0 if there is no lease."""
     try:
-        facts = json.loads((directory / f".{name}.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return facts if isinstance(facts, dict) and not facts.get("released") else None
+        return (directory / f".{name}.json").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def held(directory: Path, name: str, expiry_s: float = EXPIRY_S) -> bool:
@@ -224,23 +415,54 @@ def held(directory: Path, name: str, expiry_s: float = EXPIRY_S) -> bool:
     facts = alive(directory, name)
     if facts is None:
         return False
-    if facts.get("host") == here():
-        _need_filelock(directory)
-        from filelock import FileLock, Timeout
-
-        lock = FileLock(directory / f".{name}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except (Timeout, OSError):
-            return True
-        lock.release()
-        return False
+    if _same_machine(facts):
+        taken = _Flock(directory / f".{name}.lock").taken() if facts.get("flock", True) else None
+        if taken is not None:
+            return taken
+        if _ended(facts):
+            return False
     try:
         return time.time() - (directory / f".{name}.json").stat().st_mtime < 2 * expiry_s
     except OSError:
         return False
 
 
-def _need_filelock(directory: Path) -> None:
-    """Only whoever writes or looks at a study needs it: curves are fitted without."""
-    require("filelock", str(directory))
+def _term(facts: Mapping[str, Any]) -> int:
+    term = facts.get("term")
+    return term if isinstance(term, int) and term > 0 else 0
+
+
+def _this_process() -> dict[str, Any]:
+    """What tells this process from one of the same number: on another machine, in a container, or later."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return {"boot": boot, "pids": str(Path("/proc/self/ns/pid").readlink()), "start": _stat(os.getpid())[1]}
+    except (OSError, IndexError):
+        return {}
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """State and start of a process of this machine."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+def _same_machine(facts: Mapping[str, Any]) -> bool:
+    """Whether a holder is, or was, on this machine as it runs now. Earlier versions knew machines by name alone."""
+    boot = _this_process().get("boot")
+    return facts.get("host") == here() and boot == facts.get("boot", boot)
+
+
+def _ended(facts: Mapping[str, Any]) -> bool:
+    """Whether a holder's process, on this machine, is no more. Only the same numbering of processes can tell."""
+    own, pid = _this_process(), facts.get("pid")
+    if not own or own["pids"] != facts.get("pids") or not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+        state, start = _stat(pid)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError, IndexError):
+        return False
+    return state in "ZX" or start != facts.get("start")

@@ -2,16 +2,136 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from itertools import dropwhile
 from pathlib import Path
+from typing import Any
 
-from sweeps.run.files import parse_lines
+from sweeps.errors import UserError
+from sweeps.run.files import lines_from_end, parse_line
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, JournalError, JournalView, read_journal
 
+_TAIL_BYTES = 65536
 
-def is_done(run_dir: Path, steps: int) -> bool:
-    """Whether the journal says that the run has reached its budget."""
-    view = journal_or_none(run_dir)
-    return view is not None and view.status == "finished" and max((r.step for r in view.records), default=-1) >= steps
+
+def is_done(run_dir: Path, steps: int, run: str) -> bool:
+    """Whether the journal says that the run has reached its budget, as its last lines have it.
+
+    Read from the end: a journal of a long run has many megabytes, and whoever writes on after an `end` says `resume`
+    first. A broken line makes a run that has ended no less done; `trouble` names it.
+
+    Args:
+        run_dir: of the run.
+        steps: its budget.
+        run: its identity, which the journal's header must have: a folder may hold another's.
+    """
+    if _header(run_dir).get("run") != run:
+        return False
+    finished, void_after, broken, end = False, float("inf"), False, -1
+    for entry in _from_end(run_dir):
+        kind = None if entry is None else entry.get("kind")
+        if not finished and (entry is None or kind in ("train", "eval")):
+            return False  # damaged, or it goes on
+        if entry is None:
+            broken = True
+        elif kind == "end" and not finished:
+            if entry.get("status") != "finished":
+                return False
+            finished, end = True, entry.get("step", -1)
+        elif kind in ("resume", "train", "eval"):
+            try:
+                step = int(entry["step"])
+            except (ValueError, KeyError, TypeError, OverflowError):
+                return False
+            if kind == "resume":
+                if not finished:
+                    return False
+                void_after = min(void_after, step)
+            elif step <= void_after:
+                # Those before it have no larger one; only the broken line may have had.
+                return (max(step, end) if broken and isinstance(end, int) else step) >= steps
+    return False
+
+
+def trouble(run_dir: Path, run: str) -> str | None:
+    """What is wrong with the journal in a member's directory, in one line; None if it is fine or not there yet."""
+    try:
+        read_journal(run_dir)
+        return _foreign(run_dir, run)
+    except JournalError as error:
+        return str(error) if _has_begun(run_dir) else None
+
+
+def looks_whole(run_dir: Path) -> bool:
+    """Whether all lines of a journal begin and end as records do: not a reading, and a thousand times as fast."""
+    try:
+        raw = (run_dir / JOURNAL_FILE).read_bytes()
+    except OSError:
+        return True
+    begins = raw.count(b'\n{"kind":') + raw.startswith(b'{"kind":')
+    return raw.count(b"\n") == raw.count(b"}\n") and begins - raw.count(b"\n") in (0, 1)
+
+
+def check_own(run_dir: Path, run: str) -> None:
+    """A journal in a member's directory is the member's own.
+
+    Raises:
+        UserError: it is another run's, or has lost the line that says whose: it must be neither taken for this one's
+            nor written over.
+    """
+    if _has_begun(run_dir) and (foreign := _foreign(run_dir, run)) is not None:
+        raise UserError(foreign)
+
+
+def _has_begun(run_dir: Path) -> bool:
+    """Whether there is a whole line, be it a broken one with others behind it."""
+    try:
+        with (run_dir / JOURNAL_FILE).open("rb") as handle:
+            first, second = handle.readline(), handle.readline()
+    except OSError:
+        return False
+    return parse_line(first) is not None or bool(second)
+
+
+def _foreign(run_dir: Path, run: str) -> str | None:
+    header, path = _header(run_dir), run_dir / JOURNAL_FILE
+    theirs = header.get("run")
+    if theirs == run:
+        return None
+    if theirs is None:
+        return f"{path}, line 1: no header that says whose journal it is; restore the line, or move the file away"
+    return f"{path}: the journal of another run, {theirs}, in the folder of {run}; move it away, and try again"
+
+
+def how_it_failed(run_dir: Path) -> str | None:
+    """The reason that the journal gives for the run's failure; None if it has not failed, or gives none."""
+    for entry in _from_end(run_dir):
+        if entry is None or entry.get("kind") in ("train", "eval", "resume"):
+            return None
+        if entry.get("kind") == "end":
+            reason = entry.get("reason")
+            return str(reason) if entry.get("status") == "failed" and reason else None
+    return None
+
+
+def _header(run_dir: Path) -> Mapping[str, Any]:
+    """The journal's first line; empty if there is none, or it is damaged."""
+    try:
+        with (run_dir / JOURNAL_FILE).open("rb") as handle:
+            first = parse_line(handle.readline())
+    except OSError:
+        return {}
+    return first if first is not None and first.get("kind") == "run" else {}
+
+
+def _from_end(run_dir: Path, most_bytes: int | None = None) -> Iterator[Mapping[str, Any] | None]:
+    """A journal's entries, the newest first, None for a damaged line. What was cut off at its end is passed over."""
+    try:
+        with (run_dir / JOURNAL_FILE).open("rb") as handle:
+            entries = (parse_line(line) for line in lines_from_end(handle, most_bytes))
+            yield from dropwhile(lambda entry: entry is None, entries)
+    except OSError:
+        return
 
 
 def journal_or_none(run_dir: Path) -> JournalView | None:
@@ -37,32 +157,29 @@ def why_failed(run_dir: Path, fallback: str, earlier: tuple[int, int] = (0, 0)) 
         fallback: how its process ended.
         earlier: what was `written` before it started: the reason of an earlier attempt is not this one's.
     """
-    view = journal_or_none(run_dir)
     spoke = written(run_dir)[0] != earlier[0]
-    if spoke and view is not None and view.status == "failed" and view.reason:
-        return view.reason
+    if spoke and (said := how_it_failed(run_dir)):
+        return said
+    log = ""
     try:
-        log = (run_dir / LOG_FILE).read_bytes()[earlier[1] :].decode(errors="replace")
+        with (run_dir / LOG_FILE).open("rb") as handle:
+            handle.seek(max(earlier[1], handle.seek(0, 2) - _TAIL_BYTES))
+            log = handle.read().decode(errors="replace")
     except OSError:
-        log = ""
+        pass
     lines = [line for line in log.splitlines() if line.strip()]
     if lines and not fallback.startswith("killed"):
         return lines[-1].strip()[:500]
     return fallback
 
 
-def last_metrics(run_dir: Path, tail_bytes: int = 65536) -> dict[str, float]:
+def last_metrics(run_dir: Path, tail_bytes: int = _TAIL_BYTES) -> dict[str, float]:
     """The newest step and the newest evaluation, from the end of the journal (never the whole file)."""
     found: dict[str, float] = {}
-    try:
-        with (run_dir / JOURNAL_FILE).open("rb") as handle:
-            handle.seek(0, 2)
-            handle.seek(max(0, handle.tell() - tail_bytes))
-            entries = parse_lines(handle.read())
-    except OSError:
-        return found
-    for entry in entries:
-        if entry.get("kind") in ("train", "eval"):
-            found["step"] = float(entry["step"])
-            found |= {key: value for key, value in entry["metrics"].items() if key.startswith("eval/")}
+    for entry in _from_end(run_dir, tail_bytes):
+        if entry is None or entry.get("kind") not in ("train", "eval"):
+            continue
+        found.setdefault("step", float(entry["step"]))
+        if entry["kind"] == "eval":
+            return found | {key: value for key, value in entry["metrics"].items() if key.startswith("eval/")}
     return found

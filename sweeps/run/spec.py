@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,14 @@ _OTHER_FORM = (
     "{}: written by another version, whose runs had other identities; its journals still fit, rank and publish, but to "
     "go on, launch the study into a folder of its own (study=NAME)"
 )
+
+# A specification begins with its form, if it has one.
+_FORM_FIRST = re.compile(rb'\{\s*"form":\s*(\d+),')
+
+# Its budget as it is written there: one space deep, a field of the specification itself. A string has no line break.
+_STEPS = re.compile(r'^ "steps": (\d+),$', re.MULTILINE)
+
+_CURVE = re.compile(r'^ "curve": "([^"\\]*)",$', re.MULTILINE)
 
 # Top-level keys of the configuration that say how, where or how long, not what.
 OPERATIONAL_KEYS = frozenset(
@@ -81,14 +92,34 @@ class RunSpec:
             "settings": dict(self.settings),
         }
 
-    def write(self, run_dir: Path) -> None:
-        """Freeze the spec in the run's directory, atomically; in order, for the first held-out set is the default."""
+    def write(self, run_dir: Path, texts: Texts | None = None) -> bytes | None:
+        """Freeze the spec in the run's directory, atomically; in order, for the first held-out set is the default.
+
+        Args:
+            run_dir: created if missing.
+            texts: shared between the specs of a study, so that the parts that they have in common are written out once.
+
+        Returns:
+            What it has replaced; None if nothing was there, or the same.
+        """
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(run_dir / SPEC_FILE, json.dumps({"form": FORM, **self.__dict__}, indent=1))
+        text = (texts or Texts()).of({"form": FORM, **self.__dict__}, ("config", "reference"))
+        there = None
+        with suppress(OSError):
+            there = (run_dir / SPEC_FILE).read_bytes()
+        if there == text.encode():
+            return None
+        write_atomically(run_dir / SPEC_FILE, text)
+        return there
 
     @classmethod
-    def read(cls, run_dir: Path) -> RunSpec:
+    def read(cls, run_dir: Path, known: dict[str, Any] | None = None) -> RunSpec:
         """The spec frozen in a run's directory.
+
+        Args:
+            run_dir: of the run.
+            known: given to each reading of a study's specs, so that the parts that they have in common are kept once:
+                ten thousand specs are gigabytes otherwise.
 
         Raises:
             UserError: there is none, it cannot be read, or it is of another form.
@@ -98,9 +129,44 @@ class RunSpec:
             if values.pop("form", 1) != FORM:
                 raise UserError(_OTHER_FORM.format(run_dir / SPEC_FILE))
             overrides = tuple(values.get("overrides", ()))
+            if known is not None:
+                for key in ("config", "reference"):
+                    values[key] = {sys.intern(name): _once(part, known) for name, part in values[key].items()}
+                overrides = _once(overrides, known)
             return cls(**{**values, "folders": tuple(values["folders"]), "overrides": overrides})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{run_dir / SPEC_FILE}: not a run's frozen specification ({error})") from error
+
+
+class Texts:
+    """JSON of many values that share parts, each of which is written out once; as `json.dumps(..., indent=1)`."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, str]] = {}  # with the part itself: its number is nobody else's meanwhile
+
+    def of(self, values: Mapping[str, Any], shared: Sequence[str]) -> str:
+        """One object; the parts of its fields `shared` are those that others may have too."""
+        lines = []
+        for key, value in values.items():
+            if key in shared and value and all(isinstance(name, str) for name in value):
+                inside = ",".join(f"\n  {json.dumps(name)}: {self._text(part, 2)}" for name, part in value.items())
+                text = f"{{{inside}\n }}"
+            else:
+                text = json.dumps(value, indent=1).replace("\n", "\n ")  # a line break in a string is written \\n
+            lines.append(f"\n {json.dumps(key)}: {text}")
+        return f"{{{','.join(lines)}\n}}"
+
+    def _text(self, part: Any, depth: int) -> str:
+        if part is None or isinstance(part, str | int | float):
+            return json.dumps(part)
+        if id(part) not in self._known:
+            self._known[id(part)] = part, json.dumps(part, indent=1).replace("\n", "\n" + " " * depth)
+        return self._known[id(part)][1]
+
+
+def _once(part: Any, known: dict[str, Any]) -> Any:
+    """A part as it was met first."""
+    return known.setdefault(repr(part), part)
 
 
 def run_folder(name: str) -> Path:
@@ -123,7 +189,9 @@ def check_form(run_dirs: Iterable[Path]) -> None:
     """
     for run_dir in run_dirs:
         try:
-            form = json.loads((run_dir / SPEC_FILE).read_text()).get("form", 1)
+            with (run_dir / SPEC_FILE).open("rb") as handle:
+                first = _FORM_FIRST.match(handle.read(64))
+            form = int(first[1]) if first else json.loads((run_dir / SPEC_FILE).read_text()).get("form", 1)
         except (OSError, ValueError, AttributeError):
             continue  # nothing frozen, or nothing that can be read: another matter
         if form != FORM:
@@ -133,7 +201,19 @@ def check_form(run_dirs: Iterable[Path]) -> None:
 def budget_of(run_dir: Path) -> int | None:
     """The budget in optimizer steps, of a frozen specification of any form; None if there is none."""
     try:
-        return int(json.loads((run_dir / SPEC_FILE).read_text())["steps"])
+        text = (run_dir / SPEC_FILE).read_text()
+        told = _STEPS.search(text)
+        return int(told[1]) if told else int(json.loads(text)["steps"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def curve_of(run_dir: Path) -> str | None:
+    """The identity of the curve, of a frozen specification of any form; None if there is none."""
+    try:
+        text = (run_dir / SPEC_FILE).read_text()
+        told = _CURVE.search(text)
+        return told[1] if told else str(json.loads(text)["curve"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -147,6 +227,17 @@ def changed_keys(what: Mapping[str, Any], base: Mapping[str, Any]) -> tuple[str,
     """The top-level keys in which two configurations, or their identities, differ, sorted."""
     differing = {key for key in what.keys() & base.keys() if what[key] != base[key]}
     return tuple(sorted(differing | (what.keys() ^ base.keys())))
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a configuration by dotted key; lists are values."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            found |= leaves(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
 
 
 def digest(value: Any) -> str:
@@ -172,6 +263,7 @@ def make_spec(
     departures: Mapping[str, str] | None = None,
     settings: Mapping[str, str] | None = None,
     folders: Sequence[str] = (),
+    clean: dict[tuple[str, int], Any] | None = None,
 ) -> RunSpec:
     """Identify a resolved configuration.
 
@@ -183,6 +275,7 @@ def make_spec(
         identity: what of the configuration decides what the run learns, in a form that lasts, without its seed; if
             not given, all that is not operational, as it stands.
         departures, settings, folders: see `RunSpec`.
+        clean: given for each of many configurations that share parts, so that each part is searched for secrets once.
 
     Raises:
         UserError: the configuration holds a secret.
@@ -190,7 +283,15 @@ def make_spec(
     what = science(config)
     lasting = what if identity is None else identity
     seed = int(config["seed"])
-    secret = _secret(what, redact_config(what))
+    clean = {} if clean is None else clean
+    for key, part in what.items():
+        if (key, id(part)) in clean:
+            continue
+        if secret := _secret({key: part}, {key: redact_config(part, key)}):
+            break
+        clean[key, id(part)] = part  # and so kept: its number is nobody else's meanwhile
+    else:
+        secret = None
     if secret:
         raise UserError(
             f"{secret}: holds what looks like a secret, and the configuration is written down in many places; pass it "

@@ -5,11 +5,22 @@ from __future__ import annotations
 import errno
 import math
 import os
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sweeps.run.files import append_lines, parse_lines, read_json, whole_lines, write_atomically, write_json
+from sweeps.run.files import (
+    append_lines,
+    lines_from_end,
+    parse_lines,
+    read_json,
+    whole_lines,
+    write_atomically,
+    write_json,
+)
 
 
 def test_lines_come_back_in_order_whoever_wrote_them(tmp_path: Path) -> None:
@@ -64,6 +75,32 @@ def test_whole_lines_end_with_the_last_sound_one() -> None:
     for rest in (b"", b'{"n"', b"\0\0\0\n", b'"text"\n[1]\n{"n":'):
         lines, length = whole_lines(good + rest)
         assert lines == good.split(b"\n")[:-1] and length == len(good)
+
+
+@given(st.lists(st.sampled_from([b"\n", b"a", b"bcd", b"\n\n"])).map(b"".join), st.integers(1, 9))
+def test_lines_from_the_end_are_the_whole_ones_backwards(content: bytes, block: int) -> None:
+    lines = content.split(b"\n")[:-1]
+    assert list(lines_from_end(BytesIO(content), block_bytes=block)) == lines[::-1]
+    begins = [sum(len(line) + 1 for line in lines[:number]) for number in range(len(lines))]
+    for most in range(len(content) + 2):
+        first = len(content) - most
+        seen = [line for begin, line in zip(begins, lines, strict=True) if begin > first or first <= 0]
+        assert list(lines_from_end(BytesIO(content), most, block)) == seen[::-1]
+
+
+def test_of_a_long_file_only_its_end_is_read() -> None:
+    class Counting(BytesIO):
+        taken = 0
+
+        def read(self, size: int | None = -1) -> bytes:
+            content = super().read(size)
+            self.taken += len(content)
+            return content
+
+    handle = Counting(b"a line\n" * 100_000)
+    found = lines_from_end(handle)
+    assert [next(found) for _ in range(2000)] == [b"a line"] * 2000
+    assert handle.taken < 50_000
 
 
 def test_json_is_replaced_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:

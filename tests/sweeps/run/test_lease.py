@@ -6,6 +6,8 @@ beats for it.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -14,10 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError, alive, held
+from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError, alive, held, here
 
 BEAT_S = 0.05
 EXPIRY_S = 0.6
@@ -393,6 +396,11 @@ def test_no_file_is_left_half_written(tmp_path: Path) -> None:
         begin = time.monotonic()
         while time.monotonic() - begin < 5 * BEAT_S:
             assert json.loads(file_of(tmp_path).read_text())["token"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            ".writer.json",
+            ".writer.json.term1",
+            ".writer.lock",
+        ]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".writer.json", ".writer.lock"]
 
 
@@ -423,3 +431,187 @@ def test_a_lease_that_could_not_be_written_down_is_not_held(tmp_path: Path) -> N
     mine = lease(tmp_path)
     mine.acquire()
     mine.release()
+
+
+# --- how it is kept ------------------------------------------------------------------------------------------
+
+
+def test_a_check_of_every_step_reads_the_file_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = 0
+    real = Lease._read
+
+    def read(self: Lease) -> dict[str, Any]:
+        nonlocal reads
+        reads += 1
+        return real(self)
+
+    with Lease(tmp_path, beat_s=15.0, expiry_s=90.0, trusted_s=1.0) as mine:
+        mine.acquire()
+        monkeypatch.setattr(Lease, "_read", read)
+        for _ in range(1000):
+            mine.check()
+        assert reads == 1
+        mine._checked -= 1.5  # as if that had been a second and a half ago
+        mine.check()
+        assert reads == 2
+        mine._checked, mine._beaten = mine._checked, mine._beaten - 60  # its beats do not come through
+        mine.check()
+        assert reads == 3
+        monkeypatch.undo()
+
+
+def test_a_beat_replaces_no_file(tmp_path: Path) -> None:
+    """Hundreds of holders: each beat is one write, no new name in a directory."""
+    with lease(tmp_path) as mine:
+        mine.acquire()
+        number, text = file_of(tmp_path).stat().st_ino, file_of(tmp_path).read_text()
+        until(lambda: file_of(tmp_path).read_text() != text)
+        assert file_of(tmp_path).stat().st_ino == number
+
+
+def test_facts_come_with_each_beat_and_never_stop_it(tmp_path: Path) -> None:
+    told: list[Any] = [{"doing": "x" * 2000, "pid": "not to be lied about"}, {"doing": {1, 2}}, OSError("no"), {}]
+
+    def facts() -> dict[str, Any]:
+        said = told.pop(0) if told else {"doing": "last"}
+        if isinstance(said, Exception):
+            raise said
+        assert isinstance(said, dict)
+        return said
+
+    seen: list[dict[str, Any]] = []
+
+    def look() -> bool:
+        found = alive(tmp_path)
+        assert found is not None
+        seen.append(found)
+        return found.get("doing") == "last" and found["beat"] > 6
+
+    with Lease(tmp_path, beat_s=BEAT_S, expiry_s=EXPIRY_S, facts=facts) as mine:
+        mine.acquire()
+        until(look)
+    assert {len(found.get("doing", "")) for found in seen} >= {0, 4}
+    assert {found["pid"] for found in seen} == {os.getpid()}
+    beats = [found["beat"] for found in seen]
+    assert beats == sorted(beats) and len(set(beats)) >= 4, "a beat was left out"
+
+
+def test_a_file_of_the_version_before_is_understood(tmp_path: Path) -> None:
+    """It locked with `filelock`, which is flock as well, and had neither terms nor more than a host's name."""
+    old = json.dumps({"host": here(), "pid": 1, "token": "old", "beat": 3})
+    write(tmp_path, old)
+    lock = os.open(tmp_path / ".writer.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert held(tmp_path, "writer")
+    with pytest.raises(LeaseHeldError, match="process 1 on"):
+        lease(tmp_path).acquire()
+    os.close(lock)
+    assert not held(tmp_path, "writer")
+    begin = time.monotonic()
+    with lease(tmp_path) as mine:
+        mine.acquire()
+        mine.check()
+    assert time.monotonic() - begin < EXPIRY_S, "on one machine its lock was proof"
+
+
+def test_a_child_that_outlives_its_parent_holds_nothing(tmp_path: Path) -> None:
+    def work() -> None:
+        lease(tmp_path).acquire()
+        if os.fork() == 0:
+            (tmp_path / "child").write_text(str(os.getpid()))
+            time.sleep(10 * PATIENCE_S)
+            os._exit(0)
+        time.sleep(PATIENCE_S)
+
+    child = tmp_path / "child"
+    with process(work) as pid:
+        until(lambda: child.exists() and bool(child.read_text()))
+        os.kill(pid, signal.SIGKILL)
+        try:
+            until(lambda: not held(tmp_path, "writer"))
+            begin = time.monotonic()
+            with lease(tmp_path) as mine:
+                mine.acquire()
+            assert time.monotonic() - begin < EXPIRY_S
+        finally:
+            os.kill(int(child.read_text()), signal.SIGKILL)
+
+
+# --- where the file system has no locks ----------------------------------------------------------------------
+
+
+@pytest.fixture(params=["ENOSYS", "EOPNOTSUPP", "ENOLCK", "EINVAL"])
+def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = getattr(errno, request.param)
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("sweeps.run.lease.fcntl.flock", flock)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_a_holder_keeps_it_and_who_is_killed_is_followed_at_once(tmp_path: Path) -> None:
+    with process(holds(tmp_path)) as pid:
+        until((tmp_path / "held").exists)
+        assert held(tmp_path, "writer", EXPIRY_S)
+        with pytest.raises(LeaseHeldError, match=rf"job 41, process {pid} on .* is at work here"):
+            lease(tmp_path).acquire(wait_s=2 * EXPIRY_S)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not held(tmp_path, "writer", PATIENCE_S))
+        begin = time.monotonic()
+        with lease(tmp_path) as mine:
+            mine.acquire()
+            mine.check()
+        assert time.monotonic() - begin < EXPIRY_S, "its process is gone: nothing to wait for"
+
+
+@pytest.mark.usefixtures("no_locks")
+@pytest.mark.parametrize(
+    "other",
+    [{"pids": "pid:[7]"}, {"boot": "another"}, {"host": "another-machine"}],
+    ids=["in a container", "before a restart", "another machine"],
+)
+def test_without_locks_the_number_of_a_process_elsewhere_proves_nothing(tmp_path: Path, other: dict[str, str]) -> None:
+    with lease(tmp_path) as gone:
+        gone.acquire()
+        facts = json.loads(file_of(tmp_path).read_text())
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    write(tmp_path, json.dumps({**facts, **other, "pid": pid}))
+    begin = time.monotonic()
+    with lease(tmp_path) as mine:
+        mine.acquire()
+        assert time.monotonic() - begin >= EXPIRY_S
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_one_that_stands_still_is_followed_after_its_time_and_is_told(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+
+    def work() -> None:
+        mine = lease(tmp_path)
+        mine.acquire()
+        (tmp_path / "held").touch()
+        until((tmp_path / "go").exists)
+        try:
+            mine.check()
+        except LeaseLostError:
+            told.touch()
+
+    with process(work) as pid:
+        until((tmp_path / "held").exists)
+        os.kill(pid, signal.SIGSTOP)
+        with lease(tmp_path) as mine:
+            mine.acquire(wait_s=PATIENCE_S)
+            (tmp_path / "go").touch()
+            os.kill(pid, signal.SIGCONT)
+            until(told.exists)
+            mine.check()
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_many_contenders_never_hold_it_together(tmp_path: Path) -> None:
+    test_many_contenders_never_hold_it_together(tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sweeps.errors import UserError
@@ -19,6 +19,7 @@ from sweeps.run.spec import (
     OPERATIONAL_KEYS,
     SPEC_FILE,
     RunSpec,
+    Texts,
     budget_of,
     changed_keys,
     check_distinct,
@@ -201,6 +202,57 @@ def test_a_spec_that_was_read_has_its_old_identity(tmp_path: Path) -> None:
     read = RunSpec.read(tmp_path)
     again = make_spec(read.config, read.reference, read.recipe, read.baseline)
     assert (again.run, again.curve) == (read.run, read.curve) == (spec().run, spec().curve)
+
+
+texts = st.text(st.sampled_from('ab \n"\\é{}:,'), max_size=5)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(texts, values, max_size=4), st.dictionaries(texts, values, max_size=4), values)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_what_is_written_out_once_reads_as_what_is_written_whole(
+    one: dict[str, Any], two: dict[str, Any], other: Any
+) -> None:
+    written = Texts()
+    for config in (one, two, {**one, "seed": 1}, one | two):
+        given = {"form": 2, "config": config, "settings": two, "reference": one, "other": other, "steps": 7}
+        assert written.of(given, ("config", "reference")) == json.dumps(given, indent=1)
+
+
+def test_specs_that_are_read_together_keep_what_they_share_once(tmp_path: Path) -> None:
+    for seed in range(3):
+        spec({**CONFIG, "seed": seed}).write(tmp_path / str(seed))
+    known: dict[str, Any] = {}
+    found = [RunSpec.read(tmp_path / str(seed), known) for seed in range(3)]
+    assert found == [RunSpec.read(tmp_path / str(seed)) for seed in range(3)]
+    assert len({id(each.config["loss"]) for each in found} | {id(each.reference["loss"]) for each in found}) == 1
+    assert [each.config["seed"] for each in found] == [0, 1, 2]
+    # 1 and 1.0 and True are equal and not the same.
+    for number, value in enumerate((1, 1.0, True)):
+        spec({**CONFIG, "loss": {"x": value}}).write(tmp_path / str(number))
+        assert repr(RunSpec.read(tmp_path / str(number), known).config["loss"]) == repr({"x": value})
+
+
+def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
+    spec().write(tmp_path)
+    before = (tmp_path / SPEC_FILE).stat()
+    spec().write(tmp_path)
+    assert (tmp_path / SPEC_FILE).stat().st_ino == before.st_ino
+    spec(changed(("budget", "steps"), 1000)).write(tmp_path)
+    assert (tmp_path / SPEC_FILE).stat().st_ino != before.st_ino
+
+
+def test_the_budget_is_the_specs_own_and_not_one_inside(tmp_path: Path) -> None:
+    inside = {**CONFIG, "loss": {"steps": 5}, "note": '\n "steps": 6,\n'}
+    for written in (spec(), spec(inside, reference={**CONFIG, "budget": {"steps": 9}})):
+        written.write(tmp_path)
+        assert budget_of(tmp_path) == 240
+        (tmp_path / SPEC_FILE).write_text(json.dumps(json.loads((tmp_path / SPEC_FILE).read_text())))
+        assert budget_of(tmp_path) == 240
 
 
 def test_writing_again_replaces_and_leaves_nothing_beside_it(tmp_path: Path) -> None:

@@ -1,0 +1,150 @@
+"""Signs of life of the run in this process, and the end of one that gives none.
+
+A process that hangs (a collective whose peer is gone, a file server that never answers, a deadlock) holds its GPUs
+until the job's time limit. Whatever a run does, it notes: a decoded token, a micro-batch, a line of the journal. If
+nothing is noted for much longer than ever before, the process says so, writes every thread's stack into its log and
+ends; whoever started it goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from sweeps.errors import UserError
+
+# The exit code of a process that has ended itself for want of a sign of life.
+HUNG_CODE = 86
+# Python's own stream may have been replaced or buffered; a member's log is here.
+_STDERR = 2
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a run may give no sign of life.
+
+    Attributes:
+        factor: times the longest pause between two signs so far; None waits for ever.
+        at_least_s: and so many seconds at any rate: the first step loads, compiles and fills caches.
+    """
+
+    factor: float | None = 10.0
+    at_least_s: float = 1800.0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Patience:
+        """From a configuration's `launch.hang_factor` and `launch.hang_min_s`; the defaults where it has none.
+
+        Raises:
+            UserError: a value that is no number above its bound.
+        """
+        launch = config.get("launch") or {}
+        factor, at_least_s = launch.get("hang_factor", cls.factor), launch.get("hang_min_s", cls.at_least_s)
+        for name, value, least in (("hang_factor", factor, 1), ("hang_min_s", at_least_s, 0)):
+            if name == "hang_factor" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > least:
+                also = ", or null to wait for ever" if name == "hang_factor" else ""
+                raise UserError(f"launch.{name}: {value!r} must be a number above {least}{also}")
+        return cls(factor, at_least_s)
+
+    def limit_s(self, longest_s: float) -> float | None:
+        """The longest silence allowed, after pauses of up to `longest_s`."""
+        return None if self.factor is None else max(self.at_least_s, self.factor * longest_s)
+
+
+class Activity:
+    """What was noted last, and the longest pause so far. One for each process: `activity` below.
+
+    `last_word` is called with the reason before a process that hangs ends itself: whoever keeps a record of the
+    attempt sets it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._doing = "starting"
+        self._last = clock()
+        self.longest_s = 0.0
+        self.last_word: Callable[[str], None] = lambda reason: None
+
+    def note(self, doing: str) -> None:
+        """A sign of life. Cheap enough for every token."""
+        now = self._clock()
+        # Also where several threads note at once: a pause is at most taken for a shorter one.
+        self.longest_s = max(self.longest_s, now - self._last)
+        self._doing, self._last = doing, now
+
+    def begin(self) -> None:
+        """A run begins in this process: what was noted before is none of its own."""
+        self.longest_s = 0.0
+        self._doing, self._last = "starting", self._clock()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last sign."""
+        return self._clock() - self._last
+
+    def facts(self) -> dict[str, Any]:
+        """For whoever looks from outside."""
+        return {"doing": self._doing, "idle_s": round(self.idle_s, 1)}
+
+    def hung(self, patience: Patience) -> str | None:
+        """Why the run counts as hung, or None."""
+        limit_s = patience.limit_s(self.longest_s)
+        if limit_s is None or self.idle_s <= limit_s:
+            return None
+        return (
+            f"no sign of life for {self.idle_s:.0f} s (the last: {self._doing}; the longest pause before: "
+            f"{self.longest_s:.1f} s); the stack of every thread is in the log"
+        )
+
+    @contextmanager
+    def watched(self, patience: Patience, leave: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """While inside, a run that hangs ends this process with `HUNG_CODE`; `leave` is called before."""
+        if patience.factor is None:
+            yield
+            return
+        self.begin()
+        done = threading.Event()
+        every_s = max(0.05, min(10.0, patience.at_least_s / 20))
+
+        def watch() -> None:
+            while not done.wait(every_s):
+                reason = self.hung(patience)
+                if reason is not None:
+                    self._end(reason, leave)
+                limit_s = patience.limit_s(self.longest_s)
+                assert limit_s is not None
+                # A call that never gives Python's lock back stops this thread as well; this one needs no lock.
+                faulthandler.dump_traceback_later(2 * limit_s + every_s, exit=True, file=_STDERR)
+
+        thread = threading.Thread(target=watch, daemon=True, name="signs of life")
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            faulthandler.cancel_dump_traceback_later()
+
+    def _end(self, reason: str, leave: Callable[[], None]) -> None:
+        with suppress(Exception):  # the stack is worth more than a word about it
+            sys.stdout.flush()
+            faulthandler.dump_traceback(_STDERR, all_threads=True)
+        with suppress(Exception):
+            self.last_word(reason)
+        with suppress(Exception):
+            leave()
+        with suppress(Exception):
+            os.write(_STDERR, f"scalerl: {reason}\n".encode())
+        os._exit(HUNG_CODE)
+
+
+activity = Activity()

@@ -1,0 +1,205 @@
+"""With which code a run was made, so that one that goes on with other code says so.
+
+A journal's header and each of its `resume` records hold these facts under "code":
+
+    {"commit": "1f0c...", "diff": "9ac1..." | null, "files": "77ab...",
+     "folders": {"/shared/mine": "01de..."}, "versions": {"python": "3.11.2", "torch": "2.13.0", ...}}
+
+`files` decides whether the code is the same: the digest of every Python file of the packages as they lie there, tracked
+or not, in a checkout or installed. `commit` and `diff` (of those packages; null without changes) name it where there is
+a checkout. `folders` are the user's own folders and files that a configuration names; of these, too, Python files
+only: configuration is frozen with the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("lightning_scalerl", "sweeps", "hydra_plugins")
+# What decides results besides our own code.
+PACKAGES = ("torch", "lightning", "transformers", "numpy", "vllm")
+ABSENT = "not installed"
+# Of one of the user's folders; a home directory is no folder of choices.
+MOST_FILES = 2000
+TOO_MANY = f"more than {MOST_FILES} Python files: not looked at"
+_LIBRARIES = ("__pycache__", "node_modules", "site-packages")
+_NAMED_FILE = re.compile(r"(.+\.py)(?::[\w.]+)?")
+
+
+def own_files(root: Path | None = None) -> str:
+    """Digest of our packages' Python files as they lie on the disk."""
+    root = root or ROOT
+    return _digest(root, [root / package for package in OURS])
+
+
+def code_facts(
+    named: Iterable[str | Path] = (), imported: str | None = None, root: Path | None = None
+) -> dict[str, Any]:
+    """The facts as they are now. Takes some tens of milliseconds.
+
+    Args:
+        named: the user's own folders, and files of theirs that the configuration names.
+        imported: digest of `own_files` when this process imported them. If they have changed since, what it runs is
+            still that, and no commit is known to be it.
+        root: where our packages lie; this very code's place if not given.
+    """
+    root = root or ROOT
+    files = own_files(root)
+    here = checkout(root, OURS) if imported in (None, files) else None
+    return {
+        "commit": None if here is None else here.commit,
+        "diff": None if here is None or not here.diff else _short(here.diff.encode()),
+        "files": imported or files,
+        "folders": {str(path): _digest(Path(path), [Path(path)]) for path in named},
+        "versions": versions(PACKAGES),
+    }
+
+
+def code_changes(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """In what two runs' facts differ, in words; nothing where one of them is not known.
+
+    Another commit with the same files is the same code.
+    """
+    if not isinstance(before, Mapping) or not isinstance(after, Mapping):
+        return ()
+    changes = []
+    if before.get("files") != after.get("files"):
+        for key, name in (("commit", "commit"), ("diff", "uncommitted changes")):
+            one, other = before.get(key), after.get(key)
+            if one != other:
+                changes.append(f"{name} {_brief(one)} -> {_brief(other)}")
+        if not changes:
+            changes.append(f"files of the package {_brief(before.get('files'))} -> {_brief(after.get('files'))}")
+    old, new = _mapping(before.get("folders")), _mapping(after.get("folders"))
+    # By content: a folder under another path on this node is the same folder.
+    for path in sorted(path for path in new if new[path] not in old.values()):
+        changes.append(f"{path} {_brief(old.get(path))} -> {_brief(new[path])}")
+    for path in sorted(path for path in old if path not in new and old[path] not in new.values()):
+        changes.append(f"{path} {_brief(old[path])} -> none")
+    old, new = _mapping(before.get("versions")), _mapping(after.get("versions"))
+    changes += [f"{name} {old[name]} -> {new[name]}" for name in old if name in new and old[name] != new[name]]
+    return tuple(changes)
+
+
+def said(changes: Sequence[str]) -> str:
+    """Changes as one line shows them."""
+    shown = [str(change) for change in changes[:6]]
+    return ", ".join([*shown, *([f"and {len(changes) - 6} more"] if len(changes) > 6 else [])])
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Of Python and of packages, which are not imported for it."""
+    from importlib.metadata import PackageNotFoundError, version  # slow for those who ask for no versions
+
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = ABSENT
+    return found
+
+
+def files_named(config: Any) -> list[str]:
+    """The Python files that a configuration names, as `folder/rewards.py` or `folder/rewards.py:function`."""
+    if isinstance(config, Mapping):
+        return sorted({name for value in config.values() for name in files_named(value)})
+    if isinstance(config, list | tuple):
+        return sorted({name for value in config for name in files_named(value)})
+    match = _NAMED_FILE.fullmatch(config) if isinstance(config, str) and len(config) < 4096 else None
+    return [match[1]] if match and Path(match[1]).is_file() else []
+
+
+# --- git --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A commit, and what the working tree has beyond it."""
+
+    commit: str
+    diff: str
+
+
+def checkout(root: Path | None = None, only: Sequence[str] = ()) -> Checkout | None:
+    """The checkout that our code lies in; None if it lies in none (installed by pip), or git does not answer.
+
+    Args:
+        root: where our packages lie.
+        only: folders in there whose changes count; all of the working tree if not given.
+    """
+    root = root or ROOT
+    # Somebody else's repository may lie around an environment that we are installed in.
+    if git(root, "ls-files", "--error-unmatch", "--", "sweeps") is None:
+        return None
+    commit = git(root, "rev-parse", "HEAD")
+    there = [package for package in only if (root / package).exists()]
+    diff = git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", *(["--", *there] if there else []))
+    return None if commit is None or diff is None else Checkout(commit.strip(), diff)
+
+
+def git(root: Path, *arguments: str) -> str | None:
+    """What git prints; None if it fails or is not there."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, errors="replace", timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def _digest(root: Path, places: Iterable[Path]) -> str:
+    """Of the Python files below some places: their names from `root` on, and what is in them."""
+    whole = hashlib.sha256()
+    count = 0
+    for place in places:
+        for path in _python_files(place):
+            count += 1
+            if count > MOST_FILES:
+                return TOO_MANY
+            try:
+                content = hashlib.sha256(path.read_bytes()).hexdigest()
+            except OSError:
+                content = "unreadable"
+            whole.update(f"{path.relative_to(root)} {content}\n".encode(errors="surrogateescape"))
+    return whole.hexdigest()[:12]
+
+
+def _python_files(place: Path) -> Iterator[Path]:
+    """Below a folder, in order; of a file itself. Environments and hidden folders are somebody else's."""
+    if place.is_file():
+        yield place
+        return
+    for folder, inner, names in os.walk(place):
+        inner[:] = sorted(
+            name
+            for name in inner
+            if not name.startswith(".") and name not in _LIBRARIES and not (Path(folder) / name / "pyvenv.cfg").exists()
+        )
+        yield from (Path(folder) / name for name in sorted(names) if name.endswith(".py"))
+
+
+def _short(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()[:12]
+
+
+def _brief(value: Any) -> str:
+    """A commit or digest for people; the names of long folders and what git says stay out of it."""
+    return "none" if value is None else str(value)[:12] if value != TOO_MANY else "not looked at"
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}

@@ -1,0 +1,133 @@
+"""A journal that is read again and again while it grows: each time only what was appended since."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from io import FileIO
+from pathlib import Path
+
+from sweeps.run.files import parse_line
+from sweeps.run.journal import JOURNAL_FILE, JournalError, JournalView, Reading
+
+# How a record begins, as `Journal` writes it.
+_RECORD = re.compile(rb'\{"kind":"(train|eval)","time":[-+.\deE]+,"step":(-?\d+),"metrics":\{')
+_BLOCK_BYTES = 1 << 20
+_MARK_BYTES = 4096  # of what was read last, by which the file is known again
+
+
+class JournalTail:
+    """What `read_journal` says of a journal, without reading it whole each time.
+
+    A line is read once it is whole. Where the file is another one than before (a mended journal takes the place of
+    the damaged one), or shorter, or no longer holds what was read last, it is read from its beginning.
+
+    Args:
+        run_dir: the run's directory.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / JOURNAL_FILE
+        self._begin({})
+
+    def _begin(self, passed: Mapping[str, int]) -> None:
+        self._reading = Reading(self.path)
+        self._reading.forget(passed)
+        self._file: tuple[int, int] | None = None
+        self._offset = 0  # of the first byte after the last line that was taken
+        self._mark = 0, b""  # length and digest of the bytes before it
+
+    def forget(self, steps: Mapping[str, int]) -> None:
+        """Keep no records up to these steps, by kind, now or later: whoever has used them needs no memory for them.
+
+        Lines that are forgotten before they are read are not parsed: only damage as writers leave it is noticed there.
+        """
+        self._reading.forget(steps)
+
+    def update(self) -> JournalView:
+        """The journal as it is now, its forgotten records left out.
+
+        Raises:
+            JournalError: as `read_journal`.
+        """
+        try:
+            with self.path.open("rb", buffering=0) as handle:
+                status = os.fstat(handle.fileno())
+                file = status.st_dev, status.st_ino
+                if self._file != file or status.st_size < self._offset or not self._known_again(handle):
+                    self._begin(self._reading.passed)
+                    self._file = file
+                self._read(handle)
+        except OSError as error:
+            self._begin(self._reading.passed)
+            reason = f"cannot read the journal ({error.strerror}); give a run directory"
+            raise JournalError(f"{self.path}: {reason}") from error
+        return self._reading.view()
+
+    def _known_again(self, handle: FileIO) -> bool:
+        length, digest = self._mark
+        return _digest(os.pread(handle.fileno(), length, self._offset - length)) == digest if length else True
+
+    def _read(self, handle: FileIO) -> None:
+        """From where we are to the last sound line; what comes after it is not there yet."""
+        begin = at = self._offset
+        handle.seek(at)
+        rest = recent = b""
+        damaged = False
+        try:
+            while block := handle.read(_BLOCK_BYTES):
+                *lines, rest = (rest + block).split(b"\n")
+                for line in lines:
+                    at += len(line) + 1
+                    if self._is_forgotten(line):
+                        if damaged:
+                            self._reading.take(None)
+                        self._reading.lines += 1
+                    elif (entry := parse_line(line)) is None:
+                        damaged = True  # torn, or a line that damage has cut in two, if another follows
+                        continue
+                    else:
+                        self._reading.take(None if damaged else entry)
+                    self._offset = at
+                    recent = line
+        finally:
+            if self._offset > begin:
+                recent = (recent + b"\n")[-_MARK_BYTES:]
+                self._mark = len(recent), _digest(recent)
+
+    def _is_forgotten(self, line: bytes) -> bool:
+        passed = self._reading.passed
+        # What power cuts and torn writes leave is noticed all the same: zeros, and two lines in one.
+        if not passed or not line.endswith(b"}") or b"\0" in line or line.count(b'{"kind":') != 1:
+            return False
+        match = _RECORD.match(line)
+        return match is not None and int(match[2]) <= passed.get(match[1].decode(), -1)
+
+
+class Tails:
+    """`read_journal` for whoever reads the same journals again and again.
+
+    Args:
+        passed: steps up to which records are not wanted, by kind.
+    """
+
+    def __init__(self, passed: Mapping[str, int] | None = None) -> None:
+        self._passed = dict(passed or {})
+        self._tails: dict[Path, JournalTail] = {}
+
+    def __call__(self, run_dir: Path) -> JournalView:
+        """The journal in a run's directory as it is now.
+
+        Raises:
+            JournalError: as `read_journal`.
+        """
+        if run_dir not in self._tails:
+            self._tails[run_dir] = JournalTail(run_dir)
+            self._tails[run_dir].forget(self._passed)
+        return self._tails[run_dir].update()
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()

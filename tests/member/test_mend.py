@@ -1,0 +1,122 @@
+"""A real run whose journal was damaged goes on where nothing is missing, and learns what it would have learnt."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lightning_scalerl.callbacks.run_log import RunLog
+from lightning_scalerl.member.identify import plan_members
+from lightning_scalerl.member.run import run_member
+from sweeps.errors import UserError
+from sweeps.run.journal import JOURNAL_FILE, read_journal
+from sweeps.run.progress import is_done
+from sweeps.run.spec import SPEC_FILE
+from tests.place import STEPS, Place
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run to its end."""
+    place = Place(tmp_path_factory.mktemp("place"))
+    before = dict(os.environ)
+    os.environ.update(place.environment())
+    try:
+        (spec,) = plan_members([place.overrides("out")])
+        run_dir = place.root / "out" / "runs" / spec.run
+        spec.write(run_dir)
+        run_member(run_dir)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, value in Place(whole.parents[2]).environment().items():
+        monkeypatch.setenv(name, value)
+    return Path(shutil.copytree(whole, tmp_path / whole.name))
+
+
+def spoil(run_dir: Path, line: int, end: bool) -> bytes:
+    """Break a line of the journal, counted from 1 or from its end."""
+    path = run_dir / JOURNAL_FILE
+    lines = path.read_bytes().splitlines()
+    number = line - 1 if line > 0 else len(lines) + line
+    lines[number] = lines[number][: len(lines[number]) // 2] + b"\0\0"
+    path.write_bytes(b"".join(each + b"\n" for each in (lines if end else lines[:-1])))
+    return path.read_bytes()
+
+
+def entries(run_dir: Path, kind: str) -> list[dict[str, object]]:
+    found = map(json.loads, (run_dir / JOURNAL_FILE).read_text().splitlines())
+    return [entry for entry in found if entry["kind"] == kind]
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(each.name for each in run_dir.rglob("*"))
+
+
+@pytest.mark.parametrize(("line", "begin"), [(-4, STEPS - 3), (4, -1)], ids=["near the end", "near the start"])
+def test_a_run_with_a_broken_line_goes_on_from_the_last_checkpoint_before_it(
+    whole: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], line: int, begin: int
+) -> None:
+    raw = spoil(run_dir, line, end=False)
+    number = raw.count(b"\n", 0, raw.index(b"\0")) + 1
+    run_member(run_dir)
+    said = capfd.readouterr().out
+    assert f"{run_dir / JOURNAL_FILE}, line {number}: " in said and "metrics.damaged-1.jsonl" in said
+    assert ("from the start" in said) == (begin < 0)
+    assert (run_dir / "metrics.damaged-1.jsonl").read_bytes() == raw
+    (resume,) = entries(run_dir, "resume")
+    assert resume["step"] == begin
+    assert resume["mended"] == {"line": number, "kept": "metrics.damaged-1.jsonl", "step": begin}
+    after = read_journal(run_dir)
+    assert after.deterministic() == read_journal(whole).deterministic()
+    assert after.status == "finished"
+    spent = read_journal(whole).of_kind("train")[-1].metrics["compute/flops"]
+    kept = 0.0 if begin < 0 else next(r for r in after.of_kind("train") if r.step == begin).metrics["compute/flops"]
+    assert after.of_kind("train")[-1].metrics["compute/wasted_flops"] == pytest.approx(spent - kept, rel=0.2)
+
+
+def test_killed_right_after_it_was_mended_it_goes_on_from_there(
+    whole: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoints that must not be gone on from are out of the way first."""
+    spoil(run_dir, -4, end=False)
+
+    def killed(*_: object) -> None:
+        raise OSError("killed")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="killed"):
+        patched.setattr(RunLog, "_begin", killed)
+        run_member(run_dir)
+    assert not entries(run_dir, "resume")
+    run_member(run_dir)
+    assert [entry["step"] for entry in entries(run_dir, "resume")] == [STEPS - 3]
+    assert read_journal(run_dir).deterministic() == read_journal(whole).deterministic()
+
+
+def test_a_run_that_is_done_stays_done_with_a_broken_line(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    raw = spoil(run_dir, 4, end=True)
+    assert is_done(run_dir, STEPS, run_dir.name)
+    run_member(run_dir)
+    assert "done already" in capfd.readouterr().out
+    assert (run_dir / JOURNAL_FILE).read_bytes() == raw
+
+
+def test_a_journal_of_another_run_is_refused_and_not_touched(run_dir: Path) -> None:
+    path = run_dir / JOURNAL_FILE
+    raw = path.read_bytes().replace(run_dir.name.encode(), b"somebody")
+    path.write_bytes(raw)
+    before = names(run_dir)
+    assert (run_dir / SPEC_FILE).exists()
+    with pytest.raises(UserError, match=f"{path}: .*another run, somebody, in the folder of {run_dir.name}"):
+        run_member(run_dir)
+    assert path.read_bytes() == raw
+    assert names(run_dir) == before

@@ -1,0 +1,59 @@
+"""Truths about where a run goes and what it is named by: a value that names nothing is refused by its field."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.member.identify import plan_members
+from tests.paths import ROOT
+
+LONG = "n" * 300
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("seed=", r"^seed: '' must be a whole number; give seed=0"),
+        ("seed=null", r"^seed: None must be a whole number"),
+        ("seed=0.5", r"^seed: 0\.5 must be a whole number"),
+        ("seed=true", r"^seed: True must be a whole number"),
+        ("seed=first", r"^seed: 'first' must be a whole number"),
+        ("seed=[0]", r"^seed: \[0\] must be a whole number"),
+        ("budget.steps=", r"^budget\.steps: '' must be a whole number"),
+        ("budget.steps=null", r"^budget\.steps: None must be a whole number"),
+        ("study=", r"^study: '' is not the name of one folder; choose a plain name"),
+        ("study=null", r"^study: 'None' is not the name of one folder"),
+        (f"study={LONG}", r"^study: 'n+\.\.\.' is a name of 300 bytes; file systems take 255"),
+        ("output_dir=", r"^output_dir: '' names no folder"),
+        ("output_dir='  '", r"^output_dir: '  ' names no folder"),
+        ("output_dir=null", r"^output_dir: None names no folder"),
+        (f"output_dir=a/{LONG}/b", r"^output_dir: 'a/n+\.\.\.' has a name of 300 bytes in it"),
+    ],
+)
+def test_a_value_that_names_nothing_is_refused_by_its_field(override: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words) as refusal:
+        plan_members([[override]])
+    assert "\n" not in str(refusal.value)
+
+
+def test_names_as_long_as_a_file_system_takes_them_are_taken() -> None:
+    assert plan_members([[f"study={'n' * 255}"]])[0].config["output_dir"] == f"outputs/{'n' * 255}"
+
+
+def test_a_single_run_below_a_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_scalerl.train", "output_dir=file/x", "budget.steps=1", "model.batches=2"],
+        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), **os.environ}, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    last = done.stderr.strip().splitlines()[-1]  # the base model may have been made before
+    assert last.startswith("scalerl train: output_dir: file/x/runs/") and "in the way" in last
+    assert (tmp_path / "file").read_text() == "mine"

@@ -1,0 +1,125 @@
+"""Signs of life: how long a silence may be, and what becomes of a process that is silent for longer."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sweeps.errors import UserError
+from sweeps.run.activity import HUNG_CODE, Activity, Patience
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(
+    st.lists(st.floats(0.001, 1e4), min_size=1, max_size=30),
+    st.floats(1.1, 20.0),
+    st.floats(0.1, 1e4),
+    st.floats(0.0, 1e6),
+)
+def test_a_run_hangs_when_it_is_silent_for_much_longer_than_ever(
+    pauses: Sequence[float], factor: float, at_least_s: float, silence_s: float
+) -> None:
+    clock = Clock()
+    activity, patience = Activity(clock), Patience(factor, at_least_s)
+    for pause in pauses:
+        clock.now += pause
+        # As it was before this pause: one that is longer than all before may count.
+        allowed = max(at_least_s, factor * activity.longest_s)
+        assert (activity.hung(patience) is not None) == (activity.idle_s > allowed)
+        activity.note("decode")
+    limit_s = max(at_least_s, factor * activity.longest_s)
+    assert activity.longest_s == pytest.approx(max(pauses))
+    clock.now += silence_s
+    said = activity.hung(patience)
+    assert (said is not None) == (activity.idle_s > limit_s)
+    assert said is None or "the last: decode" in said
+    assert activity.hung(Patience(None, at_least_s)) is None
+
+
+def test_what_was_noted_before_a_run_began_is_none_of_its_own() -> None:
+    clock = Clock()
+    activity = Activity(clock)
+    clock.now += 5000.0
+    activity.note("train")
+    activity.begin()
+    assert activity.longest_s == 0.0 and activity.facts() == {"doing": "starting", "idle_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("launch", "said"),
+    [
+        ({"hang_factor": 1}, "launch.hang_factor: 1 must be a number above 1, or null"),
+        ({"hang_factor": "ten"}, "launch.hang_factor: 'ten'"),
+        ({"hang_min_s": 0}, "launch.hang_min_s: 0 must be a number above 0"),
+        ({"hang_min_s": None}, "launch.hang_min_s: None"),
+        ({"hang_min_s": float("nan")}, "launch.hang_min_s: nan"),
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused(launch: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said.replace("(", r"\(")):
+        Patience.of({"launch": launch})
+
+
+def test_an_older_configuration_has_the_defaults() -> None:
+    assert Patience.of({}) == Patience.of({"launch": {"threads": 1}}) == Patience()
+    assert Patience.of({"launch": {"hang_factor": None}}).factor is None
+
+
+HANGS = """
+import sys, threading, time, ctypes
+from sweeps.run.activity import Patience, activity
+activity.last_word = lambda reason: print("last word:", reason, flush=True)
+def a_collective_that_waits():
+    {hang}
+with activity.watched(Patience(4.0, {at_least}), lambda: print("left", flush=True)):
+    for _ in range({signs}):
+        activity.note("decode")
+        time.sleep({pause})
+    a_collective_that_waits()
+print("went on")
+"""
+FOR_EVER = "threading.Event().wait(60)"
+# Python's lock is never given back: a plain call into C that sleeps.
+WITH_THE_LOCK = "ctypes.PyDLL(None).sleep(60)"
+
+
+def silent(hang: str, at_least: float = 0.5, signs: int = 3, pause: float = 0.05) -> subprocess.CompletedProcess[str]:
+    code = HANGS.format(hang=hang, at_least=at_least, signs=signs, pause=pause)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+
+
+def test_a_process_that_hangs_says_where_and_ends() -> None:
+    done = silent(FOR_EVER)
+    assert done.returncode == HUNG_CODE
+    assert "last word: no sign of life for" in done.stdout and "the last: decode" in done.stdout
+    assert done.stdout.endswith("left\n"), "what it held is free"
+    assert "a_collective_that_waits" in done.stderr, "the stacks"
+    assert "went on" not in done.stdout
+
+
+def test_so_does_one_that_never_gives_pythons_lock_back() -> None:
+    began = time.monotonic()
+    done = silent(WITH_THE_LOCK)
+    assert done.returncode not in (0, -signal.SIGALRM) and "went on" not in done.stdout
+    assert "a_collective_that_waits" in done.stderr
+    assert time.monotonic() - began < 40
+
+
+def test_one_that_is_only_slow_goes_on() -> None:
+    """Twice as silent as the least, but less than so many times its longest pause."""
+    done = silent("time.sleep(1.0)", at_least=0.5, signs=3, pause=0.4)
+    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr

@@ -1,0 +1,229 @@
+"""With which code a run was made: what counts as other code, and where a journal says that it changed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sweeps.run import code
+from sweeps.run.code import MOST_FILES, TOO_MANY, code_changes, code_facts, files_named, said
+from sweeps.run.health import code_changes as warnings_of
+from sweeps.run.journal import Journal, read_journal
+from tests.paths import ROOT
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository that our packages lie in."""
+    root = tmp_path / "checkout"
+    for package in ("sweeps", "lightning_scalerl"):
+        (root / package).mkdir(parents=True)
+        (root / package / "one.py").write_text("loss = 1\n")
+    (root / "README.md").write_text("read me\n")
+    git(root, "init", "-q")
+    commit(root)
+    return root
+
+
+def git(root: Path, *arguments: str) -> str:
+    own = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+    done = subprocess.run(["git", "-C", str(root), *own, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def commit(root: Path) -> str:
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "a change")
+    return git(root, "rev-parse", "HEAD")
+
+
+def test_what_is_committed_and_what_is_not_are_named(checkout: Path) -> None:
+    first = code_facts(root=checkout)
+    assert first["commit"] == git(checkout, "rev-parse", "HEAD") and first["diff"] is None
+    assert code_changes(first, code_facts(root=checkout)) == ()
+    (checkout / "lightning_scalerl" / "one.py").write_text("loss = 3\n")
+    edited = code_facts(root=checkout)
+    assert code_changes(first, edited) == (f"uncommitted changes none -> {edited['diff']}",)
+    (checkout / "lightning_scalerl" / "one.py").write_text("loss = 4\n")
+    assert code_changes(edited, code_facts(root=checkout)) != ()
+    commit(checkout)
+    second = code_facts(root=checkout)
+    assert code_changes(first, second) == (f"commit {first['commit'][:12]} -> {second['commit'][:12]}",)
+
+
+def test_another_commit_of_the_same_code_is_no_change(checkout: Path) -> None:
+    first = code_facts(root=checkout)
+    (checkout / "README.md").write_text("read me again\n")
+    edited = code_facts(root=checkout)
+    commit(checkout)
+    second = code_facts(root=checkout)
+    assert first["commit"] != second["commit"]
+    assert code_changes(first, edited) == code_changes(first, second) == ()
+
+
+def test_an_untracked_file_of_the_package_counts(checkout: Path) -> None:
+    first = code_facts(root=checkout)
+    (checkout / "sweeps" / "two.py").write_text("more = 1\n")
+    second = code_facts(root=checkout)
+    assert code_changes(first, second) == (f"files of the package {first['files']} -> {second['files']}",)
+    (checkout / "sweeps" / "__pycache__").mkdir()
+    (checkout / "sweeps" / "__pycache__" / "three.py").write_text("")
+    (checkout / "sweeps" / "notes.txt").write_text("no code")
+    assert code_facts(root=checkout) == second
+
+
+def test_what_changes_after_it_was_imported_is_not_what_runs(checkout: Path) -> None:
+    first = code_facts(root=checkout)
+    (checkout / "sweeps" / "one.py").write_text("loss = 3\n")
+    later = code_facts(imported=first["files"], root=checkout)
+    assert code_changes(first, later) == () and later["commit"] is None
+    assert code_changes(later, code_facts(root=checkout)) != ()
+
+
+@pytest.mark.parametrize("around", ["nothing", "somebody else's repository"])
+def test_without_git_the_files_themselves_are_known(
+    checkout: Path, tmp_path: Path, around: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installed by pip, maybe into an environment inside another project."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    site = tmp_path / "project" / "site-packages"
+    shutil.copytree(checkout, site, ignore=shutil.ignore_patterns(".git"))
+    if around != "nothing":
+        (tmp_path / "project" / "theirs.py").write_text("")
+        (tmp_path / "project" / ".gitignore").write_text("site-packages")
+        git(tmp_path / "project", "init", "-q")
+        commit(tmp_path / "project")
+    first = code_facts(root=site)
+    assert first["commit"] is None and first["diff"] is None
+    assert first["files"] == code_facts(root=checkout)["files"], "the same code"
+    (site / "lightning_scalerl" / "one.py").write_text("loss = 3\n")
+    assert code_changes(first, code_facts(root=site))[0].startswith("files of the package ")
+
+
+def test_the_users_own_folders_and_files_count(tmp_path: Path, checkout: Path) -> None:
+    mine = tmp_path / "mine"
+    (mine / "loss").mkdir(parents=True)
+    (mine / "loss" / "own.yaml").write_text("_target_: own.Own")
+    (mine / "own.py").write_text("class Own: ...\n")
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def right(): ...\n")
+    config = {"task": {"rewards": [{"use": f"{rewards}:right"}, "math"]}, "model": {"path": "no.py"}, "seed": 1}
+    assert files_named(config) == [str(rewards)]
+    named = [mine, *files_named(config)]
+    first = code_facts(named, root=checkout)
+    (mine / "loss" / "own.yaml").write_text("_target_: own.Other")
+    assert code_facts(named, root=checkout) == first, "configuration is frozen with the run"
+    shutil.copytree(mine, tmp_path / "elsewhere")
+    moved = code_facts([tmp_path / "elsewhere", rewards], root=checkout)
+    assert code_changes(first, moved) == (), "the same folder under another path"
+    rewards.write_text("def right(): return 1\n")
+    (mine / "own.py").write_text("class Own: loss = 3\n")
+    changes = code_changes(first, code_facts(named, root=checkout))
+    assert [change.split(" ")[0] for change in changes] == [str(mine), str(rewards)]
+    assert code_changes(first, code_facts([], root=checkout)) != ()
+
+
+def test_a_home_directory_is_not_read_through(tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    for hidden in (".cache", "env", "site-packages"):
+        (home / hidden).mkdir(parents=True)
+        (home / hidden / "x.py").write_text("")
+    (home / "env" / "pyvenv.cfg").write_text("")
+    empty = code_facts([home], root=checkout)["folders"][str(home)]
+    (home / "env" / "x.py").write_text("changed")
+    assert code_facts([home], root=checkout)["folders"][str(home)] == empty
+    monkeypatch.setattr(code, "MOST_FILES", 3)
+    for number in range(4):
+        (home / f"{number}.py").write_text("")
+    assert code_facts([home], root=checkout)["folders"][str(home)] == TOO_MANY
+    assert MOST_FILES == 2000
+
+
+def test_versions_are_named_without_importing_anything(checkout: Path) -> None:
+    first = code_facts(root=checkout)
+    assert set(first["versions"]) == {"python", "torch", "lightning", "transformers", "numpy", "vllm"}
+    second = {**first, "versions": {**first["versions"], "torch": "9.1", "vllm": "8.0"}}
+    before = first["versions"]
+    assert code_changes(first, second) == (f"torch {before['torch']} -> 9.1", f"vllm {before['vllm']} -> 8.0")
+    program = "import sys; from sweeps.run.code import code_facts; code_facts(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize("damaged", [None, [], "x", {"folders": 3, "versions": [1]}, {}])
+def test_facts_that_nobody_can_read_change_nothing(checkout: Path, damaged: Any) -> None:
+    assert code_changes(damaged, damaged) == ()
+    assert isinstance(code_changes(damaged, code_facts(root=checkout)), tuple)
+
+
+def test_many_changes_are_one_line() -> None:
+    assert said([f"p{n} 1 -> 2" for n in range(9)]) == ", ".join(f"p{n} 1 -> 2" for n in range(6)) + ", and 3 more"
+
+
+# --- in a journal -----------------------------------------------------------------------------------------------
+
+
+def facts(name: str) -> dict[str, Any]:
+    return {"commit": name, "diff": None, "files": name, "folders": {}, "versions": {}}
+
+
+def written(tmp_path: Path, header: str | None, *resumes: tuple[int, str | None]) -> Any:
+    journal = Journal(tmp_path)
+    journal.header(run="r", recipe="scalerl", seed=3, **({} if header is None else {"code": facts(header)}))
+    for step, name in resumes:
+        journal.resume(step, **({} if name is None else {"code": facts(name)}))
+    journal.close()
+    return read_journal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "resumes", "expected"),
+    [
+        ("a", [], []),
+        ("a", [(4, "a")], []),
+        ("a", [(4, "b")], [(4, "a -> b")]),
+        ("a", [(4, "b"), (8, "b")], [(4, "a -> b")]),
+        ("a", [(4, "b"), (8, "c")], [(4, "a -> b"), (8, "b -> c")]),
+        ("a", [(4, "b"), (8, "a")], [(4, "a -> b"), (8, "b -> a")]),
+        # What b has made is void: nothing of it stands among what a made.
+        ("a", [(4, "b"), (4, "a")], []),
+        ("a", [(8, "b"), (4, "c")], [(4, "a -> c")]),
+        ("a", [(0, "b")], [(0, "a -> b")]),
+        ("a", [(-1, "b")], []),
+        ("a", [(-1, "b"), (2, "c")], [(2, "b -> c")]),
+        # Written before there were facts.
+        (None, [(4, None)], []),
+        (None, [(4, "a")], []),
+        (None, [(4, "a"), (8, "b")], [(8, "a -> b")]),
+    ],
+)
+def test_a_journal_knows_where_the_code_of_its_records_changed(
+    tmp_path: Path, header: str | None, resumes: list[tuple[int, str | None]], expected: list[tuple[int, str]]
+) -> None:
+    view = written(tmp_path, header, *resumes)
+    assert [(change.step, said(change.what).removeprefix("commit ")) for change in view.code_changes] == expected
+    noted = [f"scalerl seed 3: from step {step} on with other code: commit {what}" for step, what in expected]
+    assert warnings_of([view]) == noted
+
+
+def test_what_a_run_was_made_with_until_a_step(tmp_path: Path) -> None:
+    view = written(tmp_path, "a", (4, "b"), (8, "c"))
+    known = [view.code_before(step) for step in (-1, 0, 4, 5, 8, 9)]
+    assert [each and each["commit"] for each in known] == [None, "a", "a", "b", "b", "c"]
+
+
+def test_checkpoints_passed_over_are_those_of_the_newest_resume(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.header(run="r")
+    over = [{"checkpoint": "step-00000008.ckpt", "why": "damaged"}]
+    journal.resume(4, passed_over=over)
+    assert read_journal(tmp_path).passed_over == over
+    journal.resume(6)
+    journal.close()
+    assert read_journal(tmp_path).passed_over == []

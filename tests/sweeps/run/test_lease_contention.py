@@ -1,0 +1,246 @@
+"""Of those who want a lease exactly one has it, also where the file system has no locks, in whatever order they act.
+
+Contenders run in threads of which one moves at a time, by a clock that nobody waits for: between any two operations on
+files another may act, stand still for longer than a lease lasts, or be killed. Time is in seconds of that clock.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sweeps.run import lease as module
+from sweeps.run.lease import Lease, LeaseLostError, alive
+
+BEAT_S, EXPIRY_S = 3.0, 12.0
+NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+
+
+class Killed(BaseException):
+    """No cleaning up: every operation of a process that was killed raises it again."""
+
+
+@dataclass
+class Actor:
+    """A thread of a process."""
+
+    process: int
+    host: str
+    work: Callable[[], None]
+    wake: float = 0.0
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    over: bool = False
+    error: BaseException | None = None
+
+
+class Stage:
+    """Lets one actor move at a time, up to its next operation."""
+
+    def __init__(self, seed: int, stalls: float) -> None:
+        self.now = 0.0
+        self.killed: set[int] = set()
+        self._random = random.Random(seed)
+        self._stalls = stalls
+        self._actors: list[Actor] = []
+        self._here = threading.local()
+        self._back = threading.Semaphore(0)
+
+    def enter(self, process: int, host: str, work: Callable[[], None]) -> None:
+        actor = Actor(process, host, work, wake=self.now)
+        self._actors.append(actor)
+
+        def play() -> None:
+            self._here.actor = actor
+            actor.turn.acquire()
+            try:
+                self._alive(actor)
+                actor.work()
+            except Killed:
+                pass
+            except BaseException as error:
+                actor.error = error
+            actor.over = True
+            self._back.release()
+
+        threading.Thread(target=play, daemon=True).start()
+
+    def play(self) -> None:
+        """To the end of all."""
+        for _ in range(100_000):
+            left = [actor for actor in self._actors if not actor.over]
+            if not left:
+                break
+            ready = [actor for actor in left if actor.wake <= self.now]
+            if not ready:
+                self.now = min(actor.wake for actor in left)
+                continue
+            actor = self._random.choice(ready)
+            if self._random.random() < self._stalls:
+                actor.wake = self.now + self._random.uniform(0, 2 * EXPIRY_S)
+                continue
+            actor.turn.release()
+            self._back.acquire()
+        else:
+            raise AssertionError("no end")
+        for actor in self._actors:
+            if actor.error is not None:
+                raise actor.error
+
+    def point(self) -> None:
+        """Others may move."""
+        actor = getattr(self._here, "actor", None)
+        if actor is not None:
+            self._back.release()
+            actor.turn.acquire()
+            self._alive(actor)
+
+    def _alive(self, actor: Actor) -> None:
+        if actor.process in self.killed:
+            raise Killed
+
+    @property
+    def actor(self) -> Actor:
+        found: Actor = self._here.actor
+        return found
+
+    # --- what the module has instead of the machine's ---
+
+    def sleep(self, length_s: float) -> None:
+        self.actor.wake = self.now + length_s
+        self.point()
+
+    def thread(self, target: Callable[[], None], **_: Any) -> Any:
+        own, done = self.actor, threading.Event()
+
+        def work() -> None:
+            try:
+                target()
+            finally:
+                done.set()
+
+        def join() -> None:
+            while not done.is_set():
+                self.sleep(0.1)
+
+        return SimpleNamespace(start=lambda: self.enter(own.process, own.host, work), join=join)
+
+    def event(self) -> Any:
+        real = threading.Event()
+
+        def wait(length_s: float) -> bool:
+            end = self.now + length_s
+            while not real.is_set() and self.now < end:
+                self.sleep(min(1.0, end - self.now))
+            return real.is_set()
+
+        return SimpleNamespace(set=real.set, clear=real.clear, wait=wait)
+
+    def before(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any, **keywords: Any) -> Any:
+            self.point()
+            return real(*arguments, **keywords)
+
+        return operation
+
+
+@contextmanager
+def on(stage: Stage, flock: Callable[..., None]) -> Iterator[None]:
+    """The module's every operation on files and clocks is the stage's."""
+    clocks = {"monotonic": lambda: stage.now, "clock_gettime": lambda _: stage.now, "time": lambda: stage.now}
+    locks = SimpleNamespace(flock=flock, LOCK_EX=1, LOCK_NB=2, LOCK_UN=3, LOCK_SH=4)
+    with ExitStack() as stack:
+        for name, instead in {
+            "time": SimpleNamespace(sleep=stage.sleep, **clocks),
+            "threading": SimpleNamespace(Thread=stage.thread, Event=stage.event),
+            "fcntl": locks,
+            "here": lambda: stage.actor.host,
+        }.items():
+            stack.enter_context(patch.object(module, name, instead))
+        for name in ("open", "close", "pwrite", "fsync"):
+            stack.enter_context(patch.object(os, name, stage.before(getattr(os, name))))
+        for name in ("read_text", "glob", "replace", "unlink"):
+            stack.enter_context(patch.object(Path, name, stage.before(getattr(Path, name))))
+        yield
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    contenders=st.integers(2, 3),
+    hosts=st.sampled_from(["one", "several"]),
+    locks=st.sampled_from([*NO_FLOCK, None]),
+    stalls=st.sampled_from([0.0, 0.02, 0.1]),
+    kills=st.booleans(),
+    before=st.sampled_from(["nothing", "released", "silent", "garbage"]),
+)
+@example(seed=1, contenders=3, hosts="several", locks=None, stalls=0.0, kills=False, before="silent")
+def test_of_several_contenders_exactly_one_has_it(
+    seed: int, contenders: int, hosts: str, locks: int | None, stalls: float, kills: bool, before: str
+) -> None:
+    """With locks that fail, or (`None`) that do not reach the other machines."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        if locks is not None or hosts == "one":
+            raise OSError(locks or errno.ENOSYS, "no locks")
+
+    stage = Stage(seed, stalls)
+    chance = random.Random(seed)
+    written: list[int] = []
+    got, lost = set(), set()
+
+    def contend(number: int, directory: Path) -> None:
+        lease = Lease(directory, beat_s=BEAT_S, expiry_s=EXPIRY_S, trusted_s=BEAT_S / 3)
+        lease.acquire(wait_s=None)
+        got.add(number)
+        for _ in range(5):
+            try:
+                lease.check()
+            except LeaseLostError:
+                lost.add(number)
+                break
+            written.append(number)  # at the moment at which it may write
+            if kills and chance.random() < 0.2:
+                stage.killed.add(number)
+            stage.sleep(chance.uniform(0, EXPIRY_S / 2))
+        lease.release()
+
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        text = {
+            "released": '{"host": "one", "pid": 7, "token": "old", "term": 4, "released": true}',
+            "silent": '{"host": "gone", "pid": 7, "token": "old"}',  # of a version that had no terms
+            "garbage": "\0" * 30,
+        }
+        if before in text:
+            (directory / ".writer.json").write_text(text[before])
+        with on(stage, flock):
+            for number in range(contenders):
+                host = "one" if hosts == "one" else f"host-{number}"
+                stage.enter(number, host, lambda number=number: contend(number, directory))  # type: ignore[misc]
+            stage.play()
+        assert len(list(groupby(written))) == len(set(written)), f"an earlier holder wrote after a later one: {written}"
+        assert got | stage.killed == set(range(contenders)), "somebody waited in vain"
+        if not stalls:
+            assert not lost, "robbed of what it held"
+        if not stage.killed and not lost:
+            assert alive(directory) is None
+            assert sorted(path.name for path in directory.iterdir()) == [".writer.json", ".writer.lock"]
+
+
+if __name__ == "__main__":
+    pytest.main([__file__])

@@ -1,0 +1,205 @@
+"""A journal's tail says at every moment what reading the whole file would, and reads little for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sweeps.run import tail as tail_module
+from sweeps.run.files import parse_line
+from sweeps.run.journal import JOURNAL_FILE, Journal, JournalError, JournalView, read_journal
+from sweeps.run.tail import JournalTail, Tails
+from sweeps.source import load
+
+
+def told(read: Callable[[], JournalView]) -> JournalView | str:
+    try:
+        return read()
+    except JournalError as error:
+        return str(error)
+
+
+class Scribe:
+    """A run's journal and all that may befall it; every line has a time of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / JOURNAL_FILE
+        self.time = 0
+
+    def line(self, kind: str, step: int) -> bytes:
+        self.time += 1
+        entry: dict[str, Any] = {"kind": kind, "time": float(self.time), "step": step}
+        if kind in ("train", "eval"):
+            entry["metrics"] = {f"{kind}/x": self.time}
+        if kind == "end":
+            entry["status"] = ("finished", "failed")[step % 2]
+        if kind == "run":
+            entry["run"] = "abc"
+        return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+
+    def append(self, content: bytes) -> None:
+        with self.path.open("ab") as handle:
+            handle.write(content)
+
+    def lines(self) -> list[bytes]:
+        return self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+
+    def replace(self, content: bytes) -> None:
+        """By another file, as a mended journal takes the place of the damaged one."""
+        new = self.path.with_name("new")
+        new.write_bytes(content)
+        new.rename(self.path)
+
+    def do(self, what: str, number: int) -> None:
+        """`number` is whatever the deed needs one for."""
+        step = number % 12
+        match what:
+            case "train" | "eval" | "checkpoint" | "resume" | "end" | "run":
+                self.append(self.line(what, step))
+            case "half":
+                line = self.line("train", step)
+                self.append(line[: number % len(line)])
+            case "damage":
+                self.append(self.line("train", step).replace(b'"kind"', b'\0"kind'))
+            case "no record":
+                self.append(b'{"kind":"train","time":1.0}\n')
+            case "open":  # by the next process: what is torn is cut off
+                Journal(self.path.parent).close()
+            case "mend":
+                self.replace(b"".join(line for line in self.lines() if parse_line(line)))
+            case "shorten":
+                whole = self.lines()
+                if whole:
+                    os.truncate(self.path, sum(map(len, whole[: number % (len(whole) + 1)])))
+            case "another":
+                self.replace(self.line("run", 0) + self.line("train", step))
+            case "remove":
+                self.path.unlink(missing_ok=True)
+
+
+WRITING = ("train", "eval", "train", "eval", "checkpoint", "resume", "end")
+DEEDS = (*WRITING, *WRITING, "run", "half", "half", "open", "open")
+RARE = ("damage", "no record", "mend", "mend", "shorten", "another", "remove")
+deeds = st.lists(st.tuples(st.sampled_from((*DEEDS, *DEEDS, *RARE)), st.integers(0, 200), st.booleans()), max_size=30)
+
+
+@given(deeds)
+@settings(deadline=None, max_examples=400)
+@example([("train", 1, True), ("half", 40, True), ("open", 0, False), ("train", 2, True)])
+@example([("train", 1, True), ("damage", 0, True), ("train", 2, True), ("mend", 0, True), ("train", 3, True)])
+@example([("train", 1, False), ("no record", 0, True), ("train", 2, True), ("shorten", 2, True)])
+@example([("train", 1, True), ("another", 5, True)])
+@example([("train", 9, True), ("shorten", 1, False), ("train", 4, True)])
+def test_the_tail_says_what_the_whole_file_does(done: list[tuple[str, int, bool]]) -> None:
+    with TemporaryDirectory() as folder:
+        scribe = Scribe(Path(folder))
+        scribe.do("run", 0)
+        tail = JournalTail(Path(folder))
+        for what, number, looks in done:
+            scribe.do(what, number)
+            if looks:
+                assert told(tail.update) == told(lambda: read_journal(folder))
+        assert told(tail.update) == told(lambda: read_journal(folder))
+
+
+@given(deeds, st.integers(-1, 12), st.integers(-1, 12), st.booleans())
+@settings(deadline=None, max_examples=300)
+def test_what_was_forgotten_is_all_that_is_missing(
+    done: list[tuple[str, int, bool]], train: int, evaluation: int, first: bool
+) -> None:
+    with TemporaryDirectory() as folder:
+        scribe = Scribe(Path(folder))
+        scribe.do("run", 0)
+        tail = JournalTail(Path(folder))
+        steps = {"train": train, "eval": evaluation}
+        if first:
+            tail.forget(steps)
+        for what, number, looks in done:
+            scribe.do(what, number)
+            if looks:
+                told(tail.update)
+        tail.forget(steps)
+        found, whole = told(tail.update), told(lambda: read_journal(folder))
+        if isinstance(whole, JournalView):
+            whole.records = [record for record in whole.records if record.step > steps[record.kind]]
+        assert found == whole
+
+
+def test_a_file_that_only_ends_like_the_old_one_is_read_anew(tmp_path: Path) -> None:
+    scribe, tail = Scribe(tmp_path), JournalTail(tmp_path)
+    scribe.append(scribe.line("run", 0) + b"".join(scribe.line("train", step) for step in range(2, 60)))
+    tail.update()
+    scribe.replace(scribe.path.read_bytes().replace(b'"step":2,', b'"step":1,'))
+    assert tail.update() == read_journal(tmp_path)
+    assert tail.update().records[0].step == 1
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The lines that were parsed."""
+    lines: list[bytes] = []
+
+    def counted(line: bytes) -> Any:
+        lines.append(line)
+        return parse_line(line)
+
+    monkeypatch.setattr(tail_module, "parse_line", counted)
+    return lines
+
+
+def test_only_what_was_appended_is_read(tmp_path: Path, parsed: list[bytes]) -> None:
+    scribe, tail = Scribe(tmp_path), JournalTail(tmp_path)
+    scribe.append(scribe.line("run", 0) + b"".join(scribe.line("train", step) for step in range(500)))
+    assert len(tail.update().records) == 500 and len(parsed) == 501
+    scribe.append(line := scribe.line("train", 500))
+    parsed.clear()
+    assert len(tail.update().records) == 501 and parsed == [line.rstrip()]
+    parsed.clear()
+    tail.update()
+    assert parsed == []
+
+
+def test_what_was_used_before_is_neither_kept_nor_parsed(tmp_path: Path, parsed: list[bytes]) -> None:
+    journal = Journal(tmp_path, clock=lambda: 1.5e9)
+    journal.header(run="abc")
+    for step in range(100):
+        journal.record("train", step, {"train/loss": step, "bad": float("nan")})
+    journal.record("eval", 50, {"eval/x": 1.0})
+    journal.close()
+    tail = JournalTail(tmp_path)
+    tail.forget({"train": 89})
+    assert [record.step for record in tail.update().records] == [*range(90, 100), 50]
+    assert len(parsed) == 12  # with the header
+    tail.forget({"train": 95, "eval": 50})
+    assert [record.step for record in tail.update().records] == [96, 97, 98, 99]
+
+
+def test_whoever_watches_reads_evaluations_alone_and_each_once(tmp_path: Path, parsed: list[bytes]) -> None:
+    def write(run: str, first: int, last: int) -> None:
+        journal = Journal(tmp_path / run, clock=lambda: 1.5e9)
+        if first == 1:
+            journal.header(run=run, recipe="r", seed=int(run))
+        for step in range(first, last):
+            journal.record("train", step, {"train/loss": step})
+            if step % 10 == 0:
+                journal.record("eval", step, {"eval/x/pass_rate": step / 1000, "compute/virtual_device_hours": step})
+        journal.close()
+
+    journals = Tails({"train": sys.maxsize})
+    for first, last in ((1, 101), (101, 201)):
+        for run in ("1", "2"):
+            write(run, first, last)
+        parsed.clear()
+        found, whole = load([tmp_path], read=journals), load([tmp_path])
+        assert len(parsed) == 2 * (10 + (first == 1))
+        assert [curve.reward.tolist() for curve in found.curves] == [curve.reward.tolist() for curve in whole.curves]
+        assert found.warnings == whole.warnings

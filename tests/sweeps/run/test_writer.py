@@ -1,0 +1,88 @@
+"""Truths about the right to write a run: a copy waits for a while, says so, and gives its allocation back."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from sweeps.errors import UserError
+from sweeps.executor.failure import BLAMES_NODE, KINDS, kind_of
+from sweeps.run import writer
+from sweeps.run.interruption import RunInterruptedError, interruption
+from sweeps.run.spec import RunSpec, make_spec
+from sweeps.run.writer import DuplicateRunError, sole_writer
+
+CONFIG = {"loss": {"choice": "cispo"}, "seed": 0, "budget": {"steps": 4}}
+
+
+@pytest.fixture
+def spec() -> RunSpec:
+    return make_spec(CONFIG, CONFIG, "scalerl", "scalerl")
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setattr(writer, "DUPLICATE_WAIT_S", 0.6)
+
+
+@pytest.mark.usefixtures("job")
+def test_a_copy_of_a_job_gives_up_after_its_time_as_a_duplicate(tmp_path: Path, spec: RunSpec) -> None:
+    with sole_writer(tmp_path, spec) as first:
+        begin = time.monotonic()
+        says = r"job 77, process .* gives its allocation back"
+        with pytest.raises(DuplicateRunError, match=says) as caught, sole_writer(tmp_path, spec):
+            pytest.fail("two at once")
+        assert 0.6 <= time.monotonic() - begin < 20
+        assert first is not None
+        first.check()
+    assert kind_of(caught.value) == "duplicate"
+    assert KINDS["duplicate"][1] is None and "duplicate" not in BLAMES_NODE, "nobody is to blame, and it goes on"
+
+
+def test_a_copy_waits_longer_than_a_dead_holder_takes_to_be_noticed() -> None:
+    assert writer.DUPLICATE_WAIT_S >= 2 * writer.EXPIRY_S >= 8 * writer.BEAT_S
+    assert writer.TRUSTED_S < writer.BEAT_S / 2
+
+
+def test_a_copy_on_the_users_own_machine_is_an_error_of_the_user(
+    tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(writer, "LEASE_WAIT_S", 0.1)
+    with (
+        sole_writer(tmp_path, spec),
+        pytest.raises(UserError, match="has been writing this run") as caught,
+        sole_writer(tmp_path, spec),
+    ):
+        pytest.fail("two at once")
+    assert not isinstance(caught.value, DuplicateRunError)
+
+
+@pytest.mark.usefixtures("job")
+def test_a_copy_that_is_asked_to_stop_does(tmp_path: Path, spec: RunSpec) -> None:
+    with sole_writer(tmp_path, spec):
+        interruption.request("SIGUSR2")
+        try:
+            says = r"SIGUSR2 while .* was writing this run"
+            with pytest.raises(RunInterruptedError, match=says), sole_writer(tmp_path, spec):
+                pytest.fail("two at once")
+        finally:
+            interruption.clear()
+
+
+@pytest.mark.usefixtures("job")
+def test_a_waiting_copy_takes_over_from_one_on_a_node_that_died(
+    tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "BEAT_S", 0.05)
+    monkeypatch.setattr(writer, "EXPIRY_S", 0.5)
+    (tmp_path / ".writer.json").write_text(json.dumps({"host": "gone", "pid": 7, "token": "theirs", "job": "77"}))
+    begin = time.monotonic()
+    with sole_writer(tmp_path, spec) as lease:
+        assert lease is not None
+        lease.check()
+    assert 0.5 <= time.monotonic() - begin < 20
