@@ -87,11 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> Trainer:
         MLFlowLogger("own_run", tracking_uri=f"sqlite:///{output}/mlflow.db", artifact_location=str(output / "mlflow")),
         WandbLogger("own_run", save_dir=str(output), project="lightning-scalerl", offline=True),
     ]
+    newest = newest_checkpoint(output / "checkpoints")
     best = ModelCheckpoint(output / "best", filename="{step}", monitor=RATE, mode="max")
     callbacks: list[Any] = [
         PatientCISPO(),
         Evaluate(every_n_steps=5, samples=2),
-        RunLog(output),
+        RunLog(output, passed_over=newest.passed_over),
         EarlyStopping(RATE, mode="max", patience=10),
         LearningRateMonitor(),
         best,
@@ -99,8 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> Trainer:
     ]
     module = ScaleRL(arithmetic_base_model(batches=options.batches), recipe="scalerl", overrides=["batch.prompts=8"])
     trainer = Trainer(max_steps=options.steps, accelerator="cpu", logger=loggers, callbacks=callbacks)
-    newest = newest_checkpoint(output / "checkpoints")
-    trainer.fit(module, datamodule=RolloutDataModule(AnswerOnly()), ckpt_path=newest, weights_only=True)
+    trainer.fit(module, datamodule=RolloutDataModule(AnswerOnly()), ckpt_path=newest.path, weights_only=True)
     print(f"pass rate {float(trainer.callback_metrics[RATE]):.3f} after {module.completed_steps} steps")
     print(f"best: {float(best.best_model_score or 0):.3f} in {best.best_model_path}")
     return trainer

@@ -18,8 +18,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.callbacks.checkpoint_file import IDENTITY
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
 from lightning_scalerl.callbacks.evaluate import evaluation_of, owed, validate_now
+from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.callbacks.trainer import (
     STAGES,
     check_trainer,
@@ -31,6 +33,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices, by_axis
 from lightning_scalerl.composition import load_recipe
+from lightning_scalerl.distributed.meeting import meet
 from lightning_scalerl.distributed.ranks import Follower, Ranks
 from lightning_scalerl.generator.base import EndOfThinking, Generator
 from lightning_scalerl.generator.channel import DirectChannel
@@ -38,7 +41,7 @@ from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.measure.probe import start_probe
-from lightning_scalerl.measure.semantics import resolved_choices
+from lightning_scalerl.measure.semantics import own_label, resolved_choices
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
 from lightning_scalerl.model.chat import Rendering, StopTexts
 from lightning_scalerl.model.head import check_head
@@ -147,6 +150,7 @@ class Lifecycle(LightningModule):
     def configure_callbacks(self) -> Sequence[Callback]:
         """The recipe's choices for every axis that the Trainer's callbacks leave open; the same ones each time."""
         check_trainer(self.trainer)
+        meet(self.trainer)
         if self.trainer.state.fn == "fit":
             prepare_trainer(self.trainer)
         # What was trained is what is evaluated, whatever this Trainer was given.
@@ -578,6 +582,7 @@ class Lifecycle(LightningModule):
         if self.ranks.leads:
             with self.driver.quiet():
                 checkpoint["scalerl"] = self._state.state_dict()
+            checkpoint[IDENTITY] = self._identity()
             checkpoint["scalerl_followers"] = others
             checkpoint["scalerl_update"] = {
                 "loss_scale": self.loss_scale.state_dict(),
@@ -608,6 +613,7 @@ class Lifecycle(LightningModule):
                 "ckpt_path: this checkpoint holds no run to go on with; begin one with its weights: "
                 "ScaleRL.load_from_checkpoint(path)"
             )
+        self._check_identity(checkpoint.get(IDENTITY))
         self._latest = dict(checkpoint.get("scalerl_metrics", {}))
         # Lightning restores its own counters later, and an evaluation that is still owed asks for the step before.
         count_from(self.trainer, checkpoint["scalerl"]["stream"]["completed_steps"])
@@ -624,6 +630,40 @@ class Lifecycle(LightningModule):
         states = checkpoint.get("scalerl_followers", [])
         if self.ranks.number <= len(states):
             self._random.load_state_dict(states[self.ranks.number - 1])
+
+    def _identity(self) -> dict[str, Any]:
+        """Whose a checkpoint is: a study's name for the run where it has one, and what it is a run of."""
+        logs = [each for each in self.trainer.callbacks if isinstance(each, RunLog)]  # type: ignore[attr-defined]
+        given = logs[0].identity if logs else {}
+        choices = {axis: str(choice.semantics()["choice"]) for axis, choice in self.choices.items()}
+        named = {"run": given.get("run"), "title": str(given.get("recipe", own_label(self)))}
+        return {**named, "recipe": own_label(self), "seed": self.seed, "choices": choices}
+
+    def _check_identity(self, theirs: Any) -> None:
+        """A checkpoint of this run, or of an earlier version, which does not say whose it is.
+
+        Raises:
+            ConfigurationError: it is another run's; both are named.
+        """
+        if not isinstance(theirs, dict):
+            return
+        own = self._identity()
+        # Of two members of studies the identities decide, whatever this version calls their choices.
+        named = None not in (own["run"], theirs.get("run"))
+        keys = ("run",) if named else ("recipe", "seed", "choices")
+        if all(own[key] == theirs.get(key) for key in keys):
+            return
+        both = [f"{each.get('title')} seed {each.get('seed')}" for each in (theirs, own)]
+        if named:
+            both = [f"{text} ({each['run']})" for text, each in zip(both, (theirs, own), strict=True)]
+        now, saved = own["choices"], theirs.get("choices") or {}
+        other = [axis for axis in now if saved.get(axis) not in (None, now[axis])]
+        differ = ", ".join(f"{axis} {saved[axis]}, not {now[axis]}" for axis in other)
+        raise ConfigurationError(
+            f"ckpt_path: {self.trainer.ckpt_path} is of another run, {both[0]}, and this one is {both[1]}"
+            f"{differ and f' ({differ})'}; give a checkpoint of this run, or begin another with the weights: "
+            "ScaleRL.load_from_checkpoint(path)"
+        )
 
     # --- what is recorded --------------------------------------------------------------------------------
 

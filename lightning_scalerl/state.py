@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_scalerl.checks import ConfigurationError, said
+
 
 class Stateful(Protocol):
     """Something with state made of plain types and tensors (loadable with `weights_only=True`)."""
@@ -44,15 +46,22 @@ class StateRegistry:
         """Restore all parts.
 
         Raises:
-            ValueError: the parts saved and the parts registered differ; both lists are named.
+            ConfigurationError: the parts saved and the parts registered differ (both lists are named), or one of them
+                was saved by a run that had something else there.
         """
         if set(state) != set(self._parts):
-            raise ValueError(
+            raise ConfigurationError(
                 f"checkpoint: holds state of {sorted(state)}, this run has {sorted(self._parts)}; "
                 "it comes from another version or configuration"
             )
         for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+            try:
+                part.load_state_dict(state[name])
+            except (KeyError, IndexError, TypeError, AttributeError) as error:
+                raise ConfigurationError(
+                    f"checkpoint: its state of {name!r} does not fit this run ({said(error)}); it comes from another "
+                    "task, version or configuration"
+                ) from error
 
 
 class TorchRandomState:

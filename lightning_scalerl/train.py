@@ -19,11 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.composition import conf_dir, explain
-from sweeps.errors import UserError
+from sweeps.errors import UserError, naming, of_the_system
 from sweeps.run.folders import user_folders
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.lease import LeaseLostError
-from sweeps.run.progress import is_done
+from sweeps.run.progress import check_own, is_done
 
 EXIT_INTERRUPTED = 85
 EXIT_CTRL_C = 130
@@ -52,6 +52,11 @@ def main() -> None:
         sys.exit(_complain(str(error)))
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(_complain(explain(error, *_given())))
+    except OSError as error:
+        # A file that is missing is a matter of the program that opens it: a task's, a verifier's.
+        if (told := of_the_system(error, missing=False)) is None:
+            raise
+        sys.exit(_complain(told))
 
 
 def _given() -> tuple[list[str], list[str]]:
@@ -88,12 +93,14 @@ def _train(overrides: list[str], folders: list[str]) -> None:
         raise UserError(f"{elsewhere[0]}: a single run runs in this process; add --multirun to submit it")
     (spec,) = plan_members([overrides], folders)
     run_dir = Path(spec.config["output_dir"]) / "runs" / spec.run
-    if is_done(run_dir, spec.steps):
+    check_own(run_dir, spec.run)
+    if is_done(run_dir, spec.steps, spec.run):
         print(f"{spec.title}: done already, {run_dir}; a larger budget.steps continues it")
         return
     from lightning_scalerl.member.run import run_member
 
-    spec.write(run_dir)
+    with naming("output_dir"):
+        spec.write(run_dir)
     print(f"{spec.title}: {run_dir}")
     run_member(run_dir, progress=True)
 

@@ -179,7 +179,7 @@ def fit(
             RunLog(run_dir),
             ResumableCheckpoint(run_dir / "checkpoints", checkpoint_every),
         ]
-        checkpoint = newest_checkpoint(run_dir / "checkpoints") if resume else None
+        checkpoint = newest_checkpoint(run_dir / "checkpoints").path if resume else None
     trainer = Trainer(
         max_steps=steps,
         callbacks=[*callbacks, *extra],

@@ -25,7 +25,8 @@ from sweeps.run.files import write_atomically
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.journal import Journal, read_journal
 from sweeps.run.lease import Lease
-from sweeps.run.progress import is_done
+from sweeps.run.mend import find_break, mend
+from sweeps.run.progress import check_own, is_done
 from sweeps.run.spec import RunSpec, make_spec
 from sweeps.run.writer import sole_writer
 
@@ -90,11 +91,17 @@ class State:
 def run(run_dir: Path) -> None:
     """Run the member frozen in `run_dir` to the end of its budget, from its newest checkpoint that can be read."""
     spec = RunSpec.read(run_dir)
-    with sole_writer(run_dir, spec.steps) as lease:
+    with sole_writer(run_dir, spec) as lease:
         assert lease is not None
-        if is_done(run_dir, spec.steps):
+        check_own(run_dir, spec.run)
+        if is_done(run_dir, spec.steps, spec.run):
             print(f"{spec.title}: done already")
             return
+        if (broken := find_break(run_dir)) is not None:
+            for path in (run_dir / "checkpoints").glob("*.ckpt"):
+                if int(path.stem.removeprefix("step-")) > broken.step:
+                    path.rename(path.with_suffix(".void"))
+            print(f"{broken.why}; kept as {mend(broken).name}")
         _Member(run_dir, spec, lease).run()
 
 

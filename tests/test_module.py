@@ -398,7 +398,7 @@ def test_truncated_checkpoint_is_passed_over(tiny_model_path: str, tmp_path: Pat
     fit(tiny_model_path, tmp_path, steps=3, checkpoint_every=1)
     newest, previous = checkpoints(tmp_path / "checkpoints")
     newest.write_bytes(newest.read_bytes()[:1000])
-    assert newest_checkpoint(tmp_path / "checkpoints") == previous
+    assert newest_checkpoint(tmp_path / "checkpoints").path == previous
 
 
 def test_journal_semantics_and_compute(tiny_model_path: str, tmp_path: Path) -> None:

@@ -336,7 +336,7 @@ def test_a_module_with_the_weights_of_a_checkpoint_goes_on_with_its_run(
     keep = Keep()
     fit(tiny_model_path, steps=4, callbacks=[keep], overrides=overrides)
     fit(tiny_model_path, tmp_path, steps=2, overrides=overrides)
-    path = newest_checkpoint(tmp_path / "checkpoints")
+    path = newest_checkpoint(tmp_path / "checkpoints").path
     assert path is not None
     loaded = ScaleRL.load_from_checkpoint(path, weights_only=True)
     assert go_on(loaded, 4, ckpt_path=path) == curve_of(keep)[2:]
@@ -371,7 +371,7 @@ def test_a_module_that_failed_goes_on_from_its_checkpoint(
 def test_a_run_that_began_with_a_checkpoints_weights_goes_on(tiny_model_path: str, tmp_path: Path) -> None:
     """KL is measured from what this run began with: neither its last weights nor what the module was made of."""
     fit(tiny_model_path, tmp_path / "first", steps=2, overrides=["kl=fixed"])
-    path = newest_checkpoint(tmp_path / "first" / "checkpoints")
+    path = newest_checkpoint(tmp_path / "first" / "checkpoints").path
     assert path is not None
     expected = go_on(ScaleRL.load_from_checkpoint(path, weights_only=True), 4)
     loaded = ScaleRL.load_from_checkpoint(path, weights_only=True)
@@ -381,7 +381,7 @@ def test_a_run_that_began_with_a_checkpoints_weights_goes_on(tiny_model_path: st
         **{**quiet(), "enable_checkpointing": True},
     )
     trainer.fit(loaded, datamodule=RolloutDataModule(CountingTask()))
-    newest = newest_checkpoint(tmp_path / "second")
+    newest = newest_checkpoint(tmp_path / "second").path
     assert newest is not None
     assert go_on(loaded, 4, ckpt_path=newest) == expected[2:]
     anew = ScaleRL.load_from_checkpoint(path, weights_only=True)
@@ -397,7 +397,7 @@ ANEW: dict[str, tuple[str, ...]] = {"gae": WITH_CRITIC, "kl": ("kl=fixed",), "ru
 def test_weights_alone_begin_another_run(tiny_model_path: str, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """`Trainer.validate` of a checkpoint takes its weights, and a later fit begins with them: as a new module would."""
     module = fit(tiny_model_path, tmp_path, steps=2, overrides=overrides)
-    path = newest_checkpoint(tmp_path / "checkpoints")
+    path = newest_checkpoint(tmp_path / "checkpoints").path
     assert path is not None
     fresh = ScaleRL.load_from_checkpoint(path, weights_only=True)
     data = RolloutDataModule(CountingTask())
@@ -418,7 +418,7 @@ def test_a_critic_is_in_the_checkpoint_and_in_nobodys_way(tiny_model_path: str, 
     """Who evaluates, or begins anew, takes the policy's weights alone; in evaluation they are those that were saved."""
     overrides = [*WITH_CRITIC, "optimizer.lr=1e-2"]
     module = fit(tiny_model_path, tmp_path, steps=4, overrides=overrides)
-    path = newest_checkpoint(tmp_path / "checkpoints")
+    path = newest_checkpoint(tmp_path / "checkpoints").path
     assert path is not None
     saved = torch.load(path, weights_only=True)["state_dict"]
     assert {name.split(".")[0] for name in saved} == {"policy", "critic"}, "and no reference"

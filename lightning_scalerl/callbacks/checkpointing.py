@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
+import sys
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from lightning_scalerl.callbacks.checkpoint_file import IDENTITY, damage, fsync_folder, written_directly
 from lightning_scalerl.callbacks.evaluate import owed
-from lightning_scalerl.callbacks.run_log import RunLog
-from lightning_scalerl.checks import whole_number
+from lightning_scalerl.callbacks.run_log import PassedOver, RunLog
+from lightning_scalerl.checks import said, whole_number
+from lightning_scalerl.distributed.start import process_rank
 from lightning_scalerl.run import Run, run_of
 from sweeps.run.interruption import RunInterruptedError
 
@@ -26,6 +29,9 @@ NAME = re.compile(r"step-(\d+)\.ckpt")
 
 class ResumableCheckpoint(Checkpoint):
     """Saves the whole run every n optimizer steps, when it is asked to stop, and at the end; keeps the newest two.
+
+    Beside those two there is at most one `.part`, of a save that was killed, until the next process of the run saves,
+    and what a run fell back from, as `.void`, until its next checkpoint is there.
 
     Lightning calls a `Checkpoint` after all other callbacks, so the step's records are written before they are
     declared durable. With several ranks rank 0 writes.
@@ -56,12 +62,16 @@ class ResumableCheckpoint(Checkpoint):
         self._stop_if_asked(run, run.ranks.agree(run.stop_reason))
 
     def _set_aside(self, step: int) -> None:
-        """Checkpoints beyond the step that the run goes on from (they could not be read) are void from now on."""
-        beyond = [path for path in checkpoints(self.directory) if int(path.stem.removeprefix("step-")) > step]
-        if beyond:
+        if any(_step(path) > step for path in checkpoints(self.directory)):
             self._guard()
-        for path in beyond:
-            path.replace(path.with_suffix(".void"))
+            set_aside(self.directory, step)
+
+    def _make_room(self) -> None:
+        """Halves that killed processes have left: with those of several attempts there may be no room for a whole."""
+        if halves := list(self.directory.glob("step-*.part")):
+            self._guard()
+        for half in halves:
+            half.unlink(missing_ok=True)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if it is time, and stop if the run is asked to and not at its end anyway."""
@@ -97,8 +107,10 @@ class ResumableCheckpoint(Checkpoint):
             # A name of its own: a process that has lost the run to another may still be writing.
             unfinished = self.directory / f"step-{step:08d}.{uuid.uuid4().hex[:8]}.part"
             failure: Exception | None = None
+            run.ranks.share(self._make_room)
             try:
-                trainer.save_checkpoint(unfinished)
+                with written_directly(trainer):
+                    trainer.save_checkpoint(unfinished)
             except Exception as error:
                 # The others wait at the barrier that Lightning has after the writing, before they can be told.
                 failure = error
@@ -109,10 +121,9 @@ class ResumableCheckpoint(Checkpoint):
         try:
             if failure is not None:
                 raise failure
-            with unfinished.open("rb") as handle:
-                os.fsync(handle.fileno())
             self._guard()
             unfinished.rename(self.directory / f"step-{step:08d}.ckpt")
+            fsync_folder(self.directory)
         except Exception:
             with suppress(OSError):
                 unfinished.unlink()
@@ -120,7 +131,7 @@ class ResumableCheckpoint(Checkpoint):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RunLog):
                 callback.checkpointed(step)
-        for old in [*checkpoints(self.directory)[self.KEEP :], *self.directory.glob("*.part")]:
+        for old in [*checkpoints(self.directory)[self.KEEP :], *self.directory.glob("step-*.void")]:
             old.unlink(missing_ok=True)
 
 
@@ -130,18 +141,73 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted(found, reverse=True)
 
 
-def newest_checkpoint(directory: Path) -> Path | None:
-    """The newest checkpoint of a run that can be read; a damaged or foreign one is passed over for the one before."""
+def set_aside(directory: Path, step: int) -> None:
+    """Checkpoints beyond the step that a run goes on from (they cannot be used) are void from now on."""
     for path in checkpoints(directory):
-        try:
-            complete = "scalerl" in torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except MemoryError:
+        if _step(path) > step:
+            path.replace(path.with_suffix(".void"))
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The newest checkpoint that can be used, or None; and what is newer and cannot, with the reasons."""
+
+    path: Path | None
+    passed_over: tuple[PassedOver, ...] = ()
+
+
+def newest_checkpoint(directory: str | Path, run: str | None = None, at_most: int | None = None) -> Newest:
+    """The newest checkpoint of a run that is whole; each that is passed over for an older one is named on stderr.
+
+    All of it is read once: every record must have the checksum that it was written with.
+
+    Args:
+        directory: of the checkpoint files.
+        run: identity of the run; a checkpoint that is of another one is passed over. One that does not say whose it
+            is (of an earlier version, of a script) is taken.
+        at_most: the latest step that may be used; None is any.
+
+    Raises:
+        OSError: the machine's trouble, not the file's: what is fine must not be passed over.
+    """
+    passed_over = []
+    found = None
+    for path in checkpoints(Path(directory)):
+        why = f"beyond step {at_most}" if at_most is not None and _step(path) > at_most else unusable(path, run)
+        if why is None:
+            found = path
+            break
+        passed_over.append(PassedOver(path.name, why))
+    if process_rank() == 0:
+        instead = "no older one is left" if found is None else f"{found.name} in its place"
+        for each in passed_over:
+            print(f"checkpoint {each.checkpoint} is passed over, {each.why}; {instead}", file=sys.stderr, flush=True)
+    return Newest(found, tuple(passed_over))
+
+
+def unusable(path: Path, run: str | None = None) -> str | None:
+    """Why a checkpoint cannot be used, read to its last bit; None if it can. Arguments as of `newest_checkpoint`.
+
+    Raises:
+        OSError: the machine's trouble, not the file's.
+    """
+    try:
+        why = damage(path)
+        if why is not None:
+            return why
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(saved, dict) or "scalerl" not in saved:
+            return "holds no run to go on with"
+    except MemoryError:
+        raise
+    except Exception as error:
+        if getattr(error, "errno", None) in (errno.EIO, errno.ESTALE, errno.ENOMEM):
             raise
-        except Exception as error:
-            # Trouble of the machine, not of the file: what is fine must not be passed over.
-            if getattr(error, "errno", None) in (errno.EIO, errno.ESTALE, errno.ENOMEM):
-                raise
-            continue
-        if complete:
-            return path
-    return None
+        return f"cannot be read: {said(error)}"
+    theirs = saved.get(IDENTITY)
+    theirs = theirs.get("run") if isinstance(theirs, dict) else None
+    return f"of another run, {theirs}" if None not in (run, theirs) and run != theirs else None

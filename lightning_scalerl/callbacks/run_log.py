@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,22 @@ from lightning.pytorch import Trainer
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.run import Run, run_of
+from sweeps.run.code import code_changes, code_facts, own_files, said
 from sweeps.run.interruption import RunInterruptedError
 from sweeps.run.journal import Journal, JournalView, read_journal
 
 log = logging.getLogger(__name__)
+
+# What this process runs: a member is forked from one that may have imported it long before the member's turn comes.
+_IMPORTED = own_files()
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """A checkpoint that could not be used, and why."""
+
+    checkpoint: str
+    why: str
 
 
 class RunLog(Recorder):
@@ -30,6 +44,9 @@ class RunLog(Recorder):
         identity: fields of the header (run, curve, recipe, seed, ...); a script of one's own may leave it out.
         guard: called before anything is written; raises if another process has taken the run over.
         announce: print what the run's names mean when it begins.
+        passed_over: checkpoints that this process could not go on from (`newest_checkpoint` names them).
+        code: folders and files of the user's own whose Python counts as the run's code, beside ours.
+        strict_code: refuse to go on with other code than the run was made with; else that is a warning.
     """
 
     def __init__(
@@ -38,6 +55,9 @@ class RunLog(Recorder):
         identity: Mapping[str, Any] | None = None,
         guard: Callable[[], None] | None = None,
         announce: bool = False,
+        passed_over: Sequence[PassedOver] = (),
+        code: Sequence[str | Path] = (),
+        strict_code: bool = False,
     ) -> None:
         self.run_dir = Path(run_dir)
         self.identity = dict(identity or {})
@@ -46,6 +66,9 @@ class RunLog(Recorder):
         self._last_step = 0
         self._trial = False
         self._announce = announce
+        self._passed_over = tuple(passed_over)
+        self._code = tuple(code)
+        self._strict_code = strict_code
 
     @property
     def journal(self) -> Journal:
@@ -73,26 +96,35 @@ class RunLog(Recorder):
         self._last_step = run.completed_steps
         header = header_fields(run, self.identity)
         earlier = self._earlier()
+        # Begun anew: the starting evaluation is made again, so that one is void as well.
+        goes_on_from = self._last_step if goes_on else -1
+        facts = code_facts(self._code, _IMPORTED)
         if earlier is not None:
             self._check_same_run(earlier, header, goes_on)
+            self._check_same_code(earlier, facts, goes_on_from)
         self._guard()
         write_semantics(self.run_dir, run)
         if self._announce:
             lines = [*effective(run.recipe, run.choices), *run.began]
             print("\n".join(f"  {line}" for line in lines), flush=True)
         if earlier is None:
-            self.journal.header(**header)
+            self.journal.header(**{**header, "code": facts})
             return
         lost = [record for record in earlier.records if record.step > self._last_step]
-        if lost:
-            newest = max(lost, key=lambda record: record.step).metrics
+        mended = earlier.mended or {}
+        if lost or mended:
+            newest = max(lost, key=lambda record: record.step).metrics if lost else {}
             now = run.meter.metrics()
+            newest = {**now, **newest, **mended.get("metrics", {})}
             run.meter.wasted(
                 flops=newest["compute/flops"] - now["compute/flops"],
                 device_hours=newest["compute/device_hours"] - now["compute/device_hours"],
             )
-        # Begun anew: the starting evaluation is made again, so that one is void as well.
-        self.journal.resume(self._last_step if goes_on else -1)
+        passed_over, self._passed_over = self._passed_over, ()  # another fit does not fall back again
+        fell_back: dict[str, Any] = {"passed_over": [asdict(each) for each in passed_over]} if passed_over else {}
+        if mended:
+            fell_back["mended"] = {key: mended.get(key) for key in ("line", "kept", "step")}
+        self.journal.resume(goes_on_from, code=facts, **fell_back)
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """One line."""
@@ -146,6 +178,19 @@ class RunLog(Recorder):
                 f"run_dir: {self.run_dir} holds a finished run; choose another directory, or continue it from its "
                 "checkpoint with fit(ckpt_path=...)"
             )
+
+    def _check_same_code(self, earlier: JournalView, facts: Mapping[str, Any], step: int) -> None:
+        """Steps made with other code are another experiment, and nothing in their numbers tells."""
+        changes = code_changes(earlier.code_before(step), facts)
+        if not changes:
+            return
+        if self._strict_code:
+            self._close()
+            raise ConfigurationError(
+                f"launch.strict_code: the code is not the one that this run was made with until step {step} "
+                f"({said(changes)}); go back to that code, or go on with launch.strict_code=false"
+            )
+        print(f"warning: from step {step} on with other code: {said(changes)}", file=sys.stderr, flush=True)
 
     def _close(self) -> None:
         if self._journal is not None:

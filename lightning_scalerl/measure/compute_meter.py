@@ -16,6 +16,7 @@ from lightning_scalerl.choices import Passes
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.stream.events import Event
+from sweeps.run.activity import activity
 
 PHASES = ("train", "generate", "checkpoint", "evaluate")
 WASTED = ("flops", "device_hours")
@@ -56,6 +57,7 @@ class ComputeMeter:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Attribute the time inside to a phase of `PHASES`."""
+        activity.note(name)
         begin = self._clock.now()
         outer, self._evaluating = self._evaluating, name == "evaluate"
         try:
@@ -68,6 +70,7 @@ class ComputeMeter:
         """Listen to a rollout stream or to an evaluation: generator steps cost FLOPs."""
         if event.report is None:
             return
+        activity.note("decode")
         report = event.report
         flops = self._flop_model.prefill(report.prefill_tokens, report.prefill_context)
         flops += self._flop_model.decode(report.decoded_tokens, report.decoded_context)

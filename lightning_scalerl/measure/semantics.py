@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from lightning_scalerl.choices import Choices
+from lightning_scalerl.measure.mechanism import departures
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.update.terms import terms
+from sweeps.run import code
 from sweeps.run.journal import SEMANTICS_FILE
 
 # In what order credit is given; the paper does not say whether its filter comes before its normalization.
@@ -96,15 +95,14 @@ def write_semantics(run_dir: Path, module: Any) -> None:
 
 def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
     """The journal's header: who the run is."""
-    departures = {axis: module.choices.on(axis).semantics()["choice"] for axis in module.mechanism.axes}
-    changed = [f"{axis}={choice}" for axis, choice in departures.items()]
+    departs = _departures(module)
     own = {
         "run": "local",
         "curve": "local",
-        "recipe": "+".join([module.recipe.name, *changed]),
+        "recipe": own_label(module),
         "seed": module.seed,
         "baseline": module.recipe.name,
-        "departures": departures,
+        "departures": departs,
         "settings": {},
         "parameters": parameter_count(module),
         "device": module.device.type,
@@ -115,6 +113,15 @@ def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, **identity}
 
 
+def own_label(module: Any) -> str:
+    """What a run is called where nobody has named it: its recipe, and what it changes in it."""
+    return "+".join([module.recipe.name, *(f"{axis}={choice}" for axis, choice in _departures(module).items())])
+
+
+def _departures(module: Any) -> dict[str, str]:
+    return {ours.axis: ours.semantics()["choice"] for ours, _ in departures(module.choices, module.recipe.choices)}
+
+
 def parameter_count(module: Any) -> int:
     """Of the policy."""
     return sum(parameter.numel() for parameter in module.policy.parameters())
@@ -122,26 +129,10 @@ def parameter_count(module: Any) -> int:
 
 def versions() -> dict[str, str]:
     """Of Python and the packages that decide results."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    return code.versions(PACKAGES)
 
 
 def commit() -> str:
     """The commit this code is at, with `+changes` if the tree differs from it; "unknown" outside a checkout."""
-    here = Path(__file__).resolve().parent
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-
-    try:
-        head = git("rev-parse", "--short=12", "HEAD")
-        return head + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
+    here = code.checkout()
+    return "unknown" if here is None else here.commit[:12] + ("+changes" if here.diff else "")

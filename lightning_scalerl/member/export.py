@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint
+from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint, unusable
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, use_folders
 from lightning_scalerl.model.load import load_model, load_tokenizer
@@ -37,7 +37,7 @@ def export_run(run_dir: Path, directory: Path, dtype: str = "fp32", step: int | 
         UserError: no such run or checkpoint, or the folder is taken.
     """
     spec, view = RunSpec.read(run_dir), read_journal(run_dir)
-    path = _checkpoint(run_dir / "checkpoints", step)
+    path = _checkpoint(run_dir / "checkpoints", step, spec.run)
     try:
         free(directory)  # before a large model is read for nothing
         use_folders(spec.folders)
@@ -55,14 +55,17 @@ def export_run(run_dir: Path, directory: Path, dtype: str = "fp32", step: int | 
     return f"{spec.title}, step {at}: {directory} ({dtype}), for AutoModelForCausalLM.from_pretrained"
 
 
-def _checkpoint(folder: Path, step: int | None) -> Path:
+def _checkpoint(folder: Path, step: int | None, run: str) -> Path:
     there = [int(path.stem.removeprefix("step-")) for path in checkpoints(folder)]
     listed = f"there are those of step {', '.join(map(str, sorted(there)))}" if there else "there is none"
     if step is not None:
         if step not in there:
             raise UserError(f"--step {step}: no such checkpoint in {folder}; {listed}")
-        return folder / f"step-{step:08d}.ckpt"
-    newest = newest_checkpoint(folder)
+        asked = folder / f"step-{step:08d}.ckpt"
+        if (why := unusable(asked, run)) is not None:
+            raise UserError(f"--step {step}: {asked} cannot be used, {why}; {listed}")
+        return asked
+    newest = newest_checkpoint(folder, run=run).path
     if newest is None:
         raise UserError(f"{folder}: no checkpoint that can be read; {listed}; train the run, or go on with it")
     return newest

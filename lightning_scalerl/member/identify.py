@@ -7,6 +7,7 @@ through Hydra whole, so that what is planned and what is complained about never 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +19,10 @@ from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import SETTINGS, Folders, axes_of, build, build_recipe, compose, use_folders
 from lightning_scalerl.member.composer import Composer
+from sweeps.run.activity import Patience
 from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec, science
 
+_LONGEST_NAME = 255  # bytes of a folder's name
 DEFAULT_RECIPE = "scalerl"  # as in conf/train.yaml
 # Groups that never name a curve: its recipe does already, its seed does not, and the rest is not science.
 UNLABELLED = OPERATIONAL_KEYS | {"recipe", "experiment", "variant", "cluster"}
@@ -43,9 +46,10 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     # All of them first: what Hydra has to complain about is answered before anything heavy is imported.
     drafts = [_draft(list(overrides), everywhere, composer) for overrides in override_lists]
     builder = _Builder()
-    known: dict[str, dict[str, Any]] = {}
+    known: dict[bytes, dict[str, Any]] = {}
+    clean: dict[tuple[str, int], Any] = {}
     specs = [
-        replace(_identified(draft, own, builder, known), overrides=_to_paste(overrides))
+        replace(_identified(draft, own, builder, known, clean), overrides=_to_paste(overrides))
         for draft, overrides in zip(drafts, override_lists, strict=True)
     ]
     checked: set[str] = set()
@@ -84,8 +88,35 @@ class _Draft:
     settings: Sequence[str]
 
 
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    """Those that an identity is made with."""
+    seed = values.get("seed")
+    try:
+        good = not isinstance(seed, bool) and seed is not None and int(seed) == float(seed)
+    except (TypeError, ValueError, OverflowError):
+        good = False
+    if not good:
+        raise ConfigurationError(f"seed: {seed!r} must be a whole number; give seed=0, or several: seed=0,1,2")
+    budget = values.get("budget")
+    whole_number("budget.steps", budget.get("steps") if isinstance(budget, Mapping) else budget)
+
+
+def _check_place(config: Mapping[str, Any]) -> None:
+    """Where the runs go: a folder that can be named, and not the one that the command was given in."""
+    place = config["output_dir"]
+    if not isinstance(place, str) or not place.strip() or "\0" in place:
+        raise ConfigurationError(f"output_dir: {place!r} names no folder; give one, or leave it out (outputs/STUDY)")
+    for part in Path(place).parts:
+        if len(part.encode()) > _LONGEST_NAME:
+            raise ConfigurationError(
+                f"output_dir: {place[:60] + '...'!r} has a name of {len(part.encode())} bytes in it; file systems take "
+                f"{_LONGEST_NAME}"
+            )
+
+
 def _draft(overrides: list[str], everywhere: set[str], composer: Composer) -> _Draft:
     values = composer.resolved(overrides)
+    _check_numbers(values)
     axes = axes_of(values)
     _check_keys(values, overrides, axes)
     departing = [entry for entry in overrides if _group(entry) in (*axes, "variant")]
@@ -114,12 +145,21 @@ def _check_keys(values: Mapping[str, Any], overrides: Sequence[str], axes: Seque
             )
 
 
-def _identified(draft: _Draft, folders: Sequence[str], builder: _Builder, known: dict[str, dict[str, Any]]) -> RunSpec:
-    """The member's identity, and in fields and a label what it departs on. `known`: identities so far, by values."""
+def _identified(
+    draft: _Draft,
+    folders: Sequence[str],
+    builder: _Builder,
+    known: dict[bytes, dict[str, Any]],
+    clean: dict[tuple[str, int], Any],
+) -> RunSpec:
+    """The member's identity, and in fields and a label what it departs on.
+
+    `known`: identities so far, by a digest of the values; `clean`: see `make_spec`.
+    """
     from lightning_scalerl.member.identity import identity_of
 
     def lasting(values: Mapping[str, Any]) -> dict[str, Any]:
-        key = repr(science(values))
+        key = hashlib.blake2b(repr(science(values)).encode(errors="surrogatepass"), digest_size=16).digest()
         if key not in known:
             known[key] = identity_of(values)
         return known[key]
@@ -156,6 +196,7 @@ def _identified(draft: _Draft, folders: Sequence[str], builder: _Builder, known:
         departures=departures,
         settings={key: value for key, _, value in (entry.partition("=") for entry in draft.settings)},
         folders=folders,
+        clean=clean,
     )
 
 
@@ -199,11 +240,20 @@ def _check(spec: RunSpec, builder: _Builder) -> None:
     numbers = OmegaConf.create({top: spec.config[top] for top in tops})
     for field in fields:
         whole_number(field, OmegaConf.select(numbers, field))
+    Patience.of(spec.config)
+    strict = OmegaConf.select(numbers, "launch.strict_code")
+    if not isinstance(strict, bool | None):
+        raise ConfigurationError(f"launch.strict_code: {strict!r} must be true or false")
     study = str(spec.config["study"])
-    if Path(study).name != study or not study.isprintable() or study == "..":
+    if Path(study).name != study or not study.isprintable() or study in ("", "..") or spec.config["study"] is None:
         raise ConfigurationError(
             f"study: {study!r} is not the name of one folder; choose a plain name, or say where with output_dir=..."
         )
+    if len(study.encode()) > _LONGEST_NAME:
+        raise ConfigurationError(
+            f"study: {study[:60] + '...'!r} is a name of {len(study.encode())} bytes; file systems take {_LONGEST_NAME}"
+        )
+    _check_place(spec.config)
     from lightning_scalerl.task.base import check_task
 
     recipe = build_recipe(spec.config, spec.recipe, builder)

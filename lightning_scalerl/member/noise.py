@@ -77,7 +77,7 @@ def _configured(model: str, overrides: Sequence[str]) -> tuple[Any, str | None]:
             )
         spec = RunSpec.read(Path(model))
         use_folders(spec.folders)
-        weights = newest_checkpoint(Path(model) / "checkpoints")
+        weights = newest_checkpoint(Path(model) / "checkpoints", run=spec.run).path
         if weights is None:
             raise UserError(f"{model}: no checkpoint that can be read; train the run first")
         return OmegaConf.create(dict(spec.config)), str(weights)

@@ -10,17 +10,19 @@ import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint
+from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint, set_aside
 from lightning_scalerl.callbacks.rollout_log import RolloutLog
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.composition import axes_of, build, build_recipe, use_folders
 from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.distributed.start import process_rank, trainer_settings
 from lightning_scalerl.module import ScaleRL
+from sweeps.run.code import files_named
 from sweeps.run.files import write_atomically
 from sweeps.run.journal import CONFIG_FILE
 from sweeps.run.lease import Lease
-from sweeps.run.progress import is_done
+from sweeps.run.mend import Break, find_break, mend
+from sweeps.run.progress import check_own, is_done
 from sweeps.run.spec import RunSpec
 from sweeps.run.writer import sole_writer
 
@@ -40,7 +42,7 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
 
     Raises:
         RunInterruptedError: the run was asked to stop and has saved itself.
-        UserError: another process is running it.
+        UserError: another process is running it, or the journal in `run_dir` is another run's.
     """
     hush_lightning()
     spec = RunSpec.read(run_dir)
@@ -48,16 +50,31 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
     config = OmegaConf.create(dict(spec.config))
     torch.set_num_threads(int(config.launch.threads))
     torch.manual_seed(spec.seed)
-    with sole_writer(run_dir, spec.steps, process_rank()) as lease:
-        if is_done(run_dir, spec.steps):
+    with sole_writer(run_dir, spec, process_rank()) as lease:
+        check_own(run_dir, spec.run)
+        if is_done(run_dir, spec.steps, spec.run):
             print(f"{spec.title}: done already")
             return
         if lease is not None:
             write_atomically(run_dir / CONFIG_FILE, OmegaConf.to_yaml(config))
-        _fit(run_dir, spec, config, lease, progress)
+        # Before any rank looks for a checkpoint; one that comes late finds those gone that it must not go on from.
+        broken = find_break(run_dir)
+        if broken is not None and lease is not None:
+            _mend(broken, run_dir / "checkpoints", lease)
+        _fit(run_dir, spec, config, lease, progress, None if broken is None else broken.step)
 
 
-def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, progress: bool) -> None:
+def _mend(broken: Break, checkpoints: Path, lease: Lease) -> None:
+    lease.check()
+    set_aside(checkpoints, broken.step)
+    kept = mend(broken)
+    where = f"from step {broken.step} or before" if broken.step >= 0 else "from the start, for no checkpoint is older"
+    print(f"{broken.why}; kept as {kept.name}, and the run goes on {where}", flush=True)
+
+
+def _fit(
+    run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, progress: bool, at_most: int | None = None
+) -> None:
     # The recipe's own choices; what this run changes comes as callbacks, as in a user's script.
     shared = {key: value for key, value in spec.config.items() if key not in axes_of(spec.config)}
     own_choices = {axis: spec.reference[axis] for axis in axes_of(spec.reference)}
@@ -67,6 +84,16 @@ def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, 
     module = ScaleRL(model=build(config, "model"), recipe=reference)
     task = build(config, "task")
     guard = lease.check if lease is not None else None
+    newest = newest_checkpoint(run_dir / "checkpoints", run=spec.run, at_most=at_most)
+    log = RunLog(
+        run_dir,
+        spec.header(),
+        guard,
+        announce=True,
+        passed_over=newest.passed_over,
+        code=[*spec.folders, *files_named(spec.config)],
+        strict_code=bool(config.launch.get("strict_code", False)),
+    )
     trainer = Trainer(
         max_steps=spec.steps,
         **trainer_settings(),
@@ -76,7 +103,7 @@ def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, 
         callbacks=[
             *changed,
             build(config, "evaluation"),
-            RunLog(run_dir, spec.header(), guard, announce=True),
+            log,
             RolloutLog(run_dir, guard=guard, **config.get("rollouts", {})),
             ResumableCheckpoint(run_dir / "checkpoints", config.checkpoint.every_n_steps, guard),
         ],
@@ -84,6 +111,6 @@ def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, 
     trainer.fit(
         module,
         datamodule=RolloutDataModule(task, seed=spec.seed),
-        ckpt_path=newest_checkpoint(run_dir / "checkpoints"),
+        ckpt_path=newest.path,
         weights_only=True,
     )

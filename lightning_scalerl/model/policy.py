@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.model.head import backbone, head_logits, output_head
 from lightning_scalerl.rollout import TrainBatch
+from sweeps.run.activity import activity
 
 # Above this many logits (tokens x vocabulary) the head works in chunks and recomputes them for the backward
 # pass: at a real vocabulary the logits are the largest tensor of the step. 2^27 FP32 logits are 0.5 GB.
@@ -55,6 +56,7 @@ class Policy(nn.Module):
             precision: instead of the policy's own (to compare two).
             entropy_gradient: whether the entropies have one too.
         """
+        activity.note("train")
         precision = precision or self.precision
         rollouts, width = batch.generator_logprobs.shape
         with self.autocast(precision):

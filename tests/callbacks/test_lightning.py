@@ -386,7 +386,7 @@ def test_a_fit_that_failed_is_not_gone_on_from_without_a_checkpoint(tiny_model_p
     with pytest.raises(ConfigurationError, match=r"last fit ended with RewardError; go on from a checkpoint"):
         attempt(CountingTask())
     assert len(read_journal(tmp_path).of_kind("train")) == 3, "a refusal voids nothing"
-    attempt(CountingTask(), ckpt_path=newest_checkpoint(tmp_path / "checkpoints"))
+    attempt(CountingTask(), ckpt_path=newest_checkpoint(tmp_path / "checkpoints").path)
     assert module.completed_steps == 5 == len(read_journal(tmp_path).of_kind("train"))
 
 

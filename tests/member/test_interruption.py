@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_scalerl import RolloutDataModule
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.callbacks.checkpoint_file import DirectCheckpointIO
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, checkpoints, newest_checkpoint
 from lightning_scalerl.callbacks.evaluate import Evaluate
 from lightning_scalerl.callbacks.run_log import RunLog
@@ -202,7 +202,7 @@ def test_asked_before_the_first_step_it_does_not_train(tiny_model_path: str, tmp
     with pytest.raises(RunInterruptedError, match="step 0: SIGUSR2"):
         fit(tiny_model_path, run_dir, steps=2, callbacks=[At(0, ask, "eval")])
     assert read_journal(run_dir).status == "running" and not read_journal(run_dir).of_kind("train")
-    assert newest_checkpoint(run_dir / "checkpoints") is None
+    assert newest_checkpoint(run_dir / "checkpoints").path is None
     interruption.clear()
     with pytest.raises(RunInterruptedError, match="step 1: SIGUSR2"):
         fit(tiny_model_path, run_dir, steps=2, callbacks=[At(1, ask)], resume=True)
@@ -285,7 +285,7 @@ def test_a_checkpoint_of_a_lost_run_does_not_take_its_place(tiny_model_path: str
 
 def half_written(monkeypatch: pytest.MonkeyPatch, from_step: int) -> None:
     """The disk is full from the checkpoint of a step on."""
-    save = TorchCheckpointIO.save_checkpoint
+    save = DirectCheckpointIO.save_checkpoint
 
     def full(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         save(self, checkpoint, path, storage_options)
@@ -293,7 +293,7 @@ def half_written(monkeypatch: pytest.MonkeyPatch, from_step: int) -> None:
             os.truncate(path, 1000)
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", full)
+    monkeypatch.setattr(DirectCheckpointIO, "save_checkpoint", full)
 
 
 def test_a_full_disk_at_a_checkpoint(tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,10 +347,10 @@ def test_only_a_whole_checkpoint_of_a_run_is_used(tiny_model_path: str, tmp_path
     (directory / "step-00000007.ckpt").mkdir()
     (directory / "step-00000008.ckpt").symlink_to(directory / "gone")
     (directory / "step-00000009.12345678.part").write_bytes(good.read_bytes())
-    assert newest_checkpoint(directory) == good
+    assert newest_checkpoint(directory).path == good
     good.unlink()
-    assert newest_checkpoint(directory) is None
-    assert newest_checkpoint(tmp_path / "nowhere") is None
+    assert newest_checkpoint(directory).path is None
+    assert newest_checkpoint(tmp_path / "nowhere").path is None
 
 
 def test_what_another_process_left_half_written_is_cleared(tiny_model_path: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.run import run_member
 from sweeps.launch.ledger import Ledger
+from sweeps.run.activity import HUNG_CODE
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs, read_journal
 from sweeps.run.progress import is_done
 from tests.place import PATIENCE_S, STEPS, Deterministic, Place, deterministic, kill_group, kinds, lines, wait_until
@@ -66,8 +67,23 @@ def run_here(overrides: Sequence[str]) -> Path:
     run_dir = Path(spec.config["output_dir"]) / "runs" / spec.run
     spec.write(run_dir)
     run_member(run_dir)
-    assert is_done(run_dir, STEPS)
+    assert is_done(run_dir, STEPS, run_dir.name)
     return run_dir
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_ends_itself_and_continues_bit_for_bit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A generation that never comes back, in the middle of the run.
+    overrides = [*place.overrides("hung", "seed=3"), "launch.hang_factor=2", "launch.hang_min_s=5"]
+    monkeypatch.setenv("VERIFIER_GATE", str(place.root / "never"))
+    with place.command(["-m", "lightning_scalerl.train", *overrides]) as process:
+        assert process.wait(timeout=PATIENCE_S) == HUNG_CODE, place.said()
+    said = place.said()
+    assert "no sign of life for" in said and "odd_digits" in said and "next_batch" in said, "where it hung"
+    monkeypatch.delenv("VERIFIER_GATE")
+    undisturbed = run_here(place.overrides("undisturbed", "seed=3"))
+    assert not is_done(place.root / "hung/runs" / undisturbed.name, STEPS, undisturbed.name)
+    assert deterministic(run_here(overrides)) == deterministic(undisturbed)
 
 
 @pytest.mark.slow
@@ -79,7 +95,7 @@ def test_a_single_run_that_was_killed_continues_bit_for_bit(place: Place) -> Non
         assert wait_until(lambda: lines(run_dir) >= 11, process), place.said()
         kill_controller(process)
     assert kinds(run_dir)["checkpoint"] >= 1
-    assert not is_done(run_dir, STEPS)
+    assert not is_done(run_dir, STEPS, run_dir.name)
     assert run_here(overrides) == run_dir
     assert kinds(run_dir)["resume"] == 1
     assert kinds(undisturbed) == Counter(run=1, eval=5, train=STEPS, checkpoint=4, end=1)
@@ -99,7 +115,7 @@ def test_a_run_that_was_killed_between_its_last_checkpoint_and_its_last_line_is_
     *kept, last = journal.splitlines(keepends=True)
     assert b'"end"' in last
     (run_dir / JOURNAL_FILE).write_bytes(b"".join(kept))
-    assert not is_done(run_dir, STEPS)
+    assert not is_done(run_dir, STEPS, run_dir.name)
     assert run_here(overrides) == run_dir
     assert read_journal(run_dir).deterministic() == before
 
@@ -159,7 +175,7 @@ def check_killed_and_continued(
             while member_pids(output) and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert member_pids(output) == {}
-        assert not all(is_done(run_dir, STEPS) for run_dir in run_dirs)
+        assert not all(is_done(run_dir, STEPS, run_dir.name) for run_dir in run_dirs)
     with place.command(overrides) as process:
         assert process.wait(PATIENCE_S) == 0, place.said()
     check_study(output, expected)
@@ -222,7 +238,7 @@ def test_a_member_that_is_killed_fails_alone_and_is_continued_by_the_same_comman
     states = Ledger(output).fold()
     assert (states[victim].state, states[victim].reason) == ("failed", "killed by SIGKILL")
     assert (states[other].state, states[other].reason) == ("finished", None)
-    assert not is_done(victim_dir, STEPS)
+    assert not is_done(victim_dir, STEPS, victim_dir.name)
     said = studies.said()[already_said:]
     assert "Traceback" not in said
     assert f"1 of 2 members failed ({states[victim].recipe} seed 0: killed by SIGKILL)" in said

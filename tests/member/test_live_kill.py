@@ -51,7 +51,7 @@ def run_of(place: Place) -> Path:
 
 def check(run_dir: Path) -> None:
     """Done; every step once, every record finite, nothing trained that was too old."""
-    assert is_done(run_dir, STEPS)
+    assert is_done(run_dir, STEPS, run_dir.name)
     steps = [record.step for record in read_journal(run_dir).of_kind("train")]
     assert steps == list(range(1, STEPS + 1))
     trained = [record.metrics for record in read_journal(run_dir).of_kind("train")]

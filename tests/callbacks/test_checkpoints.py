@@ -1,0 +1,484 @@
+"""Checkpoints that one can trust: how they are written, whose they are, and what becomes of those that are damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_scalerl import ConfigurationError, Evaluate, ResumableCheckpoint, RolloutDataModule, RunLog, ScaleRL
+from lightning_scalerl.axes.loss import DAPO
+from lightning_scalerl.callbacks import run_log
+from lightning_scalerl.callbacks.checkpoint_file import IDENTITY, DirectCheckpointIO
+from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint, unusable
+from lightning_scalerl.state import StateRegistry
+from sweeps.run.journal import JOURNAL_FILE, read_journal
+from tests.helpers import SMALL, CountingTask, fit, quiet
+from tests.paths import ROOT
+
+
+def lines_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in (run_dir / JOURNAL_FILE).read_text().splitlines()]
+    return [entry for entry in entries if entry["kind"] == kind]
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    with path.open("r+b") as handle:
+        handle.seek(place)
+        byte = handle.read(1)[0]
+        handle.seek(place)
+        handle.write(bytes([byte ^ 1 << bit]))
+
+
+def middle_of_a_tensor(path: Path) -> int:
+    """A place in the largest tensor of a checkpoint."""
+    with zipfile.ZipFile(path) as archive:
+        tensors = [record for record in archive.infolist() if "/data/" in record.filename]
+        largest = max(tensors, key=lambda record: record.file_size)
+    return largest.header_offset + 200 + largest.file_size // 2
+
+
+def python(program: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True, text=True, timeout=300, env=environment, **options,
+    )  # fmt: skip
+
+
+# --- how they are written ---------------------------------------------------------------------------------------
+
+BALLAST = """
+import sys, torch
+from pathlib import Path
+from lightning.pytorch import Callback, Trainer
+from lightning_scalerl import ResumableCheckpoint, RolloutDataModule, ScaleRL
+from tests.helpers import SMALL, CountingTask, quiet
+
+class Ballast(Callback):
+    "State of so many MB, as a large model would have."
+    def __init__(self, megabytes):
+        self.parts = [torch.full((250_000,), float(n)) for n in range(megabytes)]
+    def state_dict(self):
+        return {"parts": self.parts}
+
+def train(model, directory, megabytes, steps=1, **options):
+    module = ScaleRL(model, "scalerl_core", overrides=SMALL)
+    trainer = Trainer(max_steps=steps, callbacks=[Ballast(megabytes), ResumableCheckpoint(directory, 1)],
+                      **{**quiet(), "enable_checkpointing": True})
+    trainer.fit(module, datamodule=RolloutDataModule(CountingTask()), **options)
+"""
+
+MEASURED = f"""{BALLAST}
+def memory(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) / 1000
+
+save, written, grown = Trainer.save_checkpoint, set(), []
+def measured(self, *arguments, **options):
+    Path("/proc/self/clear_refs").write_text("5")
+    before, watching[0] = memory("VmRSS"), True
+    save(self, *arguments, **options)
+    watching[0] = False
+    grown.append(memory("VmHWM") - before)
+def audit(event, arguments):
+    if watching[0] and event == "open" and isinstance(arguments[2], int) and arguments[2] & 3:
+        written.add(str(arguments[0]))
+watching = [False]
+Trainer.save_checkpoint = measured
+sys.addaudithook(audit)
+train(sys.argv[1], sys.argv[2], 300)
+print("GROWN", max(grown), *written)
+"""
+
+
+def test_a_checkpoint_needs_no_second_copy_of_the_state(tiny_model_path: str, tmp_path: Path) -> None:
+    """Neither in memory nor in the node's temporary folder: 300 MB of state, written to one file."""
+    directory = tmp_path / "checkpoints"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    done = python(MEASURED, tiny_model_path, str(directory), env={"TMPDIR": str(temporary)})
+    assert done.returncode == 0, done.stderr[-2000:]
+    _, grown, *written = done.stdout[done.stdout.index("GROWN") :].split()
+    (path,) = checkpoints(directory)
+    assert path.stat().st_size > 300e6
+    assert float(grown) < 60, "MB"
+    assert [Path(name).parent for name in written] == [directory] and written[0].endswith(".part")
+
+
+KILLED = f"""{BALLAST}
+import os, signal
+from lightning_scalerl.callbacks import checkpoint_file
+write, done = checkpoint_file._File.write, [0]
+def killed(self, content):
+    done[0] += content.nbytes
+    if done[0] > 20e6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(self, content)
+newest = max(Path(sys.argv[2]).glob("*.ckpt"), default=None)
+if sys.argv[3] == "killed":
+    checkpoint_file._File.write = killed
+train(sys.argv[1], sys.argv[2], 40, steps=int(sys.argv[4]), ckpt_path=newest, weights_only=True)
+"""
+
+
+def test_killed_in_the_middle_of_a_save(tiny_model_path: str, tmp_path: Path) -> None:
+    """What was there stays there, and of several halves one is left: a whole checkpoint needs their room."""
+    directory = tmp_path / "checkpoints"
+    assert python(KILLED, tiny_model_path, str(directory), "whole", "2").returncode == 0
+    whole = ["step-00000001.ckpt", "step-00000002.ckpt"]
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    assert sorted(before) == whole
+    for _ in range(3):
+        killed = python(KILLED, tiny_model_path, str(directory), "killed", "3")
+        assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+        halves = [path for path in directory.iterdir() if path.suffix == ".part"]
+        assert len(halves) == 1 and 10e6 < halves[0].stat().st_size < 30e6 < len(before[whole[0]])
+        assert {path.name: path.read_bytes() for path in directory.iterdir() if path not in halves} == before
+    assert newest_checkpoint(directory).path == directory / whole[1]
+    assert python(KILLED, tiny_model_path, str(directory), "whole", "3").returncode == 0
+    assert names(directory) == ["step-00000002.ckpt", "step-00000003.ckpt"]
+
+
+def test_a_disk_that_fills_up_under_a_tensor(tmp_path: Path) -> None:
+    """The error is the system's own, by which a full disk is known; torch's writer has none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            DirectCheckpointIO().save_checkpoint({"weights": torch.zeros(2_000_000)}, tmp_path / "x.part")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_script_that_turned_checksums_off_has_them_in_its_checkpoints(tmp_path: Path) -> None:
+    from torch.serialization import get_crc32_options, set_crc32_options
+
+    set_crc32_options(False)
+    try:
+        DirectCheckpointIO().save_checkpoint({"scalerl": {}, "w": torch.ones(99)}, tmp_path / "step-00000001.ckpt")
+        assert not get_crc32_options()
+    finally:
+        set_crc32_options(True)
+    assert unusable(tmp_path / "step-00000001.ckpt") is None
+
+
+def test_the_trainers_own_way_to_write_is_left_to_it(tiny_model_path: str, tmp_path: Path) -> None:
+    module = fit(tiny_model_path, tmp_path, steps=1)
+    assert not isinstance(module.trainer.strategy.checkpoint_io, DirectCheckpointIO)
+
+
+# --- flipped bits -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    fit(tiny_model_path, run_dir, steps=4, checkpoint_every=2)
+    return run_dir
+
+
+def same(one: Any, other: Any) -> bool:
+    """Bit for bit, types and order included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        alike = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        return alike and one.numpy().tobytes() == other.numpy().tobytes()
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other) or (one != one and other != other)
+
+
+def places(path: Path, source: random.Random) -> Iterator[int]:
+    """All over the file, and again in what is small and decides most: headers of records, the directory, its end."""
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        headers = [record.header_offset for record in archive.infolist()]
+        directory = archive.start_dir
+    for _ in range(120):
+        yield source.randrange(size)
+        yield source.choice(headers) + source.randrange(90)
+        yield source.randrange(directory, size)
+        yield source.randrange(size - 98, size)
+    # The attributes of an entry, one of which makes torch take a tensor for a folder, and read nothing.
+    entry = directory
+    raw = path.read_bytes()
+    for _ in range(20):
+        yield entry + 38
+        entry = raw.index(b"PK\x01\x02", entry + 4)
+
+
+def test_no_flipped_bit_changes_what_a_run_goes_on_from(whole_run: Path, tmp_path: Path) -> None:
+    """Each is seen, or does not touch what is loaded."""
+    path = tmp_path / "step-00000004.ckpt"
+    path.write_bytes((whole_run / "checkpoints" / path.name).read_bytes())
+    assert unusable(path) is None
+    saved = torch.load(path, weights_only=True)
+    source = random.Random(5)
+    seen = 0
+    chosen = list(places(path, source))
+    for place in chosen:
+        bit = 4 if place in chosen[-20:] else source.randrange(8)
+        flip(path, place, bit)
+        if unusable(path) is not None:
+            seen += 1
+        else:
+            assert same(torch.load(path, weights_only=True), saved), (place, bit)
+        flip(path, place, bit)
+    assert seen > len(chosen) // 4
+    assert unusable(path) is None
+
+
+def test_a_flipped_bit_costs_the_steps_since_the_checkpoint_before(
+    tiny_model_path: str, whole_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And that is said, and written down; the result is that of the undisturbed run."""
+    fit(tiny_model_path, tmp_path, steps=3, checkpoint_every=1)
+    newest = tmp_path / "checkpoints" / "step-00000003.ckpt"
+    flip(newest, middle_of_a_tensor(newest))
+    capfd.readouterr()
+    found = newest_checkpoint(tmp_path / "checkpoints")
+    assert found.path == tmp_path / "checkpoints" / "step-00000002.ckpt"
+    ((checkpoint, why),) = [(each.checkpoint, each.why) for each in found.passed_over]
+    assert checkpoint == newest.name and re.fullmatch(r"damaged: the checksum of archive/data/\d+ does not match", why)
+    said = capfd.readouterr().err.splitlines()
+    assert said == [f"checkpoint {newest.name} is passed over, {why}; step-00000002.ckpt in its place"]
+    module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
+    callbacks = [Evaluate(2, 2), RunLog(tmp_path, passed_over=found.passed_over), saves_in(tmp_path, 2)]
+    trainer = Trainer(max_steps=4, callbacks=callbacks, **{**quiet(), "enable_checkpointing": True})
+    trainer.fit(module, datamodule=RolloutDataModule(CountingTask()), ckpt_path=found.path, weights_only=True)
+    (resume,) = lines_of(tmp_path, "resume")
+    assert resume["step"] == 2 and resume["passed_over"] == [{"checkpoint": newest.name, "why": why}]
+    assert read_journal(tmp_path).passed_over == resume["passed_over"]
+    trained, undisturbed = (
+        [record.deterministic() for record in read_journal(run).of_kind("train")] for run in (tmp_path, whole_run)
+    )
+    assert [without_waste(each) for each in trained] == [without_waste(each) for each in undisturbed]
+
+
+def without_waste(record: tuple[str, int, dict[str, float]]) -> tuple[str, int, dict[str, float]]:
+    kind, step, metrics = record
+    return kind, step, {name: value for name, value in metrics.items() if "wasted" not in name}
+
+
+def saves_in(run_dir: Path, every: int) -> ResumableCheckpoint:
+    return ResumableCheckpoint(run_dir / "checkpoints", every)
+
+
+def test_falling_back_again_and_again_leaves_nothing_lying(tiny_model_path: str, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    fit(tiny_model_path, tmp_path, steps=2, checkpoint_every=1)
+    for steps in (3, 4, 5):
+        newest, before = checkpoints(directory)
+        flip(newest, middle_of_a_tensor(newest))
+        (directory / "step-00000009.12345678.part").write_bytes(b"half")
+        fit(tiny_model_path, tmp_path, steps=steps, checkpoint_every=1, resume=True)
+        assert newest_checkpoint(directory).path == directory / f"step-{steps:08d}.ckpt"
+        assert names(directory) == [f"step-{steps - 1:08d}.ckpt", f"step-{steps:08d}.ckpt"]
+        assert before.exists() or steps > int(before.stem[5:])
+
+
+# --- whose they are ---------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_another_run_is_passed_over(whole_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    directory = whole_run / "checkpoints"
+    own = newest_checkpoint(directory).path
+    assert own == directory / "step-00000004.ckpt"
+    saved = torch.load(own, weights_only=True)
+    assert saved[IDENTITY]["run"] is None, "a script's"
+    assert newest_checkpoint(directory, run="abc").path == own, "nobody's, so anybody's"
+    saved[IDENTITY]["run"] = "def"
+    torch.save(saved, directory / "step-00000006.ckpt")
+    try:
+        found = newest_checkpoint(directory, run="abc")
+        assert found.path == own
+        assert [(each.checkpoint, each.why) for each in found.passed_over] == [
+            ("step-00000006.ckpt", "of another run, def")
+        ]
+        assert "step-00000006.ckpt is passed over, of another run, def; step-00000004.ckpt" in capfd.readouterr().err
+        for run in ("def", None):
+            newest = newest_checkpoint(directory, run=run)
+            assert newest.path == directory / "step-00000006.ckpt" and newest.passed_over == ()
+    finally:
+        (directory / "step-00000006.ckpt").unlink()
+
+
+def test_what_is_beyond_a_step_is_passed_over(whole_run: Path) -> None:
+    directory = whole_run / "checkpoints"
+    found = newest_checkpoint(directory, at_most=3)
+    assert found.path == directory / "step-00000002.ckpt"
+    assert [(each.checkpoint, each.why) for each in found.passed_over] == [("step-00000004.ckpt", "beyond step 3")]
+    assert newest_checkpoint(directory, at_most=4).passed_over == ()
+    nothing = newest_checkpoint(directory, at_most=1)
+    assert nothing.path is None and len(nothing.passed_over) == 2
+
+
+def go_on(model: str, path: Path, seed: int = 0, recipe: str = "scalerl_core", **options: Any) -> ScaleRL:
+    module = ScaleRL(model, recipe, overrides=[*SMALL, *options.get("overrides", ())])
+    trainer = Trainer(max_steps=options.get("steps", 6), callbacks=options.get("callbacks", []), **quiet())
+    data = RolloutDataModule(options.get("task") or CountingTask(), seed=seed)
+    trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"seed": 1}, "scalerl_core seed 0, and this one is scalerl_core seed 1;"),
+        ({"recipe": "scalerl"}, "scalerl_core seed 0, and this one is scalerl seed 0 "),
+        (
+            {"overrides": ["advantage=gae", "critic=value_network", "filter=none"]},
+            "scalerl_core seed 0, and this one is .*critic ",
+        ),
+        (
+            {"callbacks": [DAPO()]},
+            r"scalerl_core seed 0, and this one is scalerl_core\+loss=DAPO seed 0 \(loss CISPO, not DAPO\);",
+        ),
+        ({"overrides": ["kl=fixed"]}, r"scalerl_core seed 0, and this one is .* \(kl "),
+    ],
+    ids=["seed", "recipe", "critic", "choice", "override"],
+)
+def test_a_script_does_not_go_on_from_another_run(
+    tiny_model_path: str, whole_run: Path, options: dict[str, Any], said: str
+) -> None:
+    path = whole_run / "checkpoints" / "step-00000002.ckpt"
+    with pytest.raises(ConfigurationError, match=f"^ckpt_path: {path} is of another run, {said}") as caught:
+        go_on(tiny_model_path, path, **options)
+    assert "ScaleRL.load_from_checkpoint(path)" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_another_budget_and_a_checkpoint_that_says_nothing_are_gone_on_from(
+    tiny_model_path: str, whole_run: Path, tmp_path: Path
+) -> None:
+    path = whole_run / "checkpoints" / "step-00000002.ckpt"
+    assert go_on(tiny_model_path, path, steps=5).completed_steps == 5
+    saved = torch.load(path, weights_only=True)
+    del saved[IDENTITY]
+    torch.save(saved, tmp_path / path.name)
+    assert newest_checkpoint(tmp_path, run="abc").path == tmp_path / path.name
+    assert go_on(tiny_model_path, tmp_path / path.name).completed_steps == 6
+
+
+def test_two_members_are_told_apart_by_their_identities(tiny_model_path: str, tmp_path: Path) -> None:
+    def member(run: str, title: str, run_dir: Path, path: Path | None = None, choice: Any = None) -> None:
+        module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
+        log = RunLog(run_dir, {"run": run, "recipe": title})
+        callbacks = [*([choice] if choice else []), log, saves_in(run_dir, 1)]
+        options = {**quiet(), "enable_checkpointing": True}
+        trainer = Trainer(max_steps=1 if path is None else 2, callbacks=callbacks, **options)
+        trainer.fit(module, datamodule=RolloutDataModule(CountingTask()), ckpt_path=path, weights_only=True)
+
+    member("aa", "one", tmp_path / "a")
+    (path,) = checkpoints(tmp_path / "a" / "checkpoints")
+    with pytest.raises(ConfigurationError, match=r"one seed 0 \(aa\), and this one is other seed 0 \(bb\);"):
+        member("bb", "other", tmp_path / "b", path)
+    member("aa", "one by another name", tmp_path / "c", path)
+
+
+def test_state_that_does_not_fit_is_no_key_error() -> None:
+    class Part:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            state["gone"]
+
+    registry = StateRegistry()
+    registry.register("prompts", Part())
+    with pytest.raises(ConfigurationError, match=r"checkpoint: its state of 'prompts' does not fit this run .KeyError"):
+        registry.load_state_dict({"prompts": {}})
+
+
+# --- with which code a run goes on ------------------------------------------------------------------------------
+
+
+def facts(name: str, torch_version: str = "2.13.0") -> dict[str, Any]:
+    return {"commit": name, "diff": None, "files": name, "folders": {}, "versions": {"torch": torch_version}}
+
+
+def trained_with(
+    code: Any, monkeypatch: pytest.MonkeyPatch, model: str, run_dir: Path, steps: int, **options: Any
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(run_log, "code_facts", lambda named, imported: code)
+        module = ScaleRL(model, "scalerl_core", overrides=SMALL)
+        callbacks = [Evaluate(2, 2), RunLog(run_dir, **options), saves_in(run_dir, 1)]
+        trainer = Trainer(max_steps=steps, callbacks=callbacks, **{**quiet(), "enable_checkpointing": True})
+        path = newest_checkpoint(run_dir / "checkpoints").path
+        trainer.fit(module, datamodule=RolloutDataModule(CountingTask()), ckpt_path=path, weights_only=True)
+
+
+def test_going_on_with_other_code_is_said_and_written_down(
+    tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, second = facts("aaaa"), facts("bbbb", "2.14.0")
+    trained_with(first, monkeypatch, tiny_model_path, tmp_path, 1)
+    assert "other code" not in capfd.readouterr().err
+    assert read_journal(tmp_path).header["code"] == first
+    trained_with(second, monkeypatch, tiny_model_path, tmp_path, 2)
+    warning = "from step 1 on with other code: commit aaaa -> bbbb, torch 2.13.0 -> 2.14.0"
+    assert f"warning: {warning}" in capfd.readouterr().err.splitlines()
+    trained_with(second, monkeypatch, tiny_model_path, tmp_path, 3)
+    assert "other code" not in capfd.readouterr().err, "the same as the steps before this one"
+    assert [resume["code"] for resume in lines_of(tmp_path, "resume")] == [second, second]
+    changes = read_journal(tmp_path).code_changes
+    assert [(change.step, change.what) for change in changes] == [
+        (1, ("commit aaaa -> bbbb", "torch 2.13.0 -> 2.14.0"))
+    ]
+
+
+def test_strict_code_refuses_and_touches_nothing(
+    tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained_with(facts("aaaa"), monkeypatch, tiny_model_path, tmp_path, 1, strict_code=True)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(ConfigurationError, match=r"^launch.strict_code: .* until step 1 \(commit aaaa -> bbbb\); go"):
+        trained_with(facts("bbbb"), monkeypatch, tiny_model_path, tmp_path, 2, strict_code=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    trained_with(facts("aaaa"), monkeypatch, tiny_model_path, tmp_path, 2, strict_code=True)
+    trained_with(facts("bbbb"), monkeypatch, tiny_model_path, tmp_path, 3, strict_code=False)
+    trained_with(facts("bbbb"), monkeypatch, tiny_model_path, tmp_path, 4, strict_code=True)
+
+
+def test_a_journal_of_an_earlier_version_goes_on_without_a_warning(
+    tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trained_with(facts("aaaa"), monkeypatch, tiny_model_path, tmp_path, 1)
+    header, *rest = (tmp_path / JOURNAL_FILE).read_text().splitlines()
+    entry = {key: value for key, value in json.loads(header).items() if key != "code"}
+    (tmp_path / JOURNAL_FILE).write_text("\n".join([json.dumps(entry), *rest, ""]))
+    trained_with(facts("bbbb"), monkeypatch, tiny_model_path, tmp_path, 2, strict_code=True)
+    assert "other code" not in capfd.readouterr().err
+    assert read_journal(tmp_path).code_changes == []
+
+
+def test_the_facts_are_those_of_this_checkout(tiny_model_path: str, tmp_path: Path) -> None:
+    """Not a double's: the digest is of the very files that trained."""
+    from sweeps.run.code import code_facts
+
+    fit(tiny_model_path, tmp_path, steps=1)
+    written = read_journal(tmp_path).header["code"]
+    assert written["versions"] == code_facts()["versions"]
+    assert set(written) == {"commit", "diff", "files", "folders", "versions"} and len(written["files"]) == 12

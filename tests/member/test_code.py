@@ -1,0 +1,61 @@
+"""A member goes on with other code than it was begun with: a checkout of its own, in which a loss is tripled."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sweeps.run.journal import JOURNAL_FILE, read_journal
+from tests.paths import ROOT
+from tests.place import Place
+
+PACKAGES = ("lightning_scalerl", "sweeps", "hydra_plugins", "conf")
+
+
+@pytest.mark.slow
+def test_a_tripled_loss_between_launch_and_resume_is_no_secret(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, checkout / package, ignore=shutil.ignore_patterns("__pycache__"))
+    git = ["git", "-C", str(checkout), "-c", "user.name=x", "-c", "user.email=x@example.com"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "launched"]):
+        subprocess.run([*git, *arguments], check=True, timeout=60)
+    place = Place(tmp_path)
+    environment = {**place.environment(), "PYTHONPATH": f"{checkout}:{ROOT}"}
+
+    def train(steps: int, *more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "lightning_scalerl.train", *place.overrides("out"), f"budget.steps={steps}", *more],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+
+    begun = train(2)
+    assert begun.returncode == 0, begun.stderr[-2000:]
+    (run_dir,) = (tmp_path / "out" / "runs").iterdir()
+    launched = read_journal(run_dir).header["code"]
+    assert launched["commit"] and launched["diff"] is None
+
+    module = checkout / "lightning_scalerl" / "module.py"
+    tripled = module.read_text().replace(
+        "self.loss_scale.scaled(losses.sum())", "self.loss_scale.scaled(3 * losses.sum())"
+    )
+    assert tripled != module.read_text()
+    module.write_text(tripled)
+    before = (run_dir / JOURNAL_FILE).read_bytes()
+    refused = train(3, "launch.strict_code=true")
+    assert refused.returncode == 1
+    assert "launch.strict_code: the code is not the one that this run was made with until step 2" in refused.stderr
+    assert (run_dir / JOURNAL_FILE).read_bytes() == before
+
+    warned = train(3)
+    assert warned.returncode == 0, warned.stderr[-2000:]
+    resume = json.loads(next(line for line in (run_dir / JOURNAL_FILE).read_text().splitlines() if '"resume"' in line))
+    what = f"uncommitted changes none -> {resume['code']['diff']}"
+    assert f"warning: from step 2 on with other code: {what}" in warned.stderr.splitlines()
+    assert [(change.step, change.what) for change in read_journal(run_dir).code_changes] == [(2, (what,))]
+    assert resume["code"]["commit"] == launched["commit"] and resume["code"]["files"] != launched["files"]
