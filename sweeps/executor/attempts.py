@@ -2,15 +2,21 @@
 
 `runs/<identity>/attempts/<job>-<restart>-<submission>.jsonl` has a line when the attempt begins and one when it ends.
 One writer a file: two copies of a job on two nodes never append to the same one.
+
+They are counted, not timed: nodes' clocks may be minutes apart.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sweeps.executor.signs import OF_A_PEER
 from sweeps.redact import redact
 from sweeps.run.files import append_lines, parse_lines, read_json, write_json
 
@@ -24,10 +30,13 @@ class Attempt:
     Attributes:
         submission, job, restart: which; a requeued job keeps its id and counts its restarts.
         node: where.
-        began, ended: wall-clock seconds; `ended` is None for one that runs or was killed.
+        began, ended: seconds by the node's own clock, for people; `ended` is None for one that runs or was killed.
         step: the checkpoint it went on from; -1 for the start.
-        outcome: `finished`, `interrupted` (saved, and asked to be requeued), `failed`, or None.
+        outcome: `finished`, `failed`, `interrupted` (saved, and asked to be requeued), `stopped` (saved, to stay), or
+            None.
         kind, reason: why it failed or was interrupted.
+        culprit: the node of the rank that failed, if that was another than the one that writes.
+        number: one more than the largest that it found when it began; 0 in files of earlier versions.
     """
 
     submission: str
@@ -40,19 +49,28 @@ class Attempt:
     outcome: str | None = None
     kind: str | None = None
     reason: str | None = None
+    culprit: str | None = None
+    number: int = 0
+
+
+def log_mark(submission: str, job: str, restart: int) -> str:
+    """The line with which an attempt begins in the logs of its ranks, which go on from one attempt to the next."""
+    return f"--- job {job}, start {restart} ({submission})"
 
 
 class AttemptLog:
     """Writes one attempt's file."""
 
     def __init__(self, run_dir: Path, submission: str, job: str, restart: int, node: str) -> None:
+        self._run_dir = run_dir
         self._path = run_dir / ATTEMPTS_DIR / f"{job}-{restart}-{submission}.jsonl"
         self._who = {"submission": submission, "job": job, "restart": restart, "node": node}
 
     def begin(self, step: int) -> None:
         """The member is about to run, from the checkpoint at `step`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._write({**self._who, "began": time.time(), "step": step})
+        number = 1 + max((each.number for each in attempts(self._run_dir)), default=0)
+        self._write({**self._who, "number": number, "began": time.time(), "step": step})
 
     def end(self, outcome: str, kind: str | None = None, reason: str | None = None) -> None:
         """The last word."""
@@ -61,6 +79,7 @@ class AttemptLog:
     def follower_failed(self, rank: int, kind: str, reason: str) -> None:
         """Another rank than the one that writes the attempt has failed: in a file of its own."""
         said = {"ended": time.time(), "outcome": "failed", "kind": kind, "reason": redact(reason)}
+        said["culprit"] = self._who["node"]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._path.with_suffix(f".rank{rank}"), said)
 
@@ -86,14 +105,28 @@ def attempts(run_dir: Path) -> list[Attempt]:
         for said in lines:
             # A job that was started again without SLURM counting it: the later attempt counts.
             entry = dict(said) if "began" in said else {**entry, **said}
-        if entry.get("kind") == "killed" or "outcome" not in entry:
+        if entry.get("kind") in OF_A_PEER or "outcome" not in entry:
             entry |= _of_followers(path)  # the rank that failed first knows why
         if "began" in entry:
-            try:
-                found.append(Attempt(**entry))
-            except TypeError:
-                continue
-    return sorted(found, key=lambda attempt: attempt.began)
+            with suppress(TypeError, ValueError):
+                attempt = Attempt(**entry)
+                found.append(replace(attempt, number=int(attempt.number), restart=int(attempt.restart)))
+    return _in_order(found)
+
+
+def _in_order(found: Sequence[Attempt]) -> list[Attempt]:
+    """By number; a job's starts in the order of SLURM's count, for one may not have seen the file of another yet.
+
+    Without numbers by the jobs' ids, which grow, then by that count.
+    """
+    newest: dict[tuple[str, str], int] = {}
+    keyed = []
+    for attempt in sorted(found, key=lambda each: each.restart):
+        job = attempt.submission, attempt.job
+        newest[job] = max(newest.get(job, 0), attempt.number)
+        ids = tuple(int(part) for part in re.findall(r"\d+", str(attempt.job)))
+        keyed.append(((newest[job], ids, attempt.restart, attempt.submission), attempt))
+    return [attempt for _, attempt in sorted(keyed, key=lambda pair: pair[0])]
 
 
 def _of_followers(path: Path) -> dict[str, Any]:

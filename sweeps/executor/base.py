@@ -44,6 +44,7 @@ class Outcome:
         kind: of failure (`sweeps.executor.failure.KINDS`), if the executor knows better than the exit code.
         reason: the same in words.
         node: where it ran, if it is to blame.
+        earlier: whether it was over before the executor that adopted it first looked.
     """
 
     run: str
@@ -51,6 +52,7 @@ class Outcome:
     kind: str | None = None
     reason: str | None = None
     node: str | None = None
+    earlier: bool = False
 
     @property
     def how(self) -> str:
@@ -65,7 +67,8 @@ class Executor(Protocol):
     """Starts members and says which have ended.
 
     `outlives` says whether members go on when the process that started them ends: then they are submitted under a
-    name, and can be found again by it.
+    name, and can be found again by it. What every executor keeps to is tests/sweeps/executor/test_contract.py: another
+    engine is a module here, and a line there.
     """
 
     outlives: bool
@@ -84,6 +87,13 @@ class Executor(Protocol):
 
     def poll(self, timeout_s: float) -> list[Outcome]:
         """Members that have ended since the last call; waits up to `timeout_s` for the first."""
+        ...
+
+    def stop(self, runs: Sequence[str], reason: str) -> None:
+        """Have members end at their next clean border, saved; their outcome is then of kind `stopped`.
+
+        One that waits for its turn never begins. Of one that is not followed here, nothing comes.
+        """
         ...
 
     def running(self) -> list[str]:

@@ -6,10 +6,10 @@ from its checkpoint. An error in the recipe's own code fails the same way again.
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from sweeps.errors import UserError
+from sweeps.executor.signs import shown_by
 
 # kind: (in words, attempts after the first; None is as many as it takes)
 KINDS: Mapping[str, tuple[str, int | None]] = {
@@ -20,15 +20,22 @@ KINDS: Mapping[str, tuple[str, int | None]] = {
     "time_limit": ("the job's time limit", None),
     "gave_up": ("the chain of jobs was given up", 0),
     "node": ("the node failed", 5),
+    "hang": ("gave no sign of life for long", 3),
+    "gpu": ("a GPU or its driver failed, or is not there", 3),
+    "storage": ("a file system failed on the node", 5),
+    "collective": ("a rank waited in vain for another", 3),
+    "network": ("the hub or the network did not answer", 5),
     "killed": ("killed from outside", 2),
+    "duplicate": ("another copy of the job is at work", None),
     "launch": ("the job ended before the member began", 1),
     "lost": ("the scheduler forgot the job", 5),
     "cancelled": ("cancelled", 0),
+    "stopped": ("stopped by its study", 0),
     "outgrown": ("the budget grew while the job ran", 3),
 }
 
 # After these, the next attempt keeps off the node.
-BLAMES_NODE = frozenset({"node", "killed", "launch"})
+BLAMES_NODE = frozenset({"node", "killed", "launch", "hang", "gpu", "storage", "collective"})
 
 # A host that ran out of memory gets this much more at the next attempt.
 MEMORY_GROWTH = 1.5
@@ -53,46 +60,45 @@ def retries(given: Mapping[str, int | None] | None = None) -> dict[str, int | No
     return policy
 
 
-# How collectives (gloo, NCCL) tell of a process that ended.
-_PEER_GONE = (
-    *("connection closed by peer", "connection reset by peer", "closed by remote peer", "connection was likely closed"),
-    *("broken pipe", "ncclremoteerror", "ncclsystemerror", "communicator was aborted", "remote process exited"),
-)
-
 NEVER: dict[str, int | None] = dict.fromkeys(KINDS, 0)
 
 
-def may_retry(policy: Mapping[str, int | None], kind: str, spent: Mapping[str, int]) -> bool:
-    """Whether a member that failed for this reason may try again, `spent` being its attempts by reason so far."""
+def may_retry(policy: Mapping[str, int | None], kind: str, spent: Mapping[str, int], excused: int = 0) -> bool:
+    """Whether a member that failed for this reason may try again.
+
+    Args:
+        policy: attempts after the first, by kind.
+        kind: of this failure.
+        spent: attempts after the first so far, by kind.
+        excused: of the attempts that failed for this reason, this one included, those that were the fault of a node.
+    """
     limit = policy.get(kind, 0)
-    return limit is None or spent.get(kind, 0) < limit
+    return limit is None or (limit > 0 and spent.get(kind, 0) - excused < limit)
 
 
 def kind_of(error: BaseException) -> str:
-    """The kind of an exception that ended a member."""
-    chain: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in chain:
-        chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    for each in chain:
-        if isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT):
-            return "disk_full"
-        # torch writes files through its own streams, whose errors carry the number in words only.
-        text = str(each).lower()
-        if "no space left on device" in text or "disk quota exceeded" in text:
-            return "disk_full"
-        # By name: torch must not be imported to look at an error.
-        if isinstance(each, MemoryError) or type(each).__name__ == "OutOfMemoryError":
-            return "out_of_memory"
-        if isinstance(each, RuntimeError) and ("not enough memory" in text or "out of memory" in text):
-            return "out_of_memory"
-        if type(each).__name__ == "LeaseLostError":
-            return "killed"
-        # Another rank of the job is gone; its own end says why, if it could.
-        if isinstance(each, RuntimeError) and any(words in text for words in _PEER_GONE):
-            return "killed"
-    return "error"
+    """The kind of an exception that ended a member: of the outermost in its chain that bears the signs of one.
+
+    A stated cause can make a failure of the network one of the program: the hub has answered, or is not to be asked.
+    """
+    found: str | None = None
+    for each, stated in _chain(error):
+        kind = shown_by(each)
+        if found is None or (found == "network" and kind == "error" and stated):
+            found = kind
+    return found or "error"
+
+
+def _chain(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
+    """An exception and those behind it; and whether all links up to there are causes that somebody has stated."""
+    seen: list[BaseException] = []
+    each: BaseException | None = error
+    stated = True
+    while each is not None and each not in seen:
+        yield each, stated
+        seen.append(each)
+        stated = stated and each.__cause__ is not None
+        each = each.__cause__ or each.__context__
 
 
 def first_line(error: BaseException) -> str:

@@ -21,13 +21,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sweeps.executor.attempts import Attempt, AttemptLog, attempts
+from sweeps.executor.attempts import Attempt, AttemptLog, attempts, log_mark
 from sweeps.executor.base import load_entry
 from sweeps.executor.failure import MAX_IDLE_ATTEMPTS, first_line, kind_of
-from sweeps.executor.script import REQUEUE_VARIABLE
+from sweeps.executor.script import BEGAN_VARIABLE, REQUEUE_VARIABLE
+from sweeps.executor.signs import OF_A_PEER
 from sweeps.executor.submission import MANIFEST_FILE
 from sweeps.redact import redact
-from sweeps.run.interruption import RunInterruptedError, interruption
+from sweeps.run.activity import activity
+from sweeps.run.gpu import REQUIRED, check_gpu
+from sweeps.run.interruption import RunInterruptedError, interruption, stop_asked
 from sweeps.run.journal import LOG_FILE, JournalError, read_journal
 
 # The exit code of a member that ran out of disk, and so may not be able to say it in any file.
@@ -50,6 +53,9 @@ def main(arguments: list[str]) -> int:
             run_dir = folder.parents[1] / "runs" / run
             rank = int(os.environ.get("SLURM_PROCID", "0"))
             _log_to(run_dir / (LOG_FILE if rank == 0 else f"log.rank{rank}.txt"))
+            print(log_mark(manifest["submission"], job_id(), restart_count()), flush=True)
+            if manifest.get("gpus"):
+                os.environ[REQUIRED] = "1"
         except Exception as error:
             print(f"scalerl: the member could not begin on {socket.gethostname()}: {first_line(error)}", flush=True)
             return 1
@@ -65,6 +71,7 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
     earlier = attempts(run_dir)
     try:
         log.begin(step)
+        activity.last_word = lambda reason: log.end("failed", "hang", reason)
         idle = idle_attempts(earlier, step)
         if idle >= MAX_IDLE_ATTEMPTS:
             reason = (
@@ -74,8 +81,16 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
             print(reason, flush=True)
             log.end("failed", "gave_up", reason)
             return 1
+        if asked := stop_asked(run_dir):  # while the job waited
+            log.end("stopped", "stopped", asked)
+            return 0
+        _check_gpu()
         load_entry(manifest["entry"])(run_dir)
     except RunInterruptedError as error:
+        if asked := stop_asked(run_dir):
+            with suppress(OSError):
+                log.end("stopped", "stopped", asked)
+            return 0
         return _interrupted(manifest, log, earlier, began, str(error))
     except BaseException as error:
         # Everything that is known is said before anything else can go wrong.
@@ -94,9 +109,7 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
 def _interrupted(
     manifest: Mapping[str, Any], log: AttemptLog, earlier: list[Attempt], began: float, reason: str
 ) -> int:
-    # Newer SLURMs tell the end of the job; else it is reckoned from our own start, which came after the set-up's.
-    end = float(os.environ.get("SLURM_JOB_END_TIME") or began + manifest["timeout_min"] * 60)
-    kind = "time_limit" if time.time() >= end - manifest["signal_delay_s"] - _EARLY_S else "preempted"
+    kind = "time_limit" if time.time() >= _end(manifest, began) - manifest["signal_delay_s"] - _EARLY_S else "preempted"
     limit = manifest["max_num_timeout"]
     reached = 1 + sum(attempt.job == job_id() and attempt.kind == "time_limit" for attempt in earlier)
     if kind == "time_limit" and limit is not None and reached > limit:
@@ -116,16 +129,28 @@ def _interrupted(
     return code
 
 
+def _end(manifest: Mapping[str, Any], began: float) -> float:
+    """When the job's time is over by this node's clock, which may be minutes from slurmctld's.
+
+    Newer SLURMs tell start and end by the latter: what lies between them is the same by any. `began` is this process's
+    own start, for a batch script of an earlier version; it came after the set-up's.
+    """
+    start, end = (os.environ.get(f"SLURM_JOB_{name}_TIME") for name in ("START", "END"))
+    length = float(end) - float(start) if start and end else manifest["timeout_min"] * 60
+    return float(os.environ.get(BEGAN_VARIABLE) or began) + length
+
+
 def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int) -> int:
     """A rank that only trains: rank 0 does the talking, unless it is this one that fails first."""
     try:
+        _check_gpu()
         load_entry(manifest["entry"])(run_dir)
     except RunInterruptedError:
         return 0
     except BaseException as error:
         print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
         # That rank 0 has failed, or is gone, is not this one's doing.
-        if not getattr(error, "leave_journal", False) and (kind := kind_of(error)) != "killed":
+        if not getattr(error, "leave_journal", False) and (kind := kind_of(error)) not in OF_A_PEER:
             log = AttemptLog(run_dir, manifest["submission"], job_id(), restart_count(), node_name())
             with suppress(OSError):
                 log.follower_failed(rank, kind, f"rank {rank}: {first_line(error)}")
@@ -166,6 +191,12 @@ def restart_count() -> int:
 def node_name() -> str:
     """As SLURM calls it, so that a later job can keep off it."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _check_gpu() -> None:
+    """Before a model is loaded, if the job asks for GPUs; training looks once more, for it can ask the driver."""
+    if REQUIRED in os.environ:
+        check_gpu()
 
 
 def _wait_for(path: Path) -> dict[str, Any]:

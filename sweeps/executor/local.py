@@ -16,7 +16,12 @@ from typing import Any
 from sweeps.errors import UserError
 from sweeps.executor.base import Launch, Outcome, load_entry
 from sweeps.redact import redact
+from sweeps.run.activity import HUNG_CODE
+from sweeps.run.interruption import RunInterruptedError, ask_to_stop, stop_asked
 from sweeps.run.journal import LOG_FILE
+
+# The exit code of a member that has stopped because its study asked it to.
+STOPPED_CODE = 87
 
 
 class LocalExecutor:
@@ -44,6 +49,7 @@ class LocalExecutor:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
         self._processes: dict[str, Any] = {}
+        self._run_dirs: dict[str, Path] = {}
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
         """As many as are missing to `max_parallel`."""
@@ -58,6 +64,7 @@ class LocalExecutor:
             process = self._context.Process(target=_member, args=(self._entry, str(member.run_dir)), name=member.run)
             process.start()
             self._processes[member.run] = process
+            self._run_dirs[member.run] = member.run_dir
         return {member.run: None for member in members}
 
     def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
@@ -72,7 +79,13 @@ class LocalExecutor:
         for run, process in ended:
             process.join()
             del self._processes[run]
-        return [Outcome(run, process.exitcode) for run, process in ended]
+        return [_outcome(run, process.exitcode, self._run_dirs.pop(run)) for run, process in ended]
+
+    def stop(self, runs: Sequence[str], reason: str) -> None:
+        """By a file that a member looks for at its clean borders."""
+        for run in runs:
+            if run in self._processes:
+                ask_to_stop(self._run_dirs[run], reason)
 
     def running(self) -> list[str]:
         """Members that have not ended."""
@@ -109,6 +122,7 @@ class InProcessExecutor:
     def __init__(self, entry: str) -> None:
         self._entry = entry
         self._waiting: list[Launch] = []
+        self._stopped: list[Outcome] = []
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
         """One at a time."""
@@ -125,15 +139,20 @@ class InProcessExecutor:
 
     def poll(self, timeout_s: float) -> list[Outcome]:
         """Run what was submitted."""
-        outcomes = []
+        outcomes, self._stopped = self._stopped, []
         while self._waiting:
             load_entry(self._entry)(self._waiting[0].run_dir)
             outcomes.append(Outcome(self._waiting.pop(0).run, 0))
         return outcomes
 
+    def stop(self, runs: Sequence[str], reason: str) -> None:
+        """What has not begun never does; nothing else runs while anybody could ask."""
+        self._stopped += [Outcome(each.run, 1, "stopped", reason) for each in self._waiting if each.run in runs]
+        self._waiting = [each for each in self._waiting if each.run not in runs]
+
     def running(self) -> list[str]:
-        """What was submitted and has not run."""
-        return [member.run for member in self._waiting]
+        """What was submitted and has not run, or of whose end nobody was told."""
+        return [*(member.run for member in self._waiting), *(outcome.run for outcome in self._stopped)]
 
     def queued(self) -> frozenset[str]:
         """None waits."""
@@ -147,10 +166,18 @@ class InProcessExecutor:
         """Nothing runs beside this process."""
 
 
+def _outcome(run: str, exit_code: int, run_dir: Path) -> Outcome:
+    if exit_code == STOPPED_CODE:
+        return Outcome(run, exit_code, "stopped", stop_asked(run_dir))
+    return Outcome(run, exit_code, "hang" if exit_code == HUNG_CODE else None)
+
+
 def _member(entry: str, run_dir: str) -> None:
     """A member's process."""
     _die_with_parent()
-    with (Path(run_dir) / LOG_FILE).open("a", buffering=1, encoding="utf-8") as log:
+    # For its owner alone: what members and their libraries print there nobody has looked through.
+    descriptor = os.open(Path(run_dir) / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "a", buffering=1, encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         # The server's standard output may be no terminal: a killed member's last lines would stay in its buffer.
@@ -158,6 +185,9 @@ def _member(entry: str, run_dir: str) -> None:
             sys.stdout.reconfigure(line_buffering=True)
         try:
             load_entry(entry)(Path(run_dir))
+        except RunInterruptedError as error:
+            print(f"stopped: {error}", flush=True)
+            os._exit(STOPPED_CODE if stop_asked(Path(run_dir)) else 1)
         except BaseException:
             sys.stdout.flush()
             print(redact(traceback.format_exc()), end="", file=sys.stderr)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from sweeps.errors import UserError
+from sweeps.executor.settings import RESOURCES
+
+_log = logging.getLogger(__name__)
 
 QUEUED = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"})
 # States after which a job does nothing more; with --requeue SLURM itself starts some of these again.
@@ -20,7 +25,25 @@ ENDED = frozenset(
 )
 
 _COMMAND_TIMEOUT_S = 60
-_FOREIGN = ("SLURM_", "SQUEUE_", "SACCT_", "SCONTROL_")
+# Ids in one argument: Linux takes 128 KiB.
+_AT_A_TIME = 2000
+# Defaults of SLURM's commands. sbatch takes its own for stronger than what the script says, and hands all of them on:
+# srun, squeue and scontrol read theirs again inside the job.
+_FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_", "SCONTROL_")
+# Where SLURM is, and who asks: no defaults.
+_KEPT = frozenset({"SLURM_CONF", "SLURM_JWT"})
+# Where the launcher's key has another name than SBATCH_<KEY>; None where the launcher itself says it.
+_KEY_OF: Mapping[str, str | None] = {
+    "SBATCH_JOB_NAME": "name",
+    "SBATCH_TIMELIMIT": "timeout_min",
+    "SBATCH_MEM_PER_NODE": "mem_gb",
+    "SBATCH_SIGNAL": "signal_delay_s",
+    **dict.fromkeys(("SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_INPUT", "SBATCH_OPEN_MODE", "SBATCH_OUTPUT")),
+    **dict.fromkeys(("SBATCH_NO_REQUEUE", "SBATCH_REQUEUE", "SBATCH_WAIT")),
+    "SLURM_CLUSTERS": "clusters",
+}
+# Set by SLURM itself inside a job.
+_OF_A_JOB = ("SBATCH_CPU_BIND", "SBATCH_MEM_BIND")
 # What sbatch says when the same submission may succeed later. The first kind may have been accepted all the same.
 _NO_ANSWER = re.compile(
     r"(?i)unable to contact slurm|connection refused|connection reset|timed out|zero bytes|communications? (error|fail)"
@@ -86,20 +109,27 @@ class Scheduler(Protocol):
         """Tasks that one array may have."""
         ...
 
-    def cancel(self, jobs: Sequence[str]) -> None:
-        """Ask for the end of jobs."""
+    def cancel(self, jobs: Sequence[str], waiting_only: bool = False) -> None:
+        """Ask for the end of jobs; if so asked, of those only that have not begun."""
         ...
 
 
 class Slurm:
-    """The cluster whose commands are in PATH.
+    """The cluster whose commands are in PATH, or others that it is federated with.
+
+    Args:
+        clusters: names with commas between them, as sbatch takes them; the own one if empty. Ids of jobs are unique
+            among those of a federation.
 
     Raises:
-        UserError: they are not.
+        UserError: the commands are not there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clusters: str = "") -> None:
         import shutil
+
+        self._where = [f"--clusters={clusters}"] if clusters else []
+        self._warned = False
 
         missing = [name for name in ("sbatch", "squeue", "srun", "scontrol") if shutil.which(name) is None]
         if missing:
@@ -110,8 +140,12 @@ class Slurm:
 
     def submit(self, script: Path) -> str:
         """See `Scheduler.submit`."""
+        ignored = [] if self._warned else _ignored(os.environ, RESOURCES, script.read_text(encoding="utf-8"))
+        self._warned = True
+        if ignored:
+            _log.warning("cluster: not passed on to sbatch; say it by key instead: %s", ", ".join(ignored))
         try:
-            done = _run(["sbatch", "--parsable", str(script)])
+            done = _run(["sbatch", "--parsable", *self._where, str(script)])
         except subprocess.TimeoutExpired as error:
             raise RefusedError("sbatch: no answer", later=True, uncertain=True) from error
         if done.returncode == 0 and (match := re.search(r"(?m)^(\d+)(;.*)?$", done.stdout.strip())):
@@ -130,7 +164,8 @@ class Slurm:
     def queue(self) -> dict[str, JobInfo] | None:
         """See `Scheduler.queue`."""
         # The name comes last: it alone may hold a separator, being another program's.
-        command = ["squeue", "-h", "-a", "-r", "--states=all", "-u", str(os.getuid()), "-o", "%i|%T|%N|%r|%j"]
+        own = ["-u", str(os.getuid())]
+        command = ["squeue", *self._where, "-h", "-a", "-r", "--states=all", *own, "-o", "%i|%T|%N|%r|%j"]
         try:
             done = _run(command)
         except subprocess.TimeoutExpired:
@@ -142,11 +177,13 @@ class Slurm:
     def exit_codes(self, jobs: Sequence[str]) -> dict[str, str]:
         """See `Scheduler.exit_codes`; from slurmctld, for accounting learns of them later, or never."""
         found = {}
-        command = ["squeue", "-h", "-a", "-r", "--states=all", "-j", ",".join(jobs), "-O", "JobArrayID:40,exit_code:20"]
-        try:
-            said = _run(command).stdout if jobs else ""
-        except subprocess.TimeoutExpired:
-            said = ""
+        fields = ["-O", "JobArrayID:40,exit_code:20"]
+        said = ""
+        for first in range(0, len(jobs), _AT_A_TIME):
+            ids = ",".join(jobs[first : first + _AT_A_TIME])
+            command = ["squeue", *self._where, "-h", "-a", "-r", "--states=all", "-j", ids, *fields]
+            with suppress(subprocess.TimeoutExpired):
+                said += _run(command).stdout
         for line in said.splitlines():
             match line.split():
                 case [job, status] if status.isdecimal():
@@ -162,7 +199,7 @@ class Slurm:
             return {}
         fields = "JobID,State,NodeList,ExitCode,JobName"
         try:
-            done = _run(["sacct", "-X", "-n", "-P", "-j", ",".join(ids), "-o", fields])
+            done = _run(["sacct", *self._where, "-X", "-n", "-P", "-j", ",".join(ids), "-o", fields])
         except (subprocess.TimeoutExpired, OSError):
             return {}
         if done.returncode:
@@ -179,18 +216,38 @@ class Slurm:
         # The setting is one more than the highest index; 0 switches arrays off.
         return max(1, int(match[1]) if match else 1001)
 
-    def cancel(self, jobs: Sequence[str]) -> None:
+    def cancel(self, jobs: Sequence[str], waiting_only: bool = False) -> None:
         """See `Scheduler.cancel`."""
         if jobs:
-            _run(["scancel", *jobs])
+            _run(["scancel", *self._where, *(["--state=PENDING"] if waiting_only else []), *jobs])
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     # Inside another job its variables would be taken for options, and a site's or user's defaults would hide jobs.
-    own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN) or name == "SLURM_CONF"}
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN) or name in _KEPT}
     return subprocess.run(
         command, env=own, capture_output=True, text=True, errors="replace", timeout=_COMMAND_TIMEOUT_S, check=False
     )
+
+
+def _ignored(environment: Mapping[str, str], keys: Collection[str], script: str) -> list[str]:
+    """Variables by which sbatch would have been told something that is not passed on, with the key to say it by.
+
+    Args:
+        environment: of this process.
+        keys: of the launcher that have sbatch's own names.
+        script: what was said by key already is there.
+    """
+    said = []
+    for name in sorted(environment):
+        if name not in _KEY_OF and (not name.startswith("SBATCH_") or name.startswith(_OF_A_JOB)):
+            continue
+        option = name.removeprefix("SBATCH_").lower()
+        if f"\n#SBATCH --{option.replace('_', '-')}" in script and name not in _KEY_OF:
+            continue
+        key = _KEY_OF.get(name, option if option in keys else f"additional_parameters.{option}")
+        said.append(f"{name} (hydra.launcher.{key})" if key else f"{name} (the launcher's own)")
+    return said
 
 
 def _queue_line(line: str) -> JobInfo | None:

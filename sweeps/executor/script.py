@@ -11,6 +11,7 @@ from typing import Any
 from sweeps.executor.settings import JobSettings
 
 REQUEUE_VARIABLE = "SCALERL_REQUEUE_FILE"
+BEGAN_VARIABLE = "SCALERL_BEGAN"
 STARTED = "started-"
 # Written into scripts that may run long after this version is gone: never to be renamed.
 JOB_COMMAND = "-m sweeps job"
@@ -68,6 +69,8 @@ def batch_script(folder: Path, settings: JobSettings, tasks: int, threads: int, 
         "",
         *_options(options),
         "",
+        # By the clock of this node, on which the first rank runs too.
+        f"export {BEGAN_VARIABLE}=$(date +%s)",
         f"export OMP_NUM_THREADS={threads} MKL_NUM_THREADS={threads}",
         f"export {REQUEUE_VARIABLE}={where}/requeue-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}",
         # Which start of the job this is: one that ends before the member begins leaves nothing else behind.

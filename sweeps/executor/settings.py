@@ -10,12 +10,12 @@ from typing import Any
 from sweeps.errors import UserError
 
 # What sbatch is asked for, under the names of the stock launcher, hydra-submitit-launcher.
-_RESOURCES = (
+RESOURCES = (
     *("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name", "stderr_to_stdout"),
     # from here on those that are for SLURM alone
     *("partition", "qos", "comment", "constraint", "exclude", "nodelist", "exclusive", "gres", "cpus_per_gpu"),
     *("gpus_per_task", "mem_per_gpu", "mem_per_cpu", "account", "dependency", "mail_type", "mail_user", "wckey"),
-    *("signal_delay_s", "array_parallelism", "additional_parameters", "srun_args"),
+    *("signal_delay_s", "array_parallelism", "additional_parameters", "srun_args", "clusters"),
 )
 
 
@@ -31,6 +31,7 @@ class JobSettings:
         resources: keys of the stock launcher (hydra-submitit-launcher).
         setup, teardown: commands of the batch script before and after the member.
         python: how a job starts Python: a path, or a container's command that ends in one. None: this interpreter.
+        require_gpu: whether a job that asks for GPUs and sees none fails, and its node is kept off.
         max_num_timeout: times that a member's job may run into its time limit; None for as often as it takes.
         array_size: members an array at most; None for what the cluster allows.
         poll_s: seconds between two looks at the queue.
@@ -41,6 +42,7 @@ class JobSettings:
     setup: tuple[str, ...] = ()
     teardown: tuple[str, ...] = ()
     python: str | None = None
+    require_gpu: bool = True
     max_num_timeout: int | None = None
     array_size: int | None = None
     poll_s: float = 10.0
@@ -50,6 +52,16 @@ class JobSettings:
     def timeout_min(self) -> int:
         """The time limit of a job."""
         return int(self.resources.get("timeout_min") or 60)
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether a job that sees no GPU must not go on."""
+        return self.require_gpu and asks_for_gpus(self.resources)
+
+    @property
+    def clusters(self) -> str:
+        """Of a federation, with commas between them; the own one if empty."""
+        return str(self.resources.get("clusters") or "")
 
     @property
     def signal_delay_s(self) -> int:
@@ -69,6 +81,7 @@ class JobSettings:
                 setup=_commands("setup", rest.pop("setup", ())),
                 teardown=_commands("teardown", rest.pop("teardown", ())),
                 python=rest.pop("python", None),
+                require_gpu=rest.pop("require_gpu", True),
                 max_num_timeout=rest.pop("max_num_timeout", None),
                 array_size=rest.pop("array_size", None),
                 poll_s=float(rest.pop("poll_s", cls.poll_s)),
@@ -93,11 +106,11 @@ class JobSettings:
         Raises:
             UserError: which cannot, and what would.
         """
-        unknown = sorted(set(self.resources) - set(_RESOURCES))
+        unknown = sorted(set(self.resources) - set(RESOURCES))
         if unknown:
             own = set(self.__dataclass_fields__) - {"resources"}
             raise UserError(
-                f"cluster: {unknown[0]} is no setting of a job; valid: {', '.join(sorted({*_RESOURCES, *own}))}"
+                f"cluster: {unknown[0]} is no setting of a job; valid: {', '.join(sorted({*RESOURCES, *own}))}"
             )
         for name in ("timeout_min", "nodes", "tasks_per_node"):
             value = self.resources.get(name, 1)
@@ -125,6 +138,8 @@ class JobSettings:
                 f"cluster: signal_delay_s={self.signal_delay_s} leaves a job of timeout_min={self.timeout_min} less "
                 "than half of its time to work; lower signal_delay_s or raise timeout_min"
             )
+        if not isinstance(self.require_gpu, bool):
+            raise UserError(f"cluster: require_gpu is {self.require_gpu!r}; it must be true or false")
         for name, least in (("array_size", 1), ("max_num_timeout", 0)):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
@@ -144,7 +159,20 @@ _KINDS_OF_SETTING: tuple[tuple[str, Any, str], ...] = (
     ("cpus_per_task", int, "a whole number"),
     ("additional_parameters", Mapping, "a mapping of sbatch's options"),
     ("srun_args", list | tuple, "a list of srun's options"),
+    ("clusters", str, "names with commas between them"),
 )
+
+
+# Options of sbatch that ask for GPUs; for the others a value says so: gres=gpu:2.
+_ASK_FOR_GPUS = frozenset({"gpus", "gpus_per_node", "gpus_per_task", "gpus_per_socket"})
+_ASK_FOR_ANYTHING = frozenset({"gres", "tres_per_node", "tres_per_task", "tres_per_job"})
+
+
+def asks_for_gpus(resources: Mapping[str, Any]) -> bool:
+    """Whether a job with these resources gets GPUs."""
+    given = {**resources, **(resources.get("additional_parameters") or {})}
+    asked = {str(key).replace("-", "_"): value for key, value in given.items() if value}
+    return bool(_ASK_FOR_GPUS & asked.keys()) or any("gpu" in str(asked.get(key, "")) for key in _ASK_FOR_ANYTHING)
 
 
 def _commands(name: str, given: Any) -> tuple[str, ...]:

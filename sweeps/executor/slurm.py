@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError
-from sweeps.executor.attempts import Attempt, attempts
+from sweeps.executor.attempts import Attempt, attempts, log_mark
 from sweeps.executor.base import Launch, Outcome
 from sweeps.executor.failure import KINDS, MEMORY_GROWTH
 from sweeps.executor.job import DISK_FULL_CODE
+from sweeps.executor.remains import Remains
 from sweeps.executor.scheduler import ENDED, QUEUED, JobInfo, RefusedError, Scheduler
-from sweeps.executor.script import STARTED
 from sweeps.executor.settings import JobSettings
-from sweeps.executor.submission import JOBS_DIR, MANIFEST_FILE, freeze, new_folder
+from sweeps.executor.signs import shown_in
+from sweeps.executor.submission import freeze, new_folder
+from sweeps.run.interruption import ask_to_stop, stop_asked
+from sweeps.run.journal import LOG_FILE
+from sweeps.run.progress import is_done, trouble
+from sweeps.run.spec import budget_of
 
 _log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 300.0
+# When a member is tried again beside which another copy was at work: after so many minutes, then twice as many, ...
+_FIRST_LOOK_MIN, _LAST_LOOK_MIN = 10, 240
 # Accounting lags behind the queue: what it says about a job that left the queue is waited for this long.
 _ACCOUNTING_S = 15.0
 
@@ -55,6 +63,9 @@ _NEVER_RUNS = (
 # slurmctld was down while a job began, or a node refused its launch: SLURM requeues the job and holds it, for ever.
 _LAUNCH_FAILED = "launch failed requeued held"
 
+# Of these a member that was asked to stop is told all the same.
+_OWN_FAULT = frozenset({"error", "out_of_memory", "disk_full"})
+
 # SLURM itself requeues a job after these; a moment later it may be pending again.
 _MAY_COME_BACK = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED"})
 
@@ -69,6 +80,7 @@ class _Followed:
     info: JobInfo | None = None
     missing_since: float | None = None
     suspect: bool = False
+    seen: bool = True  # in the queue and not over, since this process follows it
 
 
 @dataclass
@@ -119,6 +131,7 @@ class ClusterExecutor:
     _last_look: float = field(default=float("-inf"), init=False)
     _silent: bool = field(default=False, init=False)
     _warned: set[str] = field(default_factory=set, init=False)
+    _remains: dict[str, Remains] = field(default_factory=dict, init=False)
 
     # --- submitting --------------------------------------------------------------------------------------
 
@@ -153,7 +166,11 @@ class ClusterExecutor:
             )
             return {}
         except RefusedError as refusal:
-            found = self._refused(refusal, submission, len(members))
+            try:
+                found = self._refused(refusal, submission, len(members))
+            except UserError:
+                _remove(folder)
+                raise
             if found is None:
                 return {}
             job = found
@@ -188,7 +205,7 @@ class ClusterExecutor:
         if refusal.uncertain:
             # It may have been taken although nothing came back: then it is in the queue under its name.
             queue = self.scheduler.queue()
-            if queue is not None and (job := _find(queue, submission)):
+            if queue is not None and (job := _ids(queue).get(submission)):
                 return job
             self._abandoned.add(submission)
         elif size > 1:
@@ -203,11 +220,15 @@ class ClusterExecutor:
         return None
 
     def _resources(self, launch: Launch) -> dict[str, Any]:
-        """What a member asks for: more memory after it ran out of it, other nodes after one failed it."""
+        """What a member asks for: more memory after it ran out of it, other nodes after one failed it, or to wait."""
         resources = dict(self.settings.resources)
         grown = launch.spent.get("out_of_memory", 0)
         if grown and resources.get("mem_gb"):
             resources["mem_gb"] = resources["mem_gb"] * MEMORY_GROWTH**grown
+        if waits := launch.spent.get("duplicate", 0):
+            # Another copy is at work: to look again costs an allocation for a while, so the pauses grow.
+            begin = f"now+{min(_FIRST_LOOK_MIN * 2 ** (waits - 1), _LAST_LOOK_MIN)}minutes"
+            resources["additional_parameters"] = {**(resources.get("additional_parameters") or {}), "begin": begin}
         if launch.excluded:
             given = [resources["exclude"]] if resources.get("exclude") else []
             resources["exclude"] = ",".join([*given, *launch.excluded])
@@ -241,13 +262,16 @@ class ClusterExecutor:
             )
         for member in members:
             if member.job is not None and member.submission:
-                self._followed[member.run] = _Followed(member, member.submission, member.job)
+                self._followed[member.run] = _Followed(member, member.submission, member.job, seen=False)
                 found[member.run] = member.job
+        self._remains.clear()
+        ids = _ids(queue)
         for member in unclear:
             assert member.submission is not None
-            place = _place(self.study, member.submission, member.run)
+            left = self._left(member.submission)
+            place = left.place(member.run)
             # A job that came and went before its id was written down is known by the log it left.
-            job = _find(queue, member.submission) or _from_logs(self.study, member.submission)
+            job = ids.get(member.submission) or left.id()
             if job is None or place is None:
                 self._abandoned.add(member.submission)
                 continue
@@ -256,7 +280,7 @@ class ClusterExecutor:
             if self._was_refused(queue.get(name), member):
                 continue
             found[member.run] = name
-            self._followed[member.run] = _Followed(member, member.submission, name)
+            self._followed[member.run] = _Followed(member, member.submission, name, seen=False)
         return found
 
     def _was_refused(self, info: JobInfo | None, member: Launch) -> bool:
@@ -264,12 +288,23 @@ class ClusterExecutor:
         if info is None or info.state not in ENDED:
             return False
         began = any(attempt.submission == member.submission for attempt in attempts(member.run_dir))
-        return not began and not self._starts(member.submission or "", info.job)
+        return not began and not self._left(member.submission or "").starts(info.job)
 
-    def _starts(self, submission: str, job: str) -> list[int]:
-        """The starts of a job, by the count of restarts that its batch script has seen."""
-        left = (self.study / JOBS_DIR / submission).glob(f"{STARTED}{job}-*")
-        return [int(path.name.rpartition("-")[2]) for path in left]
+    def _left(self, submission: str) -> Remains:
+        """What the jobs of a submission have left, as it was when this look at them all began."""
+        if submission not in self._remains:
+            self._remains[submission] = Remains(self.study, submission)
+        return self._remains[submission]
+
+    def _logs(self, each: _Followed) -> list[Path]:
+        return self._left(each.submission).logs(each.job)
+
+    def stop(self, runs: Sequence[str], reason: str) -> None:
+        """By a file that a member looks for at its clean borders; a job that still waits is cancelled."""
+        asked = [self._followed[run] for run in runs if run in self._followed]
+        for each in asked:
+            ask_to_stop(each.launch.run_dir, reason)
+        self.scheduler.cancel([each.job for each in asked], waiting_only=True)
 
     # --- following ---------------------------------------------------------------------------------------
 
@@ -307,9 +342,11 @@ class ClusterExecutor:
                 each.missing_since = None  # silence is no sign that a job is gone
             return []
         self._silent = False
+        self._remains.clear()
         self._cancel_abandoned(queue)
         gone: list[_Followed] = []
         ended: list[_Followed] = []
+        held: list[str] = []
         for each in self._followed.values():
             info = queue.get(each.job)
             if info is None or not info.name.endswith(each.submission):  # an id that was given out again
@@ -317,16 +354,19 @@ class ClusterExecutor:
             else:
                 each.missing_since, each.info = None, info
                 if _launch_failed(info):
-                    self.scheduler.cancel([info.job])
+                    held.append(info.job)
                     ended.append(each)
                     continue
+                each.seen = each.seen or info.state not in ENDED
                 self._warn_if_it_waits_for_ever(info)
                 if info.state in ENDED and (each.suspect or info.state not in _MAY_COME_BACK):
                     ended.append(each)
                 each.suspect = info.state in ENDED
+        if held:
+            self.scheduler.cancel(held)
         self._add_exit_codes([each for each in ended if each.info and each.info.state == "FAILED"])
         ended += self._left_the_queue(gone)
-        outcomes = [self._outcome(each) for each in ended]
+        outcomes = [replace(self._outcome(each), earlier=not each.seen) for each in ended]
         for outcome in outcomes:
             del self._followed[outcome.run]
         return outcomes
@@ -372,7 +412,7 @@ class ClusterExecutor:
         late = {
             info.job.split("_")[0]
             for info in queue.values()
-            if info.state not in ENDED and any(info.name.endswith(name) for name in self._abandoned)
+            if info.state not in ENDED and info.name.rpartition("-")[2] in self._abandoned
         }
         if late:
             self.scheduler.cancel(sorted(late))
@@ -386,26 +426,47 @@ class ClusterExecutor:
         if not own or (outcome and own[-1].outcome is None):
             return None
         # A later start of the job that never came to the member must not be judged by what the earlier one said.
-        newest = max(self._starts(each.submission, each.job), default=0)
+        newest = max(self._left(each.submission).starts(each.job), default=0)
         return own[-1] if own[-1].restart >= newest else None
 
     def _outcome(self, each: _Followed) -> Outcome:
         attempt = self._last_attempt(each)
-        kind, reason = why_ended(each.info, attempt, lambda: last_words(self.study, each.submission, each.job))
+        kind, reason = why_ended(
+            each.info,
+            attempt,
+            lambda: last_words(self._logs(each)),
+            lambda: end_of_logs(self._logs(each), each.launch.run_dir, each.submission, each.job),
+        )
         if kind is None:
-            # If the journal says otherwise, the job had read a budget that was raised since.
-            return Outcome(each.launch.run, 0, "outgrown", KINDS["outgrown"][0])
+            # If the journal says otherwise, it cannot be read, or the job had read a budget that was raised since.
+            run, run_dir = each.launch.run, each.launch.run_dir
+            steps = budget_of(run_dir)
+            if (steps is None or not is_done(run_dir, steps, run)) and (wrong := trouble(run_dir, run)):
+                return Outcome(run, 1, "error", wrong)
+            where = attempt.node if attempt else None
+            return Outcome(each.launch.run, 0, "outgrown", KINDS["outgrown"][0], where)
+        if kind not in _OWN_FAULT and (asked := stop_asked(each.launch.run_dir)):
+            return Outcome(each.launch.run, 1, "stopped", asked)  # whatever has ended it: it is not to go on
         return Outcome(each.launch.run, 1, kind, reason, self._to_blame(each, attempt))
 
     def _to_blame(self, each: _Followed, attempt: Attempt | None) -> str | None:
         """The node that a next attempt had better keep off; of several, the one that srun names, or none."""
         if int(self.settings.resources.get("nodes") or 1) > 1:
-            died = _TASK_DIED.search(last_words(self.study, each.submission, each.job, lines=100))
+            if attempt is not None and (attempt.culprit or attempt.kind in ("gpu", "storage")):
+                return attempt.culprit or attempt.node  # the rank that failed has said where it was
+            died = _TASK_DIED.search(last_words(self._logs(each), lines=100))
             return died[1] if died else None
         return attempt.node if attempt else (each.info.node or None if each.info else None)
 
     def close(self) -> None:
         """Nothing: jobs go on."""
+
+
+def _remove(folder: Path) -> None:
+    """The folder of a submission that was refused, and the one around it if there is no other."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        folder.parent.rmdir()
 
 
 def _launch_failed(info: JobInfo) -> bool:
@@ -414,7 +475,10 @@ def _launch_failed(info: JobInfo) -> bool:
 
 
 def why_ended(
-    info: JobInfo | None, attempt: Attempt | None, last_words: Callable[[], str]
+    info: JobInfo | None,
+    attempt: Attempt | None,
+    last_words: Callable[[], str],
+    logs: Callable[[], str] = lambda: "",
 ) -> tuple[str | None, str | None]:
     """Why a job ended without the member being done: kind and reason; None twice for a success.
 
@@ -424,7 +488,8 @@ def why_ended(
     Args:
         info: the scheduler's view; None if it knows nothing.
         attempt: the job's own; None if it never began.
-        last_words: asked for only if needed.
+        last_words, logs: the end of the batch log, and all that batch script and ranks have printed of late; asked for
+            only if needed.
     """
     state = info.state if info else "UNKNOWN"
     if state == "CANCELLED":
@@ -435,6 +500,8 @@ def why_ended(
         return "node", f"SLURM could not launch it, and holds it ({info.reason}); its job was cancelled"
     if state == "OUT_OF_MEMORY":
         return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
+    if attempt is not None and attempt.outcome == "stopped":
+        return "stopped", attempt.reason
     if attempt is not None and attempt.outcome == "failed":
         return attempt.kind or "error", attempt.reason or "failed"
     if info is not None and info.exit_code == f"{DISK_FULL_CODE}:0":
@@ -451,23 +518,46 @@ def why_ended(
     words = last_words()
     if _OUT_OF_MEMORY.search(words):
         return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
+    if shown := shown_in(f"{logs()}\n{words}"):
+        kind, line = shown
+        return kind, f"{line} ({detail}, on {attempt.node if attempt else info.node})"
     if attempt is None:
         hint = "it said nothing; did a command of setup end the job, or does the node not see output_dir?"
         return "launch", f"the member never began ({detail}): {words[-500:] or hint}"
     return "killed", f"killed from outside on {attempt.node} ({detail})"
 
 
-def last_words(study: Path, submission: str, job: str, lines: int = 5) -> str:
+def last_words(logs: Sequence[Path], lines: int = 5) -> str:
     """The end of a batch log, in one line."""
-    folder = study / JOBS_DIR / submission
-    said_lines: list[str] = []
-    for path in sorted(folder.glob(f"{job}_*_log.*")):
-        try:
-            text = path.read_text(errors="replace")
-        except OSError:
-            continue
-        said_lines += [line.strip() for line in text.splitlines() if line.strip()]
+    said_lines = [line.strip() for path in logs for line in _tail(path)[0].splitlines() if line.strip()]
     return " / ".join(said_lines[-lines:])[-2000:]
+
+
+# What native code prints when it gives up is long: a stack of each thread.
+_LOG_TAIL = 1 << 16
+
+
+def end_of_logs(logs: Sequence[Path], run_dir: Path, submission: str, job: str) -> str:
+    """What the batch script and the ranks of a job's last start have printed, of each the last part."""
+    said = [_tail(path)[0] for path in logs]
+    starts = [each.restart for each in attempts(run_dir) if (each.job, each.submission) == (job, submission)]
+    for path in [run_dir / LOG_FILE, *sorted(run_dir.glob("log.rank*.txt"))] if starts else []:
+        text, whole = _tail(path)
+        _, found, own = text.rpartition(log_mark(submission, job, max(starts)))
+        # A log without the mark is of other attempts, unless the mark is out of sight by now.
+        said.append(own if found or not whole else "")
+    return "\n".join(said)
+
+
+def _tail(path: Path) -> tuple[str, bool]:
+    """The end of a log, and whether that is all of it."""
+    try:
+        with path.open("rb") as handle:
+            size = handle.seek(0, 2)
+            handle.seek(max(0, size - _LOG_TAIL))
+            return handle.read().decode(errors="replace"), size <= _LOG_TAIL
+    except OSError:
+        return "", True
 
 
 def said(message: str) -> str:
@@ -493,26 +583,9 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 
 
-def _find(queue: Mapping[str, JobInfo], submission: str) -> str | None:
-    """The id of a submission's job or array, by its name."""
+def _ids(queue: Mapping[str, JobInfo]) -> dict[str, str]:
+    """The id of each submission's job or array, by its name."""
+    found: dict[str, str] = {}
     for info in queue.values():
-        if info.name.endswith(f"-{submission}"):
-            return info.job.split("_")[0]
-    return None
-
-
-def _from_logs(study: Path, submission: str) -> str | None:
-    """The id of a submission's job or array, by the logs that SLURM made for it."""
-    for path in (study / JOBS_DIR / submission).glob("*_log.out"):
-        if match := re.match(r"\d+", path.name):
-            return match[0]
-    return None
-
-
-def _place(study: Path, submission: str, run: str) -> tuple[int, int] | None:
-    """A member's place in its submission, and the submission's size."""
-    try:
-        members = json.loads((study / JOBS_DIR / submission / MANIFEST_FILE).read_text())["members"]
-        return members.index(run), len(members)
-    except (OSError, ValueError, KeyError):
-        return None
+        found.setdefault(info.name.rpartition("-")[2], info.job.split("_")[0])
+    return found

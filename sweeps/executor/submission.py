@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,8 @@ from sweeps.errors import UserError
 from sweeps.executor.base import Launch
 from sweeps.executor.script import batch_script
 from sweeps.executor.settings import JobSettings
-from sweeps.redact import redact, redact_config
+from sweeps.redact import redact, redact_config, redact_override
+from sweeps.run.code import checkout
 from sweeps.run.files import write_atomically
 
 JOBS_DIR = "jobs"
@@ -75,11 +75,12 @@ def freeze(
         "timeout_min": settings.timeout_min,
         "signal_delay_s": settings.signal_delay_s,
         "max_num_timeout": settings.max_num_timeout,
+        "gpus": settings.needs_gpu,
         "settings": redact_config(settings.given()),
-        "command": [redact(argument) for argument in sys.argv],
+        "command": [redact_override(argument) for argument in sys.argv],
         "code": freeze_code(folder),
     }
-    write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1))
+    write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1), mode=0o600)
     script = folder / SCRIPT_FILE
     script.touch(mode=0o600)
     script.write_text(batch_script(folder, settings, len(members), threads, f"{harmless(title)}-{submission}"))
@@ -88,24 +89,13 @@ def freeze(
 
 def freeze_code(folder: Path) -> dict[str, Any]:
     """The commit that runs, and what the working tree has beyond it."""
-    root = Path(__file__).resolve().parents[2]
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(root), *arguments], capture_output=True, text=True, errors="replace", timeout=60
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout if done.returncode == 0 else None
-
-    commit = git("rev-parse", "HEAD")
-    if commit is None:
+    here = checkout()
+    if here is None:
         return {"commit": None}
-    diff = redact(git("diff", "HEAD", "--no-color") or "")
+    diff = redact(here.diff)
     if diff:
-        (folder / DIFF_FILE).write_text(diff)
-    return {"commit": commit.strip(), "changed": bool(diff)}
+        write_atomically(folder / DIFF_FILE, diff, mode=0o600)
+    return {"commit": here.commit, "changed": bool(diff)}
 
 
 def harmless(name: str) -> str:

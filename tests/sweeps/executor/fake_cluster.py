@@ -32,6 +32,7 @@ from sweeps.executor.slurm import ClusterExecutor
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.observer import Observer
 from sweeps.launch.study import Study
+from sweeps.run.interruption import stop_asked
 from sweeps.run.journal import JOURNAL_FILE, Journal, read_journal
 from sweeps.run.lease import Lease
 from sweeps.run.progress import is_done
@@ -69,6 +70,7 @@ class Fate:
         haunts_s: how long its process goes on after the scheduler counts it out; it then finishes the run.
         forgotten: whether the scheduler loses the job instead, and gives its id out again.
         lasts_s: from start to end.
+        until_stopped: it goes on until its study asks it to stop, and then is looked at every `lasts_s`.
     """
 
     state: str
@@ -83,6 +85,7 @@ class Fate:
     haunts_s: float = 0.0
     forgotten: bool = False
     lasts_s: float = 60.0
+    until_stopped: bool = False
 
 
 FINISHES = Fate("COMPLETED", steps=None, said=("finished", None, None))
@@ -108,6 +111,25 @@ FILLS_THE_DISK_SILENTLY = Fate("FAILED", exit_code="28:0")
 FINISHES_TOO_EARLY = Fate("COMPLETED", unsaved=False, said=("finished", None, None))
 GIVES_UP = Fate("FAILED", steps=0, said=("failed", "gave_up", "5 attempts in a row"), exit_code="1:0")
 IS_KILLED = Fate("FAILED", exit_code="0:9")
+GOES_ON = Fate("COMPLETED", said=("stopped", "stopped", "no longer needed"), lasts_s=10.0, until_stopped=True)
+IS_STOPPED = Fate("COMPLETED", unsaved=False, said=("stopped", "stopped", "no longer needed"))
+IS_A_DUPLICATE = Fate(
+    "FAILED", steps=0, said=("failed", "duplicate", "another process has been writing"), exit_code="1:0"
+)
+HANGS = Fate("FAILED", said=("failed", "hang", "no sign of life for 1800 s"), exit_code="86:0")
+ECC = "CUDA error: uncorrectable ECC error encountered"
+LOSES_ITS_GPU = Fate("FAILED", said=("failed", "gpu", f"RuntimeError: {ECC}"), exit_code="1:0")
+# Native code gives up: nothing of it reaches Python.
+ABORTS_WITHOUT_A_GPU = Fate(
+    "FAILED", exit_code="134:0", words=f"terminate called after throwing an instance of 'c10::Error'\n  what():  {ECC}"
+)
+LOSES_ITS_FILES = Fate("FAILED", said=("failed", "storage", "OSError: [Errno 116] Stale file handle"), exit_code="1:0")
+WAITS_IN_VAIN = Fate(
+    "FAILED",
+    exit_code="134:0",
+    words="[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600061 milliseconds",
+)
+FINDS_NO_HUB = Fate("FAILED", steps=0, said=("failed", "network", "ReadTimeout: timed out"), exit_code="1:0")
 NEVER_BEGINS = Fate("FAILED", begins=False, exit_code="1:0", words="srun: error: no such file")
 IS_CANCELLED = Fate("CANCELLED", exit_code="0:15")
 IS_FORGOTTEN = Fate("RUNNING", forgotten=True)
@@ -135,6 +157,14 @@ KIND: Mapping[Fate, str | None] = {
     FINISHES_TOO_EARLY: "outgrown",
     GIVES_UP: "gave_up",
     IS_KILLED: "killed",
+    HANGS: "hang",
+    IS_A_DUPLICATE: "duplicate",
+    LOSES_ITS_GPU: "gpu",
+    ABORTS_WITHOUT_A_GPU: "gpu",
+    LOSES_ITS_FILES: "storage",
+    WAITS_IN_VAIN: "collective",
+    FINDS_NO_HUB: "network",
+    IS_STOPPED: "stopped",
     NEVER_BEGINS: "launch",
     IS_CANCELLED: "cancelled",
     IS_FORGOTTEN: "lost",
@@ -250,6 +280,8 @@ class FakeCluster:
         # "shown_late" (an answer, and in the queue later), "refused", "killed_before", "killed_after".
         self.faults: deque[str | None] = deque()
         self.late_s = 100.0
+        self.places: int | None = None  # jobs at a time
+        self.bad: dict[str, Fate] = {}  # nodes on which every job comes to this end
         self.jobs: list[Job] = []
         self.scripts: list[str] = []
         self.submit_times: list[float] = []
@@ -271,6 +303,8 @@ class FakeCluster:
         self.submit_times.append(self.time.now)
         text = script.read_text()
         options = dict(re.findall(r"(?m)^#SBATCH --([a-z-]+)=(.*)$", text))
+        if not _free(options):
+            raise RefusedError("sbatch: error: Requested node configuration is not available")
         size = int(match[1]) + 1 if (match := re.match(r"0-(\d+)%\d+$", options.get("array", ""))) else 1
         fault = self.faults.popleft() if self.faults else None
         if fault == "killed_before":
@@ -328,11 +362,13 @@ class FakeCluster:
         """See `Scheduler.array_limit`."""
         return self.says_array_limit
 
-    def cancel(self, jobs: Sequence[str]) -> None:
+    def cancel(self, jobs: Sequence[str], waiting_only: bool = False) -> None:
         """See `Scheduler.cancel`."""
         self._catch_up()
         self.cancelled += jobs
         for job in self.jobs:
+            if waiting_only and job.state != "PENDING":
+                continue
             if (job.id in jobs or str(job.number) in jobs) and not job.forgotten and job.state not in ENDED:
                 self._kill(job)
                 self._over(job, "CANCELLED", "0:15")
@@ -352,6 +388,10 @@ class FakeCluster:
         job = Job(number, None, name, "", "", Path(), {}, self.time.now, state=state)
         self.jobs.append(job)
         return job
+
+    def first_id(self, number: int) -> None:
+        """Of the next job; where it runs follows from that."""
+        self._next = number
 
     def living(self) -> list[Process]:
         """Processes that have not ended, whatever the scheduler thinks."""
@@ -406,12 +446,14 @@ class FakeCluster:
                 self.time.now = now
 
     def _start(self, job: Job) -> None:
-        fates = self.fates[job.run]
-        fate = fates.popleft() if fates else FINISHES
-        excluded = job.options.get("exclude", "").strip("'").split(",")
-        free = [node for node in NODES if node not in excluded]
+        if self.places is not None and sum(each.state == "RUNNING" for each in self.jobs) >= self.places:
+            self._at(self.time.now + self.wait_s, job, self._start)
+            return
+        free = _free(job.options)
         job.state, job.reason = "RUNNING", "None"
         job.node = free[(job.number + (job.task or 0)) % len(free)]
+        fates = self.fates[job.run]
+        fate = self.bad.get(job.node) or (fates.popleft() if fates else FINISHES)
         self.started[job.run] += 1
         folder = job.run_dir.parents[1] / "jobs" / job.submission
         (folder / f"{job.id}_0_log.out").touch()  # as SLURM does, and then the batch script
@@ -430,12 +472,15 @@ class FakeCluster:
         others = [each for each in self.living() if each.run_dir == process.run_dir and each.writes]
         if not process.writes and not others:
             process.writes = True
-            if not is_done(process.run_dir, STEPS):
+            if not is_done(process.run_dir, STEPS, process.run_dir.name):
                 process.journal = continue_journal(process.run_dir)
         return process.writes
 
     def _end(self, job: Job, fate: Fate) -> None:
         process = job.process
+        if fate.until_stopped and stop_asked(job.run_dir) is None:
+            self._at(self.time.now + fate.lasts_s, job, lambda each: self._end(each, fate))
+            return
         if process is not None and not self._take_turn(process) and fate.said is not None:
             self._at(self.time.now + 10.0, job, lambda each: self._end(each, fate))  # waits for the other copy
             return
@@ -483,6 +528,12 @@ class FakeCluster:
 
     def _info(self, job: Job) -> JobInfo:
         return JobInfo(job.id, job.state, job.node, job.reason, job.name, job.exit_code)
+
+
+def _free(options: Mapping[str, str]) -> list[str]:
+    """Nodes that a job may run on."""
+    excluded = options.get("exclude", "").strip("'").split(",")
+    return [node for node in NODES if node not in excluded]
 
 
 # --- members -------------------------------------------------------------------------------------------------
@@ -600,7 +651,7 @@ class Told:
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
         assert (state == "finished") == (reason is None)
-        assert (state == "finished") == is_done(run_dir, STEPS), "not the truth"
+        assert (state == "finished") == is_done(run_dir, STEPS, spec.run), "not the truth"
         self._hear(spec, state)
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
@@ -640,6 +691,7 @@ class Place:
     specs: list[RunSpec]
     settings: JobSettings = field(default_factory=JobSettings)
     retries: Mapping[str, int | None] = field(default_factory=retry_policy)
+    virtual_ledger: bool = False  # whether the ledger's times are the cluster's
 
     @property
     def time(self) -> VirtualTime:
@@ -669,6 +721,8 @@ class Place:
         """One controller's life; `killed_at` is `before` or `after`, and which write to the ledger."""
         MortalLease.holder_was_killed = False
         study = Study(self.directory, self.specs)
+        if self.virtual_ledger:
+            study.ledger = Ledger(self.directory, self.time.clock)
         try:
             with killed(*killed_at) if killed_at else nothing():
                 return study.run(self.executor(), observers, self.retries, detach=detach, again=again)

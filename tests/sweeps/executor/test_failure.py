@@ -117,6 +117,15 @@ def test_attempts_are_counted_by_kind(kind: str, limit: int | None, spent: int, 
     assert may_retry({kind: limit}, kind, {**others, kind: spent}) == (limit is None or spent < limit)
 
 
+@given(st.integers(1, 5), st.integers(0, 9), st.integers(0, 9))
+def test_what_was_a_nodes_fault_does_not_count_unless_nothing_is_allowed_at_all(
+    limit: int, spent: int, excused: int
+) -> None:
+    assert may_retry({"gpu": limit}, "gpu", {"gpu": spent}, excused) == (spent - excused < limit)
+    assert not may_retry({"gpu": 0}, "gpu", {"gpu": spent}, excused)
+    assert may_retry({"gpu": None}, "gpu", {"gpu": spent}, excused)
+
+
 def test_what_nobody_allowed_is_not_tried_again() -> None:
     assert not any(may_retry(NEVER, kind, {}) for kind in KINDS)
     assert not may_retry(retries(), "a kind of tomorrow", {})
@@ -125,7 +134,9 @@ def test_what_nobody_allowed_is_not_tried_again() -> None:
 
 def test_errors_of_the_recipe_are_never_tried_again_by_default() -> None:
     policy = retries()
-    assert [kind for kind, limit in policy.items() if limit == 0] == ["error", "disk_full", "gave_up", "cancelled"]
+    assert [kind for kind, limit in policy.items() if limit == 0] == [
+        *("error", "disk_full", "gave_up", "cancelled", "stopped"),
+    ]
 
 
 # --- the verdict on a job ------------------------------------------------------------------------------------
@@ -172,6 +183,14 @@ KILLED = attempt(None)
         ("FAILED", NOT_BEGUN, "srun: error: no such image", "launch", "no such image"),
         ("FAILED", NOT_BEGUN, "", "launch", "output_dir"),
         ("COMPLETED", NOT_BEGUN, "", "launch", "never began"),
+        ("FAILED", KILLED, "what(): CUDA error: uncorrectable ECC error encountered", "gpu", "ECC error encountered"),
+        ("FAILED", KILLED, "srun: error: n3: task 0: Bus error (core dumped)", "storage", "n3"),
+        ("FAILED", KILLED, "Watchdog caught collective operation timeout: WorkNCCL", "collective", "WorkNCCL"),
+        ("FAILED", NOT_BEGUN, "bash: /shared/venv: Stale file handle", "storage", "Stale file handle"),
+        ("FAILED", NOT_BEGUN, "nvidia-container-cli: nvml error: driver/library version mismatch", "gpu", "mismatch"),
+        ("FAILED", KILLED, "Temporary failure in name resolution; trying again", "killed", "n3"),
+        ("FAILED", attempt("failed", "error", "ValueError: no"), "GPU is lost", "error", "ValueError: no"),
+        ("TIMEOUT", KILLED, "GPU is lost", "time_limit", "time limit"),
         (None, KILLED, "", "lost", "no longer knows"),
         (None, NOT_BEGUN, "", "lost", "no longer knows"),
         (None, attempt("finished"), "", None, None),
@@ -186,6 +205,12 @@ def test_scheduler_job_and_log_together_say_why(
     assert found == kind
     assert (why is None) == (reason is None)
     assert reason is None or reason in str(why)
+
+
+def test_the_ranks_own_logs_count_where_nobody_had_a_last_word() -> None:
+    kind, reason = why_ended(info("FAILED", "134:0"), KILLED, lambda: "srun: Aborted", lambda: "GPU is lost, they say")
+    assert kind == "gpu"
+    assert reason == "GPU is lost, they say (SLURM says FAILED, exit code 134:0, on n3)"
 
 
 @pytest.mark.parametrize("state", sorted(ENDED))

@@ -11,6 +11,8 @@ import os
 import signal
 import stat
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +26,10 @@ from sweeps.executor import job
 from sweeps.executor.attempts import ATTEMPTS_DIR, Attempt, AttemptLog, attempts
 from sweeps.executor.failure import MAX_IDLE_ATTEMPTS
 from sweeps.executor.job import DISK_FULL_CODE, idle_attempts
-from sweeps.run.interruption import RunInterruptedError, interruption
+from sweeps.executor.slurm import end_of_logs
+from sweeps.run import gpu
+from sweeps.run.activity import HUNG_CODE, Patience, activity
+from sweeps.run.interruption import RunInterruptedError, ask_to_stop, interruption
 from sweeps.run.journal import LOG_FILE, Journal
 
 TOKEN = "hf_" + "b2" * 15
@@ -87,6 +92,24 @@ def wait_for_a_signal(run_dir: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     (run_dir / "saved").touch()
+    raise RunInterruptedError(f"at step 7 ({interruption.reason})")
+
+
+def hang(run_dir: Path) -> None:
+    """As one that waits for a peer that is gone."""
+    with activity.watched(Patience(2.0, 0.3)):
+        activity.note("decode")
+        threading.Event().wait(60)
+
+
+def go_on(run_dir: Path) -> None:
+    """Until the study wants it no longer."""
+    (run_dir / "begun").touch()
+    with interruption.heeding(run_dir):
+        deadline = time.monotonic() + 60
+        while not interruption.requested:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     raise RunInterruptedError(f"at step 7 ({interruption.reason})")
 
 
@@ -228,6 +251,7 @@ def test_all_that_a_member_says_is_in_its_own_log_behind_what_was_there(tmp_path
     (here.run_dir() / LOG_FILE).write_text("of an earlier attempt\n")
     here.run()
     assert sorted((here.run_dir() / LOG_FILE).read_text().splitlines()) == [
+        "--- job 77, start 0 (abc)",
         "complained",
         "of an earlier attempt",
         "printed",
@@ -263,6 +287,41 @@ def test_a_member_that_fails_says_why_and_asks_for_no_requeue(
     assert attempt.reason is not None and attempt.reason.startswith(reason)
     assert not here.marker.exists()
     assert "Traceback" in (here.run_dir() / LOG_FILE).read_text()
+
+
+def test_one_that_hangs_ends_itself_says_where_and_asks_for_no_requeue(tmp_path: Path) -> None:
+    here = Submission(tmp_path, hang)
+    assert here.run() == HUNG_CODE
+    (attempt,) = here.attempts()
+    assert (attempt.outcome, attempt.kind) == ("failed", "hang")
+    assert attempt.reason is not None and "no sign of life for" in attempt.reason and "decode" in attempt.reason
+    assert not here.marker.exists()
+    assert "in hang" in (here.run_dir() / LOG_FILE).read_text(), "the stack"
+
+
+def test_one_that_its_study_stops_says_why_and_asks_for_no_requeue(tmp_path: Path) -> None:
+    here = Submission(tmp_path, go_on)
+    started = here.start()
+    deadline = time.monotonic() + 60
+    while not (here.run_dir() / "begun").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ask_to_stop(here.run_dir(), "no longer needed")
+    assert started.wait() == 0
+    (attempt,) = here.attempts()
+    assert (attempt.outcome, attempt.kind, attempt.reason) == ("stopped", "stopped", "no longer needed")
+    assert not here.marker.exists()
+
+
+@pytest.mark.parametrize("entry", [go_on, finish])
+def test_one_that_was_stopped_while_its_job_waited_never_begins(tmp_path: Path, entry: Callable[[Path], None]) -> None:
+    here = Submission(tmp_path, entry)
+    here.run_dir().mkdir(parents=True)
+    ask_to_stop(here.run_dir(), "no longer needed")
+    assert here.run() == 0
+    (attempt,) = here.attempts()
+    assert (attempt.outcome, attempt.reason) == ("stopped", "no longer needed")
+    assert not (here.run_dir() / "begun").exists() and not (here.run_dir() / "ran").exists()
 
 
 def test_secrets_in_an_error_are_written_down_nowhere(tmp_path: Path) -> None:
@@ -460,6 +519,141 @@ def test_a_rank_that_only_trains_fails_with_a_masked_traceback_and_leaves_an_int
     there = Submission(tmp_path / "b", stop_at_once)
     assert there.run(SLURM_PROCID="3") == 0
     assert not there.marker.exists()
+
+
+# --- GPUs ----------------------------------------------------------------------------------------------------
+
+
+def devices(*names: str) -> Callable[[], None]:
+    """What lies in /dev."""
+
+    def patch() -> None:
+        folder = Path(tempfile.mkdtemp())
+        for name in names:
+            (folder / name).touch()
+        gpu._DEVICES = folder
+        for name in gpu._VISIBLE:
+            os.environ.pop(name, None)
+
+    return patch
+
+
+def hidden(name: str, value: str) -> Callable[[], None]:
+    """A GPU, and a variable that hides it."""
+
+    def patch() -> None:
+        devices("nvidia0")()
+        os.environ[name] = value
+
+    return patch
+
+
+ASKS = {"gpus": True}
+
+
+def trains(run_dir: Path) -> None:
+    """Leaves what training is told."""
+    (run_dir / "told").write_text(os.environ.get(gpu.REQUIRED, "nothing"))
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        devices(),
+        devices("nvidiactl", "nvidia-uvm", "null"),
+        hidden("CUDA_VISIBLE_DEVICES", ""),
+        hidden("CUDA_VISIBLE_DEVICES", "NoDevFiles"),
+        hidden("ROCR_VISIBLE_DEVICES", "-1"),
+    ],
+)
+def test_a_job_that_asks_for_gpus_and_sees_none_fails_before_its_member_is_loaded(
+    tmp_path: Path, before: Callable[[], None]
+) -> None:
+    here = Submission(tmp_path, trains, manifest=ASKS)
+    assert here.run(before) == 1
+    (attempt,) = here.attempts()
+    assert (attempt.outcome, attempt.kind, attempt.node) == ("failed", "gpu", "node-9")
+    assert "the job asks for GPUs and sees none" in str(attempt.reason)
+    assert "require_gpu=false" in str(attempt.reason)
+    assert not (here.run_dir() / "told").exists()
+
+
+@pytest.mark.parametrize(
+    "before",
+    [devices("nvidia0"), devices("nvidia7", "nvidiactl"), devices("kfd"), hidden("CUDA_VISIBLE_DEVICES", "MIG-12ab")],
+)
+def test_a_job_that_sees_its_gpu_has_training_look_again(tmp_path: Path, before: Callable[[], None]) -> None:
+    here = Submission(tmp_path, trains, manifest=ASKS)
+    assert here.run(before) == 0
+    assert (here.run_dir() / "told").read_text() == "1"
+
+
+@pytest.mark.parametrize("manifest", [{}, {"gpus": False}], ids=["of an earlier version", "without"])
+def test_a_job_that_asks_for_none_needs_none(tmp_path: Path, manifest: dict[str, Any]) -> None:
+    here = Submission(tmp_path, trains, manifest=manifest)
+    assert here.run(devices()) == 0
+    assert (here.run_dir() / "told").read_text() == "nothing"
+
+
+def test_a_rank_that_sees_no_gpu_says_so_and_where(tmp_path: Path) -> None:
+    """Rank 0, on another node, is killed by srun then and says nothing."""
+    here = Submission(tmp_path, manifest=ASKS)
+    AttemptLog(here.run_dir(), "abc", "77", 0, "node-1").begin(-1)
+    assert here.run(devices(), SLURM_PROCID="1") == 1
+    (attempt,) = here.attempts()
+    assert (attempt.kind, attempt.node, attempt.culprit) == ("gpu", "node-1", "node-9")
+    assert str(attempt.reason).startswith("rank 1: NoGpuError")
+
+
+def waits_in_vain(run_dir: Path) -> None:
+    """As gloo says it."""
+    raise RuntimeError("[unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete")
+
+
+def test_the_rank_that_failed_knows_better_than_the_one_that_waited_for_it(tmp_path: Path) -> None:
+    here = Submission(tmp_path, waits_in_vain)
+    assert here.run(SLURM_PROCID="2") == 1
+    assert not list(here.run_dir().glob("attempts/*.rank2")), "a wait in vain is not the first to know"
+    assert here.run() == 1
+    assert here.attempts()[0].kind == "collective"
+    AttemptLog(here.run_dir(), "abc", "77", 0, "node-5").follower_failed(3, "gpu", "rank 3: an ECC error")
+    (attempt,) = here.attempts()
+    assert (attempt.kind, attempt.reason, attempt.culprit) == ("gpu", "rank 3: an ECC error", "node-5")
+
+
+# --- what a log says of the last start -----------------------------------------------------------------------
+
+LAST_WORDS = (
+    "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: uncorrectable ECC error\n"
+)
+
+
+def aborts(run_dir: Path) -> None:
+    """As native code does: with words, and without an exception."""
+    os.write(2, os.environ.get("LAST_WORDS", LAST_WORDS).encode())
+    os.abort()
+
+
+def test_what_native_code_said_when_it_gave_up_is_found_and_nothing_older(tmp_path: Path) -> None:
+    here = Submission(tmp_path, aborts)
+    assert here.run() < 0
+    assert here.attempts()[0].outcome is None
+    assert "uncorrectable ECC error" in end_of_logs(list(here.folder.glob("77_*_log.out")), here.run_dir(), "abc", "77")
+    (here.folder / "77_0_log.out").write_text("srun: error: node-9: task 0: Aborted\n")
+    assert "task 0: Aborted" in end_of_logs(list(here.folder.glob("77_*_log.out")), here.run_dir(), "abc", "77")
+    assert here.run(SLURM_RESTART_COUNT="1", LAST_WORDS="nothing of meaning") < 0
+    later = end_of_logs(list(here.folder.glob("77_*_log.out")), here.run_dir(), "abc", "77")
+    assert "nothing of meaning" in later and "ECC" not in later
+    assert end_of_logs([], here.run_dir(), "def", "77") == "", "another job has printed nothing"
+
+
+def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
+    here = Submission(tmp_path, aborts)
+    here.run()
+    with (here.run_dir() / LOG_FILE).open("a") as log:
+        log.write("frame\n" * 30_000)
+    said = end_of_logs(list(here.folder.glob("77_*_log.out")), here.run_dir(), "abc", "77")
+    assert 60_000 < len(said) < 70_000 and "frame" in said and "ECC" not in said
 
 
 # --- nothing to begin with -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from sweeps.errors import UserError
 from sweeps.executor.base import Launch, Outcome, load_entry
 from sweeps.executor.local import LocalExecutor
+from sweeps.run.activity import HUNG_CODE, Patience, activity
 from sweeps.run.journal import LOG_FILE
 from tests.paths import ROOT
 
@@ -93,6 +95,13 @@ def spin(run_dir: Path) -> None:
     _introduce(run_dir)
     while True:
         pass
+
+
+def hang(run_dir: Path) -> None:
+    """As one that waits for a peer that is gone."""
+    with activity.watched(Patience(2.0, 0.3)):
+        activity.note("decode")
+        threading.Event().wait(PATIENCE_S)
 
 
 def _introduce(run_dir: Path) -> None:
@@ -190,6 +199,14 @@ def test_one_that_fails_touches_no_other(tmp_path: Path) -> None:
 
 def test_leaving_early_is_a_failure_even_with_code_zero(tmp_path: Path) -> None:
     assert drive(local(ask_to_leave), directories(tmp_path, "a"))["a"].exit_code == 1
+
+
+def test_one_that_hangs_ends_itself_and_says_so(tmp_path: Path) -> None:
+    outcome = drive(local(hang), directories(tmp_path, "a"))["a"]
+    assert (outcome.kind, outcome.exit_code) == ("hang", HUNG_CODE)
+    said = (tmp_path / "a" / LOG_FILE).read_text()
+    assert "in hang" in said, "the stack"
+    assert "no sign of life for" in said.splitlines()[-1], "from which the reason is taken"
 
 
 def test_an_entry_that_cannot_be_imported_is_a_failure_that_says_so(tmp_path: Path) -> None:

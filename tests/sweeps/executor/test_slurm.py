@@ -20,30 +20,40 @@ from hypothesis import strategies as st
 
 from sweeps.errors import UserError
 from sweeps.executor.attempts import attempts
-from sweeps.executor.failure import KINDS, NEVER
+from sweeps.executor.failure import BLAMES_NODE, KINDS, NEVER
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.settings import JobSettings
 from sweeps.executor.slurm import ClusterExecutor
 from sweeps.launch.ledger import Ledger, MemberState
+from sweeps.launch.nodes import MOST_FREE, OUT_S
+from sweeps.launch.status import overview
+from sweeps.run.journal import JOURNAL_FILE
 from sweeps.run.lease import Lease, LeaseLostError
 from sweeps.run.spec import RunSpec
 from tests.sweeps.executor.fake_cluster import (
     FILLS_THE_DISK,
     FILLS_THE_DISK_SILENTLY,
+    FINDS_NO_HUB,
     FINISHES,
     FINISHES_TOO_EARLY,
     GIVES_UP,
+    HANGS,
     HAUNTS,
+    IS_A_DUPLICATE,
     IS_CANCELLED,
     IS_FORGOTTEN,
     IS_FORGOTTEN_AND_FINISHES,
     IS_HELD,
     IS_KILLED,
     IS_KILLED_FOR_MEMORY,
+    IS_STOPPED,
     KIND,
+    LOSES_ITS_FILES,
+    LOSES_ITS_GPU,
     NEVER_BEGINS,
     NODE_FAILS,
     NODE_FAILS_AND_BACK,
+    NODES,
     NOT_REQUEUED,
     PREEMPTED,
     PREEMPTED_AND_BACK,
@@ -52,6 +62,7 @@ from tests.sweeps.executor.fake_cluster import (
     REQUEUES,
     RUNS_OUT_OF_MEMORY,
     TIMES_OUT,
+    WAITS_IN_VAIN,
     EndlessError,
     FakeCluster,
     Fate,
@@ -76,13 +87,14 @@ def place(
     members: int = 1,
     given: Mapping[str, object] | None = None,
     retries: Mapping[str, int | None] | None = None,
+    virtual_ledger: bool = False,
     **cluster: object,
 ) -> Place:
     """A study of some members; `fates` by their number."""
     specs = [member(seed) for seed in range(members)]
     by_run = {specs[number].run: each for number, each in (fates or {}).items()}
     fake = FakeCluster(VirtualTime(), by_run, **cluster)  # type: ignore[arg-type]
-    return Place(directory, fake, specs, JobSettings.of(dict(given or {})), retries or retry_policy())
+    return Place(directory, fake, specs, JobSettings.of(dict(given or {})), retries or retry_policy(), virtual_ledger)
 
 
 def state(states: Mapping[str, MemberState], spec: RunSpec) -> tuple[str, str | None]:
@@ -154,7 +166,7 @@ def test_every_end_is_seen_for_what_it_was(tmp_path: Path, fate: Fate) -> None:
     assert reason
     if fate.said is not None and fate.said[2] is not None:
         assert fate.said[2] in reason
-    assert told.events[spec.run][-1] == ("cancelled" if KIND[fate] == "cancelled" else "failed")
+    assert told.events[spec.run][-1] == ("cancelled" if KIND[fate] in ("cancelled", "stopped") else "failed")
     assert here.count(spec.run, "failed") == 1
     assert told.closed == [(1, 0)]
     here.finished_once(other.run)
@@ -268,15 +280,60 @@ FATE_OF = {
     "gave_up": GIVES_UP,
     "node": NODE_FAILS,
     "killed": IS_KILLED,
+    "hang": HANGS,
+    "duplicate": IS_A_DUPLICATE,
+    "gpu": LOSES_ITS_GPU,
+    "storage": LOSES_ITS_FILES,
+    "collective": WAITS_IN_VAIN,
+    "network": FINDS_NO_HUB,
     "launch": NEVER_BEGINS,
     "lost": IS_FORGOTTEN,
     "cancelled": IS_CANCELLED,
+    "stopped": IS_STOPPED,
     "outgrown": FINISHES_TOO_EARLY,
 }
 
 
 def test_every_kind_has_its_fate_here() -> None:
     assert FATE_OF.keys() == KINDS.keys()
+
+
+def test_a_duplicate_is_tried_again_ever_later_and_never_given_up(tmp_path: Path) -> None:
+    """Its copy works on: each look costs an allocation, so there are few."""
+    here = place(tmp_path, {0: [IS_A_DUPLICATE] * 7})
+    (spec,) = here.specs
+    assert state(here.run(), spec) == ("finished", None)
+    jobs = here.cluster.jobs_of(spec.run)
+    begins = [job.options.get("begin") for job in jobs]
+    assert begins == [None, *(f"now+{minutes}minutes" for minutes in (10, 20, 40, 80, 160, 240, 240))]
+    assert not any(job.options.get("exclude") for job in jobs), "no node is to blame"
+
+
+@pytest.mark.parametrize("damage", ["a line", "another run"])
+def test_a_journal_that_cannot_be_read_is_no_budget_that_grew(
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = place(tmp_path)
+    (spec,) = here.specs
+    path = tmp_path / "runs" / spec.run / JOURNAL_FILE
+    judge = ClusterExecutor._outcome
+
+    def spoil_and_judge(executor: ClusterExecutor, each: object) -> object:
+        lines = path.read_bytes().splitlines(keepends=True)
+        if damage == "a line":  # and the end is lost
+            path.write_bytes(b"".join([*lines[:3], b"<<<\n", *lines[4:-1]]))
+        else:
+            path.write_bytes(b"".join(lines).replace(spec.run.encode(), b"somebody", 1))
+        return judge(executor, each)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ClusterExecutor, "_outcome", spoil_and_judge)
+    states = here.run()
+    assert state(states, spec) == ("failed", "error")
+    reason = states[spec.run].reason
+    assert reason is not None and str(path) in reason
+    assert ("line 4" if damage == "a line" else "another run, somebody") in reason
+    (view,) = overview(tmp_path)
+    assert (view.state, view.reason) == ("failed", reason)
 
 
 @pytest.mark.parametrize("kind", [kind for kind, limit in POLICY.items() if limit is not None])
@@ -805,6 +862,16 @@ def expected(fates: Sequence[Fate], policy: Mapping[str, int | None]) -> tuple[s
     raise AssertionError
 
 
+def shared_blame(here: Place) -> set[str]:
+    """Nodes on which two members have failed."""
+    runs: dict[str, set[str]] = {}
+    for spec in here.specs:
+        for entry in here.events(spec.run):
+            if "node" in entry and entry["event"] != "finished":
+                runs.setdefault(entry["node"], set()).add(spec.run)
+    return {node for node, who in runs.items() if len(who) > 1}
+
+
 fates_of_a_run = st.lists(st.sampled_from([*HARMLESS, *ENDS]), max_size=4)
 kill_points = st.lists(
     st.one_of(st.none(), st.tuples(st.sampled_from(["before", "after"]), st.integers(1, 9))), max_size=5
@@ -856,6 +923,9 @@ def test_whatever_happens_each_member_is_done_once_or_given_up_for_its_true_reas
             here.time.sleep(100)  # the scheduler did not answer a controller that had to know
     assert here.time.now - begin < 60_000
     for spec, own in zip(here.specs, fates, strict=True):
+        excused = [entry for entry in here.events(spec.run) if "node" in entry and entry["node"] in shared_blame(here)]
+        if excused:
+            continue  # how many attempts it then has is told below
         kind, starts, jobs = expected(own, here.retries)
         assert here.cluster.started[spec.run] == starts
         assert len(here.cluster.jobs_of(spec.run)) == jobs
@@ -918,6 +988,139 @@ def test_whatever_happens_to_submissions_nothing_is_lost_or_doubled(
     for spec in here.specs:
         assert state(states, spec) == ("finished", None)
         here.finished_once(spec.run)
+
+
+# --- bad nodes ----------------------------------------------------------------------------------------------
+
+SECONDS = 2.0
+# A node that ends all its jobs in seconds is free again at once, and gets the next.
+BLACK_HOLES = [replace(fate, lasts_s=SECONDS) for fate in (NEVER_BEGINS, LOSES_ITS_GPU, LOSES_ITS_FILES, IS_KILLED)]
+
+
+def blames(here: Place, run: str) -> list[str]:
+    """The nodes on which a run has failed."""
+    return [entry["node"] for entry in here.events(run) if "node" in entry and entry["event"] != "finished"]
+
+
+@pytest.mark.parametrize("fate", BLACK_HOLES, ids=lambda fate: KIND[replace(fate, lasts_s=60.0)])
+def test_two_bad_nodes_of_four_take_nobodys_attempts(tmp_path: Path, fate: Fate) -> None:
+    here = place(tmp_path, members=6, given={"exclude": "n4,n5,n6,n7"})
+    here.cluster.bad = dict.fromkeys(("n1", "n2"), fate)
+    states = here.run()
+    for spec in here.specs:
+        assert state(states, spec) == ("finished", None)
+        here.finished_once(spec.run)
+        assert len(blames(here, spec.run)) == len(set(blames(here, spec.run))), "a node failed a member twice"
+
+
+def on_two_nodes(tmp_path: Path, members: int) -> Place:
+    """Of two nodes n1 is bad: members with odd numbers begin there, the others on n2."""
+    elsewhere = ",".join(node for node in NODES if node not in ("n1", "n2"))
+    here = place(tmp_path, members=members, given={"exclude": elsewhere}, virtual_ledger=True)
+    here.cluster.bad = {"n1": LOSES_ITS_GPU}
+    here.run()
+    assert [len(blames(here, spec.run)) for spec in here.specs] == [number % 2 for number in range(members)]
+    return here
+
+
+def next_keeps_off(here: Place) -> bool:
+    """Whether a member that no node has failed yet is kept off n1."""
+    here.specs = [*here.specs, member(len(here.specs))]
+    here.run()
+    return "n1" in (excluded(here.cluster.scripts[-1 - here.count(here.specs[-1].run, "retried")]) or "").split(",")
+
+
+def test_after_two_members_a_node_is_out_for_those_too_that_it_has_not_failed(tmp_path: Path) -> None:
+    here = on_two_nodes(tmp_path, members=4)
+    assert next_keeps_off(here), "by another controller, from the ledger"
+
+
+def test_a_node_that_has_failed_one_member_is_kept_off_by_that_one(tmp_path: Path) -> None:
+    here = on_two_nodes(tmp_path, members=2)
+    assert not next_keeps_off(here)
+
+
+def test_a_node_is_tried_again_after_an_hour_and_is_out_again_only_after_two_more(tmp_path: Path) -> None:
+    here = on_two_nodes(tmp_path, members=4)
+    here.time.sleep(OUT_S - 600)
+    assert next_keeps_off(here)
+    here.time.sleep(600)
+    assert not next_keeps_off(here)
+    while not blames(here, here.specs[-1].run):
+        assert not next_keeps_off(here)
+    assert not next_keeps_off(here), "one has failed there since"
+
+
+def test_whoever_waits_for_a_place_is_kept_off_what_has_gone_out_meanwhile(tmp_path: Path) -> None:
+    """Not off what was out when it failed or was planned: each submission looks anew."""
+    elsewhere = ",".join(node for node in NODES if node not in ("n1", "n2"))
+    here = place(tmp_path, members=6, given={"exclude": elsewhere, "array_size": 4}, submit_limit=4)
+    here.cluster.bad = {"n1": replace(LOSES_ITS_GPU, lasts_s=SECONDS)}
+    here.run()
+    late = [text for job, text in last_scripts(here) if job.run in (here.specs[4].run, here.specs[5].run)]
+    assert late and all("n1" in (excluded(text) or "").split(",") for text in late)
+    assert not any(blames(here, spec.run) for spec in here.specs[4:])
+
+
+def test_a_launch_that_fails_everywhere_is_the_users_own_and_ends_soon(tmp_path: Path) -> None:
+    broken = replace(NEVER_BEGINS, lasts_s=SECONDS, words="slurm_script: line 9: module: command not found")
+    here = place(tmp_path, members=12)
+    here.cluster.bad = dict.fromkeys(NODES, broken)
+    states = here.run()
+    for spec in here.specs:
+        assert state(states, spec) == ("failed", "launch")
+        assert "module: command not found" in str(states[spec.run].reason)
+        assert len(here.cluster.jobs_of(spec.run)) == 1 + (POLICY["launch"] or 0)
+    last = excluded(here.cluster.scripts[-1])
+    assert last is None or len(last.split(",")) <= 2, "the whole cluster is not out"
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    bad=st.dictionaries(st.sampled_from(NODES), st.sampled_from(BLACK_HOLES), max_size=len(NODES) - 1),
+    members=st.integers(len(NODES), 14),
+    first=st.integers(0, 7),
+    kills=kill_points,
+    poll_s=st.sampled_from([1, 10, 60]),
+)
+def test_with_one_good_node_every_member_finishes(
+    tmp_path_factory: pytest.TempPathFactory,
+    bad: dict[str, Fate],
+    members: int,
+    first: int,
+    kills: list[tuple[str, int] | None],
+    poll_s: int,
+) -> None:
+    here = place(tmp_path_factory.mktemp("study"), members=members, given={"poll_s": poll_s})
+    here.cluster.bad = bad
+    here.cluster.first_id(first + 1)
+    here.until_done(iter(kills))
+    for spec in here.specs:
+        here.finished_once(spec.run)
+        # Each job that was accepted is accounted for: it finished the member, or was tried again after.
+        assert len(here.cluster.jobs_of(spec.run)) == 1 + here.count(spec.run, "retried")
+        assert len(blames(here, spec.run)) <= MOST_FREE + 2
+    assert here.cluster.living() == []
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    fates=st.lists(st.sampled_from(BLACK_HOLES), min_size=len(NODES), max_size=len(NODES)),
+    members=st.integers(1, 14),
+    array_size=st.sampled_from([None, 1, 3]),
+)
+def test_with_bad_nodes_only_every_member_ends_after_a_bounded_number_of_attempts(
+    tmp_path_factory: pytest.TempPathFactory, fates: list[Fate], members: int, array_size: int | None
+) -> None:
+    here = place(tmp_path_factory.mktemp("study"), members=members, given={"array_size": array_size})
+    here.cluster.bad = dict(zip(NODES, fates, strict=True))
+    states = here.run()
+    most = MOST_FREE + 1 + sum(POLICY[kind] or 0 for kind in ("launch", "gpu", "storage", "killed"))
+    for spec in here.specs:
+        found, kind = state(states, spec)
+        assert found == "failed" and kind in BLAMES_NODE
+        jobs = len(here.cluster.jobs_of(spec.run))
+        assert jobs == 1 + here.count(spec.run, "retried") <= most
 
 
 # --- what a study says of itself -----------------------------------------------------------------------------

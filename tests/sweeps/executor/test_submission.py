@@ -26,6 +26,7 @@ from sweeps.executor.base import Launch
 from sweeps.executor.failure import KINDS
 from sweeps.executor.settings import JobSettings
 from sweeps.executor.submission import freeze, freeze_code, harmless, new_folder
+from sweeps.run import code
 from tests.paths import ROOT
 
 YAML = ROOT / "conf/hydra/launcher/scalerl_slurm.yaml"
@@ -235,6 +236,30 @@ def test_threads_python_and_the_users_own_commands(tmp_path: Path, node: Node) -
     assert sorted(path.name for path in node.work.iterdir()) == ["after", "before"]
 
 
+@pytest.mark.parametrize(
+    ("given", "gpus"),
+    [
+        ({}, False),
+        ({"cpus_per_gpu": 2, "mem_per_gpu": "4G"}, False),
+        ({"gres": "license:2"}, False),
+        ({"gpus_per_node": 2}, True),
+        ({"gpus_per_node": "a100:2"}, True),
+        ({"gpus_per_task": 1}, True),
+        ({"gres": "gpu:a100:1"}, True),
+        ({"additional_parameters": {"gpus": 4}}, True),
+        ({"additional_parameters": {"tres-per-node": "gres/gpu:1"}}, True),
+        ({"additional_parameters": {"reservation": "gpus"}}, False),
+        ({"gpus_per_node": 2, "require_gpu": False}, False),
+        ({"gpus_per_node": 0}, False),
+    ],
+    ids=str,
+)
+def test_a_job_that_asks_for_gpus_says_so_to_its_member(tmp_path: Path, given: dict[str, Any], gpus: bool) -> None:
+    script = script_of(tmp_path, given)
+    assert json.loads((script.parent / "submission.json").read_text())["gpus"] is gpus
+    assert "require" not in script.read_text()
+
+
 def test_several_processes_end_together(tmp_path: Path) -> None:
     text = script_of(tmp_path / "two", {"nodes": 2}).read_text()
     assert "--kill-on-bad-exit=1" in text
@@ -394,6 +419,7 @@ SENSIBLE: dict[str, Any] = {
     "setup": ["true"],
     "teardown": ["true"],
     "python": "python3",
+    "require_gpu": False,
     "max_num_timeout": 2,
     "array_size": 5,
     "poll_s": 3,
@@ -458,6 +484,7 @@ def test_values_that_cannot_work_are_refused_by_name(given: dict[str, Any]) -> N
         {"max_num_timeout": "often"},
         {"max_num_timeout": -1},
         {"array_size": True},
+        {"require_gpu": "yes"},
         {"array_parallelism": 0},
         {"additional_parameters": "reservation=r"},
         {"srun_args": "--mpi=pmi2"},
@@ -556,7 +583,7 @@ def test_the_code_that_runs_is_written_down(tmp_path: Path, monkeypatch: pytest.
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "first")
-    monkeypatch.setattr(submission, "__file__", str(source))
+    monkeypatch.setattr(code, "ROOT", repository)
     folder = tmp_path / "folder"
     folder.mkdir()
     assert freeze_code(folder) == {"commit": git("rev-parse", "HEAD"), "changed": False}

@@ -1,0 +1,219 @@
+"""By what a failure is recognised: error numbers, names of exceptions, and what libraries and drivers print.
+
+Texts are parts of messages as they are printed, whatever their case. Each has its source: a public thread, a manual or
+the program that prints it. By name, for no library must be imported to look at its errors.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Of one kind of failure.
+
+    Attributes:
+        texts: part of a message -> where it was seen.
+        types: names of exceptions; of its bases, the most derived that is named anywhere counts.
+        errnos: of an OSError.
+        of: the texts count only in exceptions of this type.
+        in_logs: whether the texts also count in the log of a process that ended without an exception.
+    """
+
+    texts: Mapping[str, str] = field(default_factory=dict)
+    types: tuple[str, ...] = ()
+    errnos: tuple[int, ...] = ()
+    of: type[BaseException] = BaseException
+    in_logs: bool = False
+
+
+# An error that shows the signs of several kinds is of the first: out of memory before the NCCL error that it became,
+# a GPU that failed on one rank before the others' wait for it.
+SIGNS: Mapping[str, Signs] = {
+    # What looks like the hardware's or the network's and is the program's or its configuration's.
+    "error": Signs(
+        texts={
+            "an illegal memory access was encountered": "pytorch#21819",
+            "device-side assert triggered": "pytorch#75534",
+            "Torch not compiled with CUDA enabled": "torch/cuda/__init__.py",
+            "outgoing traffic has been disabled": "huggingface_hub/file_download.py (HF_HUB_OFFLINE)",
+            "out of shared memory": "pytorch#5040 (a Bus error of a worker)",
+        },
+        types=(
+            # The hub has answered: not there, not allowed, not valid.
+            *("RepositoryNotFoundError", "GatedRepoError", "DisabledRepoError", "RevisionNotFoundError"),
+            *("EntryNotFoundError", "RemoteEntryNotFoundError", "BadRequestError", "HFValidationError"),
+            "OfflineModeIsEnabled",
+        ),
+    ),
+    "disk_full": Signs(
+        # torch writes files through its own streams, whose errors carry the number in words only.
+        texts={"No space left on device": "strerror(ENOSPC)", "Disk quota exceeded": "strerror(EDQUOT)"},
+        errnos=(errno.ENOSPC, errno.EDQUOT),
+    ),
+    "out_of_memory": Signs(
+        texts={"out of memory": "torch.cuda.OutOfMemoryError", "not enough memory": "torch's DefaultCPUAllocator"},
+        types=("MemoryError", "OutOfMemoryError"),
+        of=RuntimeError,
+    ),
+    "gpu": Signs(
+        texts={
+            "uncorrectable ECC error encountered": "vllm#5222, accelerate#1192",
+            "CUDA_ERROR_ECC_UNCORRECTABLE": "nagadit/DeepFaceLab_Linux#89",
+            "uncorrectable double bit error (DBE)": "NVIDIA's Xid 48, in the kernel's log",
+            "GPU has fallen off the bus": "NVIDIA's Xid 79; pop-os/pop#3363",
+            "GPU is lost": "JosephKJ/OWOD#81, AlexeyAB/darknet#86",
+            "Unable to determine the device handle for GPU": "NVIDIA/open-gpu-kernel-modules#387",
+            "Timeout waiting for RPC from GSP": "NVIDIA's Xid 119, in the kernel's log",
+            "Invalid access of peer GPU memory over nvlink or a hardware error": "ultralytics#24536",
+            # CUDA's manual names the program first; but the kernels here are torch's, whose own faults have the texts
+            # above, and threads end with another card: pytorch#74235, opendatalab/MinerU#426. Elsewhere it shows.
+            "unspecified launch failure": "pytorch#74235",
+            "CUDA unknown error": "pytorch#49327",
+            "CUDA error: unknown error": "pytorch#170045 (Cuda failure 999)",
+            "CUDA-capable devices are busy or unavailable": "detectron2#2580",
+            "CUDA-capable device(s) is/are busy or unavailable": "llama.cpp#11841",
+            "no CUDA-capable device is detected": "AlexeyAB/darknet#86",
+            "No CUDA GPUs are available": "torch/lib/libtorch_cuda",
+            "Found no NVIDIA driver on your system": "torch/lib/libc10_cuda",
+            "The NVIDIA driver on your system is too old": "pytorch#4546",
+            "CUDA driver version is insufficient for CUDA runtime version": "CUDA's manual, Error 35",
+            "CUDA driver initialization failed": "torch/lib/libc10_cuda",
+            "forward compatibility was attempted on non supported HW": "pytorch#40671",
+            "system not yet initialized": "pytorch#35710 (Error 802, the fabric manager)",
+            "unsupported display driver / cuda driver combination": "CUDA's manual, Error 803",
+            "Driver/library version mismatch": "pytorch#45109, mozilla/translations#1167",
+            "couldn't communicate with the NVIDIA driver": "nvidia-smi",
+            "ncclUnhandledCudaError": "NVIDIA/nccl#1410, pytorch#130113",
+            "no ROCm-capable device is detected": "ROCm/hip#3805",
+            "No HIP GPUs are available": "torch/lib/libtorch_hip",
+        },
+        types=("NoGpuError",),
+        in_logs=True,
+    ),
+    "storage": Signs(
+        texts={
+            "Stale file handle": "strerror(ESTALE); transformers#9732, LlamaFactory#3243",
+            "Stale NFS file handle": "strerror(ESTALE) of older systems; sjl/peat#2",
+            "Input/output error": "strerror(EIO)",
+            "Remote I/O error": "strerror(EREMOTEIO)",
+            "Transport endpoint is not connected": "strerror(ENOTCONN): a FUSE file system whose server is gone",
+            "Cannot send after transport endpoint shutdown": "strerror(ESHUTDOWN): Lustre; whamcloud/iml#230",
+            # srun's words for a task that read a mapped file which its node can no longer read.
+            ": Bus error": "srun; pytorch#26009",
+        },
+        errnos=(
+            *(errno.ESTALE, errno.EIO, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN),
+            *(errno.ETIMEDOUT, errno.EHOSTDOWN),
+        ),
+        in_logs=True,
+    ),
+    # A rank waited in vain for another.
+    "collective": Signs(
+        texts={
+            "Watchdog caught collective operation timeout": "pytorch#118369, sglang#1693",
+            "ProcessGroupNCCL's watchdog got stuck": "torch's ProcessGroupNCCL.cpp",
+            "ms for recv operation to complete": "pytorch/gloo#511",
+            "ms for send operation to complete": "detectron2#5121 (gloo)",
+            "The client socket has timed out after": "lllyasviel/ControlNet#382 (torch's TCPStore)",
+            "The client socket has failed to connect to any network address": "torch's TCPStore",
+            "wait timeout after": "pytorch#131808 (torch's TCPStore)",
+        },
+        of=RuntimeError,
+        in_logs=True,
+    ),
+    # Another rank of the job is gone; its own end says why, if it could.
+    "killed": Signs(
+        texts={
+            "connection closed by peer": "gloo",
+            "connection reset by peer": "gloo",
+            "closed by remote peer": "gloo",
+            "connection was likely closed": "gloo",
+            "broken pipe": "gloo",
+            "ncclRemoteError": "NVIDIA/nccl, ncclResult_t",
+            "ncclSystemError": "NVIDIA/nccl#975, pytorch#149984",
+            "communicator was aborted": "torch's NCCLUtils",
+            "remote process exited": "NVIDIA/nccl, ncclResult_t",
+        },
+        types=("LeaseLostError",),
+        of=RuntimeError,
+    ),
+    # The scheduler has lost sight of a job, and started it again.
+    "duplicate": Signs(types=("DuplicateRunError",)),
+    "network": Signs(
+        texts={
+            "Temporary failure in name resolution": "gai_strerror(EAI_AGAIN)",
+            "Name or service not known": "gai_strerror(EAI_NONAME)",
+            "Failed to establish a new connection": "HumanGaussian#4 (urllib3)",
+            "Max retries exceeded with url": "HumanGaussian#4 (urllib3)",
+            "Network is unreachable": "strerror(ENETUNREACH); HumanGaussian#4",
+            "Read timed out": "huggingface_hub#1718 (requests)",
+            "An error happened while trying to locate the file": "huggingface_hub#985, docling#1308",
+            "We couldn't connect to 'http": "transformers/utils/hub.py; state-spaces/mamba#539",
+            "Server disconnected without sending a response": "httpx",
+            "429 Client Error": "requests, huggingface_hub",
+            "'429 Too Many Requests'": "httpx",
+            "HTTP Error 429": "urllib",
+            "500 Server Error": "requests",
+            "502 Server Error": "requests",
+            "503 Server Error": "requests",
+            "504 Server Error": "huggingface_hub#1516, transformers#23228",
+            "Server error '50": "httpx",
+            "HTTP Error 50": "urllib",
+        },
+        types=(
+            *("ConnectTimeout", "ReadTimeout", "WriteTimeout", "PoolTimeout", "TimeoutException"),
+            *("ConnectError", "ReadError", "WriteError", "RemoteProtocolError", "ChunkedEncodingError"),
+            *("ConnectTimeoutError", "ReadTimeoutError", "NewConnectionError", "NameResolutionError"),
+            *("MaxRetryError", "LocalEntryNotFoundError", "gaierror", "ConnectionError"),
+        ),
+        errnos=(errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ENETUNREACH, errno.EHOSTUNREACH),
+    ),
+}
+
+# Another rank's end as it looks from here: that rank's own word counts more.
+OF_A_PEER = frozenset({"killed", "collective"})
+
+_KIND_OF_TYPE = {name: kind for kind, signs in SIGNS.items() for name in signs.types}
+_KIND_OF_ERRNO = {number: kind for kind, signs in SIGNS.items() for number in signs.errnos}
+_LOW = {kind: tuple(text.lower() for text in signs.texts) for kind, signs in SIGNS.items()}
+
+
+def shown_by(error: BaseException) -> str | None:
+    """The kind of which an exception bears the signs, whatever has caused it; None if it bears none."""
+    text = str(error).lower()
+    if any(words in text for words in _LOW["error"]):
+        return "error"
+    # The names of HTTP libraries say more than the number that the system gave them.
+    kind = next((_KIND_OF_TYPE[name] for name in _names(type(error)) if name in _KIND_OF_TYPE), None)
+    if isinstance(error, OSError) and kind in (None, "network"):
+        kind = _KIND_OF_ERRNO.get(error.errno or 0, kind)
+    if kind is not None:
+        return kind
+    for kind, signs in SIGNS.items():
+        if isinstance(error, signs.of) and any(words in text for words in _LOW[kind]):
+            return kind
+    return None
+
+
+def _names(of: type[BaseException]) -> Iterator[str]:
+    """Of a type and its bases; those that Python derives from ConnectionError are known by their numbers."""
+    return (cls.__name__ for cls in of.__mro__ if cls is of or cls is not ConnectionError)
+
+
+def shown_in(log: str) -> tuple[str, str] | None:
+    """The kind of which a log bears the signs, and the line that does; None if it bears none."""
+    low = log.lower()
+    if any(words in low for words in _LOW["error"]):
+        return None
+    for kind, signs in SIGNS.items():
+        if signs.in_logs and any(words in low for words in _LOW[kind]):
+            return kind, next(_lines_with(log, _LOW[kind]), "")
+    return None
+
+
+def _lines_with(log: str, texts: tuple[str, ...]) -> Iterator[str]:
+    return (line.strip()[:300] for line in log.splitlines() if any(words in line.lower() for words in texts))

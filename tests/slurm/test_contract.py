@@ -1,0 +1,81 @@
+"""The executor of a cluster keeps to the contract of all on a real one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sweeps.executor.base import Executor, Outcome
+from sweeps.executor.scheduler import Slurm
+from sweeps.executor.settings import JobSettings
+from sweeps.executor.slurm import ClusterExecutor
+from tests.paths import ROOT
+from tests.slurm.cluster import PATIENCE_S, Lab, eventually
+from tests.sweeps.executor import contract
+from tests.sweeps.executor.contract import Engine, QueueContract, once
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+class Cluster(Engine):
+    """The lab."""
+
+    patience_s = PATIENCE_S
+
+    def __init__(self, study: Path, lab: Lab) -> None:
+        super().__init__(study)
+        self.lab = lab
+        self.resources: dict[str, object] = {"timeout_min": 10}
+
+    def executor(self) -> Executor:
+        settings = JobSettings.of({**self.resources, "poll_s": 1.0, "lost_after_s": 10.0})
+        return ClusterExecutor(
+            self.study, Slurm(settings.clusters), settings, f"{contract.__name__}:perform", 1, "contract"
+        )
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def has_begun(self, run: str) -> bool:
+        return (self.study / "runs" / run / "begun").exists()
+
+    def only_room_for_one(self) -> None:
+        self.resources |= {"nodelist": "n1", "exclusive": True}
+
+
+class TestSlurm(QueueContract):
+    """`ClusterExecutor` on the lab's SLURM."""
+
+    @pytest.fixture
+    def engine(self, tmp_path: Path, whole: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+        for name, value in whole.environment.items():
+            if os.environ.get(name) != value:
+                monkeypatch.setenv(name, value)
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))  # where jobs find the members
+        yield Cluster(tmp_path, whole)
+
+    def test_clusters_of_a_federation_are_named(self, engine: Engine) -> None:
+        """By commands that name the cluster, where each has other columns or headings."""
+        assert isinstance(engine, Cluster)
+        engine.resources["clusters"] = "lab"
+        engine.only_room_for_one()
+        executor = engine.executor()
+        (member,) = executor.submit(once(), [engine.launch("a", "wait")])
+        engine.until(executor, lambda: engine.has_begun(member))
+        job = executor.submit(once(), [engine.launch("b", "wait")])["b"]
+        engine.until(executor, lambda: "b" in executor.queued())
+        outcomes: dict[str, Outcome] = {}
+        executor.stop(["a", "b"], "no longer needed")
+        engine.until(executor, lambda: not executor.running(), outcomes)
+        assert {outcome.kind for outcome in outcomes.values()} == {"stopped"}
+        assert not engine.has_begun("b")
+        slurm = Slurm("lab")
+        assert job is not None
+        eventually(lambda: slurm.accounted([job])[job].state == "CANCELLED", "accounting")
+        ended = engine.drive(executor, [engine.launch("c", "fail")])
+        assert ended["c"].kind == "error"
+        assert Slurm("nowhere").queue() is None

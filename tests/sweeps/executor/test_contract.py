@@ -1,0 +1,86 @@
+"""The executors of this machine and of the virtual cluster keep to the contract of all (`contract`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sweeps.executor.base import Executor, Launch
+from sweeps.executor.local import LocalExecutor
+from sweeps.executor.settings import JobSettings
+from sweeps.executor.slurm import ClusterExecutor
+from tests.sweeps.executor import contract
+from tests.sweeps.executor.contract import Engine, ExecutorContract, QueueContract
+from tests.sweeps.executor.fake_cluster import FINISHES, GOES_ON, RAISES, FakeCluster, VirtualTime, light
+
+
+class ThisMachine(Engine):
+    """Real processes."""
+
+    def __init__(self, study: Path) -> None:
+        super().__init__(study)
+        self.made: list[LocalExecutor] = []
+
+    def executor(self) -> Executor:
+        self.made.append(LocalExecutor(f"{contract.__name__}:perform", 2, threads=1, preload=["pytest"]))
+        return self.made[-1]
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def has_begun(self, run: str) -> bool:
+        return (self.study / "runs" / run / "begun").exists()
+
+
+class TestThisMachine(ExecutorContract):
+    """`LocalExecutor`."""
+
+    @pytest.fixture
+    def engine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            monkeypatch.setenv(name, "1")
+        here = ThisMachine(tmp_path)
+        yield here
+        for executor in here.made:
+            executor.close()
+
+
+class Virtual(Engine):
+    """A cluster that exists only in virtual time."""
+
+    patience_s = 5000.0
+
+    def __init__(self, study: Path) -> None:
+        super().__init__(study)
+        self.cluster = FakeCluster(VirtualTime())
+
+    def executor(self) -> Executor:
+        time = self.cluster.time
+        return ClusterExecutor(
+            *(self.study, self.cluster, JobSettings(), "unused:entry", 1, "study"), clock=time.clock, sleep=time.sleep
+        )
+
+    def clock(self) -> float:
+        return self.cluster.time.now
+
+    def launch(self, run: str, does: str) -> Launch:
+        self.cluster.fates[run].append({"finish": FINISHES, "fail": RAISES, "wait": GOES_ON}[does])
+        return super().launch(run, does)
+
+    def has_begun(self, run: str) -> bool:
+        return self.cluster.begun[run] > 0
+
+    def only_room_for_one(self) -> None:
+        self.cluster.places = 1
+
+
+class TestVirtualCluster(QueueContract):
+    """`ClusterExecutor`, its cluster a fake."""
+
+    @pytest.fixture
+    def engine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+        light(monkeypatch)
+        return Virtual(tmp_path)

@@ -1,0 +1,232 @@
+"""Truths about the signs of failures: each leads to its kind, in an exception, behind others, and in a log."""
+
+from __future__ import annotations
+
+import errno
+import os
+import urllib.error
+
+import pytest
+
+from sweeps.executor.failure import BLAMES_NODE, KINDS, kind_of, retries
+from sweeps.executor.signs import OF_A_PEER, SIGNS, shown_in
+
+TEXTS = [(kind, text) for kind, signs in SIGNS.items() for text in signs.texts]
+TYPES = [(kind, name) for kind, signs in SIGNS.items() for name in signs.types]
+ERRNOS = [(kind, number) for kind, signs in SIGNS.items() for number in signs.errnos]
+
+
+def named(name: str, *bases: type[BaseException]) -> type[BaseException]:
+    """An exception of some library."""
+    return type(name, bases or (Exception,), {})
+
+
+def test_each_kind_of_the_table_is_one_that_has_attempts() -> None:
+    assert SIGNS.keys() <= KINDS.keys()
+    assert SIGNS.keys() >= {"gpu", "storage", "collective", "network"}
+    for kind in ("gpu", "storage", "collective", "network"):
+        assert retries()[kind], "it may be otherwise elsewhere, or later"
+    assert {"gpu", "storage", "collective"} <= BLAMES_NODE
+    assert "network" not in BLAMES_NODE
+    assert SIGNS.keys() >= OF_A_PEER
+
+
+def test_each_text_has_a_source() -> None:
+    for kind, signs in SIGNS.items():
+        for text, source in signs.texts.items():
+            assert source and "://" not in source, (kind, text)
+
+
+@pytest.mark.parametrize(("kind", "text"), TEXTS)
+def test_a_text_is_known_whatever_stands_around_it(kind: str, text: str) -> None:
+    signs = SIGNS[kind]
+    raised = RuntimeError if issubclass(RuntimeError, signs.of) else signs.of
+    for words in (text, text.upper(), f"Triggered internally: {text}!\nat some.cpp:12"):
+        assert kind_of(raised(words)) == kind
+        error = ValueError("while training")
+        error.__cause__ = raised(words)
+        assert kind_of(error) == kind
+
+
+@pytest.mark.parametrize(("kind", "text"), TEXTS)
+def test_a_text_counts_in_a_log_where_the_table_says_so(kind: str, text: str) -> None:
+    log = f"step 3\n[rank0]: {text} (and more)\n  frame #0: c10::Error\n"
+    if SIGNS[kind].in_logs:
+        assert shown_in(log) == (kind, f"[rank0]: {text} (and more)")
+    else:
+        assert shown_in(log) is None
+
+
+@pytest.mark.parametrize(("kind", "name"), TYPES)
+def test_a_type_is_known_by_its_name_and_its_heirs_by_it(kind: str, name: str) -> None:
+    library = named(name, OSError) if kind != "out_of_memory" else named(name, RuntimeError)
+    assert kind_of(library("no more is said")) == kind
+    assert kind_of(named("Special", library)("no more is said")) == kind
+
+
+@pytest.mark.parametrize(("kind", "number"), ERRNOS)
+def test_a_number_of_the_system_is_known(kind: str, number: int) -> None:
+    assert kind_of(OSError(number, os.strerror(number), "/shared/runs/checkpoint")) == kind
+
+
+HUB = "https://hub.example/some/model/resolve/main/config.json"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        # CUDA, as torch passes it on
+        (
+            RuntimeError(
+                "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously reported "
+                "at some other API call, so the stacktrace below might be incorrect."
+            ),
+            "gpu",
+        ),
+        (named("AcceleratorError", RuntimeError)("CUDA error: unspecified launch failure"), "gpu"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "error"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "error"),
+        (RuntimeError("CUDA error: invalid device ordinal"), "error"),
+        (RuntimeError("CUDA error: out of memory"), "out_of_memory"),
+        (named("OutOfMemoryError", RuntimeError)("CUDA out of memory. Tried to allocate 2 GiB"), "out_of_memory"),
+        (AssertionError("Torch not compiled with CUDA enabled"), "error"),
+        (
+            RuntimeError(
+                "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
+            ),
+            "gpu",
+        ),
+        (
+            RuntimeError(
+                "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling "
+                "NumCudaDevices() that might have already set an error? Error 802: system not yet initialized"
+            ),
+            "gpu",
+        ),
+        # NCCL and gloo
+        (
+            named("DistBackendError", RuntimeError)(
+                "NCCL error in: ProcessGroupNCCL.cpp:275, unhandled cuda error, NCCL version 2.20.5\n"
+                "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 999 'unknown error'"
+            ),
+            "gpu",
+        ),
+        (
+            named("DistBackendError", RuntimeError)(
+                "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+            ),
+            "out_of_memory",
+        ),
+        (
+            named("DistBackendError", RuntimeError)(
+                "ncclUnhandledCudaError: Cuda failure 700 'an illegal memory access was encountered'"
+            ),
+            "error",
+        ),
+        (
+            named("DistBackendError", RuntimeError)(
+                "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, "
+                "NumelIn=1, Timeout(ms)=600000) ran for 600013 milliseconds before timing out."
+            ),
+            "collective",
+        ),
+        (
+            RuntimeError(
+                "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete"
+            ),
+            "collective",
+        ),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3456"), "killed"),
+        (ValueError("connection reset by peer, says the user's own program"), "error"),
+        # files
+        (OSError(errno.ESTALE, "Stale file handle", "/shared/outputs"), "storage"),
+        (OSError(errno.EIO, "Input/output error"), "storage"),
+        (TimeoutError(errno.ETIMEDOUT, "Connection timed out", "/shared/outputs"), "storage"),
+        (RuntimeError("basic_ios::clear: iostream error: Stale file handle"), "storage"),
+        (OSError(errno.ENOENT, "No such file or directory"), "error"),
+        (OSError(errno.EACCES, "Permission denied"), "error"),
+        (FileNotFoundError("there is no such task"), "error"),
+        # pipes to processes of our own
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "error"),
+        (EOFError(), "error"),
+        # the network
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), "network"),
+        (ConnectionError("Couldn't reach 'some/data' on the Hub (ReadTimeout)"), "network"),
+        (urllib.error.HTTPError(HUB, 503, "Service Unavailable", None, None), "network"),  # type: ignore[arg-type]
+        (urllib.error.HTTPError(HUB, 404, "Not Found", None, None), "error"),  # type: ignore[arg-type]
+        (TimeoutError("a generation took more than 30 s"), "error"),
+        (
+            OSError(
+                "We couldn't connect to 'https://hub.example' to load the files, and couldn't find them in the "
+                "cached files.\nCheck your internet connection or see how to run the library in offline mode at ..."
+            ),
+            "network",
+        ),
+        (OSError("some/model is not a local folder and is not a valid model identifier listed on ..."), "error"),
+    ],
+    ids=lambda value: f"{type(value).__name__}: {value}"[:60] if isinstance(value, BaseException) else value,
+)
+def test_what_libraries_really_say(error: BaseException, kind: str) -> None:
+    assert kind_of(error) == kind
+
+
+def test_the_hubs_own_errors() -> None:
+    """Those of the version that is installed: names and descent are not ours."""
+    httpx = pytest.importorskip("httpx")
+    errors = pytest.importorskip("huggingface_hub.errors")
+    try:
+        import httpx2 as client
+    except ImportError:
+        client = httpx
+
+    def answer(cls: type[BaseException], code: int) -> BaseException:
+        request = client.Request("GET", HUB)
+        try:
+            client.Response(code, request=request).raise_for_status()
+        except client.HTTPStatusError as error:
+            made = cls(str(error), response=error.response)  # type: ignore[call-arg]
+            made.__cause__ = error
+            return made
+        raise AssertionError
+
+    missed = errors.LocalEntryNotFoundError(
+        "An error happened while trying to locate the file on the Hub and we cannot find the requested files in the "
+        "local cache. Please check your connection and try again or make sure your Internet connection is on."
+    )
+    assert kind_of(missed) == "network"
+    assert kind_of(answer(errors.HfHubHTTPError, 503)) == "network"
+    assert kind_of(answer(errors.HfHubHTTPError, 429)) == "network"
+    assert kind_of(answer(errors.HfHubHTTPError, 401)) == "error"
+    assert kind_of(answer(errors.RepositoryNotFoundError, 404)) == "error"
+    assert kind_of(answer(errors.GatedRepoError, 403)) == "error"
+    assert kind_of(answer(errors.RemoteEntryNotFoundError, 404)) == "error"
+    assert kind_of(client.ConnectTimeout("timed out")) == "network"
+    assert kind_of(client.ReadTimeout("The read operation timed out")) == "network"
+    assert kind_of(client.ConnectError("[Errno -3] Temporary failure in name resolution")) == "network"
+    offline = errors.LocalEntryNotFoundError(
+        "Cannot find the requested files in the disk cache and outgoing traffic has been disabled. To enable hf.co "
+        "look-ups and downloads online, set 'local_files_only' to False."
+    )
+    assert kind_of(offline) == "error"
+    wrapped = OSError("We couldn't connect to 'https://hub.example' to load the files")
+    wrapped.__cause__ = offline
+    assert kind_of(wrapped) == "error", "waiting does not switch the network on"
+
+
+def test_a_hub_that_answers_no_in_passing_does_not_hide_a_network_that_is_down() -> None:
+    lost = named("ConnectTimeout")("timed out")
+    lost.__context__ = named("EntryNotFoundError")("no adapter_config.json")
+    assert kind_of(lost) == "network"
+    lost.__cause__ = lost.__context__
+    assert kind_of(lost) == "error"
+
+
+def test_the_first_failure_is_not_hidden_by_what_it_led_to_in_a_log() -> None:
+    log = (
+        "[E ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8)\n"
+        "terminate called after throwing an instance of 'c10::Error'\n"
+        "  what():  CUDA error: uncorrectable ECC error encountered\n"
+    )
+    assert shown_in(log) == ("gpu", "what():  CUDA error: uncorrectable ECC error encountered")
+    assert shown_in("Watchdog caught collective operation timeout\nan illegal memory access was encountered") is None
+    assert shown_in("all is well\nConnection reset by peer; trying again") is None
