@@ -31,6 +31,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.distributed.meeting import all_gather, encode, receive, send
 from lightning_scalerl.rollout import BEFORE_UPDATE, Part, TrainBatch, whole
 from sweeps.run.interruption import interruption
 
@@ -79,7 +80,7 @@ class Ranks:
         """Rank 0 does the work; every rank returns its result, or fails with it.
 
         Args:
-            work: called on rank 0 only.
+            work: called on rank 0 only; its result is plain data, see `meeting`.
             lean: what of the result the other ranks need.
 
         Raises:
@@ -88,36 +89,30 @@ class Ranks:
         if self.count == 1:
             return work()
         if not self.leads:
-            failure, received = self._from_first(None)
+            failure, received = receive(self.hosts)
             if failure is not None:
                 raise LeaderFailedError(f"rank 0 failed: {failure}")
             result: T = received
             return result
         try:
             result = work()
+            encoded = encode((None, lean(result)))
         except Exception as error:
             with suppress(RuntimeError):  # ranks that are gone need no news
-                self._from_first((f"{type(error).__name__}: {error}", None))
+                send(encode((f"{type(error).__name__}: {error}", None)), self.hosts)
             raise
-        self._from_first((None, lean(result)))
+        send(encoded, self.hosts)
         return result
 
     def share_batch(self, work: Callable[[], TrainBatch | None]) -> TrainBatch | None:
         """Rank 0 makes a batch, or none; every rank has it, those that only train without the groups it came from."""
         return self.share(work, lambda batch: batch and replace(batch, groups=[]))
 
-    def _from_first(self, message: Any) -> Any:
-        box = [message]
-        dist.broadcast_object_list(box, src=0, group=self.hosts)
-        return box[0]
-
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""
         if self.count == 1:
             return [value]
-        values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self.hosts)
-        return values
+        return all_gather(value, self.hosts, self.count)
 
     def agree(self, reason: str | None) -> str | None:
         """The first reason that any rank has, the same on all ranks; None if none has one."""

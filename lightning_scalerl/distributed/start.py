@@ -11,7 +11,8 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, said
+from sweeps.run.gpu import REMEDY, REQUIRED, NoGpuError
 
 
 def process_rank() -> int:
@@ -31,11 +32,14 @@ def trainer_settings() -> dict[str, Any]:
 
     One task, under SLURM or not, trains on one device, whatever the job has been given. Tasks that one `srun` (or
     `torchrun`) has started together train one run, one device each; ask SLURM for GPUs by node, not by task, since
-    every task picks its own among those of its node. On one node the ranks meet at 127.0.0.1.
+    every task picks its own among those of its node. Where the ranks meet is said in `meeting`.
 
     Raises:
-        ConfigurationError: nodes with different numbers of tasks, or a node with fewer GPUs than tasks.
+        ConfigurationError: nodes with different numbers of tasks, a node with fewer GPUs than tasks, or a job that asks
+            for GPUs with a torch that is none of theirs.
+        NoGpuError: the job asks for GPUs, and torch cannot use any here.
     """
+    _check_gpu()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         tasks, tasks_a_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         if tasks == 1:
@@ -61,6 +65,23 @@ def trainer_settings() -> dict[str, Any]:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(_port()))
     return {**_several(nodes, tasks // nodes), "plugins": [SLURMEnvironment(auto_requeue=False)]}
+
+
+def _check_gpu() -> None:
+    """Whether torch can use a GPU, where the job asks for some: it would train on the CPU without a word."""
+    if REQUIRED not in os.environ or torch.cuda.is_available():
+        return
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise ConfigurationError(
+            f"torch: {torch.__version__} was built for CPUs, and the job asks for GPUs; install one that was built for "
+            "the nodes' driver, or give hydra.launcher.require_gpu=false"
+        )
+    try:
+        torch.empty(1, device="cuda")
+        why = "torch.cuda.is_available() is false"
+    except Exception as error:
+        why = said(error)
+    raise NoGpuError(f"the job asks for GPUs and torch {torch.__version__} can use none on this node ({why}); {REMEDY}")
 
 
 def devices_beside(ranks: int) -> list[str]:

@@ -35,6 +35,8 @@ from lightning_scalerl.distributed.start import devices_beside, process_rank, tr
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.rollout import whole
 from lightning_scalerl.verify.verification import RewardError
+from sweeps.executor.failure import kind_of
+from sweeps.run.gpu import REQUIRED, NoGpuError
 from sweeps.run.interruption import interruption
 from sweeps.run.journal import JournalView, read_journal
 from tests.axes.test_contract import batch_of
@@ -82,7 +84,8 @@ def fit(
         **{**quiet(), "logger": logger, "enable_checkpointing": True, **several},
     )
     data = RolloutDataModule(task or CountingTask())
-    trainer.fit(module, datamodule=data, ckpt_path=newest_checkpoint(directory) if resume else None, weights_only=True)
+    newest = newest_checkpoint(directory).path if resume else None
+    trainer.fit(module, datamodule=data, ckpt_path=newest, weights_only=True)
     return module
 
 
@@ -308,17 +311,17 @@ def test_what_only_rank_0_sees_stops_all(tiny_model_path: str, tmp_path: Path) -
 
 
 def test_a_full_disk_stops_all_ranks(tiny_model_path: str, tmp_path: Path) -> None:
-    from lightning.pytorch.plugins.io import TorchCheckpointIO
+    from lightning_scalerl.callbacks.checkpoint_file import DirectCheckpointIO
 
     def work(rank: int) -> str:
-        class Full(TorchCheckpointIO):
+        class Full(DirectCheckpointIO):
             def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
                 if checkpoint["global_step"] > 2:
                     Path(path).write_bytes(b"half")
                     raise OSError(28, "No space left on device")
                 super().save_checkpoint(checkpoint, path, storage_options)
 
-        TorchCheckpointIO.__new__ = lambda cls, *a, **k: object.__new__(Full)  # type: ignore[method-assign]
+        DirectCheckpointIO.__new__ = lambda cls, *a, **k: object.__new__(Full)  # type: ignore[method-assign]
         fit(tiny_model_path, tmp_path, 2, checkpoint_every=2)
         return "trained"
 
@@ -403,6 +406,40 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None
             monkeypatch.setenv(name, value)
 
     return set_all
+
+
+def without_cuda(monkeypatch: pytest.MonkeyPatch, built_for: str | None) -> None:
+    """A torch of this build that can use no GPU, in a job that asks for some."""
+    monkeypatch.setenv(REQUIRED, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+def test_a_job_that_asks_for_gpus_does_not_train_on_the_cpu(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_cuda(monkeypatch, "13.0")
+
+    def too_old(*sizes: int, device: str) -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
+
+    monkeypatch.setattr(torch, "empty", too_old)
+    with pytest.raises(NoGpuError, match=r"torch .* can use none on this node .*too old \(found version 11040\)") as no:
+        trainer_settings()
+    assert kind_of(no.value) == "gpu"
+    assert "require_gpu=false" in str(no.value) and "\n" not in str(no.value)
+
+
+def test_a_torch_for_cpus_is_no_fault_of_a_node(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_cuda(monkeypatch, None)
+    with pytest.raises(ConfigurationError, match=r"torch: .* was built for CPUs, .*require_gpu=false") as no:
+        trainer_settings()
+    assert kind_of(no.value) == "error"
+
+
+def test_a_job_that_asks_for_gpus_and_has_one_trains(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REQUIRED, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert trainer_settings() == {"accelerator": "auto", "devices": 1}
 
 
 def test_started_by_hand(launched: Any) -> None:
