@@ -8,13 +8,15 @@ from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from sweeps.cli.launchers import StudyLauncher
 from sweeps.errors import UserError
 from sweeps.launch.study import make_private
-from sweeps.redact import redact
+from sweeps.redact import redact, redact_config, redact_override
+from sweeps.run.files import write_atomically
 
 
 class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
@@ -41,17 +43,9 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
         self.rows = rows
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """The launcher gets the configuration as it is; the copy that Hydra writes into the study has no login."""
+        """The launcher gets the configuration as it is; the copy that Hydra writes into the study has no secrets."""
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
-        self.config = config.copy()
-        with open_dict(self.config):
-            if self.config.mlflow.uri:
-                self.config.mlflow.uri = redact(self.config.mlflow.uri)
-            for given in (self.config.hydra.overrides.task, self.config.hydra.overrides.hydra):
-                for number, word in enumerate(given):
-                    given[number] = redact(word)
-            if self.config.hydra.job.get("override_dirname"):
-                self.config.hydra.job.override_dirname = redact(self.config.hydra.job.override_dirname)
+        self.config = without_secrets(config)
 
     def sweep(self, arguments: list[str]) -> list[object]:
         """As Hydra's, but nothing is written before the launcher has accepted the members.
@@ -61,7 +55,9 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
         if not isinstance(self.launcher, StudyLauncher):
             if _checked(self.rows) != [[]]:
                 raise UserError("hydra.sweeper.rows: they need a launcher of ours: cluster=local, slurm or debug")
-            make_private(Path(self.config.hydra.sweep.dir))
+            directory = Path(self.config.hydra.sweep.dir)
+            make_private(directory)
+            (directory / "multirun.yaml").touch(mode=0o600)
             others: list[object] = super().sweep(arguments)
             return others
         self.launcher.accepted = self._keep_configuration
@@ -70,6 +66,8 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
         for row in _checked(self.rows):
             overrides = parser.parse_overrides([*self._parse_config(), *row, *arguments])
             members += self.split_arguments(overrides, None)[0]
+            if empty := [each.input_line for each in overrides if _stands_for_nothing(each)]:
+                raise UserError(f"{empty[0]}: stands for no value, so the grid is empty; give it one, or leave it out")
         self.overrides = list(self.split_overrides_to_chunks(members, self.max_batch_size))
         results: list[object] = []
         launched = 0
@@ -80,13 +78,36 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
         return results
 
     def _keep_configuration(self) -> None:
-        """What Hydra was asked for, as `multirun.yaml`."""
+        """What Hydra was asked for, as `multirun.yaml`, for its owner alone: who knows what a set-up command holds."""
         directory = Path(self.config.hydra.sweep.dir)
         make_private(directory)
-        OmegaConf.save(self.config, directory / "multirun.yaml")
+        write_atomically(directory / "multirun.yaml", OmegaConf.to_yaml(self.config), mode=0o600)
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Left to the planner."""
+
+
+def without_secrets(config: DictConfig) -> DictConfig:
+    """A configuration of Hydra's as it may be written down; where it is written is as in the original."""
+    plain: Any = redact_config(OmegaConf.to_container(config, enum_to_str=True))
+    given: Any = config.hydra.overrides
+    plain["hydra"]["overrides"] = {of: [redact_override(word) for word in given[of]] for of in given}
+    if name := config.hydra.job.get("override_dirname"):
+        # All of them with commas between: of a value alone nobody sees whose it is.
+        for word in (*given.task, *given.hydra):
+            name = name.replace(word, redact_override(word))
+        plain["hydra"]["job"]["override_dirname"] = redact(name)
+    rows: Any = config.hydra.sweeper.get("rows")
+    if rows:
+        plain["hydra"]["sweeper"]["rows"] = [[redact_override(str(word)) for word in row] for row in rows]
+    safe: DictConfig = OmegaConf.create(plain)
+    if safe.hydra.sweep.dir != config.hydra.sweep.dir:
+        safe.hydra.sweep.dir = config.hydra.sweep.dir
+    return safe
+
+
+def _stands_for_nothing(override: Override) -> bool:
+    return override.is_sweep_override() and next(iter(override.sweep_string_iterator()), None) is None
 
 
 def _checked(rows: Any) -> list[list[str]]:

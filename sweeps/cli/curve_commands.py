@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from sweeps.cli.output import print_json, print_ranking, warn
 from sweeps.errors import UserError
 from sweeps.fit.names import METHOD
 from sweeps.report.plain import one_line, table
+from sweeps.run.journal import JournalView, read_journal
 from sweeps.source import LoadedStudy, load
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def _fit_options(options: argparse.Namespace) -> FitOptions:
     )
 
 
-def _load(options: argparse.Namespace) -> LoadedStudy:
+def _load(options: argparse.Namespace, read: Callable[[Path], JournalView] = read_journal) -> LoadedStudy:
     factors = [name for name in (options.size, *options.group) if name is not None]
     return load(
         options.sources,
@@ -58,6 +59,7 @@ def _load(options: argparse.Namespace) -> LoadedStudy:
         by=options.by,
         factors=factors,
         seed_from=options.seed_from,
+        read=read,
     )
 
 
@@ -161,7 +163,7 @@ def rank_command(options: argparse.Namespace) -> int:
     from sweeps.decide.rank import rank
     from sweeps.fit.fit import shown
     from sweeps.parallel import cores
-    from sweeps.run.health import idle_variants
+    from sweeps.run.health import code_changes, idle_variants
 
     ranking = rank(
         fits,
@@ -171,7 +173,7 @@ def rank_command(options: argparse.Namespace) -> int:
         workers=cores(),
         brief=not options.json,
     )
-    warn(study.warnings)
+    warn([*study.warnings, *code_changes(study.runs)])
     if options.json:
         print_json(ranking.to_json())
         return 0
@@ -260,15 +262,17 @@ def report_command(options: argparse.Namespace) -> int:
 def watch_command(options: argparse.Namespace) -> int:
     """`scalerl watch`."""
     from sweeps.decide.watch import Watch, default_path, waiting
+    from sweeps.run.tail import Tails
 
     if not options.interval > 0:
         raise UserError(f"--interval {options.interval:g}: must be positive; give seconds")
     path = default_path(options.sources) if options.out is None else Path(options.out)
     told: set[str] = set()
+    journals = Tails({"train": sys.maxsize})  # only evaluations are fitted
 
     def read() -> LoadedStudy:
         """What is to be said about the sources is said once, not at every poll."""
-        study = _load(options)
+        study = _load(options, journals)
         for note in (*(f"source: {line}" for line in study.shown), *(f"warning: {note}" for note in study.warnings)):
             if note not in told:
                 told.add(note)

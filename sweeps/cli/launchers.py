@@ -21,7 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from sweeps.cli.output import show_results
 from sweeps.executor.base import load_entry
 from sweeps.executor.failure import retries as retry_policy
-from sweeps.executor.settings import JobSettings
+from sweeps.executor.settings import JobSettings, asks_for_gpus
+from sweeps.launch.planning import plan_apart
 from sweeps.launch.settings import LaunchSettings, report_failures, run_study
 from sweeps.launch.study import Study
 from sweeps.run.folders import user_folders
@@ -41,8 +42,8 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         entry: `module:function`, runs one member from its directory.
         preload: modules imported once for all members.
 
-    `accepted` is called when a launch is: members checked, the study ours, nothing written yet. A sweeper that has
-    something to keep in the study's folder keeps it then, so that a refused launch leaves nothing.
+    `accepted` is called when a launch is: members checked, the study ours, the first of them taken. A sweeper that has
+    something to keep in the study's folder keeps it then, as `launch.json` is kept: a refused launch changes nothing.
     """
 
     kind = "local"
@@ -79,6 +80,10 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             axis=default_axis(gpu_here()),
         )
 
+    def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+        """The members; what it takes to check them is imported by a process that ends then."""
+        return plan_apart(self._planner, override_lists, self._folders)
+
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Plan, check, run what is not done.
 
@@ -88,23 +93,28 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         """
         # Where a member runs is no part of what it is.
         lists = [[each for each in overrides if not each.startswith("cluster=")] for overrides in job_overrides]
-        specs: list[RunSpec] = load_entry(self._planner)(lists, self._folders)
+        specs = self.planned(lists)
         config = specs[0].config
         plan = self.plan(config)
         study = Study(Path(config["output_dir"]), specs)
         detach = bool(self._settings.get("detach"))
 
-        def begin() -> None:
+        kept = False
+
+        def accepted() -> None:
+            nonlocal kept
+            kept = True
+            # First, for a later process goes on by it.
+            plan.write(study.directory)
             if self.accepted is not None:
                 self.accepted()
-            plan.write(study.directory)
 
         try:
-            states = run_study(study, plan, detach=detach, begin=begin, finished=show_results)
+            states = run_study(study, plan, detach=detach, accepted=accepted, finished=show_results)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             if plan.kind == "slurm":
-                print(_on_its_own(study), file=sys.stderr)
+                print(_on_its_own(study) if kept else _not_begun(), file=sys.stderr)
             raise
         report_failures(study, states)
         if detach and any(state.state not in ("finished", "failed") for state in states.values()):
@@ -116,7 +126,7 @@ class SlurmStudyLauncher(StudyLauncher):
     """Runs a grid as a study on a SLURM cluster.
 
     Takes the keys of `hydra-submitit-launcher` (`partition`, `timeout_min`, `gpus_per_node`, ...) and a few more:
-    `detach`, `python`, `teardown`, `srun_args`, `array_size`, `retries`, `poll_s`, `lost_after_s`.
+    `detach`, `python`, `teardown`, `srun_args`, `require_gpu`, `array_size`, `retries`, `poll_s`, `lost_after_s`.
     """
 
     kind = "slurm"
@@ -140,11 +150,10 @@ class DebugStudyLauncher(StudyLauncher):
 
     kind = "debug"
 
-
-def asks_for_gpus(resources: Mapping[str, Any]) -> bool:
-    """Whether a job with these resources gets GPUs."""
-    named = any(resources.get(key) for key in ("gpus_per_node", "gpus_per_task"))
-    return named or "gpu" in str(resources.get("gres") or "")
+    def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+        """As the others', but where a debugger sees it."""
+        specs: list[RunSpec] = load_entry(self._planner)(override_lists, self._folders)
+        return specs
 
 
 def _on_its_own(study: Study) -> str:
@@ -152,6 +161,10 @@ def _on_its_own(study: Study) -> str:
         f"The jobs go on without this process. See how they are with\n    scalerl status {study.directory}\n"
         f"and gather what they have brought, or submit what is left, with\n    scalerl collect {study.directory}"
     )
+
+
+def _not_begun() -> str:
+    return "As far as is known nothing of this launch was submitted. The same command goes on with it."
 
 
 def _job_return(spec: RunSpec, overrides: Sequence[str]) -> JobReturn:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from sweeps.cli.study_commands import ROWS, train_command
 from sweeps.decide.margin import MARGIN
-from sweeps.errors import UserError
+from sweeps.errors import UserError, of_the_system
 from sweeps.fit.names import FAMILY_NAMES, METHOD
 
 if TYPE_CHECKING:
@@ -58,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`head`, a pager) has seen enough; Python must not complain at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if (told := of_the_system(error)) is None:
+            raise
+        print(f"scalerl: {told}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("scalerl: interrupted", file=sys.stderr)
         return 1
@@ -262,6 +267,23 @@ def _studying(command: Command) -> None:
     collect.add_argument("--wait", action="store_true", help="stay until everything is done")
     collect.add_argument("--again", action="store_true", help="give members that failed another chance")
 
+    clean = command(
+        "clean",
+        _later("study_commands", "clean_command"),
+        "show what of a study can go, with its size, and remove it with --yes",
+        "scalerl clean examples/study",
+    )
+    clean.add_argument("study", metavar="SWEEP", help="the folder that a --multirun wrote to")
+    clean.add_argument("--yes", action="store_true", help="remove it; without, it is only shown")
+    clean.add_argument("--checkpoints", action="store_true", help="of finished members; usual, as --leftovers")
+    clean.add_argument(
+        "--keep", type=_count, default=0, metavar="N", help="newest checkpoints of each that stay; default: %(default)s"
+    )
+    clean.add_argument("--leftovers", action="store_true", help="of processes that were killed as they wrote")
+    clean.add_argument("--logs", action="store_true", help="of finished members")
+    clean.add_argument("--attempts", action="store_true", help="of finished members, and submissions that are over")
+    clean.add_argument("--rollouts", action="store_true", help="of finished members, that scalerl rollouts shows")
+
     export = command(
         "export",
         _later("study_commands", "export_command"),
@@ -400,6 +422,13 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rollouts", metavar="COL", help="rollouts a prompt, where varied: a column or key")
     parser.add_argument("--difficulty", metavar="COL", help="difficulty of the evaluated prompts, with --rollouts")
+
+
+def _count(text: str) -> int:
+    """A whole number that is not negative."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
 
 
 def _number(text: str) -> float:

@@ -1,4 +1,4 @@
-"""Commands about a study's members: train, status, collect, export."""
+"""Commands about a study's members: train, status, collect, clean, export."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from sweeps.cli.output import show_chart, show_ranking, warn
 from sweeps.errors import UserError
 from sweeps.executor.base import load_entry
 from sweeps.report.plain import one_line, table
+from sweeps.terminal import duration
 
 if TYPE_CHECKING:
     from sweeps.executor.scheduler import Scheduler
     from sweeps.launch.status import MemberView
 
 ROWS = 40  # members in a table
+SILENT_S = 60.0  # without a sign of life, after which it is said
 FAILURES = 3  # members whose logs are shown
 
 
@@ -39,6 +41,11 @@ def status_command(options: argparse.Namespace) -> int:
         return 0
     print(f"{study}: {counts(views)}\n")
     print(table(*_status_rows(views, None if options.all else ROWS)))
+    changed = [view for view in views if view.code]
+    for view in changed if options.all else changed[:FAILURES]:
+        print(f"\n{view.recipe} seed {view.seed} went on with other code {one_line(view.code or '')}")
+    if len(changed) > FAILURES and not options.all:
+        print(f"and {len(changed) - FAILURES} more members (--all)")
     for view in [view for view in views if view.state == "failed"][:FAILURES]:
         print(f"\n{view.recipe} seed {view.seed}, the end of {study}/runs/{view.run}/log.txt:")
         for line in log_tail(study, view):
@@ -56,10 +63,17 @@ def _status_rows(views: Sequence[MemberView], limit: int | None) -> tuple[list[s
         rate = "-" if view.pass_rate is None else f"{view.pass_rate:.3f}"
         place = " on ".join(filter(None, (view.job, view.node)))
         row = [view.state, view.recipe, str(view.seed), step, rate, str(view.attempts), place or "-"]
-        rows.append([*row, view.reason or ""])
+        rows.append([*row, view.reason or _silence(view)])
     if limit is not None and len(views) > limit:
         rows.append([f"and {len(views) - limit} more (--all)", *[""] * 7])
     return ["state", "recipe", "seed", "step", "pass rate", "attempts", "job", "why"], rows
+
+
+def _silence(view: MemberView) -> str:
+    """Of a member that runs: that it has given no sign of life for a while."""
+    if view.idle_s is None or view.idle_s < SILENT_S:
+        return ""
+    return f"no sign of life for {duration(view.idle_s)} (the last: {view.doing})"
 
 
 def _scheduler(study: Path) -> Scheduler | None:
@@ -71,10 +85,39 @@ def _scheduler(study: Path) -> Scheduler | None:
     from sweeps.executor.scheduler import Slurm
 
     try:
-        return Slurm()
+        return Slurm(LaunchSettings.clusters_of(study))
     except UserError as error:
         warn([str(error)])
         return None
+
+
+def clean_command(options: argparse.Namespace) -> int:
+    """`scalerl clean`."""
+    from sweeps.launch.clean import KINDS, USUAL, clean, inventory, shown_size
+
+    study = Path(options.study)
+    kinds = [kind for kind in KINDS if getattr(options, kind)] or [*USUAL]
+    told = clean(study, kinds, options.keep) if options.yes else inventory(study, options.keep)
+    at_work = f", {told.at_work} of them at work" if told.at_work else ""
+    print(f"{study}: {told.finished} members finished, {told.others} not{at_work}\n")
+    rows = [
+        [kind, str(len(told.found[kind])), shown_size(told.size(kind)), "" if kind in kinds else f"with --{kind}", what]
+        for kind, what in KINDS.items()
+        if kind in kinds or not options.yes
+    ]
+    print(table(["removed" if options.yes else "would go", "files", "size", "", ""], rows))
+    kept = "a member that is not finished keeps all that it needs to go on"
+    print(f"\nJournals, specifications, configurations, the ledger and launch.json stay; {kept}.")
+    if told.linked:
+        warn([f"{path} is a symbolic link: what it leads to stays" for path in told.linked])
+    if told.found["checkpoints"] and "checkpoints" in kinds and not options.keep:
+        print(
+            "A run without a checkpoint cannot be continued with a larger budget, exported or evaluated again; "
+            "--keep 1 leaves the newest of each."
+        )
+    if not options.yes:
+        print("Nothing was removed; --yes removes it.")
+    return 0
 
 
 def export_command(options: argparse.Namespace) -> int:
@@ -89,6 +132,7 @@ def export_command(options: argparse.Namespace) -> int:
 
 def collect_command(options: argparse.Namespace) -> int:
     """`scalerl collect`."""
+    from sweeps.launch.ledger import LEDGER_FILE
     from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, report_failures, run_study
     from sweeps.launch.status import counts, overview
     from sweeps.launch.study import Study
@@ -107,6 +151,9 @@ def collect_command(options: argparse.Namespace) -> int:
                 done_and_tracked.extend(filter(None, [tracking]))  # shown at the end, below the table
 
             states = run_study(study, plan, detach=not options.wait, again=options.again, finished=finished)
+    elif (directory / LEDGER_FILE).is_file():
+        # Its controller was gone before it could write down that a launch was accepted.
+        warn([f"{directory} has no {LAUNCH_FILE}; the command that launched it finds its jobs and goes on with them"])
     views = overview(directory, _scheduler(directory))
     print(f"{directory}: {counts(views)}\n")
     print(table(*_status_rows(views, ROWS)))

@@ -3,17 +3,20 @@
 One JSON object a line: `{"time": ..., "run": ..., "event": ..., ...}`. The state of a study is this file folded, not
 the memory of the process that launched it. Events of a run, in order:
 
-    planned                     it belongs to the study
+    planned                     it belongs to the study; `curve` is the identity that its `recipe`, a label, stands for
     submitting                  a job for it is about to be submitted under this `submission`: looked for after a crash
     started                     it was submitted; `job` is the scheduler's id
     retried                     its job ended before it was done, for a reason (`kind`, `reason`) that allows another
     finished | failed           it is done, or was given up (`kind`, `reason`)
+
+`retried` and `failed` name the `node` if it may be to blame, `finished` the one on which the run was done.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,6 +45,7 @@ class MemberState:
         spent: attempts after the first, by kind of failure, since it was last given up.
         excluded: nodes that its next attempt keeps off.
         unanswered: submissions that were begun and not confirmed before another was; given up.
+        curve: the identity behind the label `recipe`; None in ledgers of earlier versions.
     """
 
     run: str
@@ -56,6 +60,7 @@ class MemberState:
     spent: Mapping[str, int] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     unanswered: tuple[str, ...] = ()
+    curve: str | None = field(default=None, compare=False)
 
 
 class Ledger:
@@ -64,6 +69,10 @@ class Ledger:
     def __init__(self, study_dir: Path, clock: Callable[[], float] = time.time) -> None:
         self.path = study_dir / LEDGER_FILE
         self._clock = clock
+
+    def now(self) -> float:
+        """By the clock that entries are written with, seconds."""
+        return self._clock()
 
     def append(self, event: str, run: str, **fields: Any) -> None:
         """One entry."""
@@ -88,6 +97,22 @@ class Ledger:
                 warned = True
                 time.sleep(FULL_DISK_PAUSE_S)
 
+    def size(self) -> int | None:
+        """In bytes; None if there is none."""
+        try:
+            return self.path.stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def cut(self, size: int | None) -> None:
+        """Leave what it held when it had this `size`: what was written since has not come to be."""
+        if size is None:
+            self.path.unlink(missing_ok=True)
+        elif (self.size() or 0) > size:
+            with self.path.open("r+b") as handle:
+                handle.truncate(size)
+                os.fsync(handle.fileno())
+
     def entries(self) -> list[dict[str, Any]]:
         """All entries, in order; torn lines and what is no entry are passed over."""
         if not self.path.exists():
@@ -104,7 +129,8 @@ class Ledger:
         for entry in self.entries():
             run, event = entry["run"], entry["event"]
             if event == "planned":
-                states.setdefault(run, MemberState(run, entry.get("recipe", ""), int(entry.get("seed", 0))))
+                new = MemberState(run, entry.get("recipe", ""), int(entry.get("seed", 0)), curve=entry.get("curve"))
+                states.setdefault(run, new)
             elif run in states:
                 states[run] = after(states[run], event, entry)
         return states

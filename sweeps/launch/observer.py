@@ -104,7 +104,7 @@ class Progress:
         """Say so."""
         latest = last_metrics(run_dir)
         if spec.run in self._latest:
-            self._latest[spec.run] = latest or self._latest[spec.run]
+            self._latest[spec.run] = latest = {**self._latest[spec.run], **latest}
         tail = f": {reason}" if reason else _described(spec, latest, self._metric)
         self._line(f"{state:9} {spec.title}{tail}")
 
@@ -137,7 +137,8 @@ class Progress:
         turned = [*others[start:], *others[:start]][: LOOKS - SHOWN]
         self._turn = start + len(turned)
         for spec in [*running[:SHOWN], *turned]:
-            self._latest[spec.run] = last_metrics(self._directories[spec.run]) or self._latest[spec.run]
+            # The newest evaluation of a long run may lie further back than is looked.
+            self._latest[spec.run] = {**self._latest[spec.run], **last_metrics(self._directories[spec.run])}
 
     def _step(self, run: str) -> int:
         return int(self._latest[run].get("step", 0))

@@ -12,6 +12,7 @@ from statistics import mean
 from sweeps.errors import UserError
 from sweeps.executor.base import Executor
 from sweeps.executor.failure import NEVER
+from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.local import InProcessExecutor, LocalExecutor
 from sweeps.executor.scheduler import Scheduler, Slurm
 from sweeps.executor.settings import JobSettings
@@ -77,6 +78,9 @@ class LaunchSettings:
             values = {name: value for name, value in read.items() if name in known}
             values["settings"] = JobSettings.of(values["settings"])
             values["preload"] = tuple(values["preload"])
+            if values["kind"] == "slurm":
+                # Kinds of failure that were not told apart when the study was launched.
+                values["retries"] = {**retry_policy(), **values["retries"]}
             plan = cls(**values)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(
@@ -102,12 +106,20 @@ class LaunchSettings:
             return None
         return str(kind)
 
+    @staticmethod
+    def clusters_of(study: Path) -> str:
+        """The clusters of a federation on which a study was launched; empty for the own one."""
+        try:
+            return str(json.loads((study / LAUNCH_FILE).read_text())["settings"].get("clusters") or "")
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return ""
+
     def executor(self, study: Path, scheduler: Scheduler | None = None) -> Executor:
         """What runs the members."""
         if self.kind == "slurm":
             return ClusterExecutor(
                 study.resolve(),
-                scheduler or Slurm(),
+                scheduler or Slurm(self.settings.clusters),
                 self.settings,
                 self.entry,
                 self.threads,
@@ -124,11 +136,12 @@ def run_study(
     detach: bool = False,
     again: bool = True,
     scheduler: Scheduler | None = None,
-    begin: Callable[[], None] = lambda: None,
+    accepted: Callable[[], None] = lambda: None,
     finished: Callable[[Path, str | None], None] = lambda directory, tracking: None,
 ) -> dict[str, MemberState]:
     """Run a study as planned, with progress on stderr and MLflow if it is tracked.
 
+    `accepted` is called once the launch is, see `Study.run`.
     `finished` is called with the folder and MLflow's address, if it has one, of a study whose members are all done.
     """
     executor = plan.executor(study.directory, scheduler)
@@ -138,7 +151,7 @@ def run_study(
         from sweeps.launch.tracked import TrackingObserver
 
         observers.append(TrackingObserver(study, plan.tracking, axis=plan.axis))
-    states = study.run(executor, observers, plan.retries, detach, again, begin)
+    states = study.run(executor, observers, plan.retries, detach, again, accepted)
     if all(state.state == "finished" for state in states.values()):
         finished(study.directory, plan.tracking)
     return states

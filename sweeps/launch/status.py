@@ -6,6 +6,7 @@ Only looks: nothing is submitted, decided or written down.
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from sweeps.executor.scheduler import ENDED, QUEUED, JobInfo, Scheduler
 from sweeps.launch.ledger import LEDGER_FILE, Ledger, MemberState
 from sweeps.launch.study import LEASE_NAME, RUNS_DIR
 from sweeps.redact import redact
-from sweeps.run.journal import LOG_FILE, find_runs
-from sweeps.run.lease import held
-from sweeps.run.progress import is_done, journal_or_none, last_metrics
+from sweeps.run.code import said
+from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs
+from sweeps.run.lease import alive, beaten_at, held
+from sweeps.run.progress import is_done, journal_or_none, last_metrics, looks_whole, trouble
 from sweeps.run.spec import budget_of
 
 # In the order in which people look for them.
@@ -33,12 +35,15 @@ class MemberView(AsJson):
 
     Attributes:
         state: `finished`; `running`; `queued` (a job waits, at first or again); `waiting` (not submitted); `ended`
-            (its job is over, and nobody has looked at why); `stopped` (its controller is gone); `failed`, `cancelled`.
+            (its job is over, and nobody has looked at why); `stopped` (its controller is gone, or its study wants it no
+            longer); `failed`, `cancelled`.
         step, steps: done and budgeted.
         pass_rate: of the newest evaluation.
         attempts: jobs started for it, restarts included.
         job, node: of the newest attempt.
         kind, reason: why it failed, waits or was tried again.
+        doing, idle_s: of one that runs: the last sign of life that it gave, and seconds since then.
+        code: where it went on with other code than it was made with until there, and what changed.
     """
 
     run: str
@@ -53,6 +58,9 @@ class MemberView(AsJson):
     node: str | None = None
     kind: str | None = None
     reason: str | None = None
+    doing: str | None = None
+    idle_s: float | None = None
+    code: str | None = None
 
 
 def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView]:
@@ -90,7 +98,8 @@ def log_tail(study: Path, view: MemberView, lines: int = 8) -> list[str]:
             text = handle.read().decode(errors="replace")
     except OSError:
         return []
-    return [redact(line.rstrip()) for line in text.splitlines() if line.strip()][-lines:]
+    # Redacted as a whole: a private key has several lines.
+    return [line.rstrip() for line in redact(text).splitlines() if line.strip()][-lines:]
 
 
 def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, controlled: bool) -> MemberView:
@@ -99,6 +108,7 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, 
     own = attempts(run_dir)
     metrics = last_metrics(run_dir)
     name, reason = _state(state, run_dir, steps, own, queue, controlled)
+    doing, idle_s = _last_sign(run_dir) if name == "running" else (None, None)
     return MemberView(
         run=state.run,
         recipe=state.recipe,
@@ -111,8 +121,18 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, 
         job=state.job,
         node=own[-1].node if own else None,
         kind=state.kind if name != "finished" else None,
-        reason=reason,
+        reason=reason or _wrong(run_dir, state.run, name),
+        doing=doing,
+        idle_s=idle_s,
+        code=_code(run_dir),
     )
+
+
+def _wrong(run_dir: Path, run: str, state: str) -> str | None:
+    """What is wrong with the journal of a member that nobody works on."""
+    if state in ("running", "queued") or (state == "finished" and looks_whole(run_dir)):
+        return None
+    return trouble(run_dir, run)
 
 
 def _state(
@@ -123,10 +143,10 @@ def _state(
     queue: Mapping[str, JobInfo] | None,
     controlled: bool,
 ) -> tuple[str, str | None]:
-    if steps is not None and is_done(run_dir, steps):
+    if steps is not None and is_done(run_dir, steps, state.run):
         return "finished", None
     if state.state == "failed":
-        return ("cancelled" if state.kind == "cancelled" else "failed"), state.reason
+        return (state.kind if state.kind in ("cancelled", "stopped") else "failed"), state.reason
     if state.state in ("planned", "retried", "finished"):
         return "waiting", state.reason
     if state.job is None:
@@ -143,9 +163,31 @@ def _state(
         return "ended", info.state
     if queue is None:
         # No scheduler to ask: what the job said last.
-        running = bool(own) and own[-1].outcome is None
+        running = bool(own) and own[-1].outcome is None and own[-1].job == state.job
         return ("running" if running else "queued"), "as it was; the scheduler does not answer"
     return "ended", "the queue no longer holds the job"
+
+
+def _last_sign(run_dir: Path) -> tuple[str | None, float | None]:
+    """What a member did last, and seconds since: as it said itself at its last beat, and the age of that."""
+    facts = alive(run_dir) or {}
+    if "idle_s" not in facts:
+        return None, None
+    # By two clocks, the file server's and ours: for people, nothing is decided by it.
+    age_s = max(0.0, time.time() - beaten_at(run_dir))
+    return str(facts.get("doing")), float(facts["idle_s"]) + age_s
+
+
+def _code(run_dir: Path) -> str | None:
+    """Every change of the code that the run's records have seen, in one line."""
+    try:
+        raw = (run_dir / JOURNAL_FILE).read_bytes()
+    except OSError:
+        return None
+    # Most runs never go on from anything, and reading a journal takes a while where there are thousands.
+    view = journal_or_none(run_dir) if b'"kind":"resume"' in raw else None
+    changes = [] if view is None else view.code_changes
+    return "; ".join(f"from step {max(0, each.step)}: {said(each.what)}" for each in changes) or None
 
 
 def _pass_rate(metrics: Mapping[str, float]) -> float | None:
@@ -168,7 +210,8 @@ def _of_journal(run_dir: Path) -> MemberView:
         steps=None,
         pass_rate=_pass_rate(metrics),
         attempts=1,
-        reason=view.reason if view is not None else None,
+        reason=view.reason if view is not None else trouble(run_dir, run_dir.name),
+        code=_code(run_dir),
     )
 
 

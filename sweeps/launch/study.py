@@ -5,22 +5,30 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sweeps.errors import UserError
+from sweeps.errors import UserError, naming
+from sweeps.executor.attempts import attempts
 from sweeps.executor.base import Executor, Launch, Outcome
 from sweeps.executor.failure import BLAMES_NODE, NEVER, may_retry
+from sweeps.launch.labels import check_labels
 from sweeps.launch.ledger import Ledger, MemberState, after
+from sweeps.launch.nodes import Nodes
 from sweeps.launch.observer import Observer
+from sweeps.launch.refusal import Before
+from sweeps.redact import redact
+from sweeps.run.interruption import STOP_FILE, let_go_on
 from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError
-from sweeps.run.progress import is_done, why_failed, written
-from sweeps.run.spec import RunSpec, check_distinct, check_form
+from sweeps.run.progress import check_own, is_done, why_failed, written
+from sweeps.run.spec import SPEC_FILE, RunSpec, Texts, check_distinct, check_form
 
 LEASE_NAME = "controller"
 RUNS_DIR = "runs"
+WRITERS = 8  # of specifications, at a time
 
 
 class Study:
@@ -48,7 +56,8 @@ class Study:
             raise UserError(f"{directory}: no ledger of a study here; give the folder that a --multirun wrote to")
         study = cls(directory, [])
         # Several sweeps may have shared the folder, under labels that only together are ambiguous.
-        study.specs = [RunSpec.read(directory / RUNS_DIR / run) for run in states]
+        known: dict[str, Any] = {}
+        study.specs = [RunSpec.read(directory / RUNS_DIR / run, known) for run in states]
         return study
 
     def run_dir(self, spec: RunSpec) -> Path:
@@ -62,7 +71,7 @@ class Study:
         retries: Mapping[str, int | None] = NEVER,
         detach: bool = False,
         again: bool = True,
-        begin: Callable[[], None] = lambda: None,
+        accepted: Callable[[], None] = lambda: None,
     ) -> dict[str, MemberState]:
         """Run every member that is not done; a member that fails touches no other.
 
@@ -71,21 +80,26 @@ class Study:
             observers: told.
             retries: attempts after the first, by kind of failure (`sweeps.executor.failure`); None is no limit.
             detach: leave once everything that can be is submitted, and what ended meanwhile is dealt with.
-            again: whether members that were given up get another chance.
-            begin: called once the study is ours and all observers are open, before a member is written down.
+            again: whether members that were given up get another chance; so does one whose job was over before this
+                process looked, whatever the retries say.
+            accepted: called once, when the executor has taken members or there is none to be taken. What is kept with
+                the study is written now: up to here the launch may be refused, and then it leaves no trace.
 
         Returns:
             The state of each member, by identity.
 
         Raises:
-            UserError: another process is running this study, another version has begun it, or an observer cannot be
-                opened. What was there before is as it was, and what was not is not there.
+            UserError: another process is running this study, another version has begun it, a member's folder holds
+                another run's journal, members are at work elsewhere, a label stands for something else, an observer
+                cannot be opened, or the executor refuses the first members. What was there before is as it was, and
+                what was not is not there.
         """
-        new = missing_folders(self.directory)
-        make_private(self.directory)
         lease = Lease(self.directory, LEASE_NAME)
         try:
-            lease.acquire(2.0)  # whoever only looks holds it for a moment
+            with naming("output_dir"):
+                new = missing_folders(self.directory)
+                make_private(self.directory)
+                lease.acquire(2.0)  # whoever only looks holds it for a moment
         except LeaseHeldError as error:
             raise UserError(
                 f"study: {self.directory} is being run by another process ({lease.holder()}); wait for it, or end it "
@@ -98,29 +112,54 @@ class Study:
             # Undone while the lease is held: whoever waits for it must not find a study that vanishes under him.
             refusal = stack.enter_context(ExitStack())
             refusal.callback(remove_folders, new)
-            check_form(self.directory / RUNS_DIR / run for run in self.ledger.fold())
+            known = self.ledger.fold()
+            check_form(self.directory / RUNS_DIR / run for run in known)
+            check_labels(self.directory / RUNS_DIR, self.specs, known)
+            self._check_reach(executor, known)
+            for spec in self.specs:
+                check_own(self.run_dir(spec), spec.run)
             for observer in observers:
                 observer.open()
                 stack.callback(lambda each: each.close(failed, left), observer)
-            begin()
-            refusal.pop_all()
             stack.callback(executor.close)
-            controller = _Controller(self, executor, observers, retries, lease.check)
+            controller = _Controller(self, executor, observers, retries, lease.check, accepted)
             try:
                 states = controller.run(detach, again)
-            except LeaseLostError:
-                failed, left = 0, len(self.specs)  # somebody else runs the study now: nothing is ours to say
-                raise
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, UserError | OSError) and controller.take_back():
+                    failed, left = (0, len(self.specs)) if known else (failed, left)  # all is as it was
+                    raise
+                refusal.pop_all()
+                if isinstance(error, LeaseLostError):
+                    failed, left = 0, len(self.specs)  # somebody else runs the study now: nothing is ours to say
+                    raise
                 # Also those that were being submitted, or to be found again.
                 states = self.ledger.fold()
-                known = [states[spec.run].state for spec in self.specs if spec.run in states]
-                left = sum(state in ("submitting", "started") for state in known) if executor.outlives else 0
+                own = [states[spec.run].state for spec in self.specs if spec.run in states]
+                left = sum(state in ("submitting", "started") for state in own) if executor.outlives else 0
                 failed -= left + controller.done
                 raise
+            refusal.pop_all()
             left = sum(state.state not in ("finished", "failed") for state in states.values())
             failed = sum(state.state == "failed" for state in states.values())
             return states
+
+    def _check_reach(self, executor: Executor, known: Mapping[str, MemberState]) -> None:
+        """No member that is to be run has a job that this executor cannot follow."""
+        if executor.outlives:
+            return
+        elsewhere = [
+            str(state.job)
+            for spec in self.specs
+            if (state := known.get(spec.run)) is not None and state.state in ("submitting", "started") and state.job
+            if not is_done(self.run_dir(spec), spec.steps, spec.run)
+        ]
+        if elsewhere:
+            shown = ", ".join(elsewhere[:3]) + (", ..." if len(elsewhere) > 3 else "")
+            raise UserError(
+                f"study: {len(elsewhere)} members have jobs on a cluster ({shown}); wait for them with `scalerl "
+                f"collect --wait {self.directory}`, or scancel them and `scalerl collect {self.directory}`"
+            )
 
 
 class _Controller:
@@ -133,6 +172,7 @@ class _Controller:
         observers: Sequence[Observer],
         retries: Mapping[str, int | None],
         still_ours: Callable[[], None],
+        accepted: Callable[[], None],
     ) -> None:
         self._study = study
         self._ledger = study.ledger
@@ -143,8 +183,17 @@ class _Controller:
         self._still_ours = still_ours
         self._earlier: dict[str, tuple[int, int]] = {}
         self._seen: dict[str, str] = {}
+        self._finished: list[dict[str, Any]] = []
         self.done = self._failed = 0
         self._states = self._ledger.fold()
+        self._tell_accepted = accepted
+        self._accepted = self._put_off = False
+        self._new_study = not self._states
+        self._before = Before(self._ledger)
+        self._again = False
+        self._nodes = Nodes(self._at_work)
+        for entry in self._ledger.entries():
+            self._nodes.note(entry)
 
     def _note(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
         """Into the ledger, then into what we know."""
@@ -155,53 +204,66 @@ class _Controller:
             run = entry["run"]
             if event == "planned":
                 spec = self._specs[run]
-                self._states.setdefault(run, MemberState(run, spec.recipe, spec.seed))
+                self._states.setdefault(run, MemberState(run, spec.recipe, spec.seed, curve=spec.curve))
             self._states[run] = after(self._states[run], event, entry)
 
     def run(self, detach: bool, again: bool) -> dict[str, MemberState]:
         """Until nothing is left to do, or to be submitted."""
+        self._again = again
         waiting = self._take_stock(again)
+        if not waiting:
+            self._accept()
         while waiting or self._executor.running():
             waiting = self._submit(waiting)
             for outcome in self._executor.poll(timeout_s=1.0):
                 waiting += self._settle(outcome)
+            self._note_finished()
             if detach and self._executor.settled():
                 waiting = self._submit(waiting)
                 self._look()
                 break
             self._look()
+        self._accept()
         return {run: self._states[run] for run in self._specs}
+
+    def _accept(self) -> None:
+        """The launch has come to be."""
+        if not self._accepted:
+            self._accepted = True
+            self._before.forget()
+            self._tell_accepted()
+
+    def take_back(self) -> bool:
+        """Undo what was written down of a launch that was refused; False where something may have come of it."""
+        if self._accepted or self._put_off:
+            return False
+        self._before.restore()
+        return True
 
     def _take_stock(self, again: bool) -> list[Launch]:
         """Plan what is new, adopt what is done or under way; returns what is to be submitted."""
+        done = {spec.run for spec in self._specs.values() if self._is_done(spec)}
         new = [spec for spec in self._specs.values() if spec.run not in self._states]
-        for spec in new:
-            # Frozen before the ledger knows of it: a later process finds whatever was planned.
-            if not is_done(self._study.run_dir(spec), spec.steps):
-                spec.write(self._study.run_dir(spec))
-        self._note("planned", [{"run": spec.run, "recipe": spec.recipe, "seed": spec.seed} for spec in new])
+        # Frozen before the ledger knows of it: a later process finds whatever was planned. The budget may have grown.
+        self._freeze([spec for spec in self._specs.values() if spec.run not in done and self._to_go_on(spec, again)])
+        self._note(
+            "planned",
+            [{"run": spec.run, "recipe": spec.recipe, "seed": spec.seed, "curve": spec.curve} for spec in new],
+        )
         waiting: list[Launch] = []
         underway: list[Launch] = []
         for spec in self._specs.values():
-            run_dir = self._study.run_dir(spec)
             state = self._states[spec.run]
-            if is_done(run_dir, spec.steps):
+            if spec.run in done:
                 self._finish(spec, note=state.state != "finished")
                 continue
-            if state.state == "failed" and not again:
+            if not self._to_go_on(spec, again):
                 self._failed += 1
                 self._tell_failed(spec, state.kind, state.reason)
                 continue
-            if spec not in new:
-                spec.write(run_dir)  # the budget may have grown
             launch = self._launch(spec, known=True)
             (underway if state.state in ("submitting", "started") else waiting).append(launch)
-        elsewhere = [launch.job for launch in underway if launch.job]
-        if elsewhere and not self._executor.outlives:
-            raise UserError(
-                f"study: {len(elsewhere)} members have jobs on a cluster ({', '.join(elsewhere[:3])}, ...); wait for "
-                "them with `scalerl collect --wait`, or scancel them and `scalerl collect`"
-            )
+        self._note_finished()
         found = self._executor.adopt(underway) if underway else {}
         for launch in underway:
             if launch.run in found and launch.job is None:
@@ -213,6 +275,31 @@ class _Controller:
             self._earlier[run] = (0, 0)
         return [todo[run] for run in self._specs if run in todo]
 
+    def _is_done(self, spec: RunSpec) -> bool:
+        return is_done(self._study.run_dir(spec), spec.steps, spec.run)
+
+    def _to_go_on(self, spec: RunSpec, again: bool) -> bool:
+        """Whether a member that is not done is to be worked on."""
+        return again or spec.run not in self._states or self._states[spec.run].state != "failed"
+
+    def _freeze(self, specs: Sequence[RunSpec]) -> None:
+        """Several at a time: each waits until it is on a disk that is far away."""
+        texts = Texts()
+
+        def freeze(spec: RunSpec) -> None:
+            run_dir = self._study.run_dir(spec)
+            self._before.making(run_dir)
+            if (replaced := spec.write(run_dir, texts)) is not None:
+                self._before.replaced(run_dir / SPEC_FILE, replaced)
+
+        self._before.making(self._study.directory / RUNS_DIR)
+        pool = ThreadPoolExecutor(WRITERS)
+        try:
+            for _ in pool.map(freeze, specs):
+                pass
+        finally:
+            pool.shutdown(cancel_futures=True)
+
     def _launch(self, spec: RunSpec, known: bool = False) -> Launch:
         """A member for the executor; with the attempt that the ledger knows of, if that is to be found again."""
         state = self._states[spec.run]
@@ -221,6 +308,9 @@ class _Controller:
 
     def _submit(self, waiting: list[Launch]) -> list[Launch]:
         """Submit what the executor has room for; returns the rest."""
+        if waiting:
+            out = self._nodes.out(self._ledger.now())  # by now; when the member failed it may have been one node less
+            waiting = [self._keep_off(launch, out) for launch in waiting]
         while waiting and (size := self._executor.next_batch(waiting)) > 0:
             batch, waiting = waiting[:size], waiting[size:]
             submission = uuid.uuid4().hex[:12]
@@ -228,7 +318,11 @@ class _Controller:
                 self._note("submitting", [{"run": launch.run, "submission": submission} for launch in batch])
             for launch in batch:
                 self._earlier[launch.run] = written(launch.run_dir)
+                self._let_go_on(launch.run_dir)
             jobs = self._executor.submit(submission, batch)
+            if jobs or self._new_study:  # one that is put off has nothing to spoil where nothing was
+                self._accept()
+            self._put_off = self._put_off or not jobs
             taken = [launch for launch in batch if launch.run in jobs]
             named = {"submission": submission} if self._executor.outlives else {}
             self._note(
@@ -243,37 +337,76 @@ class _Controller:
             self._look()
         return waiting
 
+    def _let_go_on(self, run_dir: Path) -> None:
+        """Whoever submits a member wants it, whatever was asked of it before."""
+        path = run_dir / STOP_FILE
+        if path.exists():
+            if not self._accepted:
+                self._before.replaced(path, path.read_bytes())
+            let_go_on(run_dir)
+
+    def _keep_off(self, launch: Launch, out: Sequence[str]) -> Launch:
+        own = self._states[launch.run].excluded
+        return replace(launch, excluded=(*own, *(node for node in out if node not in own)))
+
+    def _at_work(self) -> set[str]:
+        """Nodes on which members are at work, as their own jobs have written down."""
+        found = set()
+        for run in self._executor.running():
+            last = attempts(self._study.run_dir(self._specs[run]))[-1:]
+            found |= {
+                each.node for each in last if each.outcome is None and each.submission == self._states[run].submission
+            }
+        return found
+
     def _settle(self, outcome: Outcome) -> list[Launch]:
         """Write down how an attempt ended; returns the member if it is to be tried again."""
         spec = self._specs[outcome.run]
         run_dir = self._study.run_dir(spec)
         self._seen.pop(spec.run, None)
-        if is_done(run_dir, spec.steps) and (outcome.exit_code == 0 or self._executor.outlives):
-            self._finish(spec, note=True)
+        if self._is_done(spec) and (outcome.exit_code == 0 or self._executor.outlives):
+            self._finish(spec, note=True, node=outcome.node)
             return []
         reason = outcome.reason or why_failed(run_dir, outcome.how, self._earlier[outcome.run])
         kind = outcome.kind or ("killed" if outcome.exit_code < 0 else "error")
-        if may_retry(self._retries, kind, self._states[spec.run].spent):
-            blamed = {"node": outcome.node} if outcome.node and kind in BLAMES_NODE else {}
-            self._note("retried", [{"run": spec.run, "kind": kind, "reason": reason, **blamed}])
+        blamed = {"node": outcome.node} if outcome.node and kind in BLAMES_NODE else {}
+        said = {"run": spec.run, "kind": kind, "reason": reason, **blamed}
+        now = self._ledger.now()
+        self._nodes.note({**said, "event": "retried", "time": now, "reason": redact(reason)})
+        excused = self._nodes.excused(spec.run, now).get(kind, 0)
+        if may_retry(self._retries, kind, self._states[spec.run].spent, excused):
+            self._note("retried", [said])
+            for observer in self._observers:
+                observer.retried(spec, run_dir, reason)
+            return [self._launch(spec)]
+        self._nodes.over(spec.run)
+        self._note("failed", [said])
+        if self._again and outcome.earlier:  # it was over when this command was given, and the command wants it
             for observer in self._observers:
                 observer.retried(spec, run_dir, reason)
             return [self._launch(spec)]
         self._failed += 1
-        self._note("failed", [{"run": spec.run, "kind": kind, "reason": reason}])
         self._tell_failed(spec, kind, reason)
         return []
 
     def _tell_failed(self, spec: RunSpec, kind: str | None, reason: str | None) -> None:
         for observer in self._observers:
-            observer.ended(spec, self._study.run_dir(spec), "cancelled" if kind == "cancelled" else "failed", reason)
+            state = "cancelled" if kind in ("cancelled", "stopped") else "failed"
+            observer.ended(spec, self._study.run_dir(spec), state, reason)
 
-    def _finish(self, spec: RunSpec, note: bool) -> None:
+    def _finish(self, spec: RunSpec, note: bool, node: str | None = None) -> None:
         self.done += 1
         if note:
-            self._note("finished", [{"run": spec.run}])
+            finished = {"run": spec.run, **({"node": node} if node else {})}
+            self._nodes.note({**finished, "event": "finished", "time": self._ledger.now()})
+            self._finished.append(finished)
         for observer in self._observers:
             observer.ended(spec, self._study.run_dir(spec), "finished", None)
+
+    def _note_finished(self) -> None:
+        """All at once: thousands may end together, and each line is waited for. Lost, it is in the journals."""
+        finished, self._finished = self._finished, []
+        self._note("finished", finished)
 
     def _look(self) -> None:
         """Tell the observers who waits, who runs, how many are done."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from sweeps.curve import FLOPS, default_axis
 from sweeps.errors import UserError, require
 from sweeps.run.journal import CONFIG_FILE, JournalError, JournalView, Record, finite, read_journal
 from sweeps.source.collected import ALL, Collected, CurvePoints
+from sweeps.source.namesakes import tell_apart
 from sweeps.source.text import listed, short
 
 _PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
@@ -27,8 +28,8 @@ def is_journal(path: Path) -> bool:
     return not isinstance(first, dict) or "kind" in first
 
 
-def read_runs(run_dirs: Sequence[Path], into: Collected) -> None:
-    """Add the evaluations of runs, by recipe label.
+def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], JournalView] = read_journal) -> None:
+    """Add the evaluations of runs, by recipe label; `read` is what reads a journal.
 
     Raises:
         UserError: an evaluation without the metric or the axis; JournalError: a damaged journal that is the only one.
@@ -36,7 +37,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected) -> None:
     study, asked = into.study, into.asked
     for run_dir in dict.fromkeys(path.resolve() for path in run_dirs):
         try:
-            study.runs.append(read_journal(run_dir))
+            study.runs.append(read(run_dir))
         except JournalError as error:
             # One run that has not started, or a damaged file, must not hide the rest of a sweep.
             if len(run_dirs) == 1:
@@ -46,6 +47,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected) -> None:
     study.warnings += [f"{v.path.parent}: no evaluation yet" for v in study.runs if not v.of_kind("eval")]
     if not usable:
         return
+    tell_apart([(view, _labels(view, into)[1]) for view in usable], study)
     axis = asked.x or _default_axis(usable)
     names = _sets(usable) if asked.metric == ALL else {asked.metric or _default_metric(usable): ""}
     seeds = _seed_labels(usable)
@@ -80,7 +82,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected) -> None:
                 points.seed.append(seed)
                 count += 1
     for label, (points, curves) in identities.items():
-        if len(curves) > 1:
+        if len(curves) > 1:  # of runs that do not all say which they are
             points.warnings.append(
                 f"{len(curves)} different configurations share the label {label!r} and are fitted together"
             )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sweeps.errors import UserError
-from sweeps.run.journal import JOURNAL_FILE, find_runs
+from sweeps.run.journal import JOURNAL_FILE, JournalView, find_runs, read_journal
 from sweeps.source import event_files, journals, mlflow_runs
 from sweeps.source.collected import Asked, Collected, LoadedStudy
 from sweeps.source.readers import READERS
@@ -22,6 +22,7 @@ def load(
     by: str | None = None,
     factors: Sequence[str] = (),
     seed_from: str | None = None,
+    read: Callable[[Path], JournalView] = read_journal,
 ) -> LoadedStudy:
     """Read runs, sweeps, tables, logs of other frameworks and MLflow experiments into one curve per recipe, by label.
 
@@ -40,6 +41,7 @@ def load(
             configuration, tags or parameters. A curve's label is then `<recipe> <name>=<value>`.
         seed_from: a regular expression with one group for seeds hidden in the names of other people's runs: what it
             matches leaves the recipe's name, and what its group matches is the seed.
+        read: what reads a journal: one that remembers, for whoever loads the same sources again and again.
 
     Raises:
         UserError: a source is missing or unusable, the pattern is no pattern, or two sources do not share an axis.
@@ -68,7 +70,7 @@ def load(
         else:
             _read(file, into)
     if run_dirs:
-        journals.read_runs(run_dirs, into)
+        journals.read_runs(run_dirs, into, read)
     study.curves = into.curves()
     if not study.curves:
         listed = ", ".join(str(source) for source in sources)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from sweeps.run.spec import RunSpec
 from tests.paths import ROOT
 
 HEAVY = frozenset({"numpy", "scipy", "pandas", "pyarrow", "matplotlib", "mlflow", "hydra", "torch", "lightning"})
@@ -44,6 +46,19 @@ def answer(where: Path, *arguments: str) -> tuple[int, str, int, set[str]]:
     told, _, imported = done.stderr.rpartition("IMPORTED ")
     count, *packages = imported.split()
     return done.returncode, done.stdout + told, int(count), set(packages)
+
+
+TRAINING = frozenset({"torch", "lightning", "transformers"})
+
+
+def plan_with_torch(lists: Sequence[Sequence[str]], folders: Sequence[str] = ()) -> list[RunSpec]:
+    """A planner that needs torch, as the real one and many a user's choice do."""
+    import torch
+
+    from tests import light
+
+    assert torch.ones(1).item() == 1
+    return light.plan(lists, folders)
 
 
 # Arguments, exit code, words of the answer, heavy packages that it may take, and modules in all.
@@ -80,3 +95,26 @@ def test_little_is_imported(
     assert packages & HEAVY <= allowed
     print("MODULES", count)
     assert count < most
+
+
+SMALL = ["study=x", "seed=0,1", "budget.steps=2", "model.batches=1", "model.width=32", "model.layers=1"]
+REAL = "lightning_scalerl:plan_members"
+
+
+@pytest.mark.parametrize(
+    "planner", [f"{__name__}:plan_with_torch", pytest.param(REAL, marks=pytest.mark.slow)], ids=["light", "real"]
+)
+@pytest.mark.parametrize(
+    ("cluster", "code", "words"),
+    [("local", 0, "finished  scalerl seed 1"), ("slurm", 1, "slurm needs sbatch")],
+    ids=["local", "slurm"],
+)
+def test_a_controller_never_imports_what_planning_and_training_need(
+    tmp_path: Path, planner: str, cluster: str, code: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # a machine without SLURM, wherever this runs
+    entry = "hydra.launcher.entry=tests.sweeps.cli.test_refused:train"
+    ours = [f"hydra.launcher.planner={planner}", entry, "++hydra.launcher.preload=[]", f"cluster={cluster}"]
+    found, said, _, packages = answer(tmp_path, "train", "--multirun", *SMALL, *ours)
+    assert found == code and words in said, said
+    assert "hydra" in packages and not packages & TRAINING

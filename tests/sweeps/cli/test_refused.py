@@ -15,10 +15,14 @@ from pathlib import Path
 import pytest
 
 from sweeps.errors import UserError
-from sweeps.launch.study import LEASE_NAME
+from sweeps.executor.settings import JobSettings
+from sweeps.launch.ledger import Ledger
+from sweeps.launch.settings import LaunchSettings
+from sweeps.launch.study import LEASE_NAME, Study
 from sweeps.run.lease import Lease
 from sweeps.run.spec import RunSpec, make_spec
 from tests.paths import ROOT
+from tests.sweeps.executor.fake_cluster import FakeCluster, Place, VirtualTime, light
 
 
 def plan(override_lists: Sequence[Sequence[str]], folders: Sequence[str] = ()) -> list[RunSpec]:
@@ -65,6 +69,64 @@ def launch(where: Path, *arguments: str, **environment: str) -> subprocess.Compl
         text=True,
         timeout=120,
     )
+
+
+def without_lease(folder: Path) -> dict[str, bytes]:
+    """The lease says when it was held last."""
+    return {name: text for name, text in contents(folder).items() if "controller" not in name}
+
+
+# A cluster that takes no job, and knows of none.
+SBATCH = """#!/bin/sh
+echo 'sbatch: error: invalid partition specified: nope' >&2
+echo 'sbatch: error: Batch job submission failed: Invalid partition name specified' >&2
+exit 1
+"""
+
+
+def commands(folder: Path) -> str:
+    """A PATH with SLURM's commands."""
+    folder.mkdir()
+    for name in ("sbatch", "squeue", "srun", "scontrol", "sacct", "scancel"):
+        (folder / name).write_text(SBATCH if name == "sbatch" else "#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.fixture
+def on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A study of two members whose jobs run."""
+    light(monkeypatch)
+    specs = plan([["study=x", f"seed={seed}"] for seed in (0, 1)])
+    here = Place(tmp_path / "outputs" / "x", FakeCluster(VirtualTime()), specs)
+    settings = LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", JobSettings.of({"partition": "gpu"}))
+    Study(here.directory, specs).run(
+        here.executor(), retries=here.retries, detach=True, accepted=lambda: settings.write(here.directory)
+    )
+    assert {state.state for state in Ledger(here.directory).fold().values()} == {"started"}
+    return here.directory
+
+
+def test_this_machines_launcher_changes_nothing_in_a_clusters_study(tmp_path: Path, on_a_cluster: Path) -> None:
+    """`launch.json` byte for byte, so that `scalerl collect` still asks the cluster."""
+    before = without_lease(on_a_cluster)
+    done = launch(tmp_path, "study=x", "seed=0,1,2", "cluster=local")
+    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "2 members have jobs on a cluster (1_0, 1_1)" in done.stderr
+    assert "`scalerl collect --wait outputs/x`" in done.stderr
+    assert without_lease(on_a_cluster) == before
+    assert LaunchSettings.kind_of(on_a_cluster) == "slurm"
+
+
+def test_what_the_cluster_refuses_changes_nothing(tmp_path: Path, on_a_cluster: Path) -> None:
+    path, before = commands(tmp_path / "bin"), without_lease(on_a_cluster)
+    nope = ("cluster=slurm", "hydra.launcher.partition=nope", "seed=0,1,2")
+    done = launch(tmp_path, "study=x", *nope, PATH=path)
+    assert done.returncode == 1 and "invalid partition" in done.stderr, done.stderr
+    assert without_lease(on_a_cluster) == before
+    done = launch(tmp_path, "study=new", *nope, PATH=path)
+    assert done.returncode == 1 and "invalid partition" in done.stderr, done.stderr
+    assert [each.name for each in (tmp_path / "outputs").iterdir()] == ["x"]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from sweeps.cli import main as cli
+from sweeps.cli import study_commands
 from sweeps.errors import UserError
 from sweeps.executor.scheduler import JobInfo
 from sweeps.executor.settings import JobSettings
@@ -77,6 +80,31 @@ def test_a_member_is_followed_from_the_queue_to_its_end(tmp_path: Path) -> None:
     view = first(here)
     assert (view.state, view.step, view.kind, view.reason) == ("finished", STEPS, None, None)
     assert here.count(here.specs[0].run, "finished") == 0, "only looked at"
+
+
+def test_one_that_runs_and_gives_no_sign_of_life_is_shown_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = place(tmp_path)
+    here.run(detach=True)
+    here.time.sleep(20)
+    assert (first(here).state, first(here).idle_s) == ("running", None), "an older version's, or none yet"
+    monkeypatch.setattr(study_commands, "_scheduler", lambda study: here.cluster)
+    run_dir = here.run_dir(here.specs[0].run)
+    said = {}
+    for silent_s in (5.0, 300.0):
+        lease = Lease(run_dir, facts=lambda: {"doing": "decode", "idle_s": silent_s}, beat_s=0.05)  # noqa: B023
+        lease.acquire()
+        with lease:
+            deadline = time.monotonic() + 30
+            while (view := first(here)).idle_s is None:
+                assert time.monotonic() < deadline, "not even at the next beat"
+                time.sleep(0.02)
+            assert view.doing == "decode" and view.idle_s is not None and silent_s <= view.idle_s < silent_s + 50
+            assert cli.main(["status", str(here.directory)]) == 0
+            said[silent_s] = capsys.readouterr().out
+    assert "no sign of life" not in said[5.0] and "no sign of life for 5 min (the last: decode)" in said[300.0]
+    assert first(here).idle_s is None, "its process has left"
 
 
 def test_a_job_that_ended_badly_while_nobody_looked_has_ended(tmp_path: Path) -> None:
@@ -234,6 +262,30 @@ def test_the_json_holds_every_member_and_the_counts(tmp_path: Path) -> None:
     assert [each["run"] for each in said["members"]] == [spec.run for spec in here.specs]
     assert said["members"][0]["reason"] == "ValueError: no good"
     assert said["members"][1]["step"] == STEPS
+
+
+def test_members_that_went_on_with_other_code_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With and without a ledger, for people and for programs."""
+    code = {"commit": "aaaa", "diff": None, "files": "aa", "folders": {}, "versions": {}}
+    here = place(tmp_path / "study", members=2)
+    here.run()
+    told = "from step 2: commit aaaa -> bbbb"
+    for number, spec in enumerate(here.specs):
+        for run_dir in (here.run_dir(spec.run), tmp_path / "scripts" / spec.run):
+            journal = Journal(run_dir)
+            journal.header(run=spec.run, recipe=spec.recipe, seed=spec.seed, code=code)
+            journal.resume(2, code={**code, "commit": "bbbb", "files": "bb"} if number else code)
+            journal.close()
+    for folder in (here.directory, tmp_path / "scripts"):
+        views = {each.run: each for each in overview(folder)}
+        assert [views[spec.run].code for spec in here.specs] == [None, told]
+        told_by_json = {
+            each["run"]: each["code"] for each in json.loads(to_json(folder, list(views.values())))["members"]
+        }
+        assert [told_by_json[spec.run] for spec in here.specs] == [None, told]
+        assert cli.main(["status", str(folder)]) == 0
+        changed = [line for line in capsys.readouterr().out.splitlines() if "other code" in line]
+        assert changed == [f"{here.specs[1].recipe} seed {here.specs[1].seed} went on with other code {told}"]
 
 
 def test_the_end_of_a_log_is_short_and_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,9 @@ class ScriptedExecutor:
         behave = self.script[run].popleft() if self.script[run] else finishes
         return [Outcome(run, behave(run_dir))]
 
+    def stop(self, runs: Sequence[str], reason: str) -> None:
+        raise NotImplementedError
+
     def running(self) -> list[str]:
         return list(self._running)
 
@@ -379,22 +382,42 @@ def test_a_larger_budget_continues_and_a_smaller_one_is_done_already(tmp_path: P
 
 
 def test_done_is_what_the_journal_says(tmp_path: Path) -> None:
-    assert not is_done(tmp_path, 4)
+    assert not is_done(tmp_path, 4, "abc")
     journal = Journal(tmp_path)
-    assert not is_done(tmp_path, 4)
+    assert not is_done(tmp_path, 4, "abc")
     journal.header(run="abc")
     for step in range(1, 5):
         journal.record("train", step, {"x": step})
-    assert not is_done(tmp_path, 4)
+    assert not is_done(tmp_path, 4, "abc")
     journal.end(4, "failed", "no")
-    assert not is_done(tmp_path, 4)
+    assert not is_done(tmp_path, 4, "abc")
     journal.resume(4)
     journal.end(4, "finished")
-    assert is_done(tmp_path, 4)
-    assert not is_done(tmp_path, 5)
+    assert is_done(tmp_path, 4, "abc")
+    assert not is_done(tmp_path, 5, "abc")
     raw = (tmp_path / JOURNAL_FILE).read_bytes()
-    (tmp_path / JOURNAL_FILE).write_bytes(raw.replace(b'"kind":"train"', b'"kind":"tr\nin"', 1))
-    assert not is_done(tmp_path, 4)
+    for number in (1, 4):  # one broken line among those of a run that has ended
+        parts = raw.split(b'"kind":"train"')
+        parts[number - 1 : number + 1] = [b'"kind":"tr\nin"'.join(parts[number - 1 : number + 1])]
+        (tmp_path / JOURNAL_FILE).write_bytes(b'"kind":"train"'.join(parts))
+        assert is_done(tmp_path, 4, "abc")
+        assert not is_done(tmp_path, 5, "abc")
+    (tmp_path / JOURNAL_FILE).write_bytes(raw)
+    assert not is_done(tmp_path, 4, "another"), "a journal of another run says nothing about this one"
+
+
+def test_a_journal_of_another_run_is_refused_before_anything_is_submitted(tmp_path: Path, specs: list[RunSpec]) -> None:
+    study, executor = Study(tmp_path, specs), ScriptedExecutor()
+    journal = Journal(study.run_dir(specs[1]))
+    journal.header(run="somebody")
+    journal.record("train", 1, {"x": 1.0})
+    journal.end(1, "finished")
+    journal.close()
+    raw = journal.path.read_bytes()
+    with pytest.raises(UserError, match=f"{journal.path}: .*another run, somebody, in the folder of {specs[1].run}"):
+        study.run(executor)
+    assert not executor.submitted and not study.ledger.fold()
+    assert journal.path.read_bytes() == raw
 
 
 # --- one controller ------------------------------------------------------------------------------------------
@@ -713,6 +736,6 @@ def test_a_study_of_another_version_is_refused_before_anything_is_written(tmp_pa
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name[0] != "."}
     began: list[str] = []
     with pytest.raises(UserError, match=r"another version.*study=NAME"):
-        Study(tmp_path, [member("dapo")]).run(ScriptedExecutor(), begin=lambda: began.append("yes"))
+        Study(tmp_path, [member("dapo")]).run(ScriptedExecutor(), accepted=lambda: began.append("yes"))
     assert not began
     assert {path: path.read_bytes() for path in before} == before

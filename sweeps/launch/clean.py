@@ -1,0 +1,238 @@
+"""What of a study can go once its members are done: shown with its size, then removed.
+
+What makes a study one stays: journals, specifications, semantics, configurations, the ledger, how it was launched.
+Members that are not done keep all that they need to go on. Symbolic links are never followed, nor removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sweeps.errors import UserError, naming
+from sweeps.executor.attempts import ATTEMPTS_DIR
+from sweeps.executor.submission import JOBS_DIR
+from sweeps.launch.ledger import Ledger, MemberState
+from sweeps.launch.study import LEASE_NAME, RUNS_DIR
+from sweeps.run.journal import LOG_FILE
+from sweeps.run.lease import BEAT_S, Lease, LeaseHeldError, alive, held
+from sweeps.run.progress import is_done
+from sweeps.run.rollouts import ROLLOUTS_FILE
+from sweeps.run.spec import budget_of
+
+# In words, by kind.
+KINDS: Mapping[str, str] = {
+    "checkpoints": "checkpoints of finished members",
+    "leftovers": "what killed processes left of files that they were writing, and checkpoints set aside",
+    "logs": "logs of finished members",
+    "attempts": "what finished members' jobs said of themselves, and submissions that are over",
+    "rollouts": "rollouts kept to be read, of finished members",
+}
+USUAL = ("checkpoints", "leftovers")
+
+_CHECKPOINTS_DIR = "checkpoints"
+_CHECKPOINT = re.compile(r"step-\d+\.ckpt")
+_SET_ASIDE = re.compile(r"step-\d+(\.[0-9a-f]+)?\.(part|void)")
+# As `run.files` and `run.lease` name what is not in its place yet.
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{12}|\.\w+\.json\.[0-9a-f]{8}")
+_LOG = re.compile(rf"{re.escape(LOG_FILE)}|log\.rank\d+\.txt")
+# A holder beats meanwhile, wherever it is.
+_LOOK_S = 2 * BEAT_S + 1
+
+
+@dataclass(frozen=True)
+class Member:
+    """One run's folder.
+
+    Attributes:
+        done: whether its journal says that it has reached its budget.
+        submitted: whether its ledger knows of a job, or process, that has not ended.
+    """
+
+    run_dir: Path
+    done: bool
+    submitted: bool
+
+
+@dataclass
+class Inventory:
+    """What would go.
+
+    Attributes:
+        found: files by kind, with their sizes in bytes.
+        finished, others: members, done and not.
+        at_work: members that a process is writing at this moment; all of theirs stays.
+        linked: symbolic links where a folder of the study's own would be; what they lead to stays.
+    """
+
+    found: dict[str, dict[Path, int]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    finished: int = 0
+    others: int = 0
+    at_work: int = 0
+    linked: list[Path] = field(default_factory=list)
+
+    def size(self, kind: str) -> int:
+        """Bytes of a kind."""
+        return sum(self.found[kind].values())
+
+
+def inventory(study: Path, keep: int = 0, sleep: Callable[[float], None] = time.sleep) -> Inventory:
+    """What of a study could go.
+
+    Args:
+        study: its folder.
+        keep: checkpoints of each finished member that stay, the newest.
+        sleep: waits for a sign of life of members that were killed, or are on another machine.
+
+    Raises:
+        UserError: no study there.
+    """
+    states = Ledger(study).fold()
+    members = _members(study, states)
+    told = Inventory()
+    if (study / RUNS_DIR).is_symlink():
+        told.linked.append(study / RUNS_DIR)
+        return told
+    busy = _at_work([member.run_dir for member in members if not member.run_dir.is_symlink()], sleep)
+    for member in members:
+        told.finished += member.done
+        told.others += not member.done
+        if member.run_dir.is_symlink():
+            told.linked.append(member.run_dir)
+        elif member.run_dir in busy:
+            told.at_work += 1
+        elif member.done or not member.submitted:
+            _of_member(member, keep, told)
+    _submissions(study, states.values(), {member.run_dir.name for member in members if not member.done}, told)
+    return told
+
+
+def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[float], None] = time.sleep) -> Inventory:
+    """Remove what of these kinds can go; nobody launches or collects the study meanwhile.
+
+    Returns:
+        What has gone, of these kinds.
+
+    Raises:
+        UserError: no study there, a controller is at work on it, or the system refused something.
+    """
+    _members(study, Ledger(study).fold())  # before anything is written
+    lease = Lease(study, LEASE_NAME)
+    with naming("clean"):
+        try:
+            lease.acquire(2.0)
+        except LeaseHeldError as error:
+            raise UserError(
+                f"clean: {study} is being run by another process ({lease.holder()}); wait for it, or end it first"
+            ) from error
+        try:
+            told = inventory(study, keep, sleep)  # anew: what was shown may have changed
+            for kind in KINDS:
+                if kind not in kinds:
+                    told.found[kind] = {}
+                for path in told.found[kind]:
+                    lease.check()
+                    path.unlink(missing_ok=True)
+            if "attempts" in kinds:
+                _remove_empty(study)
+        finally:
+            lease.release()
+    return told
+
+
+def _members(study: Path, states: Mapping[str, MemberState]) -> list[Member]:
+    """Of the ledger, and of runs that were trained one by one.
+
+    Raises:
+        UserError: neither is there.
+    """
+    runs = study / RUNS_DIR
+    with naming("clean"):
+        there = sorted(path.name for path in runs.iterdir()) if runs.is_dir() else []
+    if not states and not there:
+        raise UserError(f"{study}: no study here; give the folder that a --multirun wrote to (outputs/<study>)")
+    members = []
+    for run in dict.fromkeys([*states, *there]):
+        run_dir, state = runs / run, states.get(run)
+        steps = budget_of(run_dir)
+        done = steps is not None and is_done(run_dir, steps, run)
+        members.append(Member(run_dir, done, state is not None and state.state in ("submitting", "started")))
+    return members
+
+
+def _at_work(run_dirs: Iterable[Path], sleep: Callable[[float], None]) -> set[Path]:
+    """Runs that somebody is writing: by the lock on this machine, else by a beat; no clocks are compared."""
+    holders = {run_dir: facts for run_dir in run_dirs if (facts := alive(run_dir)) is not None}
+    busy = {run_dir for run_dir in holders if held(run_dir, "writer")}
+    doubtful = {run_dir: facts for run_dir, facts in holders.items() if run_dir not in busy}
+    if doubtful:
+        sleep(_LOOK_S)
+    return busy | {run_dir for run_dir, facts in doubtful.items() if alive(run_dir) not in (None, facts)}
+
+
+def _of_member(member: Member, keep: int, told: Inventory) -> None:
+    checkpoints, logs = _files(member.run_dir / _CHECKPOINTS_DIR, told), _files(member.run_dir, told)
+    _take(told, "leftovers", checkpoints, _SET_ASIDE)
+    _take(told, "leftovers", logs, _UNFINISHED)
+    if not member.done:
+        return
+    newest = sorted((path for path in checkpoints if _CHECKPOINT.fullmatch(path.name)), reverse=True)
+    _take(told, "checkpoints", {path: checkpoints[path] for path in newest[keep:]}, _CHECKPOINT)
+    _take(told, "logs", logs, _LOG)
+    _take(told, "rollouts", logs, re.compile(re.escape(ROLLOUTS_FILE)))
+    _take(told, "attempts", _files(member.run_dir / ATTEMPTS_DIR, told), re.compile(".*"))
+
+
+def _take(told: Inventory, kind: str, files: Mapping[Path, int], names: re.Pattern[str]) -> None:
+    told.found[kind] |= {path: size for path, size in files.items() if names.fullmatch(path.name)}
+
+
+def _submissions(study: Path, states: Iterable[MemberState], undone: set[str], told: Inventory) -> None:
+    """Those that no member waits for, and none that is not done has last been in: its log may say why."""
+    needed = {state.submission for state in states if state.run in undone or state.state in ("submitting", "started")}
+    needed |= {name for state in states for name in state.unanswered}
+    jobs = study / JOBS_DIR
+    if jobs.is_symlink():
+        told.linked.append(jobs)
+    elif jobs.is_dir():
+        for folder in sorted(jobs.iterdir()):
+            if folder.is_symlink():
+                told.linked.append(folder)
+            elif folder.is_dir() and folder.name not in needed:
+                told.found["attempts"] |= _files(folder, told)
+
+
+def _files(folder: Path, told: Inventory) -> dict[Path, int]:
+    """The plain files in a folder, with their sizes; links are none, and neither is what lies behind them."""
+    if folder.is_symlink():
+        told.linked.append(folder)
+        return {}
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    sizes = ((Path(each.path), each.stat(follow_symlinks=False)) for each in entries)
+    return {path: about.st_size for path, about in sizes if stat.S_ISREG(about.st_mode)}
+
+
+def _remove_empty(study: Path) -> None:
+    """Folders of attempts and submissions with nothing left in them."""
+    for folder in [*study.glob(f"{RUNS_DIR}/*/{ATTEMPTS_DIR}"), *study.glob(f"{JOBS_DIR}/*")]:
+        if not folder.is_symlink() and folder.is_dir() and not any(folder.iterdir()):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def shown_size(size: int) -> str:
+    """Bytes, for people."""
+    number, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if number < 999.5:
+            break
+        number, unit = number / 1000, larger
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"

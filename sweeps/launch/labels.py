@@ -1,0 +1,64 @@
+"""A label stands for one curve: what a launch would add to a study under a name that is taken by something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sweeps.errors import UserError
+from sweeps.launch.ledger import MemberState
+from sweeps.run.spec import RunSpec, curve_of, leaves, science
+
+_SHOWN = 4  # keys that differ
+_NO_KEY = object()
+
+
+def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, MemberState]) -> None:
+    """No new member has the label of members that are another curve: a fit takes the label for the recipe.
+
+    Args:
+        runs_dir: of the study.
+        specs: to be launched; those that the study knows may go on, whatever their labels are.
+        states: of the members that the study has.
+
+    Raises:
+        UserError: one has; what differs.
+    """
+    new = [spec for spec in specs if spec.run not in states]
+    labels = {spec.recipe for spec in new}
+    standing: dict[str, dict[str, str]] = {}
+    for state in states.values():
+        if state.recipe in labels and (curve := state.curve or curve_of(runs_dir / state.run)):
+            standing.setdefault(state.recipe, {}).setdefault(curve, state.run)
+    for spec in new:
+        there = standing.get(spec.recipe, {})
+        # A study of an earlier version may have several; those may go on.
+        if there and spec.curve not in there:
+            raise UserError(
+                f"recipe: {spec.recipe!r} already stands for other runs in {runs_dir.parent}: "
+                f"{_differing(spec, runs_dir / next(iter(there.values())))}; give these a folder of their own "
+                "(study=NAME), or sweep both values in one launch into a new folder, which labels them apart"
+            )
+
+
+def _differing(spec: RunSpec, other: Path) -> str:
+    """What differs from the run in another folder, in words."""
+    try:
+        theirs = leaves(science(RunSpec.read(other).config))
+    except UserError:
+        return f"their configuration is another ({other})"
+    ours = leaves(science(spec.config))
+    keys = [key for key in [*ours, *(key for key in theirs if key not in ours)] if _differ(ours, theirs, key)]
+    keys.sort(key=lambda key: key not in ours or key not in theirs)  # a value says more than a key that is new
+    if not keys:
+        return f"the values are the same, but a file that they name (a model, data, code) is not ({other})"
+    said = [f"{key} is {_shown(ours, key)}, there {_shown(theirs, key)}" for key in keys[:_SHOWN]]
+    return "; ".join(said) + (f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else "")
+
+
+def _differ(ours: Mapping[str, object], theirs: Mapping[str, object], key: str) -> bool:
+    return ours.get(key, _NO_KEY) != theirs.get(key, _NO_KEY)
+
+
+def _shown(config: Mapping[str, object], key: str) -> str:
+    return str(config[key])[:80] if key in config else "missing"

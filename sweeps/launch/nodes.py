@@ -1,0 +1,126 @@
+"""Which nodes a study keeps off, from what the ledger says of its members' attempts.
+
+One member's failure may be its own. A node on which two members have failed within an hour is out for the whole study,
+for an hour from the last of them; then it is tried again. What failed there is not held against the members. But if
+every node that the study has come to know of late fails in the same way, it is not the nodes: no node is out for that,
+and the attempts count.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Long enough for two members to meet on a node, short enough that a node which was mended is missed for a while only.
+TOGETHER_S = 3600.0
+OUT_S = 3600.0
+# That all of so few nodes are bad in the same way is bad luck: two of a rack, one that a prolog has left behind.
+ALIKE = 4
+# Attempts that a member may lose on bad nodes before they count after all.
+MOST_FREE = 8
+# Blames of a node: thousands of members may fail there within one look.
+REMEMBERED = 100
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Blame:
+    """A member's attempt that failed on a node, for a reason that may be the node's."""
+
+    time: float
+    run: str
+    node: str
+    kind: str
+    cause: str
+    serial: int
+
+
+class Nodes:
+    """What is known of a study's nodes.
+
+    Args:
+        at_work: nodes on which members are at work now.
+    """
+
+    def __init__(self, at_work: Callable[[], Collection[str]] = tuple) -> None:
+        self._at_work = at_work
+        self._blames: dict[str, deque[Blame]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._finished: dict[str, float] = {}
+        self._serial = 0
+        self._ended: dict[str, int] = {}
+        self._said: set[str] = set()
+
+    def note(self, entry: Mapping[str, Any]) -> None:
+        """An entry of the ledger."""
+        self._serial += 1
+        node, event, time = entry.get("node"), entry.get("event"), float(entry.get("time") or 0.0)
+        if isinstance(node, str) and event == "finished":
+            self._finished[node] = time
+        elif isinstance(node, str) and event in ("retried", "failed"):
+            kind = str(entry.get("kind"))
+            cause = f"{kind}: {_alike(str(entry.get('reason')), node)}"
+            self._blames[node].append(Blame(time, entry["run"], node, kind, cause, self._serial))
+        if event in ("finished", "failed"):
+            self.over(entry["run"])
+
+    def over(self, run: str) -> None:
+        """A member is done or given up: if it is launched again, all its attempts are new."""
+        self._ended[run] = self._serial
+
+    def out(self, now: float) -> tuple[str, ...]:
+        """Nodes that nobody is to be sent to now."""
+        elsewhere = self._of_no_node(now)
+        found = []
+        for node, blames in sorted(self._blames.items()):
+            since = [each.time for each in blames if self._is_bad(each, elsewhere)]
+            if since and now < max(since) + OUT_S:
+                found.append(node)
+        for node in set(found) - self._said:
+            last = self._blames[node][-1]
+            _log.warning("%s is kept off for an hour: it has failed several members (%s)", node, last.cause)
+        self._said = set(found)
+        return tuple(found)
+
+    def excused(self, run: str, now: float) -> dict[str, int]:
+        """Attempts of a member that do not count, by kind of failure: one a node, and not too many."""
+        elsewhere, since = self._of_no_node(now), self._ended.get(run, 0)
+        found: dict[str, int] = {}
+        for blames in self._blames.values():
+            own = [each for each in blames if each.run == run and each.serial > since]
+            own = [each for each in own if self._is_bad(each, elsewhere)]
+            if own and sum(found.values()) < MOST_FREE:
+                found[own[0].kind] = found.get(own[0].kind, 0) + 1
+        return found
+
+    def _is_bad(self, blame: Blame, elsewhere: Collection[str]) -> bool:
+        """Whether another member says the same of the node, about the same time, and it is not so everywhere."""
+        return blame.cause not in elsewhere and any(
+            other.run != blame.run and abs(other.time - blame.time) <= TOGETHER_S and other.cause not in elsewhere
+            for other in self._blames[blame.node]
+        )
+
+    def _of_no_node(self, now: float) -> set[str]:
+        """Causes that every node shows which the study has come to know of late."""
+        nodes_of: dict[str, set[str]] = defaultdict(set)
+        for node, blames in self._blames.items():
+            for each in blames:
+                if now - each.time <= TOGETHER_S:
+                    nodes_of[each.cause].add(node)
+        widespread = {cause: nodes for cause, nodes in nodes_of.items() if len(nodes) >= ALIKE}
+        if not widespread:
+            return set()
+        known = {node for node, time in self._finished.items() if now - time <= TOGETHER_S} | set(self._at_work())
+        known |= {node for nodes in nodes_of.values() for node in nodes}
+        return {cause for cause, nodes in widespread.items() if nodes >= known}
+
+
+def _alike(reason: str, node: str) -> str:
+    """A reason without what differs from attempt to attempt: the node, paths, numbers, identities."""
+    reason = re.sub(rf"(?<![\w.-]){re.escape(node)}(?![\w-])", "NODE", reason)
+    reason = re.sub(r"'[^']*'|\"[^\"]*\"|(?<![\w.])/\S+", "...", reason)
+    return re.sub(r"\b(?=[0-9a-f]*\d)[0-9a-f]{6,}\b|\d+", "#", reason)[:200]

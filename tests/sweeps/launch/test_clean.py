@@ -1,0 +1,409 @@
+"""Truths about cleaning a study: it goes on, is told of and is fitted as if nothing had gone; and nothing else goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sweeps.cli import main as cli
+from sweeps.errors import UserError
+from sweeps.executor.failure import retries as retry_policy
+from sweeps.executor.settings import JobSettings
+from sweeps.launch.clean import KINDS, USUAL, clean, inventory, shown_size
+from sweeps.launch.ledger import Ledger
+from sweeps.launch.status import overview
+from sweeps.launch.study import LEASE_NAME, Study
+from sweeps.run.files import parse_lines
+from sweeps.run.journal import read_journal
+from sweeps.run.lease import Lease
+from sweeps.run.progress import is_done
+from sweeps.run.spec import RunSpec, make_spec
+from tests import light as light_member
+from tests.sweeps.executor.fake_cluster import RAISES, FakeCluster, Place, VirtualTime, light, member
+from tests.sweeps.launch.test_study import Behaviour, ScriptedExecutor
+
+STEPS, EVERY = 8, 2
+# Calls of the verifier until it raises; None: never.
+_countdown: list[int | None] = [None]
+
+
+def grade(completion: str, answer: str) -> float:
+    """A verifier whose machine may break."""
+    if _countdown[0] is not None:
+        _countdown[0] -= 1
+        if _countdown[0] < 0:
+            raise ValueError("broken")
+    return float(sum(map(str.isdigit, completion)))
+
+
+def spec(seed: int, loss: str = "cispo", steps: int = STEPS) -> RunSpec:
+    config = {
+        "loss": {"choice": loss},
+        "task": {"verifier": f"{__name__}:grade"},
+        "batch": {"prompts": 1, "completions": 2},
+        "checkpoint": {"every_n_steps": EVERY},
+        "evaluation": {"every_n_steps": EVERY},
+        "seed": seed,
+        "budget": {"steps": steps},
+    }
+    return make_spec(config, {**config, "loss": {"choice": "cispo"}}, f"scalerl+loss={loss}", "scalerl")
+
+
+def trains(broken_after: int | None = None) -> Behaviour:
+    """A member with checkpoints, that breaks after so many calls of its verifier."""
+
+    def behave(run_dir: Path) -> int:
+        _countdown[0] = broken_after
+        try:
+            light_member.run(run_dir)
+        except light_member.RewardError:
+            return 1
+        return 0
+
+    return behave
+
+
+def launch(directory: Path, specs: Sequence[RunSpec], broken: dict[str, int] | None = None) -> None:
+    script = {each.run: [trains((broken or {}).get(each.run))] for each in specs}
+    Study(directory, specs).run(ScriptedExecutor(script))
+
+
+def litter(directory: Path) -> list[Path]:
+    """What is left of processes that were killed as they wrote, and more than a member needs."""
+    left = []
+    for run_dir in (directory / "runs").iterdir():
+        (run_dir / "log.txt").write_text("said\n" * 10)
+        (run_dir / "log.rank1.txt").write_text("said\n")
+        (run_dir / "rollouts.jsonl").write_text("{}\n")
+        (run_dir / "config.yaml").write_text("a: 1\n")
+        (run_dir / "semantics.json").write_text("{}")
+        (run_dir / "attempts").mkdir()
+        (run_dir / "attempts" / "1-0-abc.jsonl").write_text("{}\n")
+        names = ("checkpoints/step-00000004.0a1b2c3d.part", "checkpoints/step-00000006.void", ".spec.json.0123456789ab")
+        for name in (*names, ".writer.json.0123abcd"):
+            (run_dir / name).write_text("half of")
+            left.append(run_dir / name)
+    return left
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files but the leases', which say when they were held last."""
+    files = (
+        path for path in folder.rglob("*") if path.is_file() and not re.search(r"\.(controller|writer)\.", path.name)
+    )
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def awake(seconds: float) -> None:
+    """Nobody is waited for."""
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    """Two members that are done, and one that broke after its first checkpoint."""
+    specs = [spec(0), spec(1), spec(2)]
+    launch(tmp_path / "mine", specs, {specs[2].run: 20})
+    return tmp_path / "mine"
+
+
+def of(directory: Path, done: bool) -> list[Path]:
+    """Members' folders."""
+    folders = sorted((directory / "runs").iterdir())
+    return [folder for folder in folders if is_done(folder, STEPS, folder.name) == done]
+
+
+# --- what goes, and what stays -------------------------------------------------------------------------------
+
+
+def test_what_each_kind_is(study: Path) -> None:
+    left = litter(study)
+    told = inventory(study)
+    (undone,), done = of(study, False), of(study, True)
+    assert (told.finished, told.others, told.at_work, told.linked) == (2, 1, 0, [])
+    names = {kind: {str(path.relative_to(study / "runs")) for path in files} for kind, files in told.found.items()}
+    assert names["checkpoints"] == {f"{run.name}/checkpoints/step-0000000{n}.ckpt" for run in done for n in (6, 8)}
+    assert set(told.found["leftovers"]) == set(left), "of the others too: nobody will go on with half a file"
+    assert names["logs"] == {f"{run.name}/{name}" for run in done for name in ("log.txt", "log.rank1.txt")}
+    assert names["attempts"] == {f"{run.name}/attempts/1-0-abc.jsonl" for run in done}
+    assert names["rollouts"] == {f"{run.name}/rollouts.jsonl" for run in done}
+    assert told.size("leftovers") == len("half of") * len(left)
+    every = set().union(*map(set, told.found.values()))
+    stays = {path.name for path in undone.rglob("*") if path.is_file() and path not in every}
+    assert {"metrics.jsonl", "spec.json", "log.txt", "step-00000002.ckpt", "1-0-abc.jsonl"} <= stays
+
+
+@pytest.mark.parametrize("kinds", [USUAL, ("logs",), ("attempts", "rollouts"), tuple(KINDS)])
+@pytest.mark.parametrize("keep", [0, 1])
+def test_what_was_shown_goes_and_nothing_else(study: Path, kinds: tuple[str, ...], keep: int) -> None:
+    litter(study)
+    before, shown = contents(study), inventory(study, keep)
+    assert contents(study) == before, "a look changes nothing"
+    gone = clean(study, kinds, keep)
+    for kind in KINDS:
+        assert gone.found[kind] == (shown.found[kind] if kind in kinds else {})
+    named = {str(path.relative_to(study)) for kind in kinds for path in shown.found[kind]}
+    assert contents(study) == {name: text for name, text in before.items() if name not in named}
+    assert all(not files for kind, files in inventory(study, keep).found.items() if kind in kinds)
+
+
+def test_as_many_checkpoints_as_asked_stay_the_newest(study: Path) -> None:
+    for keep, left in ((1, {"step-00000008.ckpt"}), (0, set())):
+        clean(study, ["checkpoints"], keep)
+        assert all({path.name for path in run.glob("checkpoints/*")} == left for run in of(study, True))
+
+
+# --- after it ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    broken=st.lists(st.none() | st.integers(0, 40), min_size=2, max_size=4),
+    kinds=st.sets(st.sampled_from(sorted(KINDS)), min_size=1),
+    keep=st.integers(0, 2),
+    more=st.integers(0, 2),
+)
+def test_whatever_has_gone_members_go_on_bit_for_bit_and_all_is_told_as_before(
+    broken: list[int | None], kinds: set[str], keep: int, more: int
+) -> None:
+    """Members break at any moment; then the study is cleaned, told of, and gone on with, by a larger budget too."""
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)
+        there, undisturbed = Path(folder) / "mine", Path(folder) / "undisturbed"
+        specs = [spec(seed) for seed in range(len(broken))]
+        launch(there, specs, {each.run: n for each, n in zip(specs, broken, strict=True) if n is not None})
+        litter(there)
+        seen = overview(there)
+        clean(there, sorted(kinds), keep)
+        assert [replace(view, attempts=0, node=None) for view in overview(there)] == [
+            replace(view, attempts=0, node=None) for view in seen
+        ]
+        # Without its checkpoints a finished run is not continued.
+        lost = "checkpoints" in kinds and keep == 0
+        longer = [each if lost and is_done(there / "runs" / each.run, STEPS, each.run) else
+                  spec(each.seed, steps=STEPS + EVERY * more) for each in specs]  # fmt: skip
+        saved = {each.run: read_journal(there / "runs" / each.run) for each in specs}
+        launch(there, longer)
+        launch(undisturbed, longer)
+        for each in longer:
+            lines = parse_lines((there / "runs" / each.run / "metrics.jsonl").read_bytes())
+            resumed = [line["step"] for line in lines if line["kind"] == "resume"]
+            at = saved[each.run].checkpoint_step
+            goes_on = saved[each.run].status != "finished" or each.steps > STEPS
+            assert resumed == ([-1 if at is None else at] if goes_on else []), "from its newest checkpoint"
+            one, other = (read_journal(root / "runs" / each.run) for root in (there, undisturbed))
+            assert one.status == "finished" and one.deterministic() == other.deterministic()
+
+
+def test_the_commands_about_a_study_work_as_before(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told() -> list[str]:
+        said = []
+        page = str(tmp_path / "report.html")
+        for words in (["status"], ["status", "--json"], ["rank"], ["collect"], ["report", "-o", page]):
+            assert cli.main([words[0], str(study), *words[1:]]) == 0
+            said.append(capsys.readouterr().out)
+        return said
+
+    litter(study)
+    before = told()
+    clean(study, tuple(KINDS))
+    for one, other in zip(before, told(), strict=True):
+        assert re.sub(r'"attempts": \d', "", one) == re.sub(r'"attempts": \d', "", other)
+
+
+# --- who is left alone ---------------------------------------------------------------------------------------
+
+
+def test_a_study_that_is_being_run_is_not_cleaned(study: Path) -> None:
+    before = contents(study)
+    lease = Lease(study, LEASE_NAME)
+    lease.acquire()
+    try:
+        with pytest.raises(UserError, match=r"clean: .* is being run by another process"):
+            clean(study, USUAL)
+        assert inventory(study).size("checkpoints") > 0, "a look is allowed"
+    finally:
+        lease.release()
+    assert contents(study) == before
+
+
+def test_what_a_process_is_writing_stays(study: Path) -> None:
+    """A single run of a study's member takes no part in its ledger."""
+    litter(study)
+    busy, other = of(study, True)
+    lease = Lease(busy)
+    lease.acquire()
+    try:
+        told = clean(study, tuple(KINDS))
+    finally:
+        lease.release()
+    assert told.at_work == 1
+    assert len(list((busy / "checkpoints").iterdir())) == 4 and (busy / "log.txt").exists()
+    assert not list((other / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_holder_on_another_machine_is_known_by_its_beat_and_by_no_clock(study: Path, alive: bool) -> None:
+    """Its file is of yesterday, by this machine's clock."""
+    busy, _ = of(study, True)
+    facts = {"host": "elsewhere", "pid": 1, "token": "t", "beat": 7}
+    path = busy / ".writer.json"
+
+    def beat(facts: dict[str, object]) -> None:
+        path.write_text(json.dumps(facts))
+        os.utime(path, (1.0, 1.0))
+
+    beat(facts)
+
+    def sleep(seconds: float) -> None:
+        assert seconds > 5, "a beat comes every five seconds"
+        if alive:
+            beat({**facts, "beat": 9})
+
+    told = clean(study, USUAL, sleep=sleep)
+    assert told.at_work == alive
+    assert bool(list((busy / "checkpoints").iterdir())) == alive
+
+
+def test_members_with_jobs_keep_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    light(monkeypatch)
+    specs = [member(seed) for seed in range(2)]
+    here = Place(tmp_path, FakeCluster(VirtualTime()), specs, JobSettings.of({}), retry_policy())
+    here.run(detach=True)
+    for each in specs:
+        (here.run_dir(each.run) / "checkpoints").mkdir()
+        (here.run_dir(each.run) / "checkpoints" / "step-00000001.0a1b2c3d.part").write_text("being written")
+    before = contents(tmp_path)
+    assert clean(tmp_path, tuple(KINDS)).others == 2
+    assert contents(tmp_path) == before
+    here.time.sleep(1_000)
+    here.run(again=False)
+    for each in specs:
+        here.finished_once(each.run)
+
+
+def test_submissions_go_once_no_member_needs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    light(monkeypatch)
+    specs = [member(seed) for seed in range(3)]
+    fates = {specs[1].run: [RAISES]}
+    here = Place(tmp_path, FakeCluster(VirtualTime(), fates), specs, JobSettings.of({"array_size": 1}))
+    here.run()
+    failed = Ledger(tmp_path).fold()[specs[1].run].submission
+    assert len(list((tmp_path / "jobs").iterdir())) == 3
+    clean(tmp_path, ["attempts"])
+    assert [each.name for each in (tmp_path / "jobs").iterdir()] == [failed], "its log says why it failed"
+    here.run()
+    clean(tmp_path, ["attempts"])
+    assert not list((tmp_path / "jobs").iterdir())
+    assert {view.state for view in overview(tmp_path, here.cluster)} == {"finished"}
+
+
+# --- links ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["runs", "run", "checkpoints", "checkpoint", "attempts"])
+def test_nothing_behind_a_link_is_touched(study: Path, tmp_path: Path, what: str) -> None:
+    litter(study)
+    one, _ = of(study, True)
+    place = {
+        "runs": study / "runs",
+        "run": one,
+        "checkpoints": one / "checkpoints",
+        "checkpoint": one / "checkpoints" / "step-00000008.ckpt",
+        "attempts": one / "attempts",
+    }[what]
+    outside = tmp_path / "outside"
+    place.rename(outside)
+    place.symlink_to(outside)
+    before = contents(tmp_path / "outside") if outside.is_dir() else {"": outside.read_bytes()}
+    told = clean(study, tuple(KINDS))
+    assert (contents(outside) if outside.is_dir() else {"": outside.read_bytes()}) == before
+    assert place.is_symlink()
+    assert told.linked == ([] if what == "checkpoint" else [place])
+
+
+def test_a_linked_folder_of_jobs_stays(study: Path, tmp_path: Path) -> None:
+    (tmp_path / "jobs" / "abc").mkdir(parents=True)
+    (tmp_path / "jobs" / "abc" / "submit.sh").write_text("#")
+    (study / "jobs").symlink_to(tmp_path / "jobs")
+    assert clean(study, tuple(KINDS)).linked == [study / "jobs"]
+    assert (tmp_path / "jobs" / "abc" / "submit.sh").exists()
+
+
+# --- the command ---------------------------------------------------------------------------------------------
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    try:
+        code = cli.main(["clean", *words])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_the_command_shows_first_and_removes_when_told(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    litter(study)
+    before = contents(study)
+    code, out, err = run(capsys, str(study))
+    assert (code, err) == (0, "") and contents(study) == before
+    assert "2 members finished, 1 not" in out and "Nothing was removed; --yes removes it." in out
+    assert re.search(r"checkpoints +4 +\d+ B +checkpoints of finished members", out)
+    assert re.search(r"logs +4 +102 B +with --logs", out) is None and "with --logs" in out
+    assert "cannot be continued with a larger budget" in out and "--keep 1" in out
+    code, out, err = run(capsys, str(study), "--yes")
+    assert (code, err) == (0, "") and "Nothing was removed" not in out
+    assert re.search(r"^removed .*files", out, re.MULTILINE) and re.search(r"checkpoints +4 ", out)
+    assert not any("checkpoints" in name for name in contents(study) if of(study, True)[0].name in name)
+    code, out, _ = run(capsys, str(study), "--logs", "--keep", "1")
+    assert "cannot be continued" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["nowhere"], 1, "no study here; give the folder that a --multirun wrote to"),
+        (["STUDY", "--keep", "-1"], 2, "is not a whole number of 0 or more"),
+        (["STUDY", "--keep", "x"], 2, "is not a whole number of 0 or more"),
+    ],
+)
+def test_what_cannot_be_cleaned_is_one_line(
+    study: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+) -> None:
+    before = contents(study)
+    found, out, err = run(capsys, *[word.replace("STUDY", str(study)) for word in words])
+    assert found == code and out == "" and said in err
+    assert contents(study) == before
+
+
+def test_what_the_system_refuses_is_one_line(
+    study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real: Callable[..., None] = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".ckpt":
+            raise OSError(30, "Read-only file system", str(path))
+        real(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    code, _, err = run(capsys, str(study), "--yes")
+    assert code == 1 and err.startswith("scalerl: clean: ") and "Read-only file system" in err
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1234567, "1.23 MB"), (999_600, "1 MB"), (5 * 10**12, "5 TB")],
+)
+def test_sizes_for_people(size: int, shown: str) -> None:
+    assert shown_size(size) == shown

@@ -1,0 +1,166 @@
+"""What a controller does for a study grows with its members, not with their square.
+
+Counted are the calls that Python makes, of its own functions and of those in C: no busy machine changes them.
+Seconds and megabytes at ten thousand members are in `benchmarks/scale.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sweeps.executor.attempts import AttemptLog
+from sweeps.executor.base import Launch
+from sweeps.executor.failure import retries
+from sweeps.executor.scheduler import JobInfo
+from sweeps.executor.settings import JobSettings
+from sweeps.launch.ledger import Ledger
+from sweeps.launch.settings import LaunchSettings, run_study
+from sweeps.launch.status import overview
+from sweeps.launch.study import Study
+from sweeps.run.journal import JOURNAL_FILE, Journal
+from sweeps.run.spec import RunSpec, make_spec
+
+FEW, MANY = 200, 800
+# Four times the members are at most four times the calls; a part that is square, sixteen times its own.
+MOST = 4.2
+
+
+class Instant:
+    """A scheduler whose jobs end at once and leave what jobs leave; of some the first attempt fails."""
+
+    def __init__(self, study: Path) -> None:
+        self.study = study
+        self.jobs: dict[str, JobInfo] = {}
+        self.submissions = 0
+        self.failed: set[str] = set()
+
+    def submit(self, script: Path) -> str:
+        """One array; what its jobs do is not the controller's work."""
+        profile = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            return self._run(script)
+        finally:
+            sys.setprofile(profile)
+
+    def _run(self, script: Path) -> str:
+        manifest = json.loads((script.parent / "submission.json").read_text())
+        self.submissions += 1
+        for task, run in enumerate(manifest["members"]):
+            job = f"{self.submissions}_{task}" if len(manifest["members"]) > 1 else str(self.submissions)
+            (script.parent / f"started-{job}-0").touch()
+            (script.parent / f"{job}_0_log.out").write_text("srun: a line\n")
+            fails = task % 5 == 0 and run not in self.failed
+            if fails:
+                self.failed.add(run)
+            else:
+                journal = Journal(self.study / "runs" / run)
+                journal.header(run=run)
+                journal.record("train", 1, {"train/loss": 1})
+                journal.end(1, "finished")
+                journal.close()
+                log = AttemptLog(self.study / "runs" / run, manifest["submission"], job, 0, "n1")
+                log.begin(-1)
+                log.end("finished")
+            state = "FAILED" if fails else "COMPLETED"
+            self.jobs[job] = JobInfo(job, state, "n1", "", f"x-{manifest['submission']}")
+        return str(self.submissions)
+
+    def queue(self) -> dict[str, JobInfo]:
+        """All of them."""
+        return dict(self.jobs)
+
+    def exit_codes(self, jobs: Sequence[str]) -> dict[str, str]:
+        """Of those that failed."""
+        return dict.fromkeys(jobs, "1:0")
+
+    def accounted(self, jobs: Sequence[str]) -> dict[str, JobInfo]:
+        """What the queue knows."""
+        return {job: self.jobs[job] for job in jobs if job in self.jobs}
+
+    def array_limit(self) -> int:
+        """One array for all."""
+        return 10_000
+
+    def cancel(self, jobs: Sequence[str], waiting_only: bool = False) -> None:
+        """Nothing runs."""
+
+
+def calls(what: Callable[[], object]) -> int:
+    """How many calls that takes."""
+    count = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        what()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def members(number: int) -> list[RunSpec]:
+    config: dict[str, Any] = {"loss": {"choice": "cispo"}, "budget": {"steps": 1}}
+    return [make_spec({**config, "seed": seed}, {**config, "seed": seed}, "r", "r") for seed in range(number)]
+
+
+PLAN = LaunchSettings(
+    "slurm",
+    "nothing:nothing",
+    (),
+    1,
+    1,
+    None,
+    "compute/flops",
+    JobSettings({"timeout_min": 60}, poll_s=0.001),
+    retries(),
+)
+
+
+def phases(folder: Path, number: int) -> dict[str, int]:
+    """The calls of each phase of a study's life, but for those of its jobs."""
+    found: dict[str, int] = {}
+    specs, scheduler = members(number), Instant(folder)
+
+    def launch() -> None:
+        states = run_study(Study(folder, specs), PLAN, scheduler=scheduler)
+        assert all(state.state == "finished" for state in states.values())
+
+    found["launch"] = calls(launch)
+    found["status"] = calls(lambda: overview(folder, scheduler))
+    found["collect"] = calls(lambda: run_study(Study.read(folder), PLAN, detach=True, scheduler=scheduler))
+    # A controller that was killed between submitting an array and writing down its id.
+    lines = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)
+    cut = next(at for at, line in enumerate(lines) if '"started"' in line)
+    (folder / "ledger.jsonl").write_text("".join(lines[:cut]))
+    for spec in specs:
+        (folder / "runs" / spec.run / JOURNAL_FILE).rename(folder / "runs" / spec.run / "kept")
+    study = Study.read(folder)
+    executor = PLAN.executor(folder, scheduler)
+    states = Ledger(folder).fold()
+    launches = [Launch(spec.run, study.run_dir(spec), submission=states[spec.run].submission) for spec in specs]
+    found["adopt"] = calls(lambda: executor.adopt(launches))
+    assert len(executor.running()) == number
+    found["judge"] = calls(lambda: executor.poll(0.0))
+    assert not executor.running()
+    return found
+
+
+def test_every_phase_is_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    few, many = phases(tmp_path / "few", FEW), phases(tmp_path / "many", MANY)
+    ratios = {name: many[name] / few[name] for name in few}
+    assert set(ratios) == {"launch", "status", "collect", "adopt", "judge"}
+    assert {name: round(ratio, 1) for name, ratio in ratios.items() if ratio > MOST} == {}

@@ -1,0 +1,137 @@
+"""Truths about which nodes a study keeps off, from lines of a ledger."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sweeps.executor.settings import JobSettings
+from sweeps.launch.nodes import ALIKE, MOST_FREE, OUT_S, TOGETHER_S, Nodes
+from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
+
+ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+
+
+def failed(nodes: Nodes, node: str | None, run: str, time: float, reason: str = ECC, event: str = "retried") -> None:
+    nodes.note({"time": time, "run": run, "event": event, "kind": "gpu", "reason": reason, "node": node})
+
+
+def test_a_node_is_out_after_two_members_until_an_hour_after_the_last() -> None:
+    nodes = Nodes()
+    failed(nodes, "n1", "a", 0.0)
+    failed(nodes, "n1", "a", 10.0)
+    assert nodes.out(20.0) == ()
+    failed(nodes, "n1", "b", 600.0)
+    assert nodes.out(600.0) == nodes.out(600.0 + OUT_S - 1) == ("n1",)
+    assert nodes.out(600.0 + OUT_S) == ()
+    failed(nodes, "n1", "c", 601.0 + OUT_S)
+    assert nodes.out(602.0 + OUT_S) == (), "one since: it is tried again"
+    failed(nodes, "n1", "d", 603.0 + OUT_S)
+    assert nodes.out(604.0 + OUT_S) == ("n1",)
+
+
+def test_two_members_that_failed_far_apart_have_nothing_to_do_with_each_other() -> None:
+    nodes = Nodes()
+    failed(nodes, "n1", "a", 0.0)
+    failed(nodes, "n1", "b", TOGETHER_S + 1)
+    assert nodes.out(TOGETHER_S + 2) == ()
+    assert nodes.excused("b", TOGETHER_S + 2) == {}
+
+
+def test_reasons_may_differ_and_lines_without_a_node_say_nothing() -> None:
+    nodes = Nodes()
+    failed(nodes, "n1", "a", 0.0)
+    failed(nodes, None, "b", 1.0)
+    assert nodes.out(2.0) == ()
+    failed(nodes, "n1", "b", 3.0, "OSError: [Errno 5] Input/output error", event="failed")
+    assert nodes.out(4.0) == ("n1",)
+
+
+def test_what_failed_on_a_bad_node_is_excused_once_a_node_also_of_before_it_was_known() -> None:
+    nodes = Nodes()
+    failed(nodes, "n1", "a", 0.0)
+    assert nodes.excused("a", 1.0) == {}
+    failed(nodes, "n1", "b", 2.0)
+    failed(nodes, "n1", "a", 3.0)
+    assert nodes.excused("a", 4.0) == nodes.excused("b", 4.0) == {"gpu": 1}
+    nodes.over("a")
+    assert nodes.excused("a", 5.0) == {}, "given up: another chance begins at nothing"
+
+
+def test_not_more_than_so_many_attempts_are_excused() -> None:
+    nodes = Nodes(lambda: ["a good one"])
+    for number in range(3 * MOST_FREE):
+        failed(nodes, f"n{number}", "a", float(number))
+        failed(nodes, f"n{number}", "b", float(number))
+    assert nodes.excused("a", 100.0) == {"gpu": MOST_FREE}
+
+
+REASONS = [
+    ECC,
+    "the member never began (SLURM says FAILED, exit code {number}:0): srun: error: {node}: task 0: Exited",
+    "OSError: [Errno 116] Stale file handle: '/shared/outputs/runs/{run}/checkpoints/step-{number}.ckpt'",
+    "bash: /scratch/{run}/venv: Stale file handle (on {node})",
+    "rank {number}: lost 0x7f{number}a8bb1980 of 3f2a9c{number}d41b",
+]
+
+
+def everywhere(nodes: Nodes, reason: str, count: int) -> None:
+    for number in range(count):
+        for run in ("af3290", "b71c05"):
+            node = f"gpu-{number}"
+            failed(nodes, node, run, float(number), reason.format(number=number, run=run, node=node))
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_fails_alike_on_every_node_is_not_the_nodes(reason: str) -> None:
+    nodes = Nodes()
+    everywhere(nodes, reason, ALIKE - 1)
+    assert len(nodes.out(50.0)) == ALIKE - 1, "so few may be bad luck"
+    everywhere(nodes, reason, ALIKE)
+    assert nodes.out(50.0) == () and nodes.excused("af3290", 50.0) == {}
+
+
+@pytest.mark.parametrize("how", ["at work", "finished", "another reason"])
+def test_one_node_that_fares_otherwise_makes_it_the_nodes(how: str) -> None:
+    nodes = Nodes(lambda: ["n-good"] if how == "at work" else [])
+    if how == "finished":
+        nodes.note({"time": 1.0, "run": "c", "event": "finished", "node": "n-good"})
+    elif how == "another reason":
+        failed(nodes, "n-good", "c", 1.0, "killed from outside")
+    everywhere(nodes, ECC, ALIKE + 2)
+    assert len(nodes.out(50.0)) == ALIKE + 2
+    assert nodes.excused("af3290", 50.0) == {"gpu": ALIKE + 2}
+
+
+def test_a_member_that_was_done_long_ago_says_nothing_of_today() -> None:
+    nodes = Nodes()
+    nodes.note({"time": 0.0, "run": "c", "event": "finished", "node": "n-good"})
+    for number in range(ALIKE):
+        for run in "ab":
+            failed(nodes, f"n{number}", run, TOGETHER_S + 10.0)
+    assert nodes.out(TOGETHER_S + 20.0) == ()
+
+
+def test_who_is_kept_off_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    nodes = Nodes()
+    failed(nodes, "n1", "a", 0.0)
+    failed(nodes, "n1", "b", 1.0)
+    for _ in range(3):
+        nodes.out(2.0)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("n1 is kept off for an hour") and "ECC" in record.getMessage()
+
+
+def test_a_study_of_an_earlier_version_tries_again_what_was_not_told_apart_then(tmp_path: Path) -> None:
+    LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", JobSettings({"timeout_min": 60})).write(tmp_path)
+    kept = json.loads((tmp_path / LAUNCH_FILE).read_text())
+    kept["retries"] = {"killed": 7, "error": 0}
+    del kept["settings"]["require_gpu"]
+    (tmp_path / LAUNCH_FILE).write_text(json.dumps(kept))
+    read = LaunchSettings.read(tmp_path)
+    assert (read.retries["killed"], read.retries["gpu"], read.retries["storage"]) == (7, 3, 5)
+    assert read.settings.require_gpu
+    (tmp_path / LAUNCH_FILE).write_text(json.dumps({**kept, "kind": "local"}))
+    assert "gpu" not in LaunchSettings.read(tmp_path).retries, "on this machine nothing is tried again"

@@ -1,0 +1,164 @@
+"""Truths about runs of one label that are different curves: each is a curve of its own, and says what differs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sweeps.cli import main as cli
+from sweeps.errors import UserError
+from sweeps.run.health import mechanism_counters
+from sweeps.run.journal import Journal
+from sweeps.run.spec import RunSpec, make_spec
+from sweeps.source import load
+
+
+def run(
+    root: Path,
+    lr: float,
+    seed: int = 0,
+    recipe: str = "scalerl",
+    scale: float = 0.5,
+    steps: int = 6,
+    frozen: bool = True,
+    **science: Any,
+) -> RunSpec:
+    """A run with six evaluations, and its frozen specification."""
+    config = {"optimizer": {"lr": lr}, **science, "seed": seed, "budget": {"steps": steps}}
+    spec = make_spec(config, config, recipe, "scalerl")
+    run_dir = root / "runs" / f"{spec.run}-{steps}"
+    if frozen:
+        spec.write(run_dir)
+    journal = Journal(run_dir, clock=lambda: 0.0)
+    journal.header(**spec.header(), device="cpu")
+    for step in range(steps):
+        journal.record("train", step, {"mechanism/loss": lr})
+        reward = scale * step / (step + 2)
+        metrics = {"eval/heldout/pass_rate": reward, "compute/virtual_device_hours": float(step)}
+        journal.record("eval", step, metrics)
+    journal.end(steps, "finished")
+    journal.close()
+    return spec
+
+
+def curves(*roots: Path, **asked: Any) -> dict[str, int]:
+    """Points by label."""
+    return {curve.recipe: len(curve.reward) for curve in load([str(root) for root in roots], **asked).curves}
+
+
+def test_two_grids_under_one_label_are_two_curves(tmp_path: Path) -> None:
+    for lr in (0.001, 0.003):
+        for seed in (0, 1):
+            run(tmp_path, lr, seed)
+    study = load([str(tmp_path)])
+    assert [curve.recipe for curve in study.curves] == ["scalerl (optimizer.lr=0.001)", "scalerl (optimizer.lr=0.003)"]
+    for curve in study.curves:
+        assert set(curve.seed.tolist()) == {"0", "1"} and len(curve.reward) == 12
+    (note,) = study.warnings
+    assert note == (
+        "2 different configurations share the label 'scalerl'; each is a curve of its own: "
+        "scalerl (optimizer.lr=0.001), scalerl (optimizer.lr=0.003)"
+    )
+    counters = mechanism_counters(study.runs)
+    assert counters["scalerl (optimizer.lr=0.003)"] == {"loss": 0.003}, "what is told of runs bears their labels"
+
+
+def test_runs_that_differ_in_seed_or_budget_only_are_one_curve(tmp_path: Path) -> None:
+    run(tmp_path, 0.001)
+    run(tmp_path, 0.001, steps=9)
+    run(tmp_path, 0.001, seed=1)
+    study = load([str(tmp_path)])
+    assert [curve.recipe for curve in study.curves] == ["scalerl"] and study.warnings == []
+
+
+def test_variants_depart_from_the_baseline_of_their_own_values(tmp_path: Path) -> None:
+    for lr in (0.001, 0.003):
+        run(tmp_path, lr, loss="cispo")
+        run(tmp_path, lr, recipe="scalerl+loss=dapo", loss="dapo")
+    run(tmp_path, 0.003, recipe="scalerl+loss=gspo", loss="gspo")
+    run(tmp_path, 0.01, recipe="scalerl+loss=ppo", loss="ppo")
+    assert {curve.recipe: curve.baseline for curve in load([str(tmp_path)]).curves} == {
+        "scalerl (optimizer.lr=0.001)": "scalerl (optimizer.lr=0.001)",
+        "scalerl (optimizer.lr=0.003)": "scalerl (optimizer.lr=0.003)",
+        "scalerl+loss=dapo (optimizer.lr=0.001)": "scalerl (optimizer.lr=0.001)",
+        "scalerl+loss=dapo (optimizer.lr=0.003)": "scalerl (optimizer.lr=0.003)",
+        "scalerl+loss=gspo": "scalerl (optimizer.lr=0.003)",
+        "scalerl+loss=ppo": "scalerl",  # neither of the two
+    }
+
+
+def test_what_tells_them_apart_already_needs_no_second_name(tmp_path: Path) -> None:
+    """Two sizes of one recipe, each in a study of its own."""
+    for width in (32, 64):
+        run(tmp_path / str(width), 0.001, model={"width": width})
+    from yaml import safe_dump
+
+    for spec in tmp_path.rglob("spec.json"):
+        (spec.parent / "config.yaml").write_text(safe_dump(json.loads(spec.read_text())["config"]))
+    assert set(curves(tmp_path, factors=["model.width"])) == {"scalerl model.width=32", "scalerl model.width=64"}
+    run(tmp_path / "32", 0.003, model={"width": 32})
+    for spec in tmp_path.rglob("spec.json"):
+        (spec.parent / "config.yaml").write_text(safe_dump(json.loads(spec.read_text())["config"]))
+    assert set(curves(tmp_path, factors=["model.width"])) == {
+        "scalerl (optimizer.lr=0.001) model.width=32",
+        "scalerl (optimizer.lr=0.003) model.width=32",
+        "scalerl model.width=64",
+    }
+    run(tmp_path / "32", 0.003, recipe="scalerl+loss=dapo", loss="dapo", model={"width": 32})
+    for spec in tmp_path.rglob("spec.json"):
+        (spec.parent / "config.yaml").write_text(safe_dump(json.loads(spec.read_text())["config"]))
+    found = {curve.recipe: curve.baseline for curve in load([str(tmp_path)], factors=["model.width"]).curves}
+    assert found["scalerl+loss=dapo model.width=32"] == "scalerl (optimizer.lr=0.003) model.width=32"
+    assert found["scalerl model.width=64"] == "scalerl model.width=64"
+
+
+def test_where_the_difference_is_not_known_or_does_not_fit_the_identity_is_the_name(tmp_path: Path) -> None:
+    ids = [run(tmp_path / "a", lr, frozen=frozen).curve[:6] for lr, frozen in ((0.001, False), (0.003, True))]
+    assert set(curves(tmp_path / "a")) == {f"scalerl (curve {each})" for each in ids}
+    ids = [run(tmp_path / "b", 0.1, text=text * 200).curve[:6] for text in "xy"]
+    assert set(curves(tmp_path / "b")) == {f"scalerl (curve {each})" for each in ids}
+    # Three keys are the same in two of three.
+    values = [(1, 1, 1, 1), (2, 2, 2, 2), (2, 2, 2, 3)]
+    ids = [run(tmp_path / "c", 0.1, **dict(zip("abcd", each, strict=True))).curve[:6] for each in values]
+    assert set(curves(tmp_path / "c")) == {f"scalerl (curve {each})" for each in ids}
+
+
+def test_values_that_all_have_come_before_keys_that_one_lacks(tmp_path: Path) -> None:
+    """A later version has settings that an earlier one did not know."""
+    for number in range(6):  # identities decide which of the two is read first
+        run(tmp_path / str(number), 0.001, number=number, alpha={"a": 1}, zeta=1)
+        run(tmp_path / str(number), 0.001, number=number, alpha={"a": 1, "b": 2, "c": 3}, zeta=2)
+        assert all("(zeta=" in label for label in curves(tmp_path / str(number)))
+
+
+@pytest.mark.parametrize("unknown", [{"curve": "local"}, {}])
+def test_runs_that_do_not_say_which_they_are_stay_together(tmp_path: Path, unknown: dict[str, str]) -> None:
+    for name in ("one", "two"):
+        journal = Journal(tmp_path / name, clock=lambda: 0.0)
+        journal.header(run=name, recipe="mine", seed=0, **unknown)
+        journal.record("eval", 0, {"eval/heldout/pass_rate": 0.1, "compute/virtual_device_hours": 0.0})
+        journal.record("eval", 1, {"eval/heldout/pass_rate": 0.2, "compute/virtual_device_hours": 1.0})
+        journal.close()
+    assert curves(tmp_path) == {"mine": 4}
+    run(tmp_path, 0.001, recipe="mine")
+    study = load([str(tmp_path)])
+    assert [curve.recipe for curve in study.curves] == ["mine"]
+    assert any("fitted together" in note for note in study.curves[0].warnings)
+
+
+def test_rank_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (0, 1):
+        run(tmp_path, 0.001, seed, scale=0.4)
+        run(tmp_path, 0.003, seed, scale=0.8)
+    assert cli.main(["rank", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "2 different configurations share the label 'scalerl'" in shown.err
+    assert "scalerl (optimizer.lr=0.001)" in shown.out and "scalerl (optimizer.lr=0.003)" in shown.out
+    with pytest.raises(UserError, match="no such recipe; there are scalerl \\(optimizer"):
+        from sweeps.decide.rank import rank
+        from sweeps.fit.fit import fit_curves
+
+        rank(fit_curves(load([str(tmp_path)]).curves, regions=False), baseline="scalerl")
