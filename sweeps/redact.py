@@ -5,34 +5,109 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 MASK = "***"
-_SECRET_NAME = re.compile(r"(?i)(^|[_.-])(token|secret|password|passwd|credential|credentials|api_?key|access_?key)s?$")
-# A tokenizer's, a model's, and numbers of tokens (a grid writes several as one text): no secrets.
+# What a secret's name ends in, whoever wrote it: HF_TOKEN, db.password, PGPASSWORD, accountKey, MYSQL_PWD.
+_SECRET_NAME = re.compile(
+    r"(?i)((^|[_.-])(token|secret|credential|passphrase|jwt|authorization|connection_?string"
+    r"|(api|access|secret|private|account|auth|encryption|signing|shared|master|ssh)_?key)"
+    r"|password|passwd|sshpass)s?$"
+    r"|(^|[_.-])pass$|[a-z0-9][_.-]pwd$"
+)
+# "key" alone is a column, an order, a place in a table; a secret where a vendor's name stands before it.
+_VENDORS_KEY = re.compile(
+    r"(?i)(^|[_.-])(openai|anthropic|wandb|hf|hugging_?face|azure|google|gemini|groq|mistral|cohere|together|fireworks"
+    r"|replicate|deepseek|openrouter|github|gitlab|gh|comet|neptune|mlflow|aws|gcp|serpapi|tavily|ngc)_(key|pat)$"
+)
+# In the environment, where columns have no place, every other name's key is one too.
+_VARIABLES_KEY = re.compile(r"(^|\.)[A-Z0-9][A-Z0-9_]*_(KEY|PAT)$")
+# A tokenizer's, a model's, and numbers of tokens (a grid writes several as one text); keys that open nothing; passes
+# over data: no secrets.
 _HARMLESS_NAME = re.compile(
     r"(?i)(^|[_.-])((eos|bos|pad|stop|unk|sep|cls|mask|end|begin|start|think\w*|special)_tokens?"
-    r"|(max|min|num)_(\w+_)?tokens)$"
+    r"|(max|min|num)_(\w+_)?tokens"
+    r"|(public|gpg|sort|primary|foreign|partition|group|cache|dict|hash|row|order|index|object)_key"
+    r"|(forward|backward|first|second|third|last|single|multi|one|two|per|by|num|max|min|each|full|low|high|band)_pass"
+    r"|(old|cur|current|orig|init|last|prev|saved|work)_pwd)$"
 )
-_URL_LOGIN = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)(?!git@)[^\s/'\"]+@")
-_TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|AKIA[A-Z0-9]{16})\b")
+_URL_LOGIN = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]{0,30}://)(?!git@)[^\s/'\"]+@")
+_TOKEN = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|[sr]k_(live|test)_[A-Za-z0-9]{16,}|(AKIA|ASIA)[A-Z0-9]{16}"
+    r"|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{22,}|gl[a-z]{2,5}-[A-Za-z0-9_-]{20,}"
+    r"|xox[a-z]-[A-Za-z0-9-]{10,}|xapp-[A-Za-z0-9-]{20,}|AIza[A-Za-z0-9_-]{30,}|ya29\.[A-Za-z0-9_-]{20,}"
+    r"|gsk_[A-Za-z0-9]{40,}|nvapi-[A-Za-z0-9_-]{40,}|dapi[0-9a-f]{32}|wandb_v[0-9]_[A-Za-z0-9_]{20,}"
+    r"|npm_[A-Za-z0-9]{36}|pypi-[A-Za-z0-9_-]{50,}"
+    r"|eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*)(?![A-Za-z0-9])"
+)
+_WEBHOOK = re.compile(r"(?P<before>hooks\.slack\.com/services/)[\w/-]+")
+# Whole, or as far as it goes: of a text that was cut off.
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN (?P<kind>[A-Z ]*PRIVATE KEY)( BLOCK)?-----"
+    r"(?:(?s:.)*?-----END (?P=kind)( BLOCK)?-----|(?:[A-Za-z0-9+/=\s]|\\[nr])*)"
+)
+_HEADER = re.compile(
+    r"(?i)(?P<before>\b(?:(?:proxy-)?authorization\s*[:=]\s*(?:(?:bearer|basic|token)\s+|(?=[\w.~+/-]*\d))"
+    r"|bearer\s+(?=[\w.~+/-]*\d)"
+    r"|(?:x-[\w-]*(?:token|key)|private-token)\s*:\s*))(?P<value>[\w.~+/=-]{8,})"
+)
+# A shell's word, some of it quoted. What a list or a bracket has behind it goes with it: a password may hold a comma.
+_WORD = r"(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s'\"&;|])+"
+# Names behind which a value stands: of a variable or an override, of an option, of a field of a dictionary.
+_ASSIGNED = re.compile(r"(?<![\w.$/-])(?P<name>[A-Za-z_][\w.-]*)=")
+_OPTION = re.compile(r"(?<![\w-])--(?P<name>[a-zA-Z][\w-]*)(=|\s+(?!-))")
+_FIELD = re.compile(r"(?P<quote>['\"])(?P<name>[\w.-]+)(?P=quote)\s*:\s*(?=['\"])")
+_VALUE = re.compile(_WORD)
+_TEXT = re.compile(r"(?P<edge>['\"])(?:(?!(?P=edge)).)+(?P=edge)")
+_SSHPASS = re.compile(rf"(?P<before>\bsshpass\s+-p\s*)(?P<value>{_WORD})")
 # Shorter values of a secret's variable are words that occur everywhere.
 _MIN_LENGTH = 6
+# What stands for a value and is none: a reference, a place for one, nothing.
+_NO_VALUE = re.compile(r"(?is)\"?\$.*|[\"']?(<[^>]*>|none|null|true|false|[^a-z0-9]*)[\"')\]},.]*")
+_NUMBER = re.compile(r"[\"']?-?[\d.,]+[\"')\]},.]*")
+# In lower case it may be code, or a list of what somebody chose, unless it says whose or what for.
+_ANY_TOKEN = re.compile(r"(^|[_.-])tokens?$")
+_WHOSE_TOKEN = re.compile(r"(^|[_.-])(access|auth|api|bearer|refresh|session|hf|wandb|github|gitlab|gh|slack)_?token$")
+
+
+@lru_cache(maxsize=4096)
+def is_secret_name(name: str) -> bool:
+    """Whether a variable, a key or an option of this name holds a secret."""
+    spelt = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    if _HARMLESS_NAME.search(spelt):
+        return False
+    return bool(_SECRET_NAME.search(spelt) or _VENDORS_KEY.search(spelt) or _VARIABLES_KEY.search(spelt))
 
 
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Text without logins in addresses, without well-known tokens, and without the values of secret variables.
+    """Text without logins in addresses, without well-known tokens, without what is assigned to a secret's name, and
+    without the values of secret variables.
 
     Args:
         text: to be written down.
         environment: variables whose names say that they are secret are looked for by value; os.environ if None.
     """
     variables = os.environ if environment is None else environment
-    secrets = {value for name, value in variables.items() if len(value) >= _MIN_LENGTH and _SECRET_NAME.search(name)}
+    secrets = {value for name, value in variables.items() if len(value) >= _MIN_LENGTH and _is_secret(name, value)}
     for value in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another
         text = text.replace(value, MASK)
+    text = _PRIVATE_KEY.sub(MASK, text)
     text = _URL_LOGIN.sub(rf"\g<scheme>{MASK}@", text)
-    return _TOKEN.sub(MASK, text)
+    text = _TOKEN.sub(MASK, text)
+    text = _WEBHOOK.sub(rf"\g<before>{MASK}", text)
+    for pattern in (_HEADER, _SSHPASS):
+        text = pattern.sub(rf"\g<before>{MASK}", text)
+    for names, values in ((_FIELD, _TEXT), (_OPTION, _VALUE), (_ASSIGNED, _VALUE)):
+        text = _without_given(text, names, values)
+    return text
+
+
+def redact_override(word: str) -> str:
+    """A word of a command, such as `hydra.launcher.setup=[...]`: masked whole if its key is a secret's."""
+    key, given, value = word.partition("=")
+    return f"{key}={MASK}" if given and value and is_secret_name(key.lstrip("+-~")) else redact(word)
 
 
 def redact_config(value: Any, key: str = "") -> Any:
@@ -42,6 +117,33 @@ def redact_config(value: Any, key: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [redact_config(item, key) for item in value]
     if isinstance(value, str) and value:
-        secret = _SECRET_NAME.search(key) and not _HARMLESS_NAME.search(key)
-        return MASK if secret else redact(value)
+        return MASK if is_secret_name(key) else redact(value)
     return value
+
+
+def _is_secret(name: str, value: str) -> bool:
+    """Whether a variable's value is to be looked for: a folder is none, nor are a word and a file's name for a key."""
+    if not is_secret_name(name):
+        return False
+    if value.startswith(("/", "~")) and Path(value).expanduser().exists():
+        return False
+    return not _VARIABLES_KEY.search(name) or bool(_SECRET_NAME.search(name)) or not re.fullmatch(r"[a-z_ -]+", value)
+
+
+def _without_given(text: str, names: re.Pattern[str], values: re.Pattern[str]) -> str:
+    """Values masked that stand behind a secret's name."""
+    said: list[str] = []
+    at = 0
+    for found in names.finditer(text):
+        name = found["name"]
+        if found.start() < at or not is_secret_name(name):
+            continue  # part of a value that is masked, or of no interest
+        if names is _ASSIGNED and _ANY_TOKEN.search(name) and not _WHOSE_TOKEN.search(name):
+            continue
+        value = values.match(text, found.end())
+        if value is None or _NO_VALUE.fullmatch(value[0]) or ("token" in name.lower() and _NUMBER.fullmatch(value[0])):
+            continue
+        edge = value[0][0] if names is _FIELD else ""
+        said += [text[at : value.start()], edge, MASK, edge]
+        at = value.end()
+    return "".join([*said, text[at:]])

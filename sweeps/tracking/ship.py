@@ -145,6 +145,12 @@ def ship(
     return sent
 
 
+def shipped(run_dir: Path, mlflow_run_id: str) -> dict[str, int]:
+    """The steps up to which records were sent to an MLflow run, by kind."""
+    found = read_json(run_dir / CURSOR_FILE).get(mlflow_run_id, {}).get("steps", {})
+    return {str(kind): int(step) for kind, step in found.items()}
+
+
 def _stored(client: MlflowClient, mlflow_run_id: str, keys: set[str]) -> set[tuple[str, int]]:
     """The (key, step) pairs that the run has already."""
     present = keys & set(client.get_run(mlflow_run_id).data.metrics)

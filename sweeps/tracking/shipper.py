@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from sweeps.curve import default_axis
 from sweeps.errors import UserError
-from sweeps.run.journal import CONFIG_FILE, JOURNAL_FILE, SEMANTICS_FILE, JournalError, read_journal
+from sweeps.run.journal import CONFIG_FILE, JOURNAL_FILE, SEMANTICS_FILE, JournalError
+from sweeps.run.tail import JournalTail
 from sweeps.tracking.common import now_ms, one_line, without_credentials
-from sweeps.tracking.ship import ship
+from sweeps.tracking.ship import ship, shipped
 from sweeps.tracking.store import STATUSES, TrackedMember, TrackedSweep, Tracker
 
 # What MLflow answers when this run, not the store, is the trouble: trying again changes nothing.
@@ -46,6 +49,7 @@ class Shipper:
         self._seen: dict[str, tuple[int, ...]] = {}
         self._statuses: dict[str, tuple[str, int]] = {}
         self._axes: dict[str, str] = {}
+        self._tails: dict[str, JournalTail] = {}
         self._lock = threading.Lock()
         self._pass = threading.Lock()
         self._wake = threading.Event()
@@ -142,7 +146,7 @@ class Shipper:
         if stamp[0] < 0 or self._seen.get(run) == stamp:
             return run not in self.troubles
         try:
-            ship(run_dir, self.tracker.client, tracked.mlflow_run_id, self._axis(tracked))
+            self._send(run, tracked)
         except JournalError as error:
             if "no header record yet" in str(error):
                 return True
@@ -163,7 +167,21 @@ class Shipper:
         self.troubles[run] = trouble
         return False
 
-    def _axis(self, tracked: TrackedMember) -> str:
+    def _send(self, run: str, tracked: TrackedMember) -> None:
+        """What its journal has more than at the last look, and no checkpoint may take back."""
+        run_dir, run_id = tracked.member.run_dir, tracked.mlflow_run_id
+        if run_id not in self._tails:
+            self._tails[run_id] = JournalTail(run_dir)
+            self._tails[run_id].forget(shipped(run_dir, run_id))
+        tail = self._tails[run_id]
+        view = tail.update()
+        ship(run_dir, self.tracker.client, run_id, self._axis(tracked, view.header), view)
+        if view.status == "finished":
+            del self._tails[run_id]  # a study of thousands has few that run
+        else:
+            tail.forget(shipped(run_dir, run_id))
+
+    def _axis(self, tracked: TrackedMember, header: Mapping[str, Any]) -> str:
         """The compute axis of a run: of the device that it really trains on, which only the run itself knows.
 
         Its controller guessed (a login node has no GPU, and a job that got one may not use it); the tags are set right.
@@ -171,7 +189,7 @@ class Shipper:
         known = self._axes.get(tracked.mlflow_run_id)
         if known is not None:
             return known
-        device = read_journal(tracked.member.run_dir).header.get("device")
+        device = header.get("device")
         axis = self.tracker.axis if device is None else default_axis(str(device).startswith("cuda"))
         if axis != self.tracker.axis:
             for run_id in (tracked.mlflow_run_id, self.sweep.parent_id):

@@ -6,6 +6,7 @@ and a run that a job creates itself is created again at every requeue.
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -92,6 +93,9 @@ class Tracker:
         """The client, made at first use: this imports mlflow, and creates a database's schema."""
         if self._client is None:
             quiet_environment()
+            if self.uri != without_credentials(self.uri):
+                # MLflow prints the address of every run that ends, its login and all.
+                os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
             from mlflow import MlflowClient
 
             if self.database_file is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import yaml
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from lightning_scalerl import plan_members
 from sweeps.executor.attempts import AttemptLog, attempts
 from sweeps.launch.ledger import Ledger
-from sweeps.redact import MASK, redact, redact_config
+from sweeps.redact import MASK, is_secret_name, redact, redact_config, redact_override
 from tests.paths import ROOT
 
 CONF = ROOT / "conf"
@@ -28,10 +30,30 @@ tokens = st.one_of(
     st.from_regex(r"hf_[A-Za-z0-9]{20,40}", fullmatch=True),
     st.from_regex(r"sk-[A-Za-z0-9_-]{20,40}", fullmatch=True),
     st.from_regex(r"gh[pousr]_[A-Za-z0-9]{30,40}", fullmatch=True),
-    st.from_regex(r"AKIA[A-Z0-9]{16}", fullmatch=True),
+    st.from_regex(r"(AKIA|ASIA)[A-Z0-9]{16}", fullmatch=True),
+    st.from_regex(r"github_pat_[A-Za-z0-9]{22}_[A-Za-z0-9]{40,59}", fullmatch=True),
+    st.from_regex(r"glpat-[A-Za-z0-9_-]{20,30}", fullmatch=True),
+    st.from_regex(r"xox[bap]-[0-9]{10,12}-[A-Za-z0-9]{10,24}", fullmatch=True),
+    st.from_regex(r"AIza[A-Za-z0-9_-]{35}", fullmatch=True),
+    st.from_regex(r"sk-(ant|proj)-[A-Za-z0-9_-]{20,40}", fullmatch=True),
+    st.from_regex(r"eyJ[A-Za-z0-9_-]{10,30}\.eyJ[A-Za-z0-9_-]{10,30}\.[A-Za-z0-9_-]{10,30}", fullmatch=True),
 )
 around = st.sampled_from(["", " ", "\n", '"', "'", ", ", "(", "=", ": "])
-SECRET_NAMES = ["HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "my.secret", "PASSWD"]
+SECRET_NAMES = [
+    *("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "my.secret", "PASSWD"),
+    *("PGPASSWORD", "SSHPASS", "MYSQL_PWD", "DB_PASS", "OPENAI_API_KEY", "AZURE_CLIENT_SECRET", "SLURM_JWT"),
+    *("MLFLOW_FLASK_SERVER_SECRET_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "accountKey", "SSH_PASSPHRASE"),
+]
+# Where the name alone does not say it: their values look like keys, or are not looked for.
+KEYS = ["OPENAI_KEY", "ANTHROPIC_KEY", "WANDB_KEY", "GITHUB_PAT", "AZURE_DEVOPS_EXT_PAT", "DEEPL_AUTH_KEY"]
+# Names of this project, of torch's, Lightning's, SLURM's and of other trainers' configurations.
+HARMLESS = [
+    *("PATH", "PWD", "OLDPWD", "MONKEY", "KEYBOARD", "COMPASS", "BYPASS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    *("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SSH_AUTH_SOCK", "XAUTHORITY", "TOKENIZERS_PARALLELISM", "NETRC"),
+    *("key", "sort_key", "public_key", "PUBLIC_KEY", "GPG_KEY", "prompt_key", "reward_fn_key", "key_padding", "keys"),
+    *("pass_rate", "passes", "pass_rates", "forward_pass", "single_pass", "compass", "bypass", "max_tokens"),
+    *("context.max_new_tokens", "pad_token", "eos_token", "file_pat", "work_pwd", "secretary", "tokenizer"),
+]
 
 
 # --- what is no secret stays as it is ------------------------------------------------------------------------
@@ -57,7 +79,12 @@ ORDINARY = [
     "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 78 GiB total)",
     "ValueError: max_new_tokens=5 must be more than 6; token 128009 is no end of text",
     "task-specific risk-aware ask-me-anything-about-everything-here",
-    "hf_hub_download, sk-learn, ghp_short, AKIA",
+    "hf_hub_download, sk-learn, ghp_short, AKIA, github_pat_, glpat-, xoxb-, AIza, eyJ.eyJ.",
+    "export HF_TOKEN=$(cat ~/.token) PGPASSWORD=$DB_PASSWORD; set HF_TOKEN=<yours>, WANDB_API_KEY=",
+    "--max-new-tokens 128 --num-tokens=5 --pad-token '<pad>' --tokenizer here --keys all --password",
+    "KeyError: 'token'; {'pass_rate': '0.5', 'sort_key': 'step', 'max_tokens': '18'}, token=prompt, stop_token=12",
+    "Authorization: disabled; the bearer of bad news; a basic authorization, public_key=ssh-ed25519",
+    "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----",
     "token: secret: password:",
     "",
     "ünïcödé ☃ \x00 \n\t",
@@ -75,7 +102,7 @@ def test_ordinary_text_is_left_alone(text: str) -> None:
 @given(st.lists(words, max_size=6), st.sampled_from([" ", "/", ":", ", ", "\n", "="]))
 def test_words_and_paths_are_left_alone(parts: list[str], between: str) -> None:
     text = between.join(parts)
-    assume(not re.search(r"hf_|sk-|gh[pousr]_|AKIA", text))
+    assume(not re.search(r"hf_|sk-|gh[pousr]_|AKIA|=", text))
     assert redact(text, {}) == text
 
 
@@ -83,7 +110,7 @@ def test_words_and_paths_are_left_alone(parts: list[str], between: str) -> None:
 @given(schemes, hosts, st.lists(words, max_size=3))
 def test_an_address_without_a_login_is_left_alone(scheme: str, host: str, path: list[str]) -> None:
     text = f"{scheme}://{'/'.join([host, *path])}"
-    assume(not re.search(r"hf_|sk-|gh[pousr]_|AKIA", text))
+    assume(not re.search(r"hf_|sk-|gh[pousr]_|AKIA|=", text))
     assert redact(text, {}) == text
 
 
@@ -91,6 +118,19 @@ def test_an_address_without_a_login_is_left_alone(scheme: str, host: str, path: 
 @given(st.text(), st.sampled_from(["HOME", "EDITOR", "MONKEY", "TOKENIZERS_PARALLELISM", "SECRETARY", "KEYBOARD"]))
 def test_variables_whose_names_say_nothing_are_not_looked_for(value: str, name: str) -> None:
     assert redact(f"a {value} b", {name: value}) == redact(f"a {value} b", {})
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_names_that_only_sound_like_a_secrets_are_none(name: str) -> None:
+    assert not is_secret_name(name)
+    assert redact("a value-of-1-kind b", {name: "value-of-1-kind"}) == "a value-of-1-kind b"
+    assert redact_config({name: "value"}) == {name: "value"}
+    assert redact(f"{name}=value-of-1 --{name} value-of-1", {}) == f"{name}=value-of-1 --{name} value-of-1"
+
+
+@pytest.mark.parametrize("value", ["completion", "step", "/usr", "~", "a_column"])
+def test_a_key_that_is_a_word_or_a_folder_is_not_looked_for(value: str) -> None:
+    assert redact(f"by {value}", {"GROUPING_KEY": value}) == f"by {value}"
 
 
 @pytest.mark.parametrize("value", ["", "a", "yes", "token", "12345"])
@@ -142,11 +182,77 @@ def test_the_value_of_a_secret_variable_is_masked_wherever_it_stands(value: str,
 
 
 @few
+@given(
+    st.from_regex(r"[A-Za-z0-9+_-][A-Za-z0-9/+_-]{4,30}[0-9]", fullmatch=True),
+    st.sampled_from(KEYS),
+    st.text(max_size=9),
+)
+def test_so_are_keys_that_look_like_some(value: str, name: str, text: str) -> None:
+    assert value not in redact(f"{text} {value} {text}", {name: value})
+
+
+assigned = st.sampled_from([name for name in SECRET_NAMES + KEYS if name.isupper()])
+
+
+@few
+@given(
+    st.sampled_from(["", "export ", "env A=b ", "('", "setup=[export "]),
+    assigned,
+    st.text(LETTERS + "!%+,-./:@_~", min_size=1, max_size=20).filter(lambda text: any(map(str.isalnum, text))),
+    st.sampled_from(["", "'", '"']),
+)
+def test_what_is_assigned_to_a_secrets_name_is_masked(before: str, name: str, value: str, quote: str) -> None:
+    assume(re.search(r"[a-zA-Z]", value) and not re.match(r"(?i)(none|null|true|false)\b", value))
+    said = redact(f"{before}{name}={quote}{value}{quote} command", {})
+    assert said == f"{before}{name}={MASK} command"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("PGPASSWORD='a b, c' psql -h db", "PGPASSWORD=*** psql -h db"),
+        ("train --hf-token abc --seed 1", "train --hf-token *** --seed 1"),
+        ("train --password=12345", "train --password=***"),
+        ("sshpass -p 'open sesame' ssh n1", "sshpass -p *** ssh n1"),
+        ("{'db': {'password': 'open sesame', 'user': 'me'}}", "{'db': {'password': '***', 'user': 'me'}}"),
+        ('{"api_key": "abc", "seed": 1}', '{"api_key": "***", "seed": 1}'),
+        ("GET https://h/x?access_token=abc&page=2", "GET https://h/x?access_token=***&page=2"),
+        ("curl -H 'Authorization: Bearer abc-def.ghi' h", "curl -H 'Authorization: Bearer ***' h"),
+        ("Authorization: Basic bWU6c2VjcmV0", "Authorization: Basic ***"),
+        ("curl -H 'PRIVATE-TOKEN: abcdefghijk' h", "curl -H 'PRIVATE-TOKEN: ***' h"),
+        ("https://hooks.slack.com/services/T0/B0/abcdef", "https://hooks.slack.com/services/***"),
+    ],
+)
+def test_secrets_in_the_ways_that_commands_and_messages_bring_them(text: str, expected: str) -> None:
+    assert redact(text, {}) == expected
+    assert redact(expected, {}) == expected
+
+
+@pytest.mark.parametrize("kind", ["", "RSA ", "OPENSSH ", "EC ", "ENCRYPTED "])
+@pytest.mark.parametrize("between", ["\n", "\\n"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_private_key_is_masked_whole_or_cut_off(kind: str, between: str, cut: bool) -> None:
+    body = between.join(["MIIEvQIBADANBgkqhkiG9w0B", "AQEFAASCBKcwggSjAgEAAoIBAQ+/=="])
+    text = f"-----BEGIN {kind}PRIVATE KEY-----{between}{body}"
+    whole = text if cut else f"{text}{between}-----END {kind}PRIVATE KEY-----"
+    assert redact(f"see: {whole}", {}) == f"see: {MASK}"
+
+
+@few
 @given(st.text(st.characters(exclude_characters="*")), tokens, logins, st.text("abc", min_size=6, max_size=9))
 def test_what_is_masked_once_is_masked(text: str, token: str, login: str, value: str) -> None:
     environment = {"MY_SECRET": value}
-    once = redact(f"{text} {token} http://{login}:{login}@host {value}", environment)
+    once = redact(f"{text} {token} http://{login}:{login}@host {value} PGPASSWORD={login}", environment)
     assert redact(once, environment) == once
+
+
+def test_a_word_of_a_command_is_masked_by_its_key() -> None:
+    assert redact_override("+wandb.token=abc") == f"+wandb.token={MASK}"
+    assert redact_override("seed=0,1") == "seed=0,1"
+    assert redact_override("aggregation=token") == "aggregation=token"
+    assert (
+        redact_override("hydra.launcher.setup=[export A_TOKEN=abc]") == f"hydra.launcher.setup=[export A_TOKEN={MASK}"
+    )
 
 
 @pytest.mark.parametrize("names", [("A_TOKEN", "B_TOKEN"), ("B_TOKEN", "A_TOKEN")])
@@ -198,6 +304,18 @@ def test_a_configuration_without_secrets_is_left_alone(config: dict[str, Any]) -
 def test_no_key_of_the_projects_own_configuration_is_taken_for_a_secret(path: Path) -> None:
     config = yaml.safe_load(path.read_text())
     assert redact_config(config) == config
+    assert redact(path.read_text(), {}) == path.read_text()
+
+
+def test_nothing_of_a_members_own_configuration_is_taken_for_a_secret(tmp_path: Path) -> None:
+    """As it stands in its spec and at the head of its journal: a study would be refused, or would lie about it."""
+    experiments = ("variant=none", "experiment=replication", "aggregation=token context.max_new_tokens=18")
+    for spec in plan_members([["study=x", *words.split()] for words in experiments], []):
+        spec.write(tmp_path / spec.run)
+        frozen = (tmp_path / spec.run / "spec.json").read_text()
+        assert redact(frozen, {}) == frozen
+        assert redact_config(json.loads(frozen)) == json.loads(frozen)
+        assert redact_config(spec.header()) == spec.header()
 
 
 @few

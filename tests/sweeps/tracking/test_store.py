@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from sweeps.errors import UserError
+from sweeps.run import tail
 from sweeps.run.journal import Journal
 from sweeps.tracking import FitSummary, Member, Shipper, TrackedSweep, Tracker, publish, ship, ui_command
 from sweeps.tracking.common import resolve_uri
@@ -353,6 +354,29 @@ def test_an_outage_is_logged_once_and_caught_up(
     tracker._client = flaky.client
     assert [step for step, _, _ in history(tracker, run_id, "train/loss")] == list(range(1, 11))
     assert tracker.client.get_run(run_id).info.status == "FINISHED"
+
+
+def test_a_pass_reads_what_was_appended_since_the_last(
+    tracker: Tracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep, run_dir, run_id = one_run(tracker, tmp_path)
+    parsed: list[bytes] = []
+    parse = tail.parse_line
+    monkeypatch.setattr(tail, "parse_line", lambda line: parsed.append(line) or parse(line))
+    write_run(run_dir, range(0, 101), checkpoint=100).close()
+    shipper = Shipper(tracker, sweep)
+    assert shipper.run_once() and len(parsed) > 100
+    for step in (101, 102):
+        journal = Journal(run_dir)
+        journal.record("train", step, {"train/loss": 0.5})
+        journal.checkpoint(step)
+        journal.close()
+        parsed.clear()
+        assert shipper.run_once() and len(parsed) == 2
+    assert [point[0] for point in history(tracker, run_id, "train/loss")] == list(range(1, 103))
+    # Another controller: what was sent is passed over.
+    parsed.clear()
+    assert Shipper(tracker, sweep).run_once() and len(parsed) < 10
 
 
 def test_one_run_in_trouble_leaves_the_others_alone(

@@ -1,0 +1,133 @@
+"""A tracking server that asks for a login, started as the documentation says for machines with other users."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.place import STEPS, Place
+
+pytestmark = pytest.mark.slow
+PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """`mlflow server --app-name basic-auth`."""
+
+    port: int
+    password: str
+    folder: Path
+
+    @property
+    def uri(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def login(self) -> dict[str, str]:
+        return {"MLFLOW_TRACKING_USERNAME": "admin", "MLFLOW_TRACKING_PASSWORD": self.password}
+
+    def says(self) -> int:
+        """How it answers somebody without a login; 0 if not at all."""
+        try:
+            with urllib.request.urlopen(
+                f"{self.uri}/api/2.0/mlflow/experiments/search?max_results=1", timeout=5
+            ) as told:
+                return int(told.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("mlflow")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        here = Server(int(probe.getsockname()[1]), secrets.token_urlsafe(24), folder)
+    command = [
+        *(sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth", "--host", "127.0.0.1"),
+        *("--port", str(here.port), "--workers", "1", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"),
+        *("--artifacts-destination", str(folder / "artifacts")),
+    ]
+    own = {"MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32), "MLFLOW_AUTH_ADMIN_PASSWORD": here.password}
+    with (folder / "server.txt").open("w") as said:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, **own},
+            stdout=said,
+            stderr=said,
+            umask=0o077,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not here.says():
+            assert process.poll() is None and time.monotonic() < deadline, (folder / "server.txt").read_text()
+            time.sleep(0.2)
+        yield here
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def launch(place: Place, name: str, uri: str, **login: str) -> subprocess.CompletedProcess[str]:
+    words = place.study(name, "seed=0", f"mlflow.uri={uri}")
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=place.root, env={**place.environment(), **login}, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+
+
+def test_who_has_no_login_is_told_so_in_one_line_and_nothing_is_made(tmp_path: Path, server: Server) -> None:
+    assert server.says() == 401
+    for login in ({}, {**server.login, "MLFLOW_TRACKING_PASSWORD": "a-wrong-one"}):
+        done = launch(Place(tmp_path, light=True), "refused", server.uri, **login)
+        assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+        assert "You are not authenticated" in done.stderr
+        assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["in variables", "in the address"])
+def test_a_study_with_the_login_is_tracked_and_the_login_written_nowhere(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, inline: bool
+) -> None:
+    from mlflow import MlflowClient
+
+    name = f"study{int(inline)}"
+    address = server.uri.replace("//", f"//admin:{server.password}@") if inline else server.uri
+    done = launch(Place(tmp_path, light=True), name, address, **({} if inline else server.login))
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "said.txt").write_text(done.stdout + done.stderr)
+    for variable, value in server.login.items():
+        monkeypatch.setenv(variable, value)
+    client = MlflowClient(server.uri)
+    (experiment,) = [each for each in client.search_experiments() if each.name == name]
+    runs = client.search_runs([experiment.experiment_id])
+    (member,) = [run for run in runs if run.data.tags["kind"] == "member"]
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    losses = client.get_metric_history(member.info.run_id, "train/loss")
+    assert [point.step for point in losses] == list(range(1, STEPS + 1))
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert not [path for path in files if server.password.encode() in path.read_bytes()]
+
+
+def test_the_servers_own_files_are_its_owners(server: Server) -> None:
+    """As the documentation starts it, under `umask 077`, in a folder of its own: passwords lie in basic_auth.db."""
+    for name in ("basic_auth.db", "mlflow.db"):
+        assert (server.folder / name).stat().st_mode & 0o077 == 0
