@@ -1,11 +1,11 @@
-"""A study in a storm: random faults into a real SLURM cluster until every member is done, then the journals compared.
+"""Studies in a storm: random faults into a real SLURM cluster for as long as asked, then the journals compared.
 
-    python benchmarks/storm.py [--seeds 4] [--every-s 15] [--random 0]
+    python benchmarks/storm.py [--minutes 60] [--every-s 8] [--random 0]
 
 The long variant of tests/slurm. Needs root and the developer's environment; starts a cluster of its own (slurm/lab)
-and ends it. Members are small real runs. Faults: kill -9 of a member, a warning as before a time limit, a node powered
-off, a slurmd killed, slurmctld killed, the controller killed; what is broken is mended before the next. Exits with 1
-unless all members are finished, each once, with the journals of an undisturbed local run, bit for bit.
+and ends it. A round is a study of 24 small real runs, six seeds of four modes of generation; as soon as one is through
+the next begins, until the time is over. Whatever a fault breaks is mended before the next one. Exits with 1 unless
+every member of every round is finished, each once, with the journal of an undisturbed local run, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,77 +20,236 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sweeps.executor.attempts import attempts
 from sweeps.launch.ledger import Ledger
-from tests.place import Place
-from tests.slurm.cluster import Lab, Sweep, baseline, by_run
+from sweeps.run.journal import JOURNAL_FILE
+from tests.place import Deterministic, Place
+from tests.slurm.cluster import Lab, Sweep, baseline, by_run, hold_still, small_disk
 
-FAULTS = ("kill a member", "warn a job", "power a node off", "kill a slurmd", "kill slurmctld", "kill the controller")
+MODES = "variant=none,async_mode_pipeline_1,async_mode_ppo_off_policy_4,async_mode_on_policy"
+STUDY = (MODES, "seed=0,1,2,3,4,5")
+# A hang is to be seen within the storm; a run of this size takes a step in a second.
+QUICK_TO_HANG = ("launch.hang_factor=5", "launch.hang_min_s=25")
 # Bad luck may strike one member many times; what is tested here is that nothing is lost.
-PATIENT = "hydra.launcher.retries={killed:50,node:50,lost:50,launch:50}"
+PATIENT = "hydra.launcher.retries={killed:50,node:50,lost:50,launch:50,hang:50,storage:50}"
+DISK_MIB = 400
 
 
-def strike(fault: str, sweep: Sweep, controller: subprocess.Popen[str], luck: random.Random) -> None:
-    """Break something."""
-    node = luck.randint(1, 4)
-    if fault == "kill a member" and (pids := sweep.processes()):
-        os.kill(luck.choice(pids), signal.SIGKILL)
-    elif fault == "warn a job" and (jobs := sweep.lab.jobs()):
-        subprocess.run(["scancel", "--signal=USR2", luck.choice(jobs)], env=sweep.lab.environment, check=False)
-    elif fault == "power a node off":
-        sweep.lab.run("node-off", str(node))
-        time.sleep(luck.choice((0, 20)))
-    elif fault == "kill a slurmd":
-        sweep.lab.run("kill", f"slurmd:n{node}")
-        time.sleep(luck.choice((0, 20)))
-    elif fault == "kill slurmctld":
-        sweep.lab.run("kill", "slurmctld")
-    elif fault == "kill the controller":
-        controller.kill()
-        controller.wait()
-    sweep.lab.up()
+class Anywhere(Place):
+    """Without a choice of its own on the axis that the study varies."""
+
+    def overrides(self, output: str, *more: str) -> list[str]:
+        """As any place's."""
+        return [word for word in super().overrides(output, *more) if not word.startswith("async_mode.")]
+
+
+@dataclass
+class Storm:
+    """A study under way, and the ways to hurt it."""
+
+    sweep: Sweep
+    luck: random.Random
+    controller: subprocess.Popen[str] | None = None
+    done: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def bad_nodes(self) -> Path:
+        """On the nodes that this file names, no job gets as far as its member."""
+        return self.sweep.place.root / "bad_nodes"
+
+    def faults(self) -> dict[str, Callable[[], None]]:
+        """What may be broken; each puts back what does not mend itself."""
+        return {
+            "kill a member": lambda: self._of_a_member(lambda pid: os.kill(pid, signal.SIGKILL)),
+            "hang a member": lambda: self._of_a_member(hold_still),
+            "suspend a member": lambda: self._of_a_member(self._suspend),
+            "warn a job": self._warn,
+            "cancel a job": lambda: self._scancel("--state=RUNNING"),
+            "power a node off": self._power_off,
+            "kill a slurmd": self._kill_slurmd,
+            "kill slurmctld": lambda: self._lab("kill", "slurmctld"),
+            "kill the controller": self._kill_controller,
+            "a node that launches nothing": self._bad_node,
+            "flip a bit in the newest checkpoint": self._flip_a_bit,
+            "break a line of a journal": self._break_a_line,
+            "a launch that is refused": self._refused,
+            "a full disk": self._fill_the_disk,
+        }
+
+    def strike(self) -> str:
+        """One of them."""
+        name = self.luck.choice(list(self.faults()))
+        self.done[name] += 1
+        self.faults()[name]()
+        self.sweep.lab.up()
+        return name
+
+    def _lab(self, *words: str) -> None:
+        self.sweep.lab.run(*words)
+
+    def _of_a_member(self, hurt: Callable[[int], object]) -> None:
+        if pids := self.sweep.processes():
+            with suppress(ProcessLookupError):
+                hurt(self.luck.choice(pids))
+
+    def _suspend(self, pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(self.luck.choice((2, 15)))
+        os.kill(pid, signal.SIGCONT)
+
+    def _scancel(self, *words: str) -> None:
+        if jobs := self.sweep.lab.jobs():
+            environment = self.sweep.lab.environment
+            subprocess.run(["scancel", *words, self.luck.choice(jobs)], env=environment, check=False)
+
+    def _warn(self) -> None:
+        self._scancel("--signal=USR2")
+
+    def _power_off(self) -> None:
+        self._lab("node-off", str(self.luck.randint(1, 4)))
+        time.sleep(self.luck.choice((0, 20)))
+
+    def _kill_slurmd(self) -> None:
+        self._lab("kill", f"slurmd:n{self.luck.randint(1, 4)}")
+        time.sleep(self.luck.choice((0, 20)))
+
+    def _kill_controller(self) -> None:
+        assert self.controller is not None
+        self.controller.kill()
+        self.controller.wait()
+
+    def _bad_node(self) -> None:
+        self.bad_nodes.write_text(f"n{self.luck.randint(1, 4)}\n")
+        time.sleep(15)
+        self.bad_nodes.write_text("")
+
+    def _unfinished(self, pattern: str) -> list[Path]:
+        """Files of members that have some way to go."""
+        open_runs = [state for state in self.sweep.states() if state.state != "finished"]
+        found = [max(self.sweep.run_dir(state).glob(pattern), default=None) for state in open_runs]
+        return [path for path in found if path is not None]
+
+    def _flip_a_bit(self) -> None:
+        if paths := self._unfinished("checkpoints/step-*.ckpt"):
+            path = self.luck.choice(paths)
+            with suppress(FileNotFoundError), path.open("r+b") as handle:
+                place = self.luck.randrange(path.stat().st_size)
+                handle.seek(place)
+                (byte,) = handle.read(1)
+                handle.seek(place)
+                handle.write(bytes([byte ^ 1 << self.luck.randrange(8)]))
+        self._of_a_member(lambda pid: os.kill(pid, signal.SIGKILL))
+
+    def _break_a_line(self) -> None:
+        """In the middle, of a journal that nobody writes at the moment: the member's process is gone."""
+        self._of_a_member(lambda pid: os.kill(pid, signal.SIGKILL))
+        if paths := self._unfinished(JOURNAL_FILE):
+            path = self.luck.choice(paths)
+            lines = path.read_bytes().split(b"\n")
+            if len(lines) > 4:
+                # The same length: whoever is writing after all appends where it did.
+                number = self.luck.randrange(1, len(lines) - 2)
+                begin = sum(len(line) + 1 for line in lines[:number])
+                with path.open("r+b") as handle:
+                    handle.seek(begin)
+                    handle.write(b"#" * min(20, len(lines[number])))
+
+    def _refused(self) -> None:
+        """The same study on this machine, and on a partition that is not there: nothing of it may change."""
+        place = self.sweep.place
+        local = [sys.executable, *place.study(self.sweep.name, *self.sweep.overrides)]
+        for command in (local, self.sweep.command("hydra.launcher.partition=nope")):
+            environment = {**self.sweep.environment(0.0), "SBATCH_JOB_NAME": "another"}
+            done = subprocess.run(command, cwd=place.root, env=environment, capture_output=True, text=True, timeout=300)
+            assert done.returncode != 0, done.stdout
+
+    def _fill_the_disk(self) -> None:
+        ballast = self.sweep.directory.parent / "ballast"
+        with suppress(OSError), ballast.open("wb") as handle:
+            while True:
+                handle.write(bytes(1 << 16))
+                handle.flush()
+        time.sleep(self.luck.choice((1, 10)))
+        ballast.unlink(missing_ok=True)
+
+
+def one_round(lab: Lab, place: Place, name: str, luck: random.Random, every_s: float) -> Storm:
+    """A study until all of it is done, whatever happens."""
+    storm = Storm(Sweep(place, lab, (*STUDY, *QUICK_TO_HANG), name=f"disk/{name}"), luck)
+    storm.bad_nodes.write_text("")
+    setup = f"grep -q $SLURMD_NODENAME {storm.bad_nodes} && exit 1"
+    more = (PATIENT, f"hydra.launcher.setup=['{setup}']")
+    while True:
+        # What a job cancelled or a full disk has ended is taken up by the same command.
+        extra = {"SBATCH_JOB_NAME": "another"} if luck.random() < 0.5 else {}
+        with storm.sweep.launched(*more, verifier_s=0.1, extra=extra) as controller:
+            storm.controller = controller
+            while controller.poll() is None:
+                time.sleep(luck.uniform(0.5, 1.5) * every_s)
+                states = Counter(state.state for state in storm.sweep.states())
+                if controller.poll() is None:
+                    print(f"{name}: {storm.strike()}; {dict(states)}", flush=True)
+        states = Counter(state.state for state in storm.sweep.states())
+        if states["finished"] == states.total() == 24:
+            return storm
+        if controller.returncode not in (0, 1, -signal.SIGKILL):
+            raise SystemExit(f"the controller ended with {controller.returncode}: {storm.sweep.said()[-3000:]}")
+
+
+def check(storm: Storm, truth: dict[str, Deterministic]) -> bool:
+    """Each finished once, its journal as without faults."""
+    ends = Counter(entry["run"] for entry in Ledger(storm.sweep.directory).entries() if entry["event"] == "finished")
+    found = by_run(storm.sweep.directory)
+    wrong = [run for run in truth if found.get(run) != truth[run] or ends[run] != 1]
+    tries = Counter(
+        attempt.kind or attempt.outcome or "no last word"
+        for state in storm.sweep.states()
+        for attempt in attempts(storm.sweep.run_dir(state))
+    )
+    print(
+        f"{storm.sweep.name}: {len(ends)} members in {tries.total()} attempts {dict(tries)}; wrong: {wrong}", flush=True
+    )
+    return not wrong and found.keys() == truth.keys()
 
 
 def main() -> int:
     """One storm."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=4, help="of two recipes")
-    parser.add_argument("--every-s", type=float, default=15.0)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--every-s", type=float, default=8.0, help="between faults, on average")
     parser.add_argument("--random", type=int, default=0, help="the storm's own seed")
     options = parser.parse_args()
     luck = random.Random(options.random)
-    study = ("variant=none,loss_dapo", f"seed={','.join(map(str, range(options.seeds)))}")
     root = Path(tempfile.mkdtemp(prefix="scalerl-storm-"))
     lab = Lab(root / "lab", port=28800)
-    done: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    rounds, right = 0, True
     try:
         lab.up()
         (root / "place").mkdir()
-        sweep = Sweep(Place(root / "place"), lab, study)
-        truth = baseline(sweep.place, *study)
-        code: int | None = None
-        while code is None:
-            with sweep.launched(PATIENT, verifier_s=0.15) as controller:
-                while (code := controller.poll()) is None:
-                    time.sleep(options.every_s)
-                    fault = luck.choice(FAULTS)
-                    done[fault] += 1
-                    finished = sum(state.state == "finished" for state in sweep.states())
-                    print(f"{fault}; {finished} members are done", flush=True)
-                    strike(fault, sweep, controller, luck)
-            code = None if code == -signal.SIGKILL else code
-        states = sweep.states()
-        ends = Counter(entry["run"] for entry in Ledger(sweep.directory).entries() if entry["event"] == "finished")
-        tries = sum(len(attempts(sweep.run_dir(state))) for state in states)
-        same = by_run(sweep.directory) == truth
-        once = len(ends) == len(states) and set(ends.values()) == {1}
-        print(f"{sum(done.values())} faults {dict(done)}; exit code {code}; {len(states)} members in {tries} attempts")
-        print(f"each finished once: {once}; journals as without faults: {same}")
-        return int(not (code == 0 and same and once))
+        place = Anywhere(root / "place")
+        truth = baseline(place, *STUDY)
+        began = time.monotonic()
+        with small_disk(root / "place/disk", DISK_MIB):
+            while time.monotonic() - began < 60 * options.minutes:
+                rounds += 1
+                storm = one_round(lab, place, f"round{rounds}", luck, options.every_s)
+                faults += storm.done
+                right &= check(storm, truth)
+                shutil.rmtree(storm.sweep.directory)
+        minutes = (time.monotonic() - began) / 60
+        print(
+            f"{minutes:.0f} minutes, {rounds} rounds of {len(truth)} members, {faults.total()} faults: {dict(faults)}"
+        )
+        print(f"each member finished once, journals as without faults: {right}")
+        return int(not right)
     finally:
         lab.run("down", "--wipe")
         shutil.rmtree(root, ignore_errors=True)

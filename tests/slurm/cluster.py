@@ -96,6 +96,7 @@ class Sweep:
             *(sys.executable, *self.place.study(self.name, *self.overrides, cluster="slurm")),
             *("cluster=slurm", "hydra.launcher.gpus_per_node=2", "hydra.launcher.mem_gb=2"),
             *("hydra.launcher.poll_s=1", "hydra.launcher.lost_after_s=10"),
+            "hydra.launcher.require_gpu=false",  # the lab's are only counted
             *more,
         ]
 
@@ -236,3 +237,35 @@ def by_run(study: Path) -> dict[str, Deterministic]:
 def specs(study: Path) -> Sequence[RunSpec]:
     """Frozen specifications of a study."""
     return [RunSpec.read(path) for path in sorted((study / "runs").iterdir())]
+
+
+@contextmanager
+def small_disk(path: Path, megabytes: int) -> Iterator[None]:
+    """A file system of its own, of so many MiB."""
+    path.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(path)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+# The process's first thread alone: the others go on, as in a collective whose peer is gone.
+_HOLD = """
+import ctypes, os, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+pid, seize, interrupt, all_threads = int(sys.argv[1]), 0x4206, 0x4207, 0x40000000
+if libc.ptrace(seize, pid, None, None) or libc.ptrace(interrupt, pid, None, None):
+    sys.exit(f"ptrace: {os.strerror(ctypes.get_errno())}")
+while True:
+    ended, status = os.waitpid(pid, os.WNOHANG | all_threads)
+    if ended and (os.WIFEXITED(status) or os.WIFSIGNALED(status)):
+        break
+    time.sleep(0.05)
+"""
+
+
+def hold_still(pid: int) -> subprocess.Popen[bytes]:
+    """A process hangs from now on; the one that holds it ends with it, or lets it go when it is ended itself."""
+    return subprocess.Popen([sys.executable, "-c", _HOLD, str(pid)])

@@ -185,6 +185,20 @@ def test_the_first_copy_dies_and_the_second_goes_on(light: OneMember) -> None:
     assert [attempt.outcome for attempt in light.attempts()] == [None, "finished"]
 
 
+def test_one_that_hangs_ends_itself_and_goes_on_elsewhere(light: OneMember) -> None:
+    quick = ("launch.hang_factor=2", "launch.hang_min_s=8")
+    with light.launched(*quick, extra={"VERIFIER_GATE": str(light.gate)}) as process:
+        light.reaches(2)
+        eventually(lambda: any(attempt.kind == "hang" for attempt in light.attempts()), "the end of one that hangs")
+        light.gate.touch()
+        assert process.wait(timeout=200) == 0, light.said()
+    light.check()
+    first, *_, last = light.attempts()
+    assert first.kind == "hang" and last.outcome == "finished" and last.node != first.node
+    assert first.reason is not None and "no sign of life for" in first.reason
+    assert "odd_digits" in (light.run_dir() / "log.txt").read_text(), "where it hung"
+
+
 def test_slurmctld_dies_after_the_submission(light: OneMember) -> None:
     """The worst moment: jobs may be forgotten, and their ids given out again. Asked for again, they run."""
     with light.launched(verifier_s=0.1) as process:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 
 from sweeps.launch.ledger import Ledger
 from tests.place import STEPS, Place
-from tests.slurm.cluster import Lab, Sweep, baseline, by_run, eventually
+from tests.slurm.cluster import Lab, Sweep, baseline, by_run, eventually, small_disk
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -125,16 +124,6 @@ def test_members_that_raise_or_run_out_of_memory_say_so_and_touch_no_other(place
     assert not [path for path in written if b"correct horse" in path.read_bytes()]
     assert "no such verifier at https://***@example.org" in sweep.said()
     assert sweep.status()["counts"] == {"failed": 3, "finished": 1}
-
-
-@contextmanager
-def small_disk(path: Path, megabytes: int) -> Iterator[None]:
-    path.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(path)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def test_a_full_disk_is_the_reason_given_and_the_run_goes_on_once_there_is_room(place: Place, whole: Lab) -> None:

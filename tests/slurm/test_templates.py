@@ -47,7 +47,7 @@ class FromTemplate(Sweep):
             *(sys.executable, "-m", "lightning_scalerl.train", "--config-dir", str(ROOT / "slurm"), "--multirun"),
             *self.place.overrides(self.name, *self.overrides),
             *(f"cluster={self.template}", "hydra.launcher.cpus_per_task=1", "hydra.launcher.mem_gb=3"),
-            *("hydra.launcher.poll_s=1", "hydra.launcher.lost_after_s=10"),
+            *("hydra.launcher.poll_s=1", "hydra.launcher.lost_after_s=10", "hydra.launcher.require_gpu=false"),
             *more,
         ]
 
@@ -273,7 +273,7 @@ def test_single_runs_are_requeued(
     eventually(lambda: not whole.jobs(), "an empty queue")
     for job, (run_dir, steps) in jobs.items():
         said = (place.root / f"scalerl-{job}.log").read_text()[-3000:]
-        assert is_done(run_dir, steps), said
+        assert is_done(run_dir, steps, run_dir.name), said
         assert trained(run_dir) == list(range(1, steps + 1)), "it saved before it left: no step twice"
         assert len(re.findall(r"(?m)^(?:scalerl train: )?saved .*SIGUSR2", said)) == (2 if run_dir == double else 1), (
             said

@@ -1,0 +1,397 @@
+"""A study of ten thousand members: CPU seconds and memory of what the controller does about them, phase by phase.
+
+    python benchmarks/scale.py [--members 1000 10000] [--recipes 9] [--values 4] [--ranking]
+
+Nothing trains: jobs of a scheduler that is not there end at once and leave simulated journals, the files that a batch
+script leaves in its submission's folder among them; one in twenty fails at first. The members are the nine recipes of
+the leave-one-out, times values of the learning rate, times seeds enough; `--recipes` takes as many different recipes as
+there are members, say. A phase is linear if its ratio is that of the members. Every phase runs in a child process of
+its own, so that its peak memory is its own (`ru_maxrss` never falls again) and its seconds begin when its imports are
+done. Seconds are of the CPU (user and system, child processes of the phase included), whatever else the machine does.
+
+The last rows are a controller that follows 256 running members with journals of 10,000 steps (15 MB each), as it does
+for MLflow: its first look at all of them, that of a controller which goes on where another was, and a later look for
+which each member has written one more line. Every eighth journal is a file of its own, the others are further names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pickle
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from sweeps.executor.attempts import AttemptLog
+from sweeps.executor.failure import retries
+from sweeps.executor.scheduler import JobInfo
+from sweeps.executor.settings import JobSettings
+from sweeps.launch.ledger import MemberState
+from sweeps.launch.settings import LaunchSettings, run_study
+from sweeps.launch.status import counts, overview
+from sweeps.launch.study import Study
+from sweeps.run.spec import RunSpec
+
+EVALUATIONS = 33
+# A base model that is made in a moment: making it is no part of planning.
+QUICK = ["model.batches=1", "model.width=32", "model.layers=1"]
+SPECS = "specs.pickle"
+PREPARED = "prepared"
+FIRST_FAILS = 20  # one member in so many
+RUNNING, STEPS, REAL = 256, 10_000, 8  # members that run, their steps so far, and how many share a file
+
+Phase = Callable[[argparse.Namespace], str]
+
+
+def peak_mb(who: int = resource.RUSAGE_SELF) -> float:
+    """The most memory held so far: of this process, or of the largest child."""
+    return resource.getrusage(who).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+
+
+def cpu_s() -> float:
+    """Seconds of the CPU so far, of this process and of its children that have ended."""
+    mine, theirs = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return mine.ru_utime + mine.ru_stime + theirs.ru_utime + theirs.ru_stime
+
+
+def grid(members: int, recipes: int, values: int) -> list[list[str]]:
+    """Override lists: the leave-one-out at several learning rates, or as many learning rates as there are recipes."""
+    variants = [
+        *("none", "loss_dapo", "precision_bf16_head", "length_control_penalty", "normalization_prompt"),
+        *("resampling_uniform", "filter_none", "async_mode_ppo_off_policy", "aggregation_sample"),
+    ]
+    if recipes == len(variants):
+        rates = [f"optimizer.lr={1e-4 * (1 + number):.6g}" for number in range(values)]
+        choices = [[f"variant={variant}", rate] for rate in rates for variant in variants]
+    else:
+        choices = [["variant=none", f"optimizer.lr={1e-4 * (1 + number / 100):.6g}"] for number in range(recipes)]
+    rows = [[*choice, f"seed={seed}"] for seed in range(-(-members // len(choices))) for choice in choices]
+    return [["experiment=leave_one_out", *row, *QUICK] for row in rows[:members]]
+
+
+def write_journals(folder: Path, specs: Sequence[RunSpec]) -> None:
+    """What the members will have written: 33 evaluations and 32 train records each."""
+    from sweeps.run import journal
+
+    journal.os.fsync = lambda _: None  # type: ignore[attr-defined]  # nothing here must outlive a power cut
+    rng = np.random.default_rng(2510)
+    labels = sorted({spec.recipe for spec in specs})
+    curves = {label: (0.5 + 0.35 * rng.random(), 1.3 + rng.random(), 2 + 2 * rng.random()) for label in labels}
+    for spec in specs:
+        a, b, c_mid = curves[spec.recipe]
+        own = a + 0.01 * rng.standard_normal()
+        ticks = map(float, count())
+        written = journal.Journal(folder / PREPARED / spec.run, clock=ticks.__next__)
+        written.header(**spec.header(), device="cpu")
+        for point, hours in enumerate(np.linspace(0.0, 16.0, EVALUATIONS).tolist()):
+            compute = {"compute/virtual_device_hours": hours, "compute/flops": hours * 1e15}
+            if hours:
+                written.record("train", 10 * point, {f"train/{k}": rng.random() for k in range(12)} | compute)
+            rate = rng.binomial(2000, 0.15 + (own - 0.15) * (1 / (1 + (c_mid / hours) ** b) if hours else 0.0)) / 2000
+            error = float(np.sqrt(rate * (1 - rate) / 2000))
+            written.record(
+                "eval", 10 * point, {"eval/heldout/pass_rate": rate, "eval/heldout/pass_rate_se": error} | compute
+            )
+        written.checkpoint(spec.steps)
+        written.end(spec.steps, "finished")
+        written.close()
+
+
+@dataclass
+class Instant:
+    """A scheduler whose jobs end at once, each with its prepared journal, or at first without."""
+
+    folder: Path
+    jobs: dict[str, JobInfo] = field(default_factory=dict)
+    submissions: int = 0
+    failed: set[str] = field(default_factory=set)
+
+    def submit(self, script: Path) -> str:
+        """Run everything: what that takes is the jobs', not the controller's."""
+        begin = cpu_s()
+        job = self._run(script)
+        _of_jobs.append(cpu_s() - begin)
+        return job
+
+    def _run(self, script: Path) -> str:
+        manifest = json.loads((script.parent / "submission.json").read_text())
+        self.submissions += 1
+        several = len(manifest["members"]) > 1
+        for task, run in enumerate(manifest["members"]):
+            target = self.folder / "study" / "runs" / run
+            job = f"{self.submissions}_{task}" if several else str(self.submissions)
+            (script.parent / f"started-{job}-0").touch()
+            (script.parent / f"{job}_0_log.out").write_text("srun: a line\n" * 20)
+            failed = run not in self.failed and task % FIRST_FAILS == 0
+            if failed:
+                self.failed.add(run)
+            else:
+                (self.folder / PREPARED / run / "metrics.jsonl").rename(target / "metrics.jsonl")
+                log = AttemptLog(target, manifest["submission"], job, 0, "n1")
+                log.begin(-1)
+                log.end("finished")
+            state = "FAILED" if failed else "COMPLETED"
+            self.jobs[job] = JobInfo(job, state, "n1", "", f"study-{manifest['submission']}")
+        return str(self.submissions)
+
+    def queue(self) -> dict[str, JobInfo]:
+        """All of them."""
+        return dict(self.jobs)
+
+    def accounted(self, jobs: Sequence[str]) -> dict[str, JobInfo]:
+        """All that are asked for."""
+        return {job: self.jobs[job] for job in jobs if job in self.jobs}
+
+    def exit_codes(self, jobs: Sequence[str]) -> dict[str, str]:
+        """Of those that failed."""
+        return dict.fromkeys(jobs, "1:0")
+
+    def array_limit(self) -> int:
+        """SLURM's own default."""
+        return 1001
+
+    def cancel(self, jobs: Sequence[str], waiting_only: bool = False) -> None:
+        """Nothing runs."""
+
+
+# Phases. Each imports what it needs before `started()`, so that seconds are those of the work.
+
+
+def started() -> None:
+    """Imports are done: the clock starts."""
+    _marks.append((cpu_s(), peak_mb(), peak_mb(resource.RUSAGE_CHILDREN)))
+
+
+_marks: list[tuple[float, float, float]] = []
+_of_jobs: list[float] = []
+
+
+def planning(options: argparse.Namespace) -> str:
+    """Compose, check and identify."""
+    import lightning_scalerl.member.identify as planner
+
+    lists = grid(options.members, options.recipes, options.values)
+    planner.plan_members(lists[:1])  # makes the base model
+    started()
+    specs = planner.plan_members(lists)
+    if not (options.folder / SPECS).exists():
+        (options.folder / SPECS).write_bytes(pickle.dumps(specs))
+    return f"{len(specs)} members of {len({spec.curve for spec in specs})} recipes"
+
+
+def running(options: argparse.Namespace) -> str:
+    """Freeze, write the ledger, submit in arrays, see every job end, judge it."""
+    specs = pickle.loads((options.folder / SPECS).read_bytes())
+    started()
+    study = Study(options.folder / "study", specs)
+    settings = JobSettings({"timeout_min": 60}, poll_s=0.01)
+    axis = "compute/virtual_device_hours"
+    plan = LaunchSettings("slurm", "nothing:nothing", (), 1, 1, None, axis, settings, retries())
+    states = run_study(study, plan, scheduler=Instant(options.folder), accepted=lambda: plan.write(study.directory))
+    return _finished(states)
+
+
+def _finished(states: Mapping[str, MemberState]) -> str:
+    return f"{sum(state.state == 'finished' for state in states.values())} of {len(states)} finished"
+
+
+def status(options: argparse.Namespace) -> str:
+    """`scalerl status`."""
+    started()
+    views = overview(options.folder / "study", Instant(options.folder))
+    return counts(views)
+
+
+def collecting(options: argparse.Namespace) -> str:
+    """`scalerl collect` of what is done: the same study taken over by another process."""
+    started()
+    study = Study.read(options.folder / "study")
+    plan = LaunchSettings.read(study.directory)
+    return _finished(run_study(study, plan, detach=True, again=False, scheduler=Instant(options.folder)))
+
+
+def long_journal(path: Path) -> None:
+    """A journal of 10,000 steps, 1.5 KB each, with a checkpoint every hundred and an evaluation every fifty."""
+    metrics = {f"train/some_metric_{number}": number / 7 for number in range(40)}
+    with path.open("w") as handle:
+
+        def write(**entry: object) -> None:
+            handle.write(json.dumps(entry, separators=(",", ":")) + "\n")
+
+        write(kind="run", time=0.0, run=path.parent.name, recipe="r", seed=0)
+        for step in range(1, STEPS + 1):
+            write(kind="train", time=float(step), step=step, metrics=metrics)
+            if step % 50 == 0:
+                write(kind="eval", time=float(step), step=step, metrics={"eval/heldout/pass_rate": 0.5})
+            if step % 100 == 0:
+                write(kind="checkpoint", time=float(step), step=step)
+
+
+def _running(options: argparse.Namespace) -> list[Path]:
+    """Directories of members that run, the same for all phases."""
+    folders = [options.folder / "long" / str(number) for number in range(RUNNING)]
+    for number, folder in enumerate(folders):
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            first = folders[number - number % REAL] / "metrics.jsonl"
+            if number % REAL:
+                os.link(first, folder / "metrics.jsonl")
+            else:
+                long_journal(first)
+    return folders
+
+
+def following(options: argparse.Namespace) -> str:
+    """What the thread that feeds MLflow reads, at its first look; what is sent is not kept."""
+    from sweeps.run.tail import JournalTail
+
+    folders = _running(options)
+    started()
+    tails = [JournalTail(folder) for folder in folders]
+    records = 0
+    for tail in tails:
+        records += len(tail.update().durable())
+        tail.forget({"train": STEPS, "eval": STEPS})
+    return f"first look at {len(folders)} journals of {STEPS} steps: {records} records"
+
+
+def following_anew(options: argparse.Namespace) -> str:
+    """The first look of another controller, when all but the last hundred steps were sent by the one before."""
+    from sweeps.run.tail import JournalTail
+
+    folders = _running(options)
+    started()
+    records = 0
+    for folder in folders:
+        tail = JournalTail(folder)
+        tail.forget({"train": STEPS - 100, "eval": STEPS - 100})
+        records += len(tail.update().durable())
+    return f"another controller's first look at the same: {records} records"
+
+
+def following_on(options: argparse.Namespace) -> str:
+    """The next look, a line later."""
+    from sweeps.run.tail import JournalTail
+
+    folders = _running(options)
+    tails = [JournalTail(folder) for folder in folders]
+    for tail in tails:
+        tail.update()
+        tail.forget({"train": STEPS, "eval": STEPS})
+    for folder in folders[::REAL]:
+        with (folder / "metrics.jsonl").open("a") as handle:
+            handle.write(f'{{"kind":"train","time":1.0,"step":{STEPS + 1},"metrics":{{"train/loss":1.0}}}}\n')
+    started()
+    fresh = 0
+    for tail in tails:
+        fresh += len(tail.update().records)
+    return f"a later look at the same: {fresh} new records"
+
+
+def ranking(options: argparse.Namespace) -> str:
+    """`scalerl rank`: reading, fitting, ranking."""
+    from sweeps.decide.rank import rank
+    from sweeps.fit.fit import fit_curves
+    from sweeps.source.load import load
+
+    started()
+    fits = fit_curves(load([str(options.folder / "study")]).curves, workers=options.workers, regions=False)
+    found = rank(fits, workers=options.workers, brief=True)
+    return f"{len(found.ranking)} recipes, {sum(fit.identifiable for fit in fits)} identifiable"
+
+
+PHASES: dict[str, Phase] = {
+    "planning": planning,
+    "running": running,
+    "status": status,
+    "collecting": collecting,
+    "ranking": ranking,
+    "following": following,
+    "following_anew": following_anew,
+    "following_on": following_on,
+}
+OF_A_STUDY = ("planning", "running", "status", "collecting")
+
+
+def run_phase(options: argparse.Namespace) -> None:
+    """In a child: one phase, and what it took, as JSON on the last line."""
+    began = cpu_s()
+    with contextlib.redirect_stdout(sys.stderr):
+        what = PHASES[options.phase](options)
+    ready, imports_mb, children_mb = _marks[-1]
+    workers_mb = peak_mb(resource.RUSAGE_CHILDREN)
+    found = {
+        "imports_s": ready - began,
+        "imports_mb": imports_mb,
+        "s": cpu_s() - ready - sum(_of_jobs),
+        "peak_mb": peak_mb(),
+        "workers_mb": workers_mb if workers_mb > children_mb else 0.0,  # imports run programs too
+        "what": what,
+    }
+    print(json.dumps(found))
+
+
+def measured(options: argparse.Namespace, name: str, folder: str, members: int) -> dict[str, float]:
+    """One phase in a process of its own; its row is printed."""
+    command = [sys.executable, __file__, "--phase", name, "--folder", folder, "--members", str(members)]
+    command += ["--recipes", str(options.recipes), "--values", str(options.values), "--workers", str(options.workers)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{name} failed:\n{done.stderr}")
+    row: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    before = _rows.get(name)
+    ratio = f"{row['s'] / before:7.1f}" if before else f"{'':7}"
+    _rows[name] = row["s"]
+    print(
+        f"{name:15}{members:8}{row['s']:8.2f}{ratio}{row['peak_mb']:9.0f}{row['imports_s']:11.2f}"
+        f"{row['imports_mb']:6.0f}{row['workers_mb']:11.0f}  {row['what']}",
+        flush=True,
+    )
+    return row
+
+
+_rows: dict[str, float] = {}
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--members", type=int, nargs="+", default=[1000, 10_000])
+    parser.add_argument("--recipes", type=int, default=9)
+    parser.add_argument("--values", type=int, default=4, help="of a setting, with the nine recipes")
+    parser.add_argument("--ranking", action="store_true", help="also read, fit and rank")
+    parser.add_argument("--workers", type=int, default=2, help="processes that share fits and comparisons")
+    parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.phase:
+        options.members = options.members[0]
+        run_phase(options)
+        return
+    print(
+        f"{'phase':15}{'members':>8}{'CPU s':>8}{'ratio':>7}{'peak MB':>9}{'imports s':>11}{'MB':>6}{'worker MB':>11}"
+    )
+    for members in options.members:
+        with tempfile.TemporaryDirectory() as folder:
+            for name in (*OF_A_STUDY, *(["ranking"] if options.ranking else [])):
+                measured(options, name, folder, members)
+                if name == "planning":
+                    write_journals(Path(folder), pickle.loads((Path(folder) / SPECS).read_bytes()))
+    _rows.clear()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("following", "following_anew", "following_on"):
+            measured(options, name, folder, RUNNING)
+
+
+if __name__ == "__main__":
+    main()
