@@ -21,7 +21,7 @@ from sweeps.fit.fit import Fit
 from sweeps.fit.history import Snapshot, departure
 from sweeps.fit.sensitivity import MAIN, Row, signed, summary
 from sweeps.report.drawing import colours, inline_svg
-from sweeps.run.health import idle_variants, mechanism_counters, truncation_alarms
+from sweeps.run.health import code_changes, idle_variants, mechanism_counters, truncation_alarms
 from sweeps.run.journal import JournalView
 from sweeps.run.rollouts import Shown
 
@@ -74,6 +74,7 @@ def render(
     notes = [
         *idle_variants(runs),
         *truncation_alarms(runs),
+        *code_changes(runs),
         *warnings,
         *(f"{fit.recipe}: {note}" for fit in fits for note in fit.warnings),
         *(f"{recipe}: {note}" for recipe, note in departed.items() if note),

@@ -225,6 +225,29 @@ def test_journals_bring_counters_and_provenance(tmp_path: Path) -> None:
     assert "abc&lt;123&gt;" in text and "2.13" in text and "Did the choices act?" in text
 
 
+def test_runs_that_went_on_with_other_code_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the page, and under a ranking."""
+    code = {"commit": None, "diff": None, "files": "aa", "folders": {}, "versions": {"torch": "2.13.0"}}
+    for seed in (0, 1):
+        data = curve("scalerl", seeds=1, rng=seed)
+        journal = Journal(tmp_path / "runs" / str(seed))
+        journal.header(run=str(seed), curve="c", recipe="scalerl", seed=seed, code=code)
+        for step, (c, r) in enumerate(zip(data.compute, data.reward, strict=True)):
+            journal.record("eval", step, {"eval/heldout/pass_rate": r, "compute/flops": c})
+            if step == 2:
+                later = {**code, "versions": {"torch": "2.14.0"}} if seed else code
+                journal.resume(2, code=later)
+        journal.close()
+    study = load([tmp_path / "runs"])
+    text, _ = report(tmp_path / "out", *study.curves, runs=study.runs)
+    assert "scalerl seed 1: from step 2 on with other code: torch 2.13.0 -&gt; 2.14.0" in text
+    assert "seed 0: from step" not in text
+    assert cli.main(["rank", str(tmp_path / "runs"), "--json"]) == 0
+    said = capsys.readouterr().err
+    assert "warning: scalerl seed 1: from step 2 on with other code: torch 2.13.0 -> 2.14.0" in said
+    assert "seed 0: from step" not in said
+
+
 def test_what_models_wrote_is_shown_and_escaped(tmp_path: Path) -> None:
     def group(step: int, *rewards: float | None) -> dict[str, object]:
         written = [
