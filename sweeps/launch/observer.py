@@ -126,7 +126,9 @@ class Progress:
         self._line(" | ".join([summary, *members, *more]))
 
     def close(self, failed: int, left: int) -> None:
-        """The terminal is somebody else's again."""
+        """How it has ended; the terminal is somebody else's again."""
+        others = [f", {count} {what}" for count, what in ((left, "under way"), (failed, "not done")) if count]
+        self._line(f"{self._total - failed - left}/{self._total} done{''.join(others)}")
         if self._live is not None:
             self._live.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from sweeps.launch.ledger import Ledger
+from tests.paths import ROOT
 from tests.place import STEPS, Place
 from tests.slurm.cluster import Lab, Sweep, baseline, by_run, eventually, small_disk
 
@@ -144,6 +146,18 @@ def test_a_full_disk_is_the_reason_given_and_the_run_goes_on_once_there_is_room(
         assert (state.state, state.kind) == ("failed", "disk_full"), (state, sweep.said())
         assert sweep.launch() == 0, sweep.said()
         assert by_run(sweep.directory) == baseline(place, *study)
+
+
+def test_the_documented_check_ends_as_documented(tmp_path: Path, whole: Lab) -> None:
+    page = (ROOT / "docs/cluster.md").read_text()
+    (command,) = re.findall(r"(?m)^scalerl (train --multirun study=check .*)$", page)
+    (end,) = re.findall(r"It should end with `([^`]+)`", page)
+    words = command.replace("partition=YOURS", "partition=main").split()
+    environment = {**whole.environment, "OMP_NUM_THREADS": "1", "SCALERL_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "sweeps.cli.main", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip().splitlines()[-1].endswith(end)
 
 
 def test_names_that_look_like_commands_do_nothing(place: Place, whole: Lab) -> None:
