@@ -83,6 +83,7 @@ class Progress:
         self._first: dict[str, int] = {}  # steps that a member had behind it when this process first saw it
         self._latest: dict[str, dict[str, float]] = {}  # of members that this process has seen run
         self._turn = 0
+        self._told = False  # whether there was anything
 
     def open(self) -> None:
         """Nothing to prepare."""
@@ -102,6 +103,7 @@ class Progress:
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
         """Say so."""
+        self._told = True
         latest = last_metrics(run_dir)
         if spec.run in self._latest:
             self._latest[spec.run] = latest = {**self._latest[spec.run], **latest}
@@ -110,6 +112,7 @@ class Progress:
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
         """A look, if it is time."""
+        self._told = True
         if time.monotonic() - self._last < self._every_s:
             return
         self._last = time.monotonic()
@@ -127,8 +130,9 @@ class Progress:
 
     def close(self, failed: int, left: int) -> None:
         """How it has ended; the terminal is somebody else's again."""
-        others = [f", {count} {what}" for count, what in ((left, "under way"), (failed, "not done")) if count]
-        self._line(f"{self._total - failed - left}/{self._total} done{''.join(others)}")
+        if self._told:  # a launch that was refused has not ended, for it never began
+            others = [f", {count} {what}" for count, what in ((left, "under way"), (failed, "not done")) if count]
+            self._line(f"{self._total - failed - left}/{self._total} done{''.join(others)}")
         if self._live is not None:
             self._live.close()
 
