@@ -273,7 +273,7 @@ def test_single_runs_are_requeued(
     eventually(lambda: not whole.jobs(), "an empty queue")
     for job, (run_dir, steps) in jobs.items():
         said = (place.root / f"scalerl-{job}.log").read_text()[-3000:]
-        assert is_done(run_dir, steps, run_dir.name), said
+        assert is_done(run_dir, steps, str(read_journal(run_dir).header["run"])), said  # a script's has no identity
         assert trained(run_dir) == list(range(1, steps + 1)), "it saved before it left: no step twice"
         assert len(re.findall(r"(?m)^(?:scalerl train: )?saved .*SIGUSR2", said)) == (2 if run_dir == double else 1), (
             said

@@ -97,6 +97,8 @@ def test_a_debugger_sees_the_planner_in_its_own_process() -> None:
 
 def begun(code: str, marker: Path) -> tuple[subprocess.Popen[bytes], int]:
     """A process that plans, and the number of the one that it plans in."""
+    # What a shell starts in the background inherits that Ctrl-C is ignored; the tests may have been started so.
+    code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {code}"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
     while not marker.exists() or not marker.read_text():
