@@ -238,7 +238,16 @@ def write_secret(path: Path, data: bytes) -> None:
 
 
 def install_packages(accounting: str) -> None:
-    """Install what the lab needs and the machine lacks, without letting packages start services."""
+    """Install what the lab needs and the machine lacks, without letting packages start services.
+
+    One lab at a time: another would find commands whose package is only half there.
+    """
+    with (Path(tempfile.gettempdir()) / f"slurm-lab-install-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _install_packages(accounting)
+
+
+def _install_packages(accounting: str) -> None:
     wanted = [command for command in PACKAGES if accounting == "dbd" or command not in ACCOUNTING_ONLY]
     missing = [PACKAGES[command] for command in wanted if not shutil.which(command)]
     if not missing:
@@ -500,13 +509,15 @@ class Lab:
             if not (sql / "data/mysql").is_dir():
                 shutil.rmtree(sql, ignore_errors=True)
                 (sql / "data").mkdir(parents=True, mode=0o700)
-                made = subprocess.run(
-                    ["mariadb-install-db", "--no-defaults", "--user=root", f"--datadir={sql}/data", "--skip-test-db"],
-                    capture_output=True,
-                )
-                (self.root / "log/mariadb-install.out").write_bytes(made.stdout + made.stderr)
+                # Only 127.0.0.1 will connect: it need not find out what this machine is called on its network.
+                install = ["mariadb-install-db", "--no-defaults", "--user=root", f"--datadir={sql}/data"]
+                made = subprocess.run([*install, "--skip-test-db", "--skip-name-resolve"], capture_output=True)
+                log = self.root / "log/mariadb-install.out"
+                log.write_bytes(made.stdout + made.stderr)
                 if made.returncode:
-                    raise LabError(f"cannot make the data base (see {self.root}/log/mariadb-install.out)")
+                    shutil.rmtree(sql / "data")  # half of it would be taken for the whole by the next `up`
+                    said = b" / ".join((made.stdout + made.stderr).strip().splitlines()[-3:])
+                    raise LabError(f"cannot make the data base: {said.decode(errors='replace')} (more in {log})")
             user = "'slurm'@'127.0.0.1'"
             statements = [
                 "CREATE DATABASE IF NOT EXISTS slurm_acct_db;",
