@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,10 +59,19 @@ def log_mark(submission: str, job: str, restart: int) -> str:
 
 
 class AttemptLog:
-    """Writes one attempt's file."""
+    """Writes one attempt's file; `clock` is the node's own."""
 
-    def __init__(self, run_dir: Path, submission: str, job: str, restart: int, node: str) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        submission: str,
+        job: str,
+        restart: int,
+        node: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._run_dir = run_dir
+        self._clock = clock
         self._path = run_dir / ATTEMPTS_DIR / f"{job}-{restart}-{submission}.jsonl"
         self._who = {"submission": submission, "job": job, "restart": restart, "node": node}
 
@@ -70,15 +79,15 @@ class AttemptLog:
         """The member is about to run, from the checkpoint at `step`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         number = 1 + max((each.number for each in attempts(self._run_dir)), default=0)
-        self._write({**self._who, "number": number, "began": time.time(), "step": step})
+        self._write({**self._who, "number": number, "began": self._clock(), "step": step})
 
     def end(self, outcome: str, kind: str | None = None, reason: str | None = None) -> None:
         """The last word."""
-        self._write({"ended": time.time(), "outcome": outcome, "kind": kind, "reason": reason and redact(reason)})
+        self._write({"ended": self._clock(), "outcome": outcome, "kind": kind, "reason": reason and redact(reason)})
 
     def follower_failed(self, rank: int, kind: str, reason: str) -> None:
         """Another rank than the one that writes the attempt has failed: in a file of its own."""
-        said = {"ended": time.time(), "outcome": "failed", "kind": kind, "reason": redact(reason)}
+        said = {"ended": self._clock(), "outcome": "failed", "kind": kind, "reason": redact(reason)}
         said["culprit"] = self._who["node"]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._path.with_suffix(f".rank{rank}"), said)

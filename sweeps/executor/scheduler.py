@@ -222,9 +222,16 @@ class Slurm:
             _run(["scancel", *self._where, *(["--state=PENDING"] if waiting_only else []), *jobs])
 
 
+def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """What SLURM's commands are given of this process's environment.
+
+    Inside another job its variables would be taken for options, and a site's or user's defaults would hide jobs.
+    """
+    return {name: value for name, value in environment.items() if not name.startswith(_FOREIGN) or name in _KEPT}
+
+
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    # Inside another job its variables would be taken for options, and a site's or user's defaults would hide jobs.
-    own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN) or name in _KEPT}
+    own = passed_on(os.environ)
     return subprocess.run(
         command, env=own, capture_output=True, text=True, errors="replace", timeout=_COMMAND_TIMEOUT_S, check=False
     )

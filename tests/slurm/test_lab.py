@@ -82,8 +82,8 @@ def test_jobs_get_their_gpus(cluster: Cluster) -> None:
 
 
 def test_exit_codes_are_known_without_accounting(cluster: Cluster) -> None:
-    array = cluster.sh("sbatch --parsable --array=0-1 --wrap 'exit $((27 + SLURM_ARRAY_TASK_ID))'")
-    killed = cluster.sh("sbatch --parsable --wrap 'kill -9 $$'")
+    array = cluster.sh("sbatch --parsable -o /dev/null --array=0-1 --wrap 'exit $((27 + SLURM_ARRAY_TASK_ID))'")
+    killed = cluster.sh("sbatch --parsable -o /dev/null --wrap 'kill -9 $$'")
     assert eventually(lambda: cluster.sh("squeue -h -o %i") == "")
     asked = f"""{sys.executable} -c '
 from sweeps.executor.scheduler import Slurm

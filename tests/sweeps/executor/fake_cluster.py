@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 import re
 import threading
 from collections import Counter, defaultdict, deque
@@ -25,7 +26,7 @@ import sweeps.launch.study
 from sweeps.executor.attempts import AttemptLog
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.job import checkpoint_step
-from sweeps.executor.scheduler import ENDED, JobInfo, RefusedError
+from sweeps.executor.scheduler import ENDED, JobInfo, RefusedError, passed_on
 from sweeps.executor.script import STARTED
 from sweeps.executor.settings import JobSettings
 from sweeps.executor.slurm import ClusterExecutor
@@ -37,6 +38,7 @@ from sweeps.run.journal import JOURNAL_FILE, Journal, read_journal
 from sweeps.run.lease import Lease
 from sweeps.run.progress import is_done
 from sweeps.run.spec import RunSpec, make_spec
+from sweeps.run.writer import DUPLICATE_WAIT_S
 
 STEPS = 4
 NODES = ("n0", "n1", "n2", "n3", "n4", "n5", "n6", "n7")
@@ -233,6 +235,7 @@ class Process:
 
     run_dir: Path
     log: AttemptLog
+    began: float
     alive: bool = True
     writes: bool = False
     journal: Journal | None = None
@@ -282,6 +285,8 @@ class FakeCluster:
         self.late_s = 100.0
         self.places: int | None = None  # jobs at a time
         self.bad: dict[str, Fate] = {}  # nodes on which every job comes to this end
+        self.ahead_s: Mapping[str, float] = {}  # what a node's clock shows too much
+        self.longest_wait_s = 0.0  # of a copy beside one that works
         self.jobs: list[Job] = []
         self.scripts: list[str] = []
         self.submit_times: list[float] = []
@@ -302,7 +307,7 @@ class FakeCluster:
         self._catch_up()
         self.submit_times.append(self.time.now)
         text = script.read_text()
-        options = dict(re.findall(r"(?m)^#SBATCH --([a-z-]+)=(.*)$", text))
+        options = dict(re.findall(r"(?m)^#SBATCH --([a-z-]+)=(.*)$", text)) | _exported()
         if not _free(options):
             raise RefusedError("sbatch: error: Requested node configuration is not available")
         size = int(match[1]) + 1 if (match := re.match(r"0-(\d+)%\d+$", options.get("array", ""))) else 1
@@ -423,7 +428,7 @@ class FakeCluster:
                 visible_at=self.time.now + late_s,
             )
             self.jobs.append(job)
-            self._at(self.time.now + late_s + self.wait_s, job, self._start)
+            self._at(self.time.now + late_s + _begin_s(options) + self.wait_s, job, self._start)
         return number
 
     def _at(self, when: float, job: Job, what: Callable[[Job], None]) -> None:
@@ -451,7 +456,7 @@ class FakeCluster:
             return
         free = _free(job.options)
         job.state, job.reason = "RUNNING", "None"
-        job.node = free[(job.number + (job.task or 0)) % len(free)]
+        job.node = free[(job.number + (job.task or 0) + job.restart) % len(free)]
         fates = self.fates[job.run]
         fate = self.bad.get(job.node) or (fates.popleft() if fates else FINISHES)
         self.started[job.run] += 1
@@ -459,9 +464,11 @@ class FakeCluster:
         (folder / f"{job.id}_0_log.out").touch()  # as SLURM does, and then the batch script
         (folder / f"{STARTED}{job.id}-{job.restart}").touch()
         if fate.begins:
-            log = AttemptLog(job.run_dir, job.submission, job.id, job.restart, job.node)
+            ahead_s = self.ahead_s.get(job.node, 0.0)
+            who = (job.run_dir, job.submission, job.id, job.restart, job.node)
+            log = AttemptLog(*who, clock=lambda: self.time.now + ahead_s)
             log.begin(checkpoint_step(job.run_dir))
-            job.process = Process(job.run_dir, log)
+            job.process = Process(job.run_dir, log, self.time.now)
             self._processes.append(job.process)
             self.begun[job.run] += 1
             self._take_turn(job.process)
@@ -482,8 +489,12 @@ class FakeCluster:
             self._at(self.time.now + fate.lasts_s, job, lambda each: self._end(each, fate))
             return
         if process is not None and not self._take_turn(process) and fate.said is not None:
-            self._at(self.time.now + 10.0, job, lambda each: self._end(each, fate))  # waits for the other copy
-            return
+            waited_s = self.time.now - process.began
+            self.longest_wait_s = max(self.longest_wait_s, waited_s)
+            if waited_s < DUPLICATE_WAIT_S:
+                self._at(self.time.now + 10.0, job, lambda each: self._end(each, fate))  # waits for the other copy
+                return
+            fate = IS_A_DUPLICATE
         if process is not None:
             work(process, fate)
         if fate.words:
@@ -528,6 +539,19 @@ class FakeCluster:
 
     def _info(self, job: Job) -> JobInfo:
         return JobInfo(job.id, job.state, job.node, job.reason, job.name, job.exit_code)
+
+
+def _exported() -> dict[str, str]:
+    """What sbatch finds in its environment: stronger than what the script says."""
+    names = {"SBATCH_JOB_NAME": "job-name", "SBATCH_ARRAY_INX": "array", "SBATCH_EXCLUDE": "exclude"}
+    return {names[name]: value for name, value in passed_on(os.environ).items() if name in names}
+
+
+def _begin_s(options: Mapping[str, str]) -> float:
+    """Seconds that a job is to wait whatever is free."""
+    match = re.fullmatch(r"now\+(\d+)minutes", options.get("begin", "now+0minutes"))
+    assert match is not None, options["begin"]
+    return 60.0 * int(match[1])
 
 
 def _free(options: Mapping[str, str]) -> list[str]:

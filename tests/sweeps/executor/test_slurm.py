@@ -30,6 +30,7 @@ from sweeps.launch.status import overview
 from sweeps.run.journal import JOURNAL_FILE
 from sweeps.run.lease import Lease, LeaseLostError
 from sweeps.run.spec import RunSpec
+from sweeps.run.writer import DUPLICATE_WAIT_S
 from tests.sweeps.executor.fake_cluster import (
     FILLS_THE_DISK,
     FILLS_THE_DISK_SILENTLY,
@@ -1121,6 +1122,85 @@ def test_with_bad_nodes_only_every_member_ends_after_a_bounded_number_of_attempt
         assert found == "failed" and kind in BLAMES_NODE
         jobs = len(here.cluster.jobs_of(spec.run))
         assert jobs == 1 + here.count(spec.run, "retried") <= most
+
+
+# --- copies, clocks, and what a user has exported -------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    haunts_s=st.lists(st.lists(st.floats(1.0, 20_000.0, allow_nan=False), max_size=3), min_size=1, max_size=4),
+    forgotten=st.booleans(),
+    kills=kill_points,
+)
+def test_however_long_a_copy_works_on_none_writes_beside_it_or_waits_for_it_at_length(
+    tmp_path_factory: pytest.TempPathFactory,
+    haunts_s: list[list[float]],
+    forgotten: bool,
+    kills: list[tuple[str, int] | None],
+) -> None:
+    fate = IS_FORGOTTEN_AND_FINISHES if forgotten else HAUNTS
+    fates = {number: [replace(fate, haunts_s=each) for each in own] for number, own in enumerate(haunts_s)}
+    here = place(tmp_path_factory.mktemp("study"), fates, members=len(fates), retries=retry_policy({"lost": None}))
+    here.until_done(iter(kills))
+    for spec in here.specs:
+        here.finished_once(spec.run)
+    assert here.cluster.longest_wait_s <= DUPLICATE_WAIT_S + 60, "an allocation held for nothing"
+
+
+clocks = st.dictionaries(st.sampled_from(NODES), st.floats(-1e6, 1e6, allow_nan=False), min_size=1)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(fates=st.lists(fates_of_a_run, min_size=1, max_size=4), ahead_s=clocks, kills=kill_points)
+def test_whatever_the_nodes_clocks_show_a_study_goes_the_same_way(
+    tmp_path_factory: pytest.TempPathFactory,
+    fates: list[list[Fate]],
+    ahead_s: dict[str, float],
+    kills: list[tuple[str, int] | None],
+) -> None:
+    told = []
+    for clocks_of_nodes in ({}, ahead_s):
+        here = place(tmp_path_factory.mktemp("study"), dict(enumerate(fates)), members=len(fates))
+        here.cluster.ahead_s = clocks_of_nodes
+        here.until_done(iter(kills))
+        told.append([[_without_names(entry) for entry in here.events(spec.run)] for spec in here.specs])
+    assert told[0] == told[1]
+
+
+def _without_names(entry: Mapping[str, object]) -> dict[str, object]:
+    """What differs from one study to the next: times, and what a submission was called."""
+    return {key: value for key, value in entry.items() if key not in ("time", "submission")}
+
+
+exported = st.fixed_dictionaries(
+    {},
+    optional={
+        "SBATCH_JOB_NAME": st.sampled_from(["mine", "scalerl", "study-0"]),
+        "SBATCH_ARRAY_INX": st.sampled_from(["0-9%1", "7"]),
+        "SBATCH_EXCLUDE": st.sampled_from([",".join(NODES), NODES[0]]),
+        "SLURM_ARRAY_TASK_ID": st.integers(0, 9).map(str),
+    },
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(fates=st.lists(fates_of_a_run, min_size=1, max_size=4), exported=exported, kills=kill_points)
+def test_what_is_exported_changes_nothing(
+    tmp_path_factory: pytest.TempPathFactory,
+    fates: list[list[Fate]],
+    exported: dict[str, str],
+    kills: list[tuple[str, int] | None],
+) -> None:
+    told = []
+    for environment in ({}, exported):
+        here = place(tmp_path_factory.mktemp("study"), dict(enumerate(fates)), members=len(fates))
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            here.until_done(iter(kills))
+        told.append([[_without_names(entry) for entry in here.events(spec.run)] for spec in here.specs])
+    assert told[0] == told[1]
 
 
 # --- what a study says of itself -----------------------------------------------------------------------------
