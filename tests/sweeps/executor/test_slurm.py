@@ -1159,18 +1159,28 @@ def test_whatever_the_nodes_clocks_show_a_study_goes_the_same_way(
     ahead_s: dict[str, float],
     kills: list[tuple[str, int] | None],
 ) -> None:
-    told = []
-    for clocks_of_nodes in ({}, ahead_s):
-        here = place(tmp_path_factory.mktemp("study"), dict(enumerate(fates)), members=len(fates))
-        here.cluster.ahead_s = clocks_of_nodes
+    assert story(tmp_path_factory, fates, kills, ahead_s=ahead_s) == story(tmp_path_factory, fates, kills)
+
+
+def story(
+    tmp_path_factory: pytest.TempPathFactory,
+    fates: Sequence[Sequence[Fate]],
+    kills: Sequence[tuple[str, int] | None],
+    ahead_s: Mapping[str, float] | None = None,
+    exported: Mapping[str, str] | None = None,
+) -> list[list[dict[str, object]]]:
+    """What the ledger tells of each member, but for times and for what submissions were called."""
+    here = place(tmp_path_factory.mktemp("study"), dict(enumerate(fates)), members=len(fates))
+    here.cluster.ahead_s = ahead_s or {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (exported or {}).items():
+            patch.setenv(name, value)
         here.until_done(iter(kills))
-        told.append([[_without_names(entry) for entry in here.events(spec.run)] for spec in here.specs])
-    assert told[0] == told[1]
-
-
-def _without_names(entry: Mapping[str, object]) -> dict[str, object]:
-    """What differs from one study to the next: times, and what a submission was called."""
-    return {key: value for key, value in entry.items() if key not in ("time", "submission")}
+    names = ("time", "submission")
+    return [
+        [{key: value for key, value in entry.items() if key not in names} for entry in here.events(spec.run)]
+        for spec in here.specs
+    ]
 
 
 exported = st.fixed_dictionaries(
@@ -1192,15 +1202,7 @@ def test_what_is_exported_changes_nothing(
     exported: dict[str, str],
     kills: list[tuple[str, int] | None],
 ) -> None:
-    told = []
-    for environment in ({}, exported):
-        here = place(tmp_path_factory.mktemp("study"), dict(enumerate(fates)), members=len(fates))
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            here.until_done(iter(kills))
-        told.append([[_without_names(entry) for entry in here.events(spec.run)] for spec in here.specs])
-    assert told[0] == told[1]
+    assert story(tmp_path_factory, fates, kills, exported=exported) == story(tmp_path_factory, fates, kills)
 
 
 # --- what a study says of itself -----------------------------------------------------------------------------

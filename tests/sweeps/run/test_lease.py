@@ -348,23 +348,33 @@ def test_once_lost_it_stays_lost_also_when_the_file_server_was_away_meanwhile(
     mine.release()
 
 
-def test_a_holder_that_slept_finds_out_when_it_wakes(tmp_path: Path) -> None:
-    """A machine that was suspended: nobody checked and nobody beat while another took over."""
-    told = tmp_path / "told"
+@contextmanager
+def held_by_one_that_stands_still(directory: Path) -> Iterator[tuple[int, Path]]:
+    """Its process, and a file that it makes when it has found out that the lease is another's.
+
+    It looks once it goes on and there is a file called `go`.
+    """
+    told = directory / "told"
 
     def work() -> None:
-        mine = lease(tmp_path)
+        mine = lease(directory)
         mine.acquire()
-        (tmp_path / "held").touch()
-        until((tmp_path / "go").exists)
+        (directory / "held").touch()
+        until((directory / "go").exists)
         try:
             mine.check()
         except LeaseLostError:
             told.touch()
 
     with process(work) as pid:
-        until((tmp_path / "held").exists)
+        until((directory / "held").exists)
         os.kill(pid, signal.SIGSTOP)
+        yield pid, told
+
+
+def test_a_holder_that_slept_finds_out_when_it_wakes(tmp_path: Path) -> None:
+    """A machine that was suspended: nobody checked and nobody beat while another took over."""
+    with held_by_one_that_stands_still(tmp_path) as (pid, told):
         write(tmp_path, elsewhere())
         (tmp_path / "go").touch()
         os.kill(pid, signal.SIGCONT)
@@ -589,27 +599,12 @@ def test_without_locks_the_number_of_a_process_elsewhere_proves_nothing(tmp_path
 
 @pytest.mark.usefixtures("no_locks")
 def test_without_locks_one_that_stands_still_is_followed_after_its_time_and_is_told(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-
-    def work() -> None:
-        mine = lease(tmp_path)
-        mine.acquire()
-        (tmp_path / "held").touch()
-        until((tmp_path / "go").exists)
-        try:
-            mine.check()
-        except LeaseLostError:
-            told.touch()
-
-    with process(work) as pid:
-        until((tmp_path / "held").exists)
-        os.kill(pid, signal.SIGSTOP)
-        with lease(tmp_path) as mine:
-            mine.acquire(wait_s=PATIENCE_S)
-            (tmp_path / "go").touch()
-            os.kill(pid, signal.SIGCONT)
-            until(told.exists)
-            mine.check()
+    with held_by_one_that_stands_still(tmp_path) as (pid, told), lease(tmp_path) as mine:
+        mine.acquire(wait_s=PATIENCE_S)
+        (tmp_path / "go").touch()
+        os.kill(pid, signal.SIGCONT)
+        until(told.exists)
+        mine.check()
 
 
 @pytest.mark.usefixtures("no_locks")
