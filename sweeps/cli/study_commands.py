@@ -99,7 +99,7 @@ def clean_command(options: argparse.Namespace) -> int:
     kinds = [kind for kind in KINDS if getattr(options, kind)] or [*USUAL]
     told = clean(study, kinds, options.keep) if options.yes else inventory(study, options.keep)
     at_work = f", {told.at_work} of them at work" if told.at_work else ""
-    print(f"{study}: {told.finished} members finished, {told.others} not{at_work}\n")
+    print(f"{study}: {told.finished} of {told.finished + told.others} members finished{at_work}\n")
     rows = [
         [kind, str(len(told.found[kind])), shown_size(told.size(kind)), "" if kind in kinds else f"with --{kind}", what]
         for kind, what in KINDS.items()
