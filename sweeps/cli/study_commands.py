@@ -98,7 +98,7 @@ def clean_command(options: argparse.Namespace) -> int:
     study = Path(options.study)
     kinds = [kind for kind in KINDS if getattr(options, kind)] or [*USUAL]
     told = clean(study, kinds, options.keep) if options.yes else inventory(study, options.keep)
-    at_work = f", {told.at_work} of them at work" if told.at_work else ""
+    at_work = f", {told.at_work} at work" if told.at_work else ""
     print(f"{study}: {told.finished} of {told.finished + told.others} members finished{at_work}\n")
     rows = [
         [kind, str(len(told.found[kind])), shown_size(told.size(kind)), "" if kind in kinds else f"with --{kind}", what]
