@@ -40,6 +40,8 @@ QUICK_TO_HANG = ("launch.hang_factor=5", "launch.hang_min_s=25")
 # Bad luck may strike one member many times; what is tested here is that nothing is lost.
 PATIENT = "hydra.launcher.retries={killed:50,node:50,lost:50,launch:50,hang:50,storage:50}"
 DISK_MIB = 400
+# So many members the cluster's nodes work on together.
+ALL_AT_ONCE = 8
 
 
 class Anywhere(Place):
@@ -186,14 +188,17 @@ def one_round(lab: Lab, place: Place, name: str, luck: random.Random, every_s: f
     storm.bad_nodes.write_text("")
     setup = f"grep -q $SLURMD_NODENAME {storm.bad_nodes} && exit 1"
     more = (PATIENT, f"hydra.launcher.setup=['{setup}']")
+    pauses = 1.0
     while True:
         # What a job cancelled or a full disk has ended is taken up by the same command.
         extra = {"SBATCH_JOB_NAME": "another"} if luck.random() < 0.5 else {}
         with storm.sweep.launched(*more, verifier_s=0.1, extra=extra) as controller:
             storm.controller = controller
             while controller.poll() is None:
-                time.sleep(luck.uniform(0.5, 1.5) * every_s)
+                time.sleep(luck.uniform(0.5, 1.5) * every_s * pauses)
                 states = Counter(state.state for state in storm.sweep.states())
+                # The last ones would be struck each time that they have just begun.
+                pauses = max(1.0, ALL_AT_ONCE / max(1, 24 - states["finished"]))
                 if controller.poll() is None:
                     print(f"{name}: {storm.strike()}; {dict(states)}", flush=True)
         states = Counter(state.state for state in storm.sweep.states())
@@ -223,7 +228,9 @@ def main() -> int:
     """One storm."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--every-s", type=float, default=8.0, help="between faults, on average")
+    parser.add_argument(
+        "--every-s", type=float, default=8.0, help="between faults, on average; longer when few are left"
+    )
     parser.add_argument("--random", type=int, default=0, help="the storm's own seed")
     options = parser.parse_args()
     luck = random.Random(options.random)
