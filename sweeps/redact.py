@@ -125,9 +125,17 @@ def _is_secret(name: str, value: str) -> bool:
     """Whether a variable's value is to be looked for: a folder is none, nor are a word and a file's name for a key."""
     if not is_secret_name(name):
         return False
-    if value.startswith(("/", "~")) and Path(value).expanduser().exists():
+    if value.startswith(("/", "~")) and _is_there(value):
         return False
     return not _VARIABLES_KEY.search(name) or bool(_SECRET_NAME.search(name)) or not re.fullmatch(r"[a-z_ -]+", value)
+
+
+def _is_there(path: str) -> bool:
+    """Whether it is a file or folder; what cannot be looked at may be a secret that only looks like a path."""
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):
+        return False
 
 
 def _without_given(text: str, names: re.Pattern[str], values: re.Pattern[str]) -> str:

@@ -15,8 +15,12 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from sweeps.run.activity import activity
+
 # In a checkpoint, beside Lightning's own entries: whose it is.
 IDENTITY = "scalerl_run"
+AT_ONCE = 1 << 30  # bytes
+READ_AT_ONCE = 1 << 22
 
 
 class DirectCheckpointIO(TorchCheckpointIO):
@@ -40,16 +44,17 @@ class DirectCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, cast("BinaryIO", file))
             if file.failure is not None:
                 raise file.failure
-            handle.flush()
-            os.fsync(handle.fileno())
+            file.to_disk()
 
 
 class _File:
     """A file that keeps its first failure to itself: torch's writer ends with an error of its own, which says nothing
-    of a full disk."""
+    of a full disk. What is written goes to the disk by and by, not all at the end: the node's memory would be full of
+    it, and nobody could tell a slow file server from one that hangs."""
 
     def __init__(self, handle: BinaryIO) -> None:
         self._handle = handle
+        self._waiting = 0  # bytes that may be in the node's memory only
         self.failure: OSError | None = None
 
     def write(self, content: memoryview) -> int:
@@ -57,12 +62,23 @@ class _File:
         if self.failure is None:
             try:
                 self._handle.write(content)
+                self._waiting += content.nbytes
+                activity.note("checkpoint")
+                if self._waiting >= AT_ONCE:
+                    self.to_disk()
             except OSError as failure:
                 self.failure = failure
         return content.nbytes
 
     def flush(self) -> None:
-        """Done once, at the end."""
+        """Not when torch asks for it."""
+
+    def to_disk(self) -> None:
+        """Wait until all that was written is on the disk."""
+        self._handle.flush()
+        os.fsync(self._handle.fileno())
+        self._waiting = 0
+        activity.note("checkpoint")
 
 
 @contextmanager
@@ -103,15 +119,15 @@ def fsync_folder(folder: Path) -> None:
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's bytes; None if each record of it has the checksum that it was written with.
 
-    torch keeps one for each tensor and never looks at it again. Reads the whole file once, a MiB at a time.
+    torch keeps one for each tensor and never looks at it again. Reads the whole file once, some MiB at a time.
 
     Raises:
         OSError: it cannot be read.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
             records = archive.infolist()
+            bad = next((record.filename for record in records if not _is_sound(archive, record)), None)
     except OSError:
         raise
     except Exception as error:  # what a flipped bit makes of a zip file's directory has many names
@@ -123,6 +139,17 @@ def damage(path: Path) -> str | None:
     if any(record.file_size != record.compress_size for record in records) or len({*map(_alike, records)}) > 1:
         return "damaged: the entries of its directory do not match"
     return None
+
+
+def _is_sound(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
+    """As `ZipFile.testzip`, with signs of life: a large one takes longer than anything else that a run does."""
+    try:
+        with archive.open(record) as content:
+            while content.read(READ_AT_ONCE):
+                activity.note("checkpoint")
+    except zipfile.BadZipFile:
+        return False
+    return True
 
 
 def _alike(record: zipfile.ZipInfo) -> tuple[Any, ...]:

@@ -70,8 +70,9 @@ class ComputeMeter:
         """Listen to a rollout stream or to an evaluation: generator steps cost FLOPs."""
         if event.report is None:
             return
-        activity.note("decode")
         report = event.report
+        if report.finished or report.decoded_tokens or report.prefill_tokens:
+            activity.note("decode")  # a generator that is only asked how it is gets nowhere
         flops = self._flop_model.prefill(report.prefill_tokens, report.prefill_context)
         flops += self._flop_model.decode(report.decoded_tokens, report.decoded_context)
         self._flops["evaluate" if self._evaluating else "generate"] += flops

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from lightning_scalerl.verify.attempt import attempt
 from lightning_scalerl.verify.grade import Grader, Outcome, Sample
+from sweeps.run.activity import activity
 
 
 class InlineVerifiers:
@@ -26,6 +27,7 @@ class InlineVerifiers:
     def submit(self, sample: Sample) -> int:
         """Give a completion to be graded; returns its ticket."""
         ticket, self._next = self._next, self._next + 1
+        activity.note("grade")
         outcome = attempt(self._grader, sample)
         while outcome.kind == "error" and outcome.attempts <= self._retries:
             again = attempt(self._grader, sample)

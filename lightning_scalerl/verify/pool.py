@@ -24,6 +24,7 @@ from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.verify.grade import Grader, Outcome, Sample
+from sweeps.run.activity import activity
 
 # Imports of a reward function may be heavy, on a busy machine.
 START_S = 120.0
@@ -264,6 +265,7 @@ class VerifierPool:
             self._ended(worker.job, Outcome("error", why=why, seconds=time.monotonic() - worker.since))
 
     def _ended(self, job: _Job, outcome: Outcome) -> None:
+        activity.note("grade")
         job.seconds += outcome.seconds
         with self._changed:
             if job.ticket not in self._shared.waiting:

@@ -93,14 +93,13 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
             return 0
         return _interrupted(manifest, log, earlier, began, str(error))
     except BaseException as error:
-        # Everything that is known is said before anything else can go wrong.
+        # Everything that is known is said before anything else can go wrong; one may fail and not the other.
         kind = kind_of(error)
-        try:
-            print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
-            gone = "another rank of the job died; its log is log.rank<number>.txt"
+        gone = "another rank of the job died; its log is log.rank<number>.txt"
+        with suppress(OSError):  # a full disk takes no last words; the exit code is one
             log.end("failed", kind, gone if kind == "killed" else first_line(error))
-        except OSError:
-            pass  # a full disk takes no last words; the exit code is one
+        with suppress(OSError):
+            print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
         return DISK_FULL_CODE if kind == "disk_full" else 1
     log.end("finished")
     return 0

@@ -219,7 +219,8 @@ class Slurm:
     def cancel(self, jobs: Sequence[str], waiting_only: bool = False) -> None:
         """See `Scheduler.cancel`."""
         if jobs:
-            _run(["scancel", *self._where, *(["--state=PENDING"] if waiting_only else []), *jobs])
+            with suppress(subprocess.TimeoutExpired):  # as silent as the others; what is seen again is asked again
+                _run(["scancel", *self._where, *(["--state=PENDING"] if waiting_only else []), *jobs])
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:

@@ -107,7 +107,7 @@ SIGNS: Mapping[str, Signs] = {
         },
         errnos=(
             *(errno.ESTALE, errno.EIO, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN),
-            *(errno.ETIMEDOUT, errno.EHOSTDOWN),
+            *(errno.ETIMEDOUT, errno.EHOSTDOWN),  # of a file; see `shown_by`
         ),
         in_logs=True,
     ),
@@ -190,7 +190,8 @@ def shown_by(error: BaseException) -> str | None:
     # The names of HTTP libraries say more than the number that the system gave them.
     kind = next((_KIND_OF_TYPE[name] for name in _names(type(error)) if name in _KIND_OF_TYPE), None)
     if isinstance(error, OSError) and kind in (None, "network"):
-        kind = _KIND_OF_ERRNO.get(error.errno or 0, kind)
+        of_a_socket = error.errno in (errno.ETIMEDOUT, errno.EHOSTDOWN) and error.filename is None
+        kind = "network" if of_a_socket else _KIND_OF_ERRNO.get(error.errno or 0, kind)
     if kind is not None:
         return kind
     for kind, signs in SIGNS.items():

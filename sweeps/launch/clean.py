@@ -21,10 +21,11 @@ from sweeps.executor.submission import JOBS_DIR
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.study import LEASE_NAME, RUNS_DIR
 from sweeps.run.journal import LOG_FILE
-from sweeps.run.lease import BEAT_S, Lease, LeaseHeldError, alive, held
+from sweeps.run.lease import Lease, LeaseHeldError, alive, held
 from sweeps.run.progress import is_done
 from sweeps.run.rollouts import ROLLOUTS_FILE
 from sweeps.run.spec import budget_of
+from sweeps.run.writer import BEAT_S, EXPIRY_S
 
 # In words, by kind.
 KINDS: Mapping[str, str] = {
@@ -167,9 +168,9 @@ def _members(study: Path, states: Mapping[str, MemberState]) -> list[Member]:
 
 
 def _at_work(run_dirs: Iterable[Path], sleep: Callable[[float], None]) -> set[Path]:
-    """Runs that somebody is writing: by the lock on this machine, else by a beat; no clocks are compared."""
+    """Runs that somebody is writing: by the lock on this machine, else by a beat, which need not be of our clock."""
     holders = {run_dir: facts for run_dir in run_dirs if (facts := alive(run_dir)) is not None}
-    busy = {run_dir for run_dir in holders if held(run_dir, "writer")}
+    busy = {run_dir for run_dir in holders if held(run_dir, "writer", EXPIRY_S)}
     doubtful = {run_dir: facts for run_dir, facts in holders.items() if run_dir not in busy}
     if doubtful:
         sleep(_LOOK_S)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from sweeps.launch.ledger import Ledger
 from sweeps.run.files import write_atomically
+from sweeps.run.spec import SPEC_FILE
 
 
 class Before:
@@ -48,4 +48,7 @@ class Before:
             with suppress(OSError):  # why it was refused is to be told, whatever becomes of this
                 write_atomically(path, text.decode("utf-8"))
         for folder in reversed(self._made):
-            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                (folder / SPEC_FILE).unlink(missing_ok=True)
+            with suppress(OSError):  # somebody trains a run of it by itself, and has put something there
+                folder.rmdir()

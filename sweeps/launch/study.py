@@ -100,6 +100,8 @@ class Study:
                 new = missing_folders(self.directory)
                 make_private(self.directory)
                 lease.acquire(2.0)  # whoever only looks holds it for a moment
+                if self.ledger.size() is not None or (self.directory / RUNS_DIR).exists():
+                    new = []  # somebody has made it a study meanwhile
         except LeaseHeldError as error:
             raise UserError(
                 f"study: {self.directory} is being run by another process ({lease.holder()}); wait for it, or end it "
@@ -352,7 +354,7 @@ class _Controller:
     def _at_work(self) -> set[str]:
         """Nodes on which members are at work, as their own jobs have written down."""
         found = set()
-        for run in self._executor.running():
+        for run in set(self._executor.running()) - self._executor.queued():
             last = attempts(self._study.run_dir(self._specs[run]))[-1:]
             found |= {
                 each.node for each in last if each.outcome is None and each.submission == self._states[run].submission

@@ -9,6 +9,7 @@ ends; whoever started it goes on from the last checkpoint.
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from sweeps.errors import UserError
@@ -24,6 +26,10 @@ from sweeps.errors import UserError
 HUNG_CODE = 86
 # Python's own stream may have been replaced or buffered; a member's log is here.
 _STDERR = 2
+# Log and records may lie on the very file server that never answers.
+_LAST_WORDS_S = 60.0
+# Whoever sits at one of these prompts is not a run that hangs.
+_DEBUGGERS = frozenset({"pdb", "bdb"})
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Activity:
         self._clock = clock
         self._doing = "starting"
         self._last = clock()
+        self._awake_until = math.inf
         self.longest_s = 0.0
         self.last_word: Callable[[str], None] = lambda reason: None
 
@@ -78,7 +85,8 @@ class Activity:
         """A sign of life. Cheap enough for every token."""
         now = self._clock()
         # Also where several threads note at once: a pause is at most taken for a shorter one.
-        self.longest_s = max(self.longest_s, now - self._last)
+        if now <= self._awake_until:  # else the whole process stood still, and that says nothing of the run
+            self.longest_s = max(self.longest_s, now - self._last)
         self._doing, self._last = doing, now
 
     def begin(self) -> None:
@@ -116,9 +124,15 @@ class Activity:
         every_s = max(0.05, min(10.0, patience.at_least_s / 20))
 
         def watch() -> None:
+            looked = self._clock()
             while not done.wait(every_s):
+                now = self._clock()
+                late_s, looked = now - looked - every_s, now
+                if late_s > every_s:  # stopped and continued (SLURM's suspend, Ctrl-Z): time in which nothing could be
+                    self._last += late_s
+                self._awake_until = now + 3 * every_s
                 reason = self.hung(patience)
-                if reason is not None:
+                if reason is not None and not _debugged():
                     self._end(reason, leave)
                 limit_s = patience.limit_s(self.longest_s)
                 assert limit_s is not None
@@ -132,19 +146,53 @@ class Activity:
         finally:
             done.set()
             thread.join()
+            self._awake_until = math.inf
             faulthandler.cancel_dump_traceback_later()
 
     def _end(self, reason: str, leave: Callable[[], None]) -> None:
-        with suppress(Exception):  # the stack is worth more than a word about it
-            sys.stdout.flush()
-            faulthandler.dump_traceback(_STDERR, all_threads=True)
+        words = threading.Thread(target=self._say, args=(_stacks(), reason, leave), daemon=True, name="last words")
+        with suppress(Exception):
+            words.start()
+            words.join(_LAST_WORDS_S)
+        os._exit(HUNG_CODE)
+
+    def _say(self, stacks: str, reason: str, leave: Callable[[], None]) -> None:
+        with suppress(Exception):  # the stacks are worth more than a word about them
+            os.write(_STDERR, stacks.encode())
         with suppress(Exception):
             self.last_word(reason)
         with suppress(Exception):
             leave()
         with suppress(Exception):
             os.write(_STDERR, f"scalerl: {reason}\n".encode())
-        os._exit(HUNG_CODE)
+        with suppress(Exception):
+            sys.stdout.flush()
+
+
+def _stacks() -> str:
+    """Where every thread is. Unlike `faulthandler` it keeps no other thread from running while it is written."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, innermost in sys._current_frames().items():
+        lines.append(f"Thread {names.get(ident, ident)} (most recent call first):")
+        lines += [
+            f'  File "{each.f_code.co_filename}", line {each.f_lineno} in {each.f_code.co_name}'
+            for each in _outwards(innermost)
+        ]
+    return "\n".join([*lines, ""])
+
+
+def _debugged() -> bool:
+    """Whether somebody sits at a debugger's prompt."""
+    frames = sys._current_frames().values()
+    return any(each.f_globals.get("__name__") in _DEBUGGERS for innermost in frames for each in _outwards(innermost))
+
+
+def _outwards(innermost: FrameType) -> Iterator[FrameType]:
+    frame: FrameType | None = innermost
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 activity = Activity()

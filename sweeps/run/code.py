@@ -32,6 +32,8 @@ ABSENT = "not installed"
 MOST_FILES = 2000
 TOO_MANY = f"more than {MOST_FILES} Python files: not looked at"
 _LIBRARIES = ("__pycache__", "node_modules", "site-packages")
+# `launch.ledger` and `launch.study` name them so.
+_STUDYS_FILE, _STUDYS_FOLDERS = "ledger.jsonl", ("runs", "jobs")
 _NAMED_FILE = re.compile(r"(.+\.py)(?::[\w.]+)?")
 
 
@@ -151,7 +153,12 @@ def git(root: Path, *arguments: str) -> str | None:
     """What git prints; None if it fails or is not there."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, errors="replace", timeout=60
+            # Hundreds of jobs may ask at once, and the user may be about to commit.
+            ["git", "--no-optional-locks", "-C", str(root), *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=60,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -179,11 +186,14 @@ def _digest(root: Path, places: Iterable[Path]) -> str:
 
 
 def _python_files(place: Path) -> Iterator[Path]:
-    """Below a folder, in order; of a file itself. Environments and hidden folders are somebody else's."""
+    """Below a folder, in order; of a file itself. Environments and hidden folders are somebody else's, and what a study
+    has written, thousands of folders maybe, is no code."""
     if place.is_file():
         yield place
         return
     for folder, inner, names in os.walk(place):
+        if _STUDYS_FILE in names:
+            inner[:] = set(inner).difference(_STUDYS_FOLDERS)
         inner[:] = sorted(
             name
             for name in inner

@@ -34,7 +34,11 @@ def ask_to_stop(run_dir: Path, reason: str) -> None:
 def stop_asked(run_dir: Path) -> str | None:
     """Why a run is asked to stop for good, or None."""
     path = run_dir / STOP_FILE
-    return str(read_json(path).get("reason", "asked to stop")) if path.exists() else None
+    try:
+        asked = path.exists()
+    except OSError:  # a file server that is away for a moment: the next look finds it
+        return None
+    return str(read_json(path).get("reason", "asked to stop")) if asked else None
 
 
 def let_go_on(run_dir: Path) -> None:

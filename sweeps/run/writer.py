@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sweeps.errors import UserError
 from sweeps.run.activity import Patience, activity
-from sweeps.run.interruption import RunInterruptedError, interruption
+from sweeps.run.interruption import RunInterruptedError, interruption, stop_asked
 from sweeps.run.lease import Lease, LeaseHeldError, alive
 from sweeps.run.progress import is_done
 from sweeps.run.spec import RunSpec
@@ -56,6 +56,8 @@ def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease |
         # Rank 0 may find the run done, and be gone before anyone sees its lease.
         while job and not _is(alive(run_dir), who) and not is_done(run_dir, spec.steps, spec.run):
             _stop_if_asked("while rank 0 waited for another process")
+            if asked := stop_asked(run_dir):  # rank 0 has left before it would have taken the lease
+                raise RunInterruptedError(asked)
             time.sleep(0.5)
         yield None
         return

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -123,3 +126,65 @@ def test_one_that_is_only_slow_goes_on() -> None:
     """Twice as silent as the least, but less than so many times its longest pause."""
     done = silent("time.sleep(1.0)", at_least=0.5, signs=3, pause=0.4)
     assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
+
+
+SLOW = """
+import sys, time
+from sweeps.run import activity as module
+from sweeps.run.activity import Patience, activity
+module._LAST_WORDS_S = 1.0
+with activity.watched(Patience(4.0, 1.0)):
+    for number in range(30):
+        activity.note("decode")
+        print(number, flush=True)
+        {each}
+    longest = activity.longest_s
+print("went on", longest, flush=True)
+"""
+
+
+@contextmanager
+def slow(each: str, **given: Any) -> Iterator[subprocess.Popen[str]]:
+    code = SLOW.format(each=each)
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, **given)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_a_log_that_takes_nothing_more_does_not_keep_one_that_hangs() -> None:
+    """Log and attempts may lie on the file server that it waits for."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(4096))
+    os.set_blocking(writing, True)
+    with slow("time.sleep(60)", stderr=writing) as child:
+        assert child.wait(40) == HUNG_CODE
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_process_that_was_suspended_goes_on() -> None:
+    with slow("time.sleep(0.05)", stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        for _ in range(5):
+            child.stdout.readline()
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(1.6)
+        child.send_signal(signal.SIGCONT)
+        out, err = child.communicate(timeout=40)
+        assert child.returncode == 0, err
+        assert float(out.split()[-1]) < 1.0, "nor is it what the run's own pauses are measured by"
+
+
+def test_nobody_is_thrown_out_of_a_debugger() -> None:
+    each = "breakpoint() if number == 3 else None"
+    with slow(each, stderr=subprocess.PIPE, stdin=subprocess.PIPE) as child:
+        time.sleep(5.0)
+        assert child.poll() is None
+        out, err = child.communicate("c\n", timeout=40)
+        assert child.returncode == 0 and "went on" in out, err
