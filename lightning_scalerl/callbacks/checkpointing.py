@@ -25,13 +25,15 @@ from lightning_scalerl.run import Run, run_of
 from sweeps.run.interruption import RunInterruptedError
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
+VOID, UNRECORDED = ".void", ".unrecorded"
 
 
 class ResumableCheckpoint(Checkpoint):
     """Saves the whole run every n optimizer steps, when it is asked to stop, and at the end; keeps the newest two.
 
     Beside those two there is at most one `.part`, of a save that was killed, until the next process of the run saves,
-    and what a run fell back from, as `.void`, until its next checkpoint is there.
+    and what a run fell back from, as `.void`, until its next checkpoint is there. What lies behind a broken line of its
+    journal stays, as `.unrecorded`.
 
     Lightning calls a `Checkpoint` after all other callbacks, so the step's records are written before they are
     declared durable. With several ranks rank 0 writes.
@@ -131,7 +133,7 @@ class ResumableCheckpoint(Checkpoint):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RunLog):
                 callback.checkpointed(step)
-        for old in [*checkpoints(self.directory)[self.KEEP :], *self.directory.glob("step-*.void")]:
+        for old in [*checkpoints(self.directory)[self.KEEP :], *self.directory.glob(f"step-*{VOID}")]:
             old.unlink(missing_ok=True)
 
 
@@ -141,11 +143,15 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted(found, reverse=True)
 
 
-def set_aside(directory: Path, step: int) -> None:
-    """Checkpoints beyond the step that a run goes on from (they cannot be used) are void from now on."""
+def set_aside(directory: Path, step: int, suffix: str = VOID) -> None:
+    """Checkpoints beyond the step that a run goes on from are none of its own from now on.
+
+    `VOID` is for those that cannot be used: they go with the next that is saved. `UNRECORDED` stays until somebody
+    cleans up: of a sound one only the records are lost, and they may turn up.
+    """
     for path in checkpoints(directory):
         if _step(path) > step:
-            path.replace(path.with_suffix(".void"))
+            path.replace(path.with_suffix(suffix))
 
 
 def _step(path: Path) -> int:

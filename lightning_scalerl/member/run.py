@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newest_checkpoint, set_aside
+from lightning_scalerl.callbacks.checkpointing import UNRECORDED, ResumableCheckpoint, newest_checkpoint, set_aside
 from lightning_scalerl.callbacks.rollout_log import RolloutLog
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.composition import axes_of, build, build_recipe, use_folders
@@ -66,10 +66,11 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
 
 def _mend(broken: Break, checkpoints: Path, lease: Lease) -> None:
     lease.check()
-    set_aside(checkpoints, broken.step)
+    set_aside(checkpoints, broken.step, UNRECORDED)
     kept = mend(broken)
     where = f"from step {broken.step} or before" if broken.step >= 0 else "from the start, for no checkpoint is older"
-    print(f"{broken.why}; kept as {kept.name}, and the run goes on {where}", flush=True)
+    beyond = ", checkpoints beyond it as *.unrecorded" if any(checkpoints.glob(f"step-*{UNRECORDED}")) else ""
+    print(f"{broken.why}; kept as {kept.name}{beyond}, and the run goes on {where}", flush=True)
 
 
 def _fit(

@@ -39,7 +39,7 @@ USUAL = ("checkpoints", "leftovers")
 
 _CHECKPOINTS_DIR = "checkpoints"
 _CHECKPOINT = re.compile(r"step-\d+\.ckpt")
-_SET_ASIDE = re.compile(r"step-\d+(\.[0-9a-f]+)?\.(part|void)")
+_SET_ASIDE = re.compile(r"step-\d+(\.[0-9a-f]+)?\.(part|void|unrecorded)")
 # As `run.files` and `run.lease` name what is not in its place yet.
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{12}|\.\w+\.json\.[0-9a-f]{8}")
 _LOG = re.compile(rf"{re.escape(LOG_FILE)}|log\.rank\d+\.txt")

@@ -21,10 +21,11 @@ from lightning.pytorch import Trainer
 
 from lightning_scalerl import ConfigurationError, Evaluate, ResumableCheckpoint, RolloutDataModule, RunLog, ScaleRL
 from lightning_scalerl.axes.loss import DAPO
-from lightning_scalerl.callbacks import run_log
+from lightning_scalerl.callbacks import checkpoint_file, run_log
 from lightning_scalerl.callbacks.checkpoint_file import IDENTITY, DirectCheckpointIO
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint, unusable
 from lightning_scalerl.state import StateRegistry
+from sweeps.run.activity import activity
 from sweeps.run.journal import JOURNAL_FILE, read_journal
 from tests.helpers import SMALL, CountingTask, fit, quiet
 from tests.paths import ROOT
@@ -482,3 +483,25 @@ def test_the_facts_are_those_of_this_checkout(tiny_model_path: str, tmp_path: Pa
     written = read_journal(tmp_path).header["code"]
     assert written["versions"] == code_facts()["versions"]
     assert set(written) == {"commit", "diff", "files", "folders", "versions"} and len(written["files"]) == 12
+
+
+# --- signs of life ---------------------------------------------------------------------------------------------
+
+
+def test_writing_and_reading_a_large_checkpoint_are_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 GB on a slow file server each takes longer than a run that hangs is given."""
+    noted: list[str] = []
+    synced: list[int] = []
+    sync = os.fsync
+    monkeypatch.setattr(activity, "note", noted.append)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(descriptor) or sync(descriptor))
+    monkeypatch.setattr(checkpoint_file, "AT_ONCE", 1 << 20)
+    monkeypatch.setattr(checkpoint_file, "READ_AT_ONCE", 1 << 18)
+    path = tmp_path / "step-00000001.ckpt"
+    DirectCheckpointIO().save_checkpoint({str(number): torch.rand(1 << 17) for number in range(16)}, path)  # 8 MiB
+    assert noted.count("checkpoint") >= 16 and len(synced) >= 8, "not all of it at the end"
+    noted.clear()
+    assert checkpoint_file.damage(path) is None
+    assert noted.count("checkpoint") >= 32

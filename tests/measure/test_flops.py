@@ -9,7 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_scalerl import ConfigurationError
+from lightning_scalerl.generator.base import StepReport
+from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.flops import FlopModel
+from lightning_scalerl.stream.events import Event
+from sweeps.run.activity import activity
 from tests.generator.test_architectures import AGREE, tiny
 
 MIXTURES = ("Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3")
@@ -68,3 +72,14 @@ def test_experts_of_which_nobody_says_how_many_are_used_are_refused(monkeypatch:
     model = tiny("Mixtral", AGREE["Mixtral"])
     with pytest.raises(ConfigurationError, match=r"MixtralForCausalLM has experts, and .* does not say how many"):
         FlopModel.of(model)
+
+
+def test_a_generator_that_is_only_asked_how_it_is_gives_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A live driver asks twenty times a second, whatever has become of the trainer."""
+    noted: list[str] = []
+    monkeypatch.setattr(activity, "note", noted.append)
+    meter = ComputeMeter(FlopModel.of(tiny("Llama", AGREE["Llama"])))
+    meter.on_event(Event("decode", 0.0, StepReport((), 0, 0, 0, 0)))
+    assert noted == []
+    meter.on_event(Event("decode", 0.0, StepReport((), 0, 0, 3, 30)))
+    assert noted == ["decode"]

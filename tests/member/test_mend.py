@@ -68,11 +68,15 @@ def test_a_run_with_a_broken_line_goes_on_from_the_last_checkpoint_before_it(
 ) -> None:
     raw = spoil(run_dir, line, end=False)
     number = raw.count(b"\n", 0, raw.index(b"\0")) + 1
+    checkpoints = run_dir / "checkpoints"
+    sound = [f"{path.stem}.unrecorded" for path in checkpoints.iterdir() if int(path.stem[5:]) > begin]
+    assert sound
     run_member(run_dir)
     said = capfd.readouterr().out
     assert f"{run_dir / JOURNAL_FILE}, line {number}: " in said and "metrics.damaged-1.jsonl" in said
     assert ("from the start" in said) == (begin < 0)
     assert (run_dir / "metrics.damaged-1.jsonl").read_bytes() == raw
+    assert [path.name for path in checkpoints.glob("*.unrecorded")] == sound, "of sound ones only records are lost"
     (resume,) = entries(run_dir, "resume")
     assert resume["step"] == begin
     assert resume["mended"] == {"line": number, "kept": "metrics.damaged-1.jsonl", "step": begin}

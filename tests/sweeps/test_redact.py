@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -131,6 +132,21 @@ def test_names_that_only_sound_like_a_secrets_are_none(name: str) -> None:
 @pytest.mark.parametrize("value", ["completion", "step", "/usr", "~", "a_column"])
 def test_a_key_that_is_a_word_or_a_folder_is_not_looked_for(value: str) -> None:
     assert redact(f"by {value}", {"GROUPING_KEY": value}) == f"by {value}"
+
+
+@pytest.mark.parametrize("value", ["~no-such-user-7f3a", "/" + "k" * 300, "/no\0path"])
+def test_a_secret_that_only_looks_like_a_path_is_masked(value: str) -> None:
+    assert redact(f"by {value}", {"DB_PASSWORD": value}) == "by ***"
+
+
+def test_so_is_one_that_nobody_may_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key's file in somebody else's folder: what cannot be known must not end the caller, who has more to say."""
+
+    def stat(path: Path, **options: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert redact("by /etc/ssl/private/my.pem", {"TLS_SECRET": "/etc/ssl/private/my.pem"}) == "by ***"
 
 
 @pytest.mark.parametrize("value", ["", "a", "yes", "token", "12345"])

@@ -26,6 +26,7 @@ from lightning_scalerl.verify.verification import (
     Verifiers,
     check_verifiers,
 )
+from sweeps.run.activity import activity
 from tests.paths import ROOT
 
 OBEDIENT = reward_sum("task.rewards", f"{ROOT}/tests/verify/rewards_for_tests.py:obedient")
@@ -52,6 +53,14 @@ def test_each_outcome_comes_back_to_its_own_ticket(pool: VerifierPool) -> None:
     texts = [f"is {number}" for number in range(200)]
     assert [outcome.reward for outcome in outcomes(pool, *texts)] == list(range(200))
     assert all(outcome.kind == "score" and outcome.attempts == 1 for outcome in outcomes(pool, *texts))
+
+
+def test_each_is_a_sign_of_life(pool: VerifierPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grading an evaluation takes longer than a run that hangs is given."""
+    noted: list[str] = []
+    monkeypatch.setattr(activity, "note", noted.append)
+    outcomes(pool, *["is 1"] * 5)
+    assert noted == ["grade"] * 5
 
 
 def test_three_outcomes(pool: VerifierPool) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sweeps.executor import scheduler
 from sweeps.executor.scheduler import Slurm
 
 COMMANDS = ("sbatch", "squeue", "scancel", "sacct", "scontrol", "srun")
@@ -115,3 +116,9 @@ def test_where_nothing_lies_around_nothing_is_said(called: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         call_all(called)
     assert caplog.records == []
+
+
+def test_a_scancel_that_is_not_answered_ends_nobody(called: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (called / "bin" / "scancel").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(scheduler, "_COMMAND_TIMEOUT_S", 0.2)
+    Slurm().cancel(["7"])

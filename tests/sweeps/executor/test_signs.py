@@ -155,6 +155,8 @@ HUB = "https://hub.example/some/model/resolve/main/config.json"
         (urllib.error.HTTPError(HUB, 503, "Service Unavailable", None, None), "network"),  # type: ignore[arg-type]
         (urllib.error.HTTPError(HUB, 404, "Not Found", None, None), "error"),  # type: ignore[arg-type]
         (TimeoutError("a generation took more than 30 s"), "error"),
+        (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), "network"),  # no file: a socket's
+        (OSError(errno.EHOSTDOWN, "Host is down"), "network"),
         (
             OSError(
                 "We couldn't connect to 'https://hub.example' to load the files, and couldn't find them in the "

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sweeps.errors import UserError
 from sweeps.executor.failure import NEVER
 from sweeps.executor.failure import retries as retry_policy
+from sweeps.executor.scheduler import RefusedError
 from sweeps.executor.settings import JobSettings
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, run_study
 from sweeps.launch.status import overview
 from sweeps.launch.study import LEASE_NAME, Study
 from sweeps.run.interruption import ask_to_stop, stop_asked
+from sweeps.run.lease import Lease
 from sweeps.run.spec import RunSpec, make_spec
 from tests.sweeps.executor.fake_cluster import (
     FINISHES,
@@ -290,6 +293,38 @@ def test_a_label_that_stands_for_something_else_is_refused_before_anything_start
     assert said.startswith("recipe: 'scalerl' already stands for other runs in ")
     assert "optimizer.lr is 0.003, there 0.001" in said and "study=NAME" in said and "\n" not in said
     assert executor.submitted == [] and told.opened == 0 and contents(tmp_path) == before
+
+
+def test_a_folder_that_became_a_study_meanwhile_is_not_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commands at once into a folder that was not there: one is accepted, then the other is refused."""
+    acquire = Lease.acquire
+
+    def late(lease: Lease, *arguments: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        Study(tmp_path / "mine", [recipe(0.001)]).run(ScriptedExecutor())
+        acquire(lease, *arguments, **options)
+
+    monkeypatch.setattr(Lease, "acquire", late)
+    with pytest.raises(UserError, match="already stands for other runs"):
+        Study(tmp_path / "mine", [recipe(0.003)]).run(ScriptedExecutor())
+    assert Ledger(tmp_path / "mine").fold()[recipe(0.001).run].state == "finished"
+
+
+def test_what_somebody_else_has_put_into_a_members_folder_meanwhile_stays(tmp_path: Path) -> None:
+    here = place(tmp_path / "mine")
+    launch(here)
+    new = member(7)
+
+    def refuse(script: Path) -> str:
+        (here.run_dir(new.run) / "metrics.jsonl").write_text("of a run that was trained by itself\n")
+        raise RefusedError("sbatch: error: invalid partition specified: nope")
+
+    here.cluster.submit = refuse  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="partition"):
+        launch(here, specs=[*here.specs, new], partition="nope")
+    assert [path.name for path in here.run_dir(new.run).iterdir()] == ["metrics.jsonl"]
 
 
 def test_the_same_curve_another_label_and_what_is_known_are_not_refused(tmp_path: Path) -> None:

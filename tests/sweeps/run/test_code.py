@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -127,6 +128,30 @@ def test_the_users_own_folders_and_files_count(tmp_path: Path, checkout: Path) -
     changes = code_changes(first, code_facts(named, root=checkout))
     assert [change.split(" ")[0] for change in changes] == [str(mine), str(rewards)]
     assert code_changes(first, code_facts([], root=checkout)) != ()
+
+
+def test_what_a_study_has_written_below_ones_own_folder_is_no_code(tmp_path: Path, checkout: Path) -> None:
+    """Ten thousand members' folders, read through by each of ten thousand jobs."""
+    study = tmp_path / "outputs" / "mine"
+    for folder in ("runs/1", "jobs/2"):
+        (study / folder).mkdir(parents=True)
+        (study / folder / "written.py").write_text("1\n")
+    (study / "own.py").write_text("2\n")
+    (study / "ledger.jsonl").touch()
+    before = code_facts([tmp_path / "outputs"], root=checkout)
+    (study / "runs/1/written.py").write_text("3\n")
+    assert code_changes(before, code_facts([tmp_path / "outputs"], root=checkout)) == ()
+    (study / "own.py").write_text("3\n")
+    assert code_changes(before, code_facts([tmp_path / "outputs"], root=checkout)) != ()
+
+
+def test_the_checkout_is_only_looked_at(checkout: Path) -> None:
+    """The user may be about to commit, and hundreds of jobs look."""
+    (checkout / "sweeps" / "one.py").touch()
+    index = checkout / ".git" / "index"
+    os.utime(index, (1, 1))
+    code_facts(root=checkout)
+    assert index.stat().st_mtime == 1
 
 
 def test_a_home_directory_is_not_read_through(tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:

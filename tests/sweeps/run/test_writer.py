@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from sweeps.errors import UserError
 from sweeps.executor.failure import BLAMES_NODE, KINDS, kind_of
 from sweeps.run import writer
-from sweeps.run.interruption import RunInterruptedError, interruption
+from sweeps.run.interruption import RunInterruptedError, ask_to_stop, interruption, stop_asked
 from sweeps.run.spec import RunSpec, make_spec
 from sweeps.run.writer import DuplicateRunError, sole_writer
 
@@ -75,6 +76,14 @@ def test_a_copy_that_is_asked_to_stop_does(tmp_path: Path, spec: RunSpec) -> Non
 
 
 @pytest.mark.usefixtures("job")
+@pytest.mark.usefixtures("job")
+def test_the_other_ranks_of_a_job_that_is_asked_to_stop_do_not_wait_for_rank_0(tmp_path: Path, spec: RunSpec) -> None:
+    """It has seen the request before it would have taken the lease, and is gone."""
+    ask_to_stop(tmp_path, "no longer needed")
+    with pytest.raises(RunInterruptedError, match="no longer needed"), sole_writer(tmp_path, spec, rank=1):
+        pytest.fail("nobody writes the run")
+
+
 def test_a_waiting_copy_takes_over_from_one_on_a_node_that_died(
     tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,3 +95,16 @@ def test_a_waiting_copy_takes_over_from_one_on_a_node_that_died(
         assert lease is not None
         lease.check()
     assert 0.5 <= time.monotonic() - begin < 20
+
+
+def test_a_request_that_cannot_be_looked_for_is_none_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file server that is away for a moment, every two seconds for days: no reason to end the run."""
+    ask_to_stop(tmp_path, "no longer needed")
+
+    def stat(path: Path, **options: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with monkeypatch.context() as away:
+        away.setattr(Path, "stat", stat)
+        assert stop_asked(tmp_path) is None
+    assert stop_asked(tmp_path) == "no longer needed"
