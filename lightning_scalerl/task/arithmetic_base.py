@@ -20,10 +20,12 @@ from filelock import FileLock
 from torch import Tensor
 
 from lightning_scalerl.cache import cache_dir
+from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.task.arithmetic import ALPHABET, STOP, draw_number, problem, solution
 from sweeps.terminal import Bar
 
 PAD = "<pad>"
+HEAD_SIZE = 32  # so that other engines can load the model too
 # Beside the weights: how they were made.
 MADE_WITH = "made_with.json"
 
@@ -41,14 +43,18 @@ def arithmetic_base_model(
     """Path of the base model, made if the cache has none with these settings (about a minute on one core).
 
     Args:
-        width: hidden size, a multiple of 32 (the head size, so that other engines can load the model too).
+        width: hidden size, a multiple of `HEAD_SIZE`.
         layers: decoder layers.
         batches, batch_size, learning_rate: of AdamW's warm-up run, falling to a tenth along a cosine.
         corruption: probability that a digit of a worked solution is replaced by a random one.
         digits: the longest numbers it ever sees. Longer ones are out of its reach, whatever the recipe: a
             ceiling below 1.
         seed: of weights and data.
+
+    Raises:
+        ConfigurationError: a value that no model can be made with; the message names it.
     """
+    _check(width, layers, batches, batch_size, corruption, learning_rate, digits)
     settings: dict[str, Any] = dict(
         width=width,
         layers=layers,
@@ -72,6 +78,24 @@ def arithmetic_base_model(
             (unfinished / MADE_WITH).write_text(json.dumps(settings, indent=1))
             unfinished.rename(path)
     return str(path)
+
+
+def _check(
+    width: int, layers: int, batches: int, batch_size: int, corruption: float, learning_rate: float, digits: int
+) -> None:
+    """Before a minute is spent on it."""
+    whole = {"width": width, "layers": layers, "batch_size": batch_size, "digits": digits}
+    if batches != 0:  # weights as they were drawn
+        whole["batches"] = batches
+    for name, value in whole.items():
+        whole_number(f"model.{name}", value)
+    if width % HEAD_SIZE:
+        above = HEAD_SIZE * (width // HEAD_SIZE + 1)
+        raise ConfigurationError(f"model.width: {width} is no multiple of {HEAD_SIZE}, the size of a head; say {above}")
+    if not isinstance(corruption, int | float) or not 0 <= corruption <= 1:
+        raise ConfigurationError(f"model.corruption: {corruption!r} must be a probability, from 0 to 1")
+    if not isinstance(learning_rate, int | float) or not learning_rate > 0:
+        raise ConfigurationError(f"model.learning_rate: {learning_rate!r} must be above 0, such as 3e-3")
 
 
 def is_arithmetic_base(model: Any) -> bool:
@@ -103,9 +127,9 @@ def new_model(width: int, layers: int, seed: int) -> Any:
             hidden_size=width,
             intermediate_size=3 * width,
             num_hidden_layers=layers,
-            num_attention_heads=width // 32,
-            num_key_value_heads=width // 32,
-            head_dim=32,
+            num_attention_heads=width // HEAD_SIZE,
+            num_key_value_heads=width // HEAD_SIZE,
+            head_dim=HEAD_SIZE,
             max_position_embeddings=64,
             tie_word_embeddings=False,
             pad_token_id=0,

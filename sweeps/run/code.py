@@ -17,10 +17,12 @@ import hashlib
 import os
 import platform
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,16 +147,31 @@ def checkout(root: Path | None = None, only: Sequence[str] = ()) -> Checkout | N
         return None
     commit = git(root, "rev-parse", "HEAD")
     there = [package for package in only if (root / package).exists()]
-    diff = git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", *(["--", *there] if there else []))
+    diff = _diff(root, *(["--", *there] if there else []))
     return None if commit is None or diff is None else Checkout(commit.strip(), diff)
 
 
-def git(root: Path, *arguments: str) -> str | None:
-    """What git prints; None if it fails or is not there."""
+def _diff(root: Path, *places: str) -> str | None:
+    """Of the working tree to its commit. `git diff` locks and rewrites the index, whatever it is told, so it gets a
+    copy: hundreds of jobs may ask at once, and the user may be about to commit."""
+    where = git(root, "rev-parse", "--git-path", "index")
+    if where is None:
+        return None
+    try:
+        with TemporaryDirectory() as scratch:
+            own = Path(scratch) / "index"
+            shutil.copyfile(root / where.strip(), own)
+            return git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", *places, index=own)
+    except OSError:
+        return None
+
+
+def git(root: Path, *arguments: str, index: Path | None = None) -> str | None:
+    """What git prints; None if it fails or is not there. `index` is another than the checkout's."""
     try:
         done = subprocess.run(
-            # Hundreds of jobs may ask at once, and the user may be about to commit.
-            ["git", "--no-optional-locks", "-C", str(root), *arguments],
+            ["git", "-C", str(root), *arguments],
+            env=None if index is None else {**os.environ, "GIT_INDEX_FILE": str(index)},
             capture_output=True,
             text=True,
             errors="replace",

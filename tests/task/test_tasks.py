@@ -82,6 +82,29 @@ def test_the_base_model_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert arithmetic_base_model(**small, seed=1) != first
 
 
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"width": 16}, r"model\.width: 16 is no multiple of 32.*say 32"),
+        ({"width": 33}, r"model\.width: 33 .*say 64"),
+        ({"width": 32.0}, r"model\.width: 32\.0 must be a whole number"),
+        ({"layers": 0}, r"model\.layers: 0"),
+        ({"batches": -1}, r"model\.batches: -1"),
+        ({"batch_size": 0}, r"model\.batch_size: 0"),
+        ({"digits": 0}, r"model\.digits: 0"),
+        ({"corruption": 2}, r"model\.corruption: 2 must be a probability"),
+        ({"learning_rate": 0.0}, r"model\.learning_rate: 0\.0 must be above 0"),
+    ],
+)
+def test_a_base_model_that_cannot_be_made_is_refused_before_it_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, float], says: str
+) -> None:
+    monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=says):
+        arithmetic_base_model(**wrong)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_interrupted_base_model_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
     small = {"width": 32, "layers": 1, "batches": 2, "batch_size": 4}
