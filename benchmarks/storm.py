@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sweeps.executor.attempts import attempts
 from sweeps.launch.ledger import Ledger
-from sweeps.run.journal import JOURNAL_FILE
+from sweeps.run.journal import JOURNAL_FILE, JournalError, read_journal
 from tests.place import Deterministic, Place
 from tests.slurm.cluster import Lab, Sweep, baseline, by_run, hold_still, small_disk
 
@@ -150,9 +150,13 @@ class Storm:
         self._of_a_member(lambda pid: os.kill(pid, signal.SIGKILL))
 
     def _break_a_line(self) -> None:
-        """In the middle, of a journal that nobody writes at the moment: the member's process is gone."""
-        self._of_a_member(lambda pid: os.kill(pid, signal.SIGKILL))
-        if paths := self._unfinished(JOURNAL_FILE):
+        """In the middle, of a journal that is not at its end and that nobody writes at the moment: a process goes on
+        behind a line that was broken behind its back, and what is finished stays finished."""
+        for pid in self.sweep.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.5)  # until they are gone; the next ones take seconds to begin
+        if paths := [path for path in self._unfinished(JOURNAL_FILE) if _goes_on(path)]:
             path = self.luck.choice(paths)
             lines = path.read_bytes().split(b"\n")
             if len(lines) > 4:
@@ -180,6 +184,14 @@ class Storm:
                 handle.flush()
         time.sleep(self.luck.choice((1, 10)))
         ballast.unlink(missing_ok=True)
+
+
+def _goes_on(journal: Path) -> bool:
+    """Whether it is whole and not at its end."""
+    try:
+        return read_journal(journal).status != "finished"
+    except JournalError:
+        return False
 
 
 def one_round(lab: Lab, place: Place, name: str, luck: random.Random, every_s: float) -> Storm:
@@ -211,7 +223,11 @@ def one_round(lab: Lab, place: Place, name: str, luck: random.Random, every_s: f
 def check(storm: Storm, truth: dict[str, Deterministic]) -> bool:
     """Each finished once, its journal as without faults."""
     ends = Counter(entry["run"] for entry in Ledger(storm.sweep.directory).entries() if entry["event"] == "finished")
-    found = by_run(storm.sweep.directory)
+    found: dict[str, Deterministic] = {}
+    try:
+        found = by_run(storm.sweep.directory)
+    except JournalError as error:
+        print(error, flush=True)
     wrong = [run for run in truth if found.get(run) != truth[run] or ends[run] != 1]
     tries = Counter(
         attempt.kind or attempt.outcome or "no last word"
@@ -237,7 +253,7 @@ def main() -> int:
     root = Path(tempfile.mkdtemp(prefix="scalerl-storm-"))
     lab = Lab(root / "lab", port=28800)
     faults: Counter[str] = Counter()
-    rounds, right = 0, True
+    rounds, right = 0, False
     try:
         lab.up()
         (root / "place").mkdir()
@@ -249,7 +265,10 @@ def main() -> int:
                 rounds += 1
                 storm = one_round(lab, place, f"round{rounds}", luck, options.every_s)
                 faults += storm.done
-                right &= check(storm, truth)
+                right = check(storm, truth)
+                if not right:
+                    shutil.copytree(storm.sweep.directory, root / "wrong")
+                    break
                 shutil.rmtree(storm.sweep.directory)
         minutes = (time.monotonic() - began) / 60
         print(
@@ -259,7 +278,10 @@ def main() -> int:
         return int(not right)
     finally:
         lab.run("down", "--wipe")
-        shutil.rmtree(root, ignore_errors=True)
+        if right:
+            shutil.rmtree(root, ignore_errors=True)
+        else:
+            print(f"what went wrong is in {root}", flush=True)
 
 
 if __name__ == "__main__":
