@@ -506,12 +506,17 @@ class Lab:
         port = self.knobs.ports()["mariadbd"]
         sql, password = self.root / "sql", (self.root / "munge/sql.password").read_text()
         if not self.pid("mariadbd"):
+            # Temporary tables in a folder of its own: a server that starts removes all that it finds, those of
+            # another lab's too.
+            temporary = sql / "tmp"
             if not (sql / "data/mysql").is_dir():
                 shutil.rmtree(sql, ignore_errors=True)
                 (sql / "data").mkdir(parents=True, mode=0o700)
+                temporary.mkdir(mode=0o700)
                 # Only 127.0.0.1 will connect: it need not find out what this machine is called on its network.
                 install = ["mariadb-install-db", "--no-defaults", "--user=root", f"--datadir={sql}/data"]
-                made = subprocess.run([*install, "--skip-test-db", "--skip-name-resolve"], capture_output=True)
+                install += ["--skip-test-db", "--skip-name-resolve"]
+                made = subprocess.run(install, capture_output=True, env=os.environ | {"TMPDIR": str(temporary)})
                 log = self.root / "log/mariadb-install.out"
                 log.write_bytes(made.stdout + made.stderr)
                 if made.returncode:
@@ -527,7 +532,9 @@ class Lab:
             write_secret(sql / "init.sql", "\n".join([*statements, ""]).encode())
             options = [f"--datadir={sql}/data", f"--socket={sql}/socket", f"--pid-file={sql}/mariadbd.pid"]
             options += ["--bind-address=127.0.0.1", f"--port={port}", "--skip-name-resolve", "--skip-log-bin"]
+            temporary.mkdir(mode=0o700, exist_ok=True)
             options += [f"--init-file={sql}/init.sql", f"--log-error={self.root}/log/mariadbd.log"]
+            options += [f"--tmpdir={temporary}"]
             # slurmdbd asks for the last two; the second saves the disk at the price of a second after a crash.
             options += ["--innodb-flush-log-at-trx-commit=0", "--innodb-buffer-pool-size=64M"]
             options += ["--innodb-lock-wait-timeout=900"]
