@@ -21,9 +21,8 @@ from lightning_scalerl.verify.grade import Grade, Sample
 
 # A longer answer is no answer: parsing takes time with its length.
 MAX_CHARACTERS = 1000
-MARK = "####"
 _BASE = re.compile(r"\d_\{?(\d+)\}?")
-_BOX = re.compile(r"\\(?:boxed|fbox)\{")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # With what is escaped before it, which is none.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # Arguments without braces: \\frac\pi 2, \\frac12, \\sqrt3.
@@ -33,8 +32,13 @@ _ROOT = re.compile(r"\\sqrt\s*(\\[a-zA-Z]+|\d)")
 _SPACING = re.compile(r"\\(?:[!,;:]|displaystyle\b)")
 # Of a percentage the number is asked for.
 _PERCENT = re.compile(r"\s*\\?%$")
-# A number with a word behind it, such as 18 dollars.
-_WORDED = re.compile(r"([-+]?\d[\d,.]*)\s+[A-Za-z][A-Za-z .]*")
+# A number with a word behind it, such as 18 dollars; a letter alone is a variable.
+_WORDED = re.compile(r"([-+]?\d[\d,.]*)\s+[A-Za-z]{2}[A-Za-z .]*")
+_FACTOR = re.compile(r"(?<=\d)\s+(?=[A-Za-z](?![A-Za-z]))")
+# GSM8K's mark with a number or an expression behind it; Markdown's headings look the same, with words.
+_MARKED = re.compile(r"#{4,}+\s*+(?![A-Za-z]{2})(\S[^\n]*)")
+# Words behind the mark, and nothing more: an answer that is one.
+_MARKED_WORD = re.compile(r"#{4,}+\s*+([A-Za-z][^\n:]*)\Z")
 
 
 class TooCostlyError(BaseException):
@@ -82,26 +86,28 @@ class Mathematics:
 
 
 def changed(answer: str) -> str:
-    """Another answer of the same kind: its first digit changed, else something that is not it."""
-    for place, character in enumerate(answer):
-        if character.isdecimal() and character.isascii():
-            return answer[:place] + str(int(character) % 9 + 1) + answer[place + 1 :]
-    return "987654321"
+    """Another answer of the same kind: its first digit changed, of an equation the first on its right, else something
+    that is not it."""
+    digits = [place for place, character in enumerate(answer) if character.isdecimal() and character.isascii()]
+    if not digits:
+        return "987654321"
+    place = next((place for place in digits if place > answer.rfind("=")), digits[0])
+    return answer[:place] + str(int(answer[place]) % 9 + 1) + answer[place + 1 :]
 
 
 def stated(text: str) -> tuple[str, bool]:
     """The expression that a completion gives as its answer, and whether it is marked as such.
 
-    The last `\\boxed{...}` that is closed, else what follows the last `####` on its line; else, not marked, the end of
-    the text, in which math-verify looks for its last expression.
+    The last `\\boxed{...}` that is closed, else the number or expression behind the last `####`; else,
+    not marked, the end of the text, in which math-verify looks for its last expression.
     """
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed, True
-    if MARK in text:
-        after = text.rpartition(MARK)[2].strip().splitlines()
-        return (after[0].strip() if after else ""), True
-    return text.strip()[-MAX_CHARACTERS:], False
+    marked = [*_MARKED.finditer(text), *_MARKED_WORD.finditer(text.rstrip())]
+    if marked:
+        return marked[-1][1].strip(), True
+    return text.rstrip("# \n\t").strip()[-MAX_CHARACTERS:], False  # a mark with nothing behind it says nothing
 
 
 def last_boxed(text: str) -> str | None:
@@ -199,7 +205,7 @@ def _tidy(expression: str) -> str:
     bare = _PERCENT.sub("", " ".join(_SPACING.sub("", expression).strip().strip("$").split()).rstrip(".,;"))
     bare = _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(r"\\frac{\1}{\2}", bare))
     worded = _WORDED.fullmatch(bare)
-    return worded[1] if worded else bare
+    return worded[1] if worded else _FACTOR.sub("", bare)  # 2 i is read as another thing than 2i
 
 
 def _read(expression: str) -> Any:

@@ -18,8 +18,11 @@ from lightning_scalerl.verify.grade import Grade, Sample
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 # Possessive: a completion of spaces must not be looked at again from each of them.
-_BOXED = re.compile(r"\\boxed\s*+\{\s*+(?:\\text\s*+\{)?\s*+\(?([A-Za-z])\)?\s*+\}?\s*+\}")
-_SAID = re.compile(r"\b(?i:answer|choice|option)\b\s*+(?i:is\b)?[\s:*]*+\(?((?<=\()[a-z](?=\))|[A-Z](?![A-Za-z']))")
+_BOXED = re.compile(r"\\boxed\s*+\{\s*+(?:\\text\s*+\{)?\s*+\(?([A-Za-z])(?=\s*+[).:}])")
+_LETTER = r"\b\s*+(?i:is\b)?[\s:*]*+\(?((?<=\()[a-z](?=\))|[A-Z](?![A-Za-z']))"
+# What is said of the answer counts before what is said of the options: a reasoned answer goes through the others.
+_SAID = re.compile(r"\b(?i:answer(?:\s++(?:choice|option))?)" + _LETTER)
+_NAMED = re.compile(r"\b(?i:choice|option)" + _LETTER)
 _IN_BRACKETS = re.compile(r"\(([A-Z])\)")
 # By itself; I is seldom a choice, and A is none before a noun.
 _ALONE = re.compile(r"(?<![A-Za-z'])([B-HJ-Z]|A(?!\s+[a-z]))(?![A-Za-z'])")
@@ -121,7 +124,8 @@ class TruthfulAnswer:
 
 @dataclass(frozen=True)
 class Choice:
-    """1 if the letter that the completion gives is the answer: boxed, behind "answer is", in brackets, else alone."""
+    """1 if the letter that the completion gives is the answer: boxed, behind "answer is", behind "option", in brackets,
+    else alone."""
 
     def grade(self, sample: Sample) -> Grade:
         """Of what follows the thinking."""
@@ -135,7 +139,7 @@ class Choice:
 
 def chosen_letter(text: str) -> str | None:
     """The choice that a text makes; None if it makes none."""
-    for pattern in (_BOXED, _SAID, _IN_BRACKETS, _ALONE):
+    for pattern in (_BOXED, _SAID, _NAMED, _IN_BRACKETS, _ALONE):
         found = pattern.findall(text[-_LAST:])
         if found:
             return str(found[-1]).upper()

@@ -142,7 +142,15 @@ def test_a_number_is_itself_and_not_another(gold: str) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "other"),
-    [("72", "82"), ("9", "1"), ("0.5", "1.5"), ("x", "987654321"), ("\\frac{7}{8}", "\\frac{8}{8}")],
+    [
+        ("72", "82"),
+        ("9", "1"),
+        ("0.5", "1.5"),
+        ("x", "987654321"),
+        ("\\frac{7}{8}", "\\frac{8}{8}"),
+        ("f(1)=3", "f(1)=4"),
+        ("7=x", "8=x"),
+    ],
 )
 def test_another_answer(answer: str, other: str) -> None:
     assert changed(answer) == other
@@ -171,6 +179,18 @@ def test_another_answer_is_another(answer: str) -> None:
         ("#### 41\n#### 42", "42"),
         ("####\n42", "42"),
         ("####", None),
+        ("It is 42 ####", "It is 42"),
+        ("\\boxed {5}", "5"),
+        ("\\boxed{3} first. Finally \\boxed {5}", "5"),
+        ("#### $1,234", "$1,234"),
+        ("#### x = 3", "x = 3"),
+        ("#### 72 dollars", "72 dollars"),
+        ("So yes.\n#### yes", "yes"),
+        ("##### 42", "42"),
+        # Markdown's headings
+        ("#### Final Answer\n\nThe answer is 42.", "#### Final Answer\n\nThe answer is 42."),
+        ("#### Final Answer: 42", "#### Final Answer: 42"),
+        ("#### Step 4: sum\n20+22=42\n\n#### 42", "42"),
         ("42", "42"),
         ("", None),
         (" \n", None),
@@ -422,3 +442,27 @@ def test_hundreds_of_texts_each_have_a_grade() -> None:
 @pytest.mark.slow
 def test_ten_thousand_texts_each_have_a_grade() -> None:
     check_generated(10_000, cpu_s=Mathematics().cpu_s)
+
+
+@pytest.mark.parametrize(
+    ("gold", "said", "expected"),
+    [
+        # a letter alone is no unit
+        ("2 i", "\\boxed{2}", 0.0),
+        ("2 i", "\\boxed{2i}", 1.0),
+        ("2i", "\\boxed{2 i}", 1.0),
+        ("3 x", "\\boxed{3}", 0.0),
+        ("3 x", "\\boxed{3 y}", 0.0),
+        ("3x", "\\boxed{3 x}", 1.0),
+        ("18", "\\boxed{18 dollars}", 1.0),
+        ("18 dollars", "\\boxed{18}", 1.0),
+        # headings are no marks
+        ("42", "#### Final Answer\n\nThe answer is 42.", 1.0),
+        ("42", "#### Final Answer: 42", 1.0),
+        ("42", "#### Step 4: sum\n20+22=42\n\n**Answer: 42**", 1.0),
+        ("42", "#### Final Answer\n\nThe answer is 41.", 0.0),
+        ("yes", "So:\n#### yes", 1.0),
+    ],
+)
+def test_variables_and_headings(gold: str, said: str, expected: float) -> None:
+    assert reward(Mathematics(cpu_s=30.0), gold, said) == expected
