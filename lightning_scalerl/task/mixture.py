@@ -31,6 +31,11 @@ class MixtureGrader:
         """Of the slowest."""
         return max(float(getattr(grader, "longest_s", 0.0)) for grader in self.graders.values())
 
+    def needs_s(self, sample: Sample) -> float:
+        """As the task's own grader."""
+        grader = self.graders[sample.prompt.source]
+        return float(grader.needs_s(sample)) if hasattr(grader, "needs_s") else 0.0
+
     def grade(self, sample: Sample) -> Grade:
         """With what it is made of under its task's name."""
         source = sample.prompt.source

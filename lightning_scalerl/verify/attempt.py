@@ -16,12 +16,12 @@ def attempt(grader: Grader, sample: Sample) -> Outcome:
     try:
         grade = grader.grade(sample)
         problem = _problem(grade)
+        parts = {str(name): float(value) for name, value in grade.parts.items() if _finite(value)}
     except Exception as error:
         return Outcome("error", why=f"raised {said(error)}", seconds=time.perf_counter() - began)
     seconds = time.perf_counter() - began
     if problem:
         return Outcome("error", why=problem, seconds=seconds)
-    parts = {str(name): float(value) for name, value in grade.parts.items() if _finite(value)}
     if grade.reward is None:
         return Outcome("abstain", parts=parts, why=grade.why, seconds=seconds, extra=dict(grade.extra))
     reward, correct = float(grade.reward), None if grade.correct is None else bool(grade.correct)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.verify.grade import Grader, Outcome, Sample
+from lightning_scalerl.verify.sandbox.launch import SCRATCH, remove_left
 from sweeps.run.activity import activity
 
 # Imports of a reward function may be heavy, on a busy machine.
@@ -46,6 +48,7 @@ class _Worker:
 
     process: subprocess.Popen[bytes]
     connection: Connection[Any, Any]
+    scratch: str  # in the names of its sandboxes' folders
     deadline: float  # of the start, or of the job in hand
     ready: bool = False
     job: _Job | None = None
@@ -70,7 +73,8 @@ class VerifierPool:
     Args:
         grader: sent to each of them, by value (cloudpickle): functions of a script too.
         workers: how many.
-        timeout_s: wall clock that one attempt may take.
+        timeout_s: wall clock that one attempt may take; longer if the grader says of a completion that it needs more
+            (`needs_s`).
         retries: how often a completion is given to a worker again whose grading has failed.
         memory_gib: of data that a worker may hold; None for as much as there is.
 
@@ -94,6 +98,7 @@ class VerifierPool:
         # Handed over as a file in memory: a pipe would hold the pool up until the new process reads.
         self._message = pickle.dumps((list(sys.path), memory_gib, pickled))
         self._timeout_s, self._retries = timeout_s, retries
+        self._needs_s = getattr(grader, "needs_s", lambda sample: 0.0)
         self._shared = _Shared()
         self._changed = threading.Condition()
         self._next = 0
@@ -194,13 +199,14 @@ class VerifierPool:
             handed.seek(0)
             numbers = [theirs.fileno(), handed.fileno()]
             command = [sys.executable, "-m", "lightning_scalerl.verify.worker", str(numbers[0]), str(os.getpid())]
+            scratch = secrets.token_hex(8)
             # A group of its own: it is killed as one, and Ctrl-C is not for it.
             process = subprocess.Popen(
                 [*command, str(numbers[1])], pass_fds=numbers, stdin=subprocess.DEVNULL, start_new_session=True,
-                env=_environment(),
+                env=_environment() | {SCRATCH: scratch},
             )  # fmt: skip
         theirs.close()
-        return _Worker(process, ours, time.monotonic() + START_S)
+        return _Worker(process, ours, scratch, time.monotonic() + START_S)
 
     def _assign(self) -> None:
         for worker in self._workers:
@@ -210,7 +216,7 @@ class VerifierPool:
                         return
                     job = self._shared.queue.popleft()
                 worker.job, worker.since = job, time.monotonic()
-                worker.deadline = worker.since + self._timeout_s
+                worker.deadline = worker.since + max(self._timeout_s, float(self._needs_s(job.sample)))
                 job.attempts += 1
                 with suppress(OSError):  # likewise
                     worker.connection.send(job.sample)
@@ -229,7 +235,7 @@ class VerifierPool:
                 try:
                     said = worker.connection.recv()
                 except (EOFError, OSError):
-                    self._replace(number, "its process died")
+                    self._replace(number, "its process died", died=True)
                     continue
                 except Exception as error:  # what it sent cannot be read
                     self._replace(number, f"its answer cannot be read ({type(error).__name__}: {error})")
@@ -250,12 +256,15 @@ class VerifierPool:
         now = time.monotonic()
         for number, worker in enumerate(self._workers):
             if worker.job is not None and now >= worker.deadline:
-                self._replace(number, f"timed out after {self._timeout_s:g} s")
+                self._replace(number, f"timed out after {worker.deadline - worker.since:g} s")
             elif not worker.ready and now >= worker.deadline:
                 self._fail(f"task: the verifier was not loaded within {START_S:g} s")
 
-    def _replace(self, number: int, why: str) -> None:
+    def _replace(self, number: int, why: str, died: bool = False) -> None:
         worker = self._workers[number]
+        if died:
+            with suppress(subprocess.TimeoutExpired):
+                why += f" ({_in_words(worker.process.wait(1.0))})"
         status = _kill(worker)
         if not worker.ready:
             self._fail(f"task: the verifier's process ended while it was loaded (exit status {status})")
@@ -283,12 +292,22 @@ class VerifierPool:
             self._changed.notify_all()
 
 
-def _kill(worker: _Worker) -> int | None:
-    """With everything in its group; returns the exit status."""
+def _kill(worker: _Worker) -> int:
+    """With everything in its group, and the scratch folders of its sandboxes; returns the exit status."""
     with suppress(ProcessLookupError):
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.connection.close()
-    return worker.process.wait()
+    status = worker.process.wait()
+    remove_left(worker.scratch)
+    return status
+
+
+def _in_words(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    with suppress(ValueError):
+        return signal.Signals(-status).name
+    return f"signal {-status}"
 
 
 def _environment() -> dict[str, str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from lightning_scalerl.checks import positive
 from lightning_scalerl.verify.grade import Grade, Sample
 from lightning_scalerl.verify.sandbox import (
     JudgeResult,
@@ -25,6 +26,8 @@ from lightning_scalerl.verify.sandbox import (
 )
 
 _BLOCK = re.compile(r"```(?P<language>[\w+-]*)[ \t]*\n(?P<code>.*?)(?:```|\Z)", re.DOTALL)
+_FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]*\)|[^\n(]*)\n?", re.MULTILINE)
+_STARTS_S = 2.0  # start and end of the sandboxes
 # What LiveCodeBench's own harness imports before every solution.
 _IMPORTS = """
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
@@ -55,7 +58,9 @@ class Programs:
     The program is the last block of code in the completion, or all of it if there is none.
 
     Args:
-        wall_s, cpu_s, memory_mib, output_kib, file_mib, processes: see `Limits`.
+        wall_s, cpu_s, memory_mib, output_kib, file_mib, processes: see `Limits`; of a program that reads and prints for
+            each of its cases, as in LiveCodeBench's own harness.
+        total_s: wall clock of all cases of such a program together.
         mode: what to shut programs in with: auto, bubblewrap, landlock, none.
         unprotected: run them even where nothing can shut them in.
     """
@@ -68,9 +73,11 @@ class Programs:
     processes: int = 32
     mode: Mode = "auto"
     unprotected: bool = False
+    total_s: float = 60.0
 
     def __post_init__(self) -> None:
         _ = self.limits  # refused here, not in a worker
+        positive("task.sandbox.total_s", self.total_s)
 
     @property
     def limits(self) -> Limits:
@@ -80,7 +87,12 @@ class Programs:
     @property
     def longest_s(self) -> float:
         """Wall clock that a grade may take, start and end of the sandboxes included."""
-        return self.wall_s + 2.0
+        return self.wall_s + _STARTS_S
+
+    def needs_s(self, sample: Sample) -> float:
+        """The same of this one: one with many cases is given longer than other verifiers are."""
+        cases = sample.prompt.answer.get("cases", ())
+        return max(self.longest_s, min(self.total_s, len(cases) * self.longest_s) + _STARTS_S if cases else 0.0)
 
     @cached_property
     def protections(self) -> Protections:
@@ -114,10 +126,10 @@ class Programs:
     def _judged(self, code: str, answer: Mapping[str, Any]) -> JudgeResult:
         if "cases" in answer:
             cases = [(str(given), str(expected)) for given, expected in answer["cases"]]
-            return judge_stdio(code, cases, self.limits, self.protections)
+            return judge_stdio(code, cases, self.limits, self.protections, self.total_s)
         entry_point = answer.get("entry_point")
         if "calls" in answer:
-            tests, prelude, program = _CALLS.format(calls=json.dumps(answer["calls"])), "", f"{_IMPORTS}\n{code}"
+            tests, prelude, program = _CALLS.format(calls=json.dumps(answer["calls"])), "", _behind(_IMPORTS, code)
         else:
             tests, prelude = str(answer["tests"]), str(answer.get("prelude") or "")
             program = _completed(prelude, code, entry_point)
@@ -135,18 +147,31 @@ class Programs:
 
 def program_of(text: str) -> str:
     """The last block of Python, or of no language, in a completion; all of it if there is none."""
+    text = text.replace("\r\n", "\n")
     blocks = [found for found in _BLOCK.finditer(text) if found["language"].lower() in ("", "python", "python3", "py")]
-    return str(blocks[-1]["code"]) if blocks else text
+    if not blocks:
+        return text
+    # In a list the whole block is indented like its fence; its own indentation stays, a function's body may have one.
+    before = text[: blocks[-1].start()].rpartition("\n")[2]
+    indent = before if before.isspace() else ""
+    return "".join(line.removeprefix(indent) for line in str(blocks[-1]["code"]).splitlines(keepends=True))
 
 
 def _completed(prelude: str, code: str, entry_point: str | None) -> str:
     """With what the task gave: a function that is to be completed, or imports.
 
-    A program that defines the function anew stands behind the prompt, which ends in a docstring; one that does not goes
-    on where the prompt ends.
+    A program that defines the function anew stands behind the prompt, which ends in a docstring; a body goes on where
+    the prompt ends.
     """
     if not prelude:
         return code
-    if entry_point is not None and not re.search(rf"^\s*(async\s+)?def\s+{re.escape(entry_point)}\b", code, re.M):
-        return prelude + code
-    return f"{prelude}\n\n{code}"
+    defined = entry_point is None or re.search(rf"^\s*(async\s+)?def\s+{re.escape(entry_point)}\b", code, re.MULTILINE)
+    is_body = not defined and code.lstrip("\n")[:1].isspace()
+    if is_body:
+        return prelude + ("" if prelude.endswith("\n") else "\n") + code.lstrip("\n")
+    return _behind(prelude, code)
+
+
+def _behind(before: str, code: str) -> str:
+    """One after the other; but what is asked of the future has to come first."""
+    return "".join([*(f"{line.rstrip()}\n" for line in _FUTURE.findall(code)), f"{before}\n\n", _FUTURE.sub("", code)])

@@ -281,6 +281,11 @@ class RewardSum:
         """Wall clock that the graders with limits of their own may take, one after the other."""
         return sum(float(getattr(each.grader, "longest_s", 0.0)) for each in self.rewards)
 
+    def needs_s(self, sample: Sample) -> float:
+        """Wall clock that those with limits of their own may take for this one."""
+        needs = (getattr(each.grader, "needs_s", None) for each in self.rewards)
+        return float(sum(of(sample) for of in needs if of is not None))
+
     def grade(self, sample: Sample) -> Grade:
         """Of one completion."""
         grades = [(each, each.grader.grade(sample)) for each in self.rewards]

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lightning_scalerl.verify.sandbox import launch
+
 
 def obedient(completion: str, answer: str) -> float | None:
     """Does what the completion says."""
@@ -34,6 +36,9 @@ def obedient(completion: str, answer: str) -> float | None:
         return float(len(bytearray(8 << 30)))
     elif word == "child":
         subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(300)  # {rest}"])
+        time.sleep(300)
+    elif word == "folder":
+        Path(rest).write_text(launch._new_scratch(None))
         time.sleep(300)
     elif word == "once":
         marker = Path(rest)

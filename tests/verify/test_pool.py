@@ -19,6 +19,7 @@ from lightning_scalerl.verify.grade import Grade, Known, Outcome, Sample
 from lightning_scalerl.verify.inline import InlineVerifiers
 from lightning_scalerl.verify.named import reward_sum
 from lightning_scalerl.verify.pool import VerifierPool
+from lightning_scalerl.verify.sandbox import launch
 from lightning_scalerl.verify.verification import (
     ErrorWatch,
     RewardError,
@@ -76,8 +77,8 @@ def test_three_outcomes(pool: VerifierPool) -> None:
         ("spin", "timed out after 1 s"),
         ("sleep 100", "timed out"),
         ("deaf", "timed out"),
-        ("die", "its process died"),
-        ("exit 0", "its process died"),
+        ("die", "its process died (SIGKILL)"),
+        ("exit 0", "its process died (exit status 0)"),
         ("memory", "MemoryError"),
         ("is nan", "returned nan"),
         ("is inf", "returned inf"),
@@ -105,6 +106,17 @@ def test_a_worker_is_killed_with_all_that_it_started(pool: VerifierPool, tmp_pat
     assert bad.kind == "error"
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert marker not in listed
+
+
+def test_a_worker_that_is_killed_leaves_no_scratch_folder(pool: VerifierPool, tmp_path: Path) -> None:
+    """Of the sandbox that it was in; those of others stay."""
+    others = Path(launch._new_scratch(None))
+    try:
+        (bad,) = outcomes(pool, f"folder {tmp_path}/said")
+        assert bad.kind == "error" and not Path((tmp_path / "said").read_text()).exists()
+        assert others.is_dir()
+    finally:
+        others.rmdir()
 
 
 def test_a_failure_that_passes_is_tried_again(pool: VerifierPool, tmp_path: Path) -> None:
@@ -151,6 +163,7 @@ import time, sys
 sys.path.insert(0, {str(ROOT)!r})
 from tests.verify.test_pool import OBEDIENT, ask, outcomes
 from lightning_scalerl.verify.pool import VerifierPool
+from lightning_scalerl.verify.sandbox import launch
 pool = VerifierPool(OBEDIENT, workers=2, timeout_s=1000.0)
 print(*[int(outcome.reward) for outcome in outcomes(pool, *["pid"] * 8)], flush=True)
 pool.submit(ask("deaf")); pool.submit(ask("spin"))

@@ -12,6 +12,7 @@ from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.formats import FORMATS
 from lightning_scalerl.verify.grade import Grade, Sample
 from lightning_scalerl.verify.named import reward_sum
+from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.programs import Programs, program_of
 from lightning_scalerl.verify.verification import Verification
 
@@ -66,6 +67,22 @@ RIGHT = [
         block("class Solution:\n    def add(s, a, b):\n        return tuple(a + x for x in b)"),
     ),
     ("livecodebench", READING, block("print(sum(map(int, input().split())))")),
+    # in a list, and as Windows ends lines
+    ("humaneval", HUMANEVAL, "1. So:\n   ```python\n   def add_all(xs):\n       return sum(xs)\n   ```\n2. Done."),
+    ("humaneval", HUMANEVAL, "So:\r\n```python\r\ndef add_all(xs):\r\n    return sum(xs)\r\n```\r\n"),
+    # what has to stand first does
+    ("humaneval", HUMANEVAL, block("from __future__ import annotations\ndef add_all(xs):\n    return sum(xs)")),
+    (
+        "livecodebench",
+        METHOD,
+        block(
+            "from __future__ import (\n    annotations,\n)\n"
+            "class Solution:\n    def add(s, a, b):\n        return [a + x for x in b]"
+        ),
+    ),
+    # not made by `def`, behind something that ends without a line of its own
+    ("mbpp", MBPP | {"test_setup_code": "import math"}, block("smaller = lambda a, b: math.floor(min(a, b))")),
+    ("mbpp", MBPP | {"test_setup_code": "import math"}, block("from builtins import min as smaller")),
 ]
 WRONG = [
     ("humaneval", HUMANEVAL, "    return 3\n", "AssertionError in line 3"),
@@ -130,6 +147,21 @@ def test_settings_go_through_and_bad_ones_name_themselves() -> None:
         reward_sum("task.rewards", [{"use": "code", "memory_mib": 0}])
     with pytest.raises(ConfigurationError, match="code has no such setting"):
         reward_sum("task.rewards", [{"use": "code", "memory": 1}])
+
+
+def test_a_completion_with_many_cases_is_given_its_time() -> None:
+    """40 cases of a third of a second are more than a verifier's usual time."""
+    answer = {"cases": [["", "1"]] * 40}
+    rewards = reward_sum("task.rewards", [{"use": "code", "wall_s": 1.0}])
+    sample = Sample(Prompt("p", "?", answer), *[block("import time\ntime.sleep(0.1)\nprint(1)")] * 2)
+    assert 40 < rewards.needs_s(sample) < 70  # type: ignore[attr-defined]
+    pool = VerifierPool(rewards, workers=1, timeout_s=3.0)
+    try:
+        outcome = pool.wait(pool.submit(sample))
+    finally:
+        pool.close()
+    assert (outcome.kind, outcome.reward) == ("score", 1.0), outcome
+    assert outcome.seconds > 3.0
 
 
 def test_a_grader_that_may_take_longer_than_its_worker_is_given_is_refused() -> None:

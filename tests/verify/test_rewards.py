@@ -333,6 +333,23 @@ class Says:
         return self.given
 
 
+class Unwilling:
+    def __float__(self) -> float:
+        raise OverflowError("too long")
+
+
+@pytest.mark.parametrize("parts", [["length"], {"length": Unwilling()}])
+def test_parts_that_cannot_be_read_are_an_error_of_that_completion(parts: Any) -> None:
+    """And no end of the run: a verifier's faults are its completion's."""
+
+    class Measures:
+        def grade(self, sample: Sample) -> Grade:
+            return Grade(1.0, parts)
+
+    outcome = attempt(Measures(), plain("x"))
+    assert outcome.kind == "error" and outcome.why.startswith("raised ")
+
+
 def summed(*rewards: tuple[float | None, float]) -> Outcome:
     entries = [Weighted(f"r{number}", Says(reward), weight) for number, (reward, weight) in enumerate(rewards)]
     return attempt(RewardSum(entries), plain("x"))

@@ -21,6 +21,7 @@ _ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\(\))?(\.[A-Za-z_]\w*(\(\))?)*")
 _TOLERANCE = Decimal("1e-6")
 _FRACTION = re.compile(r"[.eE]")
 _REPORT_BYTES = 4096
+_SPARE_KIB = 64  # beyond what is expected: other white space
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,11 @@ def judge(
 
 
 def judge_stdio(
-    program: str, cases: Sequence[tuple[str, str]], limits: Limits, protections: Protections
+    program: str,
+    cases: Sequence[tuple[str, str]],
+    limits: Limits,
+    protections: Protections,
+    total_s: float = float("inf"),
 ) -> JudgeResult:
     """Run a program once for each case, until one fails, and compare what it prints.
 
@@ -110,14 +115,15 @@ def judge_stdio(
     Args:
         program: untrusted source.
         cases: standard input and expected output.
-        limits: each run's; the clock is for all of them together.
+        limits: each run's; one that is to print more than `output_kib` may.
         protections: what is put around it.
+        total_s: wall clock of all of them together, starts and ends of the sandboxes included; beyond it the program
+            fails.
 
     Raises:
         SandboxError: the sandbox itself failed; says nothing of the program.
     """
     began = time.monotonic()
-    left = float(limits.wall_s)
 
     def verdict(passed: bool, reason: str) -> JudgeResult:
         return JudgeResult(passed, reason, time.monotonic() - began)
@@ -125,10 +131,13 @@ def judge_stdio(
     if not cases:
         return verdict(False, "there are no cases")
     for number, (given, expected) in enumerate(cases, start=1):
+        left = total_s - (time.monotonic() - began)
         if left <= 0:
-            return verdict(False, f"case {number}: timeout")
-        result = run_program(program, given, replace(limits, wall_s=left), protections)
-        left -= result.seconds
+            return verdict(False, f"case {number}: timeout (all cases together)")
+        output_kib = max(limits.output_kib, len(expected.encode("utf-8", "replace")) // 1024 + _SPARE_KIB)
+        result = run_program(
+            program, given, replace(limits, wall_s=min(limits.wall_s, left), output_kib=output_kib), protections
+        )
         if result.status != "ok":
             last = result.stderr_tail.strip().rpartition("\n")[2][:200]
             return verdict(False, f"case {number}: {result.status}" + (f": {last}" if last else ""))

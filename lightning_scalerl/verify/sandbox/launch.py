@@ -62,6 +62,10 @@ _MOST_ENTRIES = 4096
 # Each look resolves every path anew.
 _LONGEST_PATH = 1024
 _MEBIBYTE = 1 << 20
+_PREFIX = "scalerl-sandbox-"
+# A variable of the process that starts sandboxes: stands in the names of their folders, so that whoever kills it can
+# find them.
+SCRATCH = "SCALERL_SANDBOX_SCRATCH"
 # Above the users of systems and of containers, below what tools take for negative.
 _USERS = (1_900_000_000, 2_100_000_000)
 
@@ -457,10 +461,21 @@ def _topmost(paths: Sequence[str]) -> list[str]:
     return [p for p in paths if not any(str(parent) in paths for parent in Path(p).parents)]
 
 
+def remove_left(name: str) -> None:
+    """The scratch folders of a process that was killed; `name` was its `SCRATCH`."""
+    for place in _places():
+        for scratch in Path(place).glob(f"{_PREFIX}{name}-*"):
+            _remove(str(scratch))
+
+
+def _places() -> list[str]:
+    return list(dict.fromkeys([tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"]))
+
+
 def _new_scratch(user: int | None) -> str:
-    candidates = [tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"]
+    candidates = _places()
     place = next((c for c in candidates if user is None or _passable(c)), candidates[0])
-    scratch = os.path.realpath(tempfile.mkdtemp(prefix="scalerl-sandbox-", dir=place))
+    scratch = os.path.realpath(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.environ.get(SCRATCH, '')}-", dir=place))
     try:
         if user is not None:
             os.chown(scratch, user, user)

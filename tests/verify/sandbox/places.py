@@ -63,8 +63,8 @@ class Place:
         result: JudgeResult = self._ask("judge", limits, **asked)
         return result
 
-    def stdio(self, program: str, cases: list[tuple[str, str]], **limits: Any) -> JudgeResult:
-        result: JudgeResult = self._ask("stdio", limits, program=program, cases=cases)
+    def stdio(self, program: str, cases: list[tuple[str, str]], total_s: float = 60.0, **limits: Any) -> JudgeResult:
+        result: JudgeResult = self._ask("stdio", limits, program=program, cases=cases, total_s=total_s)
         return result
 
     def run(self, source: str, stdin: str = "", **limits: Any) -> ProgramResult:

@@ -356,11 +356,21 @@ def test_standard_input_and_output(any_place: Place) -> None:
     assert any_place.stdio(program, [*cases, ("1\n1\n", "2\n0.3333333")]).reason == "case 3: wrong output"
     assert "EOFError" in any_place.stdio(program, [("3\n", "6")]).reason
     assert any_place.stdio("print(6)\nprint(1.0)\nraise SystemExit(3)", cases[:1]).reason == "case 1: nonzero"
-    assert (
-        any_place.stdio("import time\ntime.sleep(0.2)\nprint(1)", [("", "1")] * 9, wall_s=0.5).reason
-        == "case 3: timeout"
-    )
     assert not any_place.stdio(program, []).passed
+
+
+def test_each_case_has_its_own_clock_and_all_of_them_one_together(any_place: Place) -> None:
+    sleeps = "import time\ntime.sleep(float(input()))\nprint(1)"
+    assert any_place.stdio(sleeps, [("0.4", "1")] * 4, wall_s=1.0).passed
+    assert any_place.stdio(sleeps, [("0", "1"), ("30", "1")], wall_s=1.0).reason == "case 2: timeout"
+    together = any_place.stdio(sleeps, [("0.6", "1")] * 9, wall_s=5.0, total_s=1.5)
+    assert not together.passed and "timeout" in together.reason and together.seconds < 5
+
+
+def test_what_a_program_is_to_print_it_may_print(any_place: Place) -> None:
+    long = "12345678 " * 4000
+    assert any_place.stdio("print('12345678\\n' * 4000)", [("", long)], output_kib=8).passed
+    assert any_place.stdio("print('12345678\\n' * 40000)", [("", long)], output_kib=8).reason == "case 1: output_limit"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def perform(what: str, mode: str, limits: dict[str, Any], asked: dict[str, Any])
     if what == "judge":
         return judge(**asked, limits=allowed, protections=found)
     if what == "stdio":
-        return judge_stdio(asked["program"], [(i, o) for i, o in asked["cases"]], allowed, found)
+        return judge_stdio(asked["program"], [(i, o) for i, o in asked["cases"]], allowed, found, asked["total_s"])
     return run_program(asked["source"], asked["stdin"], allowed, found)
 
 
