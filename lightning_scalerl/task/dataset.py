@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.base import Task, file_digest
-from lightning_scalerl.task.formats import FORMATS, Columns, Problem, Row
+from lightning_scalerl.task.formats import FORMATS, Columns, Problem, Row, no_answer
 from lightning_scalerl.task.overlap import check_rules, without_overlap
 from lightning_scalerl.task.rows import RowSource, fields_of
 from lightning_scalerl.verify.grade import Grader, Known, Sample
@@ -140,7 +140,7 @@ class DatasetTask(Task):
                 ) from error
             except Exception as error:
                 raise ConfigurationError(f"{field}: {source.path}, row {number}: {said(error)}") from error
-            if problem.answer == "" and not self._keeps_columns:
+            if no_answer(problem.answer) and not self._keeps_columns:
                 unanswered.append(number)
                 continue
             prompts.append(self._prompt(problem, row, number))

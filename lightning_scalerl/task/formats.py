@@ -43,6 +43,15 @@ class Problem:
     right: str | None = None
 
 
+def no_answer(answer: Any) -> bool:
+    """Whether there is nothing in it that a completion could be compared with: no row of that kind can be graded."""
+    if isinstance(answer, Mapping):
+        return any(name in answer and not answer[name] for name in ("tests", "calls", "cases", "true"))
+    if isinstance(answer, list | tuple):
+        return all(map(no_answer, answer))
+    return answer is None or (isinstance(answer, str) and not answer.strip())
+
+
 def _first(row: Row, *names: str) -> Any:
     """The first of these columns that holds something; an empty text if all that are there hold nothing.
 
@@ -72,9 +81,9 @@ def math(row: Row) -> Problem:
     """MATH and its kin: problem, solution with a boxed answer, or answer; level."""
     text = str(_first(row, "problem", "Problem", "question"))
     solution = _optional(row, "solution", "Solution")
-    gold = _optional(row, "answer", "Answer") or last_boxed(solution)
-    if gold is None:
-        raise ValueError("the solution holds no \\boxed{...} and there is no answer")
+    if not solution:
+        _first(row, "answer", "Answer", "solution", "Solution")  # one of them has to be there
+    gold = _optional(row, "answer", "Answer") or last_boxed(solution) or ""
     level = _optional(row, "level", "difficulty")
     return Problem(
         text,
@@ -187,16 +196,17 @@ def _choice(question: str, options: Sequence[Any], right: int, name: str) -> Pro
 
 def truthfulqa(row: Row) -> Problem:
     """truthfulqa/truthful_qa, generation: question, best_answer, correct_answers, incorrect_answers."""
-    true = [str(_first(row, "best_answer")), *map(str, row.get("correct_answers") or ())]
-    false = [str(each) for each in row.get("incorrect_answers") or ()]
+    true = [_first(row, "best_answer"), *(row.get("correct_answers") or ())]
+    true = [str(each) for each in true if not no_answer(each)]
+    false = [str(each) for each in row.get("incorrect_answers") or () if not no_answer(each)]
     return Problem(str(_first(row, "question")), {"true": true, "false": false}, difficulty="")
 
 
 def natural_questions(row: Row) -> Problem:
     """nq_open and its kin: question, answer (a list of what is accepted)."""
     answers = _first(row, "answer", "answers")
-    listed = [str(each) for each in answers] if isinstance(answers, list | tuple) else [str(answers)]
-    return Problem(str(_first(row, "question")), listed)
+    listed = answers if isinstance(answers, list | tuple) else [answers]
+    return Problem(str(_first(row, "question")), [str(each) for each in listed if not no_answer(each)])
 
 
 def verl(row: Row) -> Problem:

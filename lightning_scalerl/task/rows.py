@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import re
@@ -114,10 +115,7 @@ class RowSource:
                 table: list[Row] = parquet.ParquetFile(path).read().to_pylist()
                 return table
             if path.suffix == ".csv":
-                from pyarrow import csv
-
-                listed: list[Row] = csv.read_csv(path).to_pylist()
-                return listed
+                return _table(path)
             text = path.read_text(encoding="utf-8")
         except Exception as error:
             raise ConfigurationError(f"{self.field}: cannot read {self.path!r} ({said(error)})") from error
@@ -165,6 +163,26 @@ class RowSource:
             )
         rows: list[Row] = loaded.to_list()
         return rows
+
+
+def _table(path: Path) -> list[Row]:
+    """Of a CSV file; every cell is a text: an answer such as 007 is not to become a number.
+
+    Raises:
+        ValueError: a row has more or fewer cells than the first.
+    """
+    csv.field_size_limit(1 << 30)
+    rows: list[Row] = []
+    with path.open(encoding="utf-8-sig", newline="") as handle:
+        reader = csv.reader(handle, strict=True)
+        names = next(reader, [])
+        for cells in reader:
+            if not cells:
+                continue  # an empty line
+            if len(cells) != len(names):
+                raise ValueError(f"line {reader.line_num}: {len(cells)} cells, and the first row has {len(names)}")
+            rows.append(dict(zip(names, cells, strict=True)))
+    return rows
 
 
 def fields_of(rows: Sequence[Row]) -> str:

@@ -139,6 +139,35 @@ def test_rows_without_an_answer_are_left_out_and_counted(tmp_path: Path) -> None
         task_of(tmp_path, rows("a"), [{"prompt": "x", "answer": ""}])
 
 
+@pytest.mark.parametrize(
+    ("format", "good", "bad"),
+    [
+        ("natural_questions", {"question": "a", "answer": ["1"]}, [{"answer": []}, {"answer": None}, {"answer": [""]}]),
+        ("truthfulqa", {"question": "a", "best_answer": "1"}, [{"best_answer": ""}, {"best_answer": None}]),
+        ("math", {"problem": "a", "solution": "\\boxed{1}"}, [{"solution": "\\boxed 5"}, {"solution": None}]),
+        (
+            "verl",
+            {"prompt": [{"role": "user", "content": "a"}], "reward_model": {"ground_truth": "1"}},
+            [{"reward_model": {"ground_truth": None}}, {"reward_model": {"ground_truth": "  "}}],
+        ),
+        ("mbpp", {"text": "a", "test_list": ["assert f(1)"], "code": "def f(x): ..."}, [{"test_list": []}]),
+        (
+            "livecodebench",
+            {"question_content": "a", "public_test_cases": '[{"input": "1", "output": "1"}]'},
+            [{"public_test_cases": "[]"}],
+        ),
+    ],
+)
+def test_rows_that_no_completion_could_be_compared_with_are_left_out(
+    tmp_path: Path, format: str, good: dict[str, Any], bad: list[dict[str, Any]]
+) -> None:
+    rewards = {"mbpp": "code", "livecodebench": "code", "math": "math"}.get(format, "exact_match")
+    train = [good, *({**good, **each} for each in bad)]
+    task = task_of(tmp_path, train, [good], format=format, rewards=rewards, duplicates="keep", leaks="keep")
+    assert len(task.train_prompts()) == 1
+    assert f"{len(bad)} of {len(bad) + 1} rows have no answer (first row 1)" in task.notes()[0]
+
+
 def test_a_null_is_an_answer_that_is_missing(tmp_path: Path) -> None:
     task = task_of(tmp_path, [*rows("a"), {"prompt": "b", "answer": None}], rows("x"))
     assert list(task.notes()) == ["task.train: 1 of 2 rows have no answer (first row 1); left out"]

@@ -70,6 +70,22 @@ def test_csv(tmp_path: Path) -> None:
     assert rows == [{**row, "answer": f"a{row['answer']}"} for row in ROWS]
 
 
+def test_cells_of_a_csv_file_are_texts_as_they_stand_there(tmp_path: Path) -> None:
+    """An answer that becomes a number is another answer."""
+    cells = ["007", "12345678901234567890123", "true", "2020-01-01", "10:30", "", "1.50", "a\nb", 'say ""hi""', "ä, ö"]
+    path = tmp_path / "a.csv"
+    path.write_text("\ufeffquestion,answer\r\n" + "".join(f'q{n},"{cell}"\r\n' for n, cell in enumerate(cells)))
+    found = [row["answer"] for row in RowSource.of("f", str(path)).read()]
+    assert found == [cell.replace('""', '"') for cell in cells]
+
+
+def test_long_cells_of_many_lines(tmp_path: Path) -> None:
+    cell = "a line\n" * 100_000
+    path = tmp_path / "a.csv"
+    path.write_text("question,answer\n" + f'q,"{cell}"\n' * 5)
+    assert [row["answer"] for row in RowSource.of("f", str(path)).read()] == [cell] * 5
+
+
 def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     jsonl(tmp_path / "a.jsonl")
@@ -156,6 +172,11 @@ def half(path: Path) -> Path:
     return path
 
 
+def ragged(path: Path) -> Path:
+    path.write_text("question,answer\nwhat,1\nwhat, then,2\n")
+    return path
+
+
 def empty(path: Path) -> Path:
     path.write_text("")
     return path
@@ -181,7 +202,8 @@ def no_parquet(path: Path) -> Path:
         ("a.json", bare, r"a\.json' must hold a list of objects"),
         ("a.json", half, r"a\.json' is no JSON \(JSONDecodeError"),
         ("a.jsonl", empty, r"a\.jsonl' holds no rows"),
-        ("a.csv", empty, r"cannot read '.*a\.csv' \(ArrowInvalid: Empty CSV"),
+        ("a.csv", empty, r"a\.csv' holds no rows"),
+        ("a.csv", ragged, r"cannot read '.*a\.csv' \(ValueError: line 3: 3 cells, and the first row has 2"),
         ("a.parquet", no_parquet, r"cannot read '.*a\.parquet' \(ArrowInvalid"),
         ("a.jsonl", latin, r"cannot read '.*a\.jsonl' \(UnicodeDecodeError"),
     ],
