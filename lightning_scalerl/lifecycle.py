@@ -43,7 +43,7 @@ from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.measure.probe import start_probe
 from lightning_scalerl.measure.semantics import own_label, resolved_choices
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
-from lightning_scalerl.model.chat import Rendering, StopTexts
+from lightning_scalerl.model.chat import Rendering, StopTexts, told_of
 from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.load import check_weights, fingerprint, load_model, load_tokenizer, stop_tokens
 from lightning_scalerl.model.policy import Policy
@@ -491,7 +491,9 @@ class Lifecycle(LightningModule):
         card = {"recipe": self.recipe.name, "optimizer steps": steps, "trained from": self._constructed.get("model")}
         choices = {axis: type(choice).__name__ for axis, choice in self.choices.items()}
         card["choices"] = ", ".join(f"{axis}: {name}" for axis, name in choices.items())
-        self.ranks.share(lambda: str(save_model(self.policy.model, self.tokenizer, directory, dtype, card)))
+        rendering = Rendering(self.tokenizer, self.recipe.chat)
+        card |= told_of(rendering)
+        self.ranks.share(lambda: str(save_model(self.policy.model, rendering.to_save(), directory, dtype, card)))
         return Path(directory)
 
     # --- state -------------------------------------------------------------------------------------------

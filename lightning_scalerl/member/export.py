@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint, unusable
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, use_folders
+from lightning_scalerl.model.chat import Chat, Rendering, told_of
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.model.save import free, save_model
 from sweeps.errors import UserError
@@ -41,7 +42,8 @@ def export_run(run_dir: Path, directory: Path, dtype: str = "fp32", step: int | 
     try:
         free(directory)  # before a large model is read for nothing
         use_folders(spec.folders)
-        source = str(build(OmegaConf.create(dict(spec.config)), "model"))
+        config = OmegaConf.create(dict(spec.config))
+        source = str(build(config, "model"))
         model, tokenizer = load_model(source), load_tokenizer(source)
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         weights = {
@@ -49,7 +51,8 @@ def export_run(run_dir: Path, directory: Path, dtype: str = "fp32", step: int | 
         }
         model.load_state_dict(weights)
         at = int(saved["scalerl"]["stream"]["completed_steps"])
-        save_model(model, tokenizer, directory, dtype, _facts(spec, view, at))
+        rendering = Rendering(tokenizer, build(config, "chat") if "chat" in config else Chat(template="none"))
+        save_model(model, rendering.to_save(), directory, dtype, _facts(spec, view, at) | told_of(rendering))
     except ConfigurationError as error:
         raise UserError(str(error)) from error
     return f"{spec.title}, step {at}: {directory} ({dtype}), for AutoModelForCausalLM.from_pretrained"

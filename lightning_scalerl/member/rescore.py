@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, use_folders
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.base import Task, passes
-from lightning_scalerl.task.dataset import DatasetTask
 from lightning_scalerl.verify.grade import Grader, Outcome, Sample
 from lightning_scalerl.verify.named import reward_sum
 from lightning_scalerl.verify.verification import Verification
@@ -20,6 +20,8 @@ from sweeps.errors import UserError
 from sweeps.run.files import append_lines
 from sweeps.run.rollouts import Group, read_groups
 from sweeps.run.spec import RunSpec
+
+REASONS = 3
 
 
 def rescore_run(run_dir: Path, reward: str | None = None, out: Path | None = None) -> list[dict[str, Any]]:
@@ -32,7 +34,7 @@ def rescore_run(run_dir: Path, reward: str | None = None, out: Path | None = Non
 
     Returns:
         A row a task: rollouts, means of the verifier's rewards before and after, how many changed from right to wrong
-        or back.
+        or back, the most frequent reasons of errors.
 
     Raises:
         UserError: no rollouts, no such prompt or verifier, or `out` is there already.
@@ -45,12 +47,9 @@ def rescore_run(run_dir: Path, reward: str | None = None, out: Path | None = Non
         config = OmegaConf.create(dict(spec.config))
         if reward is not None:
             reward_sum("--reward", reward)  # refused by that name
-        if reward is not None and str(config.task.get("_target_", "")).endswith("DatasetTask"):
-            config.task.rewards = reward  # so that it has the columns it asks for
-            config.task.pop("sandbox", None)
+        own = reward is None or _graded_by(config.task, reward)
         task = build(config, "task")
         settings = build(config, "verify") if "verify" in config else Verification()
-        own = reward is None or isinstance(task, DatasetTask)
         grader = task.grader() if own else reward_sum("--reward", str(reward))
         prompts = {prompt.prompt_id: prompt for prompt in task.train_prompts()}
         lost = [
@@ -68,6 +67,19 @@ def rescore_run(run_dir: Path, reward: str | None = None, out: Path | None = Non
     sources = sorted({group["source"] for group in groups})
     pairs = list(zip(groups, outcomes, strict=True))
     return [_row(source, [pair for pair in pairs if pair[0]["source"] == source], task) for source in sources]
+
+
+def _graded_by(task: Any, reward: str) -> bool:
+    """Have a data set's task, or all of a mixture's, graded by another reward, so that it has the columns that it asks
+    for; False where a task is of another kind."""
+    if "tasks" in task:
+        return all([_graded_by(each, reward) for each in task.tasks.values()])
+    if not str(task.get("_target_", "")).endswith("DatasetTask"):
+        return False
+    task.rewards = reward
+    if reward != "code":
+        task.pop("sandbox", None)
+    return True
 
 
 def _graded(
@@ -115,6 +127,7 @@ def _row(source: str, pairs: Sequence[tuple[Group, list[Outcome]]], task: Task) 
         "before": _means(before),
         "after": _means(after),
         "changed": sum(old["correct"] != new["correct"] for old, new in both),
+        "reasons": _reasons(after),
     }
 
 
@@ -127,3 +140,9 @@ def _means(rollouts: Sequence[dict[str, Any]]) -> dict[str, float]:
         "abstained": sum(each["outcome"] == "abstain" for each in rollouts),
         "errors": sum(each["outcome"] == "error" for each in rollouts),
     }
+
+
+def _reasons(rollouts: Sequence[dict[str, Any]]) -> list[str]:
+    """Of errors, the most frequent first."""
+    said = Counter(str(each["extra"].get("why", "")) for each in rollouts if each["outcome"] == "error")
+    return [why for why, _ in said.most_common(REASONS)]

@@ -6,6 +6,7 @@ A conversation is rendered with the model's own chat template, a plain text gets
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import time
@@ -112,6 +113,14 @@ class Rendering:
                 "enable_thinking; leave it out"
             )
         return template
+
+    def to_save(self) -> Any:
+        """The tokenizer, with the template of a file as its own: so that the model is served as it was trained."""
+        if self._template is None or self.chat.template == "auto":
+            return self.tokenizer
+        saved = copy.copy(self.tokenizer)
+        saved.chat_template = self._template
+        return saved
 
     @property
     def describes(self) -> str:
@@ -277,3 +286,9 @@ def _write(path: Path, tokens: Sequence[Sequence[int]]) -> None:
         unfinished.replace(path)
     except OSError:
         unfinished.unlink(missing_ok=True)
+
+
+def told_of(rendering: Rendering) -> dict[str, str]:
+    """What a model's card says of its prompts."""
+    stop = rendering.chat.stop
+    return {"prompts": rendering.describes, **({"completions end at": ", ".join(map(repr, stop))} if stop else {})}

@@ -113,6 +113,9 @@ def rescore_command(options: argparse.Namespace) -> int:
     ]
     head = ["task", "rollouts", "reward", "pass rate", "new reward", "new pass rate", "changed", "abstained, errors"]
     print(table(head, rows))
+    for entry in found:
+        for why in entry["reasons"]:
+            print(f"error{' of ' + entry['source'] if entry['source'] else ''}: {one_line(why)}")
     return 0
 
 

@@ -126,6 +126,25 @@ def test_a_script_saves_its_own(tiny_model_path: str, tmp_path: Path) -> None:
     assert all(weights.dtype == torch.float32 for weights in untrained.policy.model.state_dict().values())
 
 
+def test_the_template_of_a_file_leaves_with_the_model(tiny_model_path: str, tmp_path: Path) -> None:
+    """Or the model would be served prompts that it was not trained on."""
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    (tmp_path / "mine.jinja").write_text(template)
+    overrides = ["scaled_for=null", f"chat.template={tmp_path}/mine.jinja", "chat.stop=['</s>']"]
+    module = ScaleRL(tiny_model_path, overrides=overrides)
+    module.save_pretrained(tmp_path / "model")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "model")
+    asked = [{"role": "user", "content": "1+2="}]
+    text = saved.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert text == "<user>1+2=<assistant>"
+    assert module.tokenizer.chat_template is None  # the run's own is as it was
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert f"| prompts | the template of {tmp_path}/mine.jinja |" in card and "| completions end at | '</s>' |" in card
+    ScaleRL(tiny_model_path, overrides=["scaled_for=null"]).save_pretrained(tmp_path / "plain")
+    assert AutoTokenizer.from_pretrained(tmp_path / "plain").chat_template is None
+    assert "| prompts | plain text, no chat template |" in (tmp_path / "plain" / "README.md").read_text()
+
+
 def test_what_breaks_off_leaves_nothing(tiny_model: Any, tmp_path: Path) -> None:
     class Broken:
         def save_pretrained(self, path: Path) -> None:

@@ -165,6 +165,44 @@ def test_another_reward_has_the_columns_and_ids_that_it_asks_for(place: Path, tm
     assert same["before"] == same["after"]
 
 
+def test_a_mixture_is_graded_anew_with_its_columns_and_errors_say_why(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sweeps.cli.main import main
+
+    (tmp_path / "conf/task").mkdir(parents=True)
+    parts = "".join(
+        f"  {name}:\n    train: {place}/train.jsonl\n    heldout: {{test: {place}/test.jsonl}}\n"
+        "    fields: {prompt: question, answer: gold}\n    rewards: exact_match\n    leaks: keep\n"
+        f"    instruction: {name}\n"
+        for name in ("easy", "hard")
+    )
+    (tmp_path / "conf/task/both.yaml").write_text(
+        "defaults: [mixture, dataset@tasks.easy, dataset@tasks.hard, _self_]\ntasks:\n" + parts
+    )
+    theirs = tmp_path / "theirs.py"
+    theirs.write_text(
+        "def reward(completions, question, gold, **kwargs):\n"
+        "    if question[0][1] in '02468':\n"
+        "        raise OSError('the judge is out')\n"
+        "    return [float(gold[0].isdigit())]\n"
+    )
+    words = [each for each in overrides(place, "rollouts.groups=4") if not each.startswith("task")]
+    words += ["task=both", "context.max_prompt_tokens=32", "verify.max_error_share=1"]
+    run_dir = tmp_path / "run"
+    (spec,) = plan_members([[*words, f"output_dir={tmp_path}"]], [str(tmp_path / "conf")])
+    spec.write(run_dir)
+    run_member(run_dir)
+    rows = rescore_run(run_dir, f"{theirs}:reward")
+    assert {row["source"] for row in rows} == {"easy", "hard"}
+    out = [group["prompt"][1] in "02468" for group in read_groups(run_dir)]
+    assert True in out and False in out
+    assert sum(row["after"]["errors"] for row in rows) == 4 * sum(out)
+    capsys.readouterr()
+    assert main(["rescore", str(run_dir), "--reward", f"{theirs}:reward"]) == 0
+    assert "the judge is out" in capsys.readouterr().out
+
+
 def test_a_run_without_rollouts_says_so(place: Path, tmp_path: Path) -> None:
     run_dir = train(place, tmp_path, "rollouts.groups=0", "budget.steps=1")
     assert not (run_dir / "rollouts.jsonl").exists()
