@@ -224,6 +224,50 @@ def plan_command(options: argparse.Namespace) -> int:
     return 0
 
 
+def race_command(options: argparse.Namespace) -> int:
+    """`scalerl race`."""
+    from sweeps.decide.rules import Rules
+
+    rules = Rules(options.budget, options.p_ahead, options.looks, options.first, options.growth)
+    _check_window(options)
+    study = _load(options)
+    for line in study.shown:
+        print(f"source: {one_line(line)}", file=sys.stderr)
+    from sweeps.decide.race import run_race
+    from sweeps.fit.fit import shown
+    from sweeps.parallel import cores
+
+    at_work = {str(view.header.get("recipe")) for view in study.runs if view.status == "running"}
+    # With --size and --group a label goes on behind the recipe's.
+    ended = [curve.recipe for curve in study.curves if not {curve.recipe, curve.recipe.split(" ")[0]} & at_work]
+    race = run_race(study.curves, rules, _fit_options(options), ended, cores())
+    warn(study.warnings)
+    if options.json:
+        print_json(race.to_json())
+        return 0
+    head = ["recipe", "stopped at", "best", "ahead", f"reward at {rules.budget:.4g}", "spent"]
+    rows = [
+        [
+            each.recipe,
+            "-" if each.stopped_at is None else f"{each.stopped_at:.4g}",
+            "-" if each.p_best is None else f"{each.p_best:.2f}",
+            "-" if each.p_ahead is None else f"{each.p_ahead:.2f}",
+            "-" if each.R is None else shown(each.R, ".3f"),
+            f"{each.spent:.4g}",
+        ]
+        for each in race.runners
+    ]
+    print(table(head, rows))
+    print(
+        f"\ncompute: {race.unit}; best, ahead: chance of being best and of ending ahead of the favourite, at the last "
+        "look that the recipe was part of"
+    )
+    for each in race.runners:
+        print(f"{one_line(each.recipe)}: {one_line(each.reason)}")
+    print(one_line(race.sentence))
+    return 0
+
+
 def report_command(options: argparse.Namespace) -> int:
     """`scalerl report`."""
     study, fits = _fitted(options, regions=True)

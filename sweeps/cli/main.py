@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from sweeps.cli.study_commands import ROWS, train_command
 from sweeps.decide.margin import MARGIN
+from sweeps.decide.rules import Rules
 from sweeps.errors import UserError, of_the_system
 from sweeps.fit.names import FAMILY_NAMES, METHOD
 
@@ -200,6 +201,32 @@ def _deciding(command: Command) -> None:
     _add_source(planning)
     _add_planning(planning)
     planning.add_argument("--json", action="store_true", help="print a JSON object")
+
+    race = command(
+        "race",
+        _later("curve_commands", "race_command"),
+        "say which recipes need not be run to the budget, look by look; stops nothing itself",
+        "scalerl race examples/curves.csv --budget 16000",
+    )
+    _add_source(race)
+    race.add_argument(
+        "--budget", type=_number, required=True, metavar="C", help="compute of one run, at which the best is wanted"
+    )
+    race.add_argument(
+        "--p-ahead",
+        type=_number,
+        metavar="P",
+        help="stop below this chance of ending ahead of the favourite; default: %(default)g",
+    )
+    race.add_argument("--looks", type=_count, metavar="K", help="at so many looks in a row; default: %(default)s")
+    race.add_argument(
+        "--first", type=_number, metavar="S", help="share of the budget at the first look; default: %(default)g"
+    )
+    race.add_argument(
+        "--growth", type=_number, metavar="G", help="of compute, from one look to the next; default: %(default)g"
+    )
+    race.set_defaults(p_ahead=Rules.p_ahead, looks=Rules.looks, first=Rules.first, growth=Rules.growth)
+    race.add_argument("--json", action="store_true", help="print a JSON object, with every look")
 
 
 def _showing(command: Command) -> None:

@@ -21,7 +21,7 @@ from sweeps.fit.futures import by_weight
 from sweeps.fit.least_squares import Array
 from sweeps.fit.mixture import PRIOR, shared_prior
 from sweeps.fit.outlook import DRAWS
-from sweeps.fit.predict import asymptote_draws, chance, readable, seed_offsets
+from sweeps.fit.predict import asymptote_draws, chance, paths_over_seeds, readable, seed_offsets, within
 from sweeps.fit.seeds import Pairing, paired_seed_spread
 
 # What counts as decided.
@@ -136,6 +136,30 @@ def joint(fits: Sequence[Fit]) -> list[Drawn]:
             values = values[rows]
         spread = pairing.spread if pairing is not None and fit.identifiable else fit.seed_spread
         found.append(Drawn(values, rows, seed_offsets(fit, spread=spread), spread.sd))
+    return found
+
+
+def joint_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
+    """Joint draws of every recipe's reward at a compute, over all seeds; (K,) each.
+
+    As in `joint` all recipes follow one law in each draw. Forecasts hold under any verdict; a recipe of which nothing
+    can be forecast there may come to anything.
+
+    Args:
+        fits: as `fit_curves` returns them.
+        compute: in the curves' unit.
+    """
+    laws = _laws(fits)
+    found = []
+    for fit in fits:
+        rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 11)
+        if not within(fit, compute):
+            found.append(np.asarray(rng.uniform(*fit.bounds, DRAWS)))
+            continue
+        values = paths_over_seeds(fit, [compute])[:, 0]
+        if fit.options.sigmoid and fit.outlook is not None:
+            values = values[_under_laws(fit.outlook.futures.kind, laws, rng)]
+        found.append(values)
     return found
 
 

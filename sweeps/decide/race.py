@@ -1,0 +1,241 @@
+"""Racing: which recipes need not be run to the end, because they will not be best at the budget.
+
+A look is taken at growing compute, the same for all. At each, every recipe still in the race is fitted to its
+evaluations up to that compute and no further, so that a decision depends on the evaluations alone and not on when
+anybody looked: a race repeated, or taken up by another process, decides the same. A recipe is stopped when its chance
+of ending ahead of the favourite has been small at several looks in a row. The chances are read off joint draws of the
+reward at the budget (`sweeps.decide.standing.joint_rewards`), in which what may not be named keeps all its width; so
+nothing is stopped for a forecast that nobody could make. `benchmarks/racing.py` holds it against halving and others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from sweeps.as_json import AsJson
+from sweeps.curve import Curve
+from sweeps.decide.rules import Rules
+from sweeps.decide.standing import best_chances, joint_rewards
+from sweeps.errors import UserError
+from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curves
+from sweeps.fit.least_squares import Array
+from sweeps.fit.predict import chance, quantiles
+
+# Of a compute, for sums of steps that should be it.
+_ABOUT = 1 - 1e-9
+
+
+@dataclass(frozen=True)
+class Chance(AsJson):
+    """A recipe at a look.
+
+    p_best: of having the highest reward at the budget. p_ahead: of ending ahead of the favourite; None of itself.
+    R: reward at the budget (median, 95%). below: looks in a row at which p_ahead was too small.
+    """
+
+    recipe: str
+    p_best: float
+    p_ahead: float | None
+    R: Interval
+    verdict: str
+    below: int
+
+
+@dataclass(frozen=True)
+class Look(AsJson):
+    """What was seen up to a compute, and who is stopped for it. favourite: most likely to be best at the budget."""
+
+    compute: float
+    favourite: str
+    chances: tuple[Chance, ...]
+    stopped: tuple[str, ...]
+
+    def of(self, recipe: str) -> Chance:
+        """One recipe's."""
+        return next(each for each in self.chances if each.recipe == recipe)
+
+
+@dataclass(frozen=True)
+class Runner(AsJson):
+    """A recipe in a race.
+
+    stopped_at: compute at which its runs are stopped, None if it is still in the race. p_best, p_ahead, R: at the last
+    look that it was part of; None before the first. spent: compute of its runs, all together, as the race would have
+    had them. reason: in words.
+    """
+
+    recipe: str
+    stopped_at: float | None
+    p_best: float | None
+    p_ahead: float | None
+    R: Interval | None
+    spent: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Race(AsJson):
+    """A race as far as the evaluations go.
+
+    leader: the recipe with the highest forecast at the budget of those still in the race; None before the first look.
+    full: compute of all runs to the budget; saved: of it, what the stopped are spared. waits_for: recipes whose
+    evaluations the next look waits for.
+    """
+
+    rules: Rules
+    unit: str
+    looks: tuple[Look, ...]
+    runners: tuple[Runner, ...]
+    leader: str | None
+    full: float
+    saved: float
+    waits_for: tuple[str, ...]
+    sentence: str
+
+    JSON: ClassVar[Mapping[str, str | None]] = {"runners": "recipes"}
+
+    @property
+    def stopped(self) -> dict[str, float]:
+        """Compute at which each of the stopped is."""
+        return {each.recipe: each.stopped_at for each in self.runners if each.stopped_at is not None}
+
+
+def run_race(
+    curves: Sequence[Curve],
+    rules: Rules,
+    options: FitOptions | None = None,
+    ended: Collection[str] = (),
+    workers: int = 1,
+) -> Race:
+    """The race over what has been evaluated, from its first look.
+
+    A look is taken once every recipe in the race has been evaluated up to its compute, or has ended.
+
+    Args:
+        curves: one a recipe.
+        rules: when a recipe is stopped.
+        options: as for a fit; a window that ends (`max_compute`) ends the race there.
+        ended: recipes that will not be run on.
+        workers: processes to share the fits of a look.
+
+    Raises:
+        UserError: fewer than two recipes.
+    """
+    if len(curves) < 2:
+        raise UserError(f"a race takes two recipes or more, and here is {len(curves)}")
+    options = options or FitOptions()
+    racing = {curve.recipe: curve for curve in curves}
+    reached = {curve.recipe: _reached(curve) for curve in curves}
+    looks: list[Look] = []
+    waits_for: tuple[str, ...] = ()
+    for level in rules.levels():
+        if len(racing) < 2 or (options.max_compute is not None and level > options.max_compute):
+            break
+        waits_for = tuple(name for name in racing if name not in ended and reached[name] < level * _ABOUT)
+        if waits_for:
+            break
+        if looks and not any(_between(curve, looks[-1].compute, level) for curve in racing.values()):
+            continue  # nothing new: it would count what was seen already a second time
+        below = {each.recipe: each.below for each in looks[-1].chances} if looks else {}
+        looks.append(look_at(list(racing.values()), level, rules, options, below, workers))
+        for name in looks[-1].stopped:
+            del racing[name]
+    return _told(curves, rules, looks, waits_for)
+
+
+def _between(curve: Curve, last: float, level: float) -> bool:
+    return bool(((curve.compute > last) & (curve.compute <= level)).any())
+
+
+def _reached(curve: Curve) -> float:
+    """Compute up to which all seeds of a recipe have been evaluated."""
+    return min(float(curve.compute[curve.seed == label].max()) for label in np.unique(curve.seed))
+
+
+def look_at(
+    curves: Sequence[Curve],
+    level: float,
+    rules: Rules,
+    options: FitOptions | None = None,
+    below: Mapping[str, int] | None = None,
+    workers: int = 1,
+) -> Look:
+    """One look.
+
+    Args:
+        curves: of the recipes in the race.
+        level: compute up to which evaluations are looked at.
+        rules: when a recipe is stopped.
+        options: as for a fit.
+        below: looks in a row at which a recipe's chance was too small until now, by recipe.
+        workers: processes to share the fits.
+    """
+    seen = [curve for curve in curves if (curve.compute <= level).any()]
+    fits = fit_curves(seen, replace(options or FitOptions(), max_compute=level), workers, regions=False)
+    return judged(level, fits, joint_rewards(fits, rules.budget), rules, below or {})
+
+
+def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rules, below: Mapping[str, int]) -> Look:
+    """What joint draws of the reward at the budget, (K,) a fit, come to at a look."""
+    p_best = best_chances(draws)
+    first = int(np.argmax(p_best))
+    chances = []
+    for at, (fit, values) in enumerate(zip(fits, draws, strict=True)):
+        p_ahead = None if at == first else float((values > draws[first]).mean())
+        small = p_ahead is not None and p_ahead < rules.p_ahead
+        row = below.get(fit.recipe, 0) + 1 if small else 0
+        chances.append(Chance(fit.recipe, p_best[at], p_ahead, quantiles(values), fit.verdict, row))
+    stopped = tuple(each.recipe for each in chances if each.below >= rules.looks)
+    return Look(level, fits[first].recipe, tuple(chances), stopped)
+
+
+def _told(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits_for: tuple[str, ...]) -> Race:
+    stopped = {name: look for look in looks for name in look.stopped}
+    runners = [_runner(curve, rules, looks, stopped.get(curve.recipe)) for curve in curves]
+    ahead = {each.recipe: each.R.value for each in runners if each.stopped_at is None and each.R is not None}
+    known = {recipe: value for recipe, value in ahead.items() if value is not None}
+    leader = max(known, key=lambda recipe: known[recipe]) if known else None
+    seeds = {curve.recipe: len(np.unique(curve.seed)) for curve in curves}
+    full = rules.budget * sum(seeds.values())
+    saved = sum(seeds[name] * (rules.budget - look.compute) for name, look in stopped.items())
+    if not looks:
+        sentence = f"no look yet: the first is at compute {rules.first * rules.budget:.4g}"
+    else:
+        sentence = f"{len(stopped)} of {len(curves)} recipes stopped after {len(looks)} looks; "
+        sentence += f"{leader} leads" if leader is not None else "nobody leads"
+        sentence += (
+            f"; they are spared {saved:.4g} of the {full:.4g} that all runs to the budget take ({saved / full:.0%})"
+        )
+    if waits_for:
+        sentence += f"; the next look waits for {', '.join(waits_for[:4])}{', ...' if len(waits_for) > 4 else ''}"
+    return Race(rules, curves[0].unit, tuple(looks), tuple(runners), leader, full, saved, waits_for, sentence)
+
+
+def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], last: Look | None) -> Runner:
+    """A recipe as the race has left it; last: the look that stopped it."""
+    mine = [look for look in looks if any(each.recipe == curve.recipe for each in look.chances)]
+    limit = rules.budget if last is None else last.compute
+    ends = [float(curve.compute[curve.seed == label].max()) for label in np.unique(curve.seed)]
+    spent = sum(min(end, limit) for end in ends)
+    if not mine:
+        return Runner(curve.recipe, None, None, None, None, spent, "no look yet")
+    at = mine[-1].of(curve.recipe)
+    if last is None:
+        reason = f"in the race: {chance(at.p_best)} of being best at {rules.budget:.4g}"
+        return Runner(curve.recipe, None, at.p_best, at.p_ahead, at.R, spent, reason)
+    before = [look.of(curve.recipe).p_ahead or 0.0 for look in mine[-rules.looks :]]
+    first = last.of(last.favourite)
+    reason = (
+        f"stopped at compute {last.compute:.4g}: {', '.join(map(chance, before))} of ending ahead of {first.recipe} at "
+        f"{rules.budget:.4g}, where it is forecast at {_shown(at.R)}, and that at {_shown(first.R)}"
+    )
+    return Runner(curve.recipe, last.compute, at.p_best, at.p_ahead, at.R, spent, reason)
+
+
+def _shown(reward: Interval) -> str:
+    low, value, high = ("open" if each is None else f"{each:.3f}" for each in (reward.low, reward.value, reward.high))
+    return f"{value} [{low}, {high}]"

@@ -1,0 +1,52 @@
+"""When a race stops a recipe, where neither NumPy nor SciPy need be imported to say so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sweeps.as_json import AsJson
+from sweeps.errors import UserError
+
+
+@dataclass(frozen=True)
+class Rules(AsJson):
+    """When a recipe is stopped.
+
+    Args:
+        budget: compute of one run at which the best recipe is wanted, in the curves' unit.
+        p_ahead: a recipe is stopped below this chance of ending ahead of the favourite, which is the one most likely to
+            be best. Its chance of being best is smaller still; that one alone would stop many alike for being many.
+        looks: at so many looks in a row.
+        first: share of the budget at which the first look is taken: nothing is stopped before.
+        growth: compute grows by this factor from one look to the next.
+
+    Raises:
+        UserError: one of them is out of range.
+    """
+
+    budget: float
+    p_ahead: float = 0.1
+    looks: int = 1
+    first: float = 0.2
+    growth: float = 1.05
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("budget", 0 < self.budget < math.inf, "a positive compute of one run, in the unit of the compute axis"),
+            ("p-ahead", 0 < self.p_ahead < 0.5, "a chance above 0 and below 0.5"),
+            ("looks", self.looks >= 1, "1 or more"),
+            ("first", 0 < self.first < 1, "a share of the budget, above 0 and below 1"),
+            ("growth", 1 < self.growth < math.inf, "a factor above 1"),
+        )
+        for name, holds, wanted in checks:
+            if not holds:
+                raise UserError(f"--{name} {getattr(self, name.replace('-', '_')):g}: give {wanted}")
+
+    def levels(self) -> Iterator[float]:
+        """Computes at which looks are taken, the budget itself excepted."""
+        level = self.first * self.budget
+        while level < self.budget * (1 - 1e-9):
+            yield level
+            level *= self.growth

@@ -1,0 +1,232 @@
+"""Truths about racing: who is stopped, who never is, and that a decision rests on the evaluations alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.racing import (
+    RACING,
+    SETTINGS,
+    Forecasts,
+    Study,
+    halving,
+    make_study,
+    median_rule,
+    outcomes,
+    signed_rank,
+)
+from sweeps.cli.main import main
+from sweeps.curve import Curve, make_curve
+from sweeps.decide.race import Race, look_at, run_race
+from sweeps.decide.rules import Rules
+from sweeps.errors import UserError
+from sweeps.fit.fit import FitOptions
+from sweeps.source import load
+from tests.paths import ROOT
+from tests.sweeps.fit.simulate import curve
+
+BUDGET = 16000.0
+RULES = Rules(BUDGET, looks=2, growth=1.3)
+
+
+def cut(data: Curve, compute: float) -> Curve:
+    keep = data.compute <= compute
+    return make_curve(data.recipe, data.compute[keep], data.reward[keep], data.seed[keep])
+
+
+def raced(curves: Sequence[Curve], rules: Rules = RULES, ended: bool = True) -> Race:
+    return run_race(curves, rules, ended=[each.recipe for each in curves] if ended else ())
+
+
+def three() -> list[Curve]:
+    return [
+        curve("good", a=0.65, rng=1),
+        curve("bad", a=0.45, rng=2),
+        # Slow, and in the end the best: where all others are ahead of it nobody can tell yet.
+        curve("late", a=0.85, b=1.8, c_mid=8000, rng=3),
+    ]
+
+
+def test_a_loser_is_stopped_and_one_that_rises_late_is_not() -> None:
+    race = raced(three())
+    assert race.leader == "late" and race.stopped["bad"] < 0.5 * BUDGET
+    bad = next(each for each in race.runners if each.recipe == "bad")
+    assert bad.spent == 2 * race.stopped["bad"]
+    assert race.saved == pytest.approx(sum(2 * (BUDGET - at) for at in race.stopped.values()))
+    assert race.full == 6 * BUDGET
+    assert "of ending ahead of " in bad.reason and " at 1.6e+04, where it is forecast at 0.4" in bad.reason
+    # By what the first look saw, the late one would have gone.
+    early = [cut(each, 0.2 * BUDGET) for each in three()]
+    assert min(early, key=lambda each: each.reward[each.compute == each.compute.max()].mean()).recipe == "late"
+
+
+def test_a_decision_rests_on_nothing_that_came_later() -> None:
+    whole = raced(three())
+    for part, look in enumerate(whole.looks):
+        # As the study was then, and some had gone on; whoever is far ahead changes nothing either.
+        then = [cut(each, look.compute * (1.01 if at else 1.7) + 500) for at, each in enumerate(three())]
+        seen = raced(then, ended=False)
+        assert seen.looks[: part + 1] == whole.looks[: part + 1]
+
+
+def test_neither_order_nor_unit_of_compute_decides() -> None:
+    race = raced(three())
+    turned = raced(three()[::-1])
+    assert {each.recipe: each for each in race.runners} == {each.recipe: each for each in turned.runners}
+    hours = [make_curve(each.recipe, each.compute / 3600, each.reward, each.seed) for each in three()]
+    other = raced(hours, replace(RULES, budget=BUDGET / 3600))
+    assert {name: at * 3600 for name, at in other.stopped.items()} == pytest.approx(race.stopped)
+
+
+def test_a_look_waits_for_the_slowest_unless_it_has_ended() -> None:
+    curves = [curve("good", a=0.65, rng=1), cut(curve("bad", a=0.45, rng=2), 5000), curve("other", a=0.64, rng=3)]
+    patient = replace(RULES, looks=99)
+    waiting = run_race(curves, patient)
+    assert waiting.waits_for == ("bad",) and not waiting.stopped
+    assert [look.compute for look in waiting.looks] == [level for level in RULES.levels() if level <= 5000]
+    assert "the next look waits for bad" in waiting.sentence
+    on = run_race(curves, patient, ended=["bad"])
+    assert on.waits_for == () and len(on.looks) == len(list(RULES.levels()))
+    # One seed that lags is enough.
+    slow = three()[0]
+    keep = (slow.seed == "0") | (slow.compute <= 4000)
+    lagging = make_curve("good", slow.compute[keep], slow.reward[keep], slow.seed[keep])
+    assert run_race([lagging, *three()[1:]], RULES).waits_for == ("good",)
+
+
+def test_before_the_first_look_nobody_leads() -> None:
+    race = run_race([cut(each, 1000) for each in three()], RULES)
+    assert (race.looks, race.leader, race.saved) == ((), None, 0.0)
+    assert race.sentence.startswith(
+        "no look yet: the first is at compute 3200; the next look waits for good, bad, late"
+    )
+    assert all(each.p_best is None and each.reason == "no look yet" for each in race.runners)
+
+
+def test_many_of_a_kind_are_not_stopped_for_being_many() -> None:
+    """Each of sixty that are the same is best with a small chance, and has as good a chance against each other."""
+    curves = [curve(f"r{number}", a=0.6, points=17, rng=number, seeds=1) for number in range(60)]
+    look = look_at(curves, 0.3 * BUDGET, replace(RULES, looks=1))
+    assert max(each.p_best for each in look.chances) < 0.4
+    assert len(look.stopped) < 30
+
+
+def test_what_cannot_be_forecast_is_not_stopped() -> None:
+    early = cut(curve("early", a=0.5, rng=4), 1500)
+    look = look_at([curve("good", a=0.65, rng=1), early], 4000, replace(RULES, looks=1))
+    assert (look.of("early").p_ahead or 0.0) > 0.1
+    assert look.stopped == ()
+    untried = make_curve("untried", [9000.0], [0.4])
+    assert [each.recipe for each in look_at([*three(), untried], 4000, RULES).chances] == ["good", "bad", "late"]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.floats(0.3, 0.8), min_size=2, max_size=4), st.integers(0, 10_000))
+def test_whatever_happens_one_is_left_and_json_is_clean(tops: list[float], number: int) -> None:
+    curves = [curve(f"r{at}", a=a, wander=0.01, points=17, rng=number + at) for at, a in enumerate(tops)]
+    race = raced(curves, Rules(BUDGET, p_ahead=0.4, looks=1, growth=1.5))
+    assert len(race.stopped) < len(curves) and race.leader not in race.stopped
+    json.dumps(race.to_json(), allow_nan=False)
+    for look in race.looks:
+        assert look.favourite not in look.stopped
+        assert sum(each.p_best for each in look.chances) == pytest.approx(1)
+        assert all(race.stopped[name] == look.compute for name in look.stopped)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"budget": 0.0}, "--budget 0: give a positive compute"),
+        ({"budget": np.inf}, "--budget inf"),
+        ({"p_ahead": 0.0}, "--p-ahead 0: give a chance above 0 and below 0.5"),
+        ({"p_ahead": 0.5}, "--p-ahead 0.5"),
+        ({"looks": 0}, "--looks 0: give 1 or more"),
+        ({"first": 1.0}, "--first 1: give a share of the budget"),
+        ({"growth": 1.0}, "--growth 1: give a factor above 1"),
+    ],
+)
+def test_rules_that_mean_nothing_are_refused(bad: dict[str, float], said: str) -> None:
+    with pytest.raises(UserError, match=said.replace(".", r"\.")):
+        Rules(**({"budget": 1.0} | bad))  # type: ignore[arg-type]
+
+
+def test_a_race_takes_two() -> None:
+    with pytest.raises(UserError, match="two recipes or more"):
+        run_race([curve()], RULES)
+
+
+def test_the_window_of_a_fit_ends_the_race() -> None:
+    race = run_race(three(), RULES, FitOptions(max_compute=6000.0), ended=["good", "bad", "late"])
+    assert race.looks[-1].compute <= 6000 < race.looks[-1].compute * RULES.growth
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    table = str(ROOT / "examples" / "curves.csv")
+    assert main(["race", table, "--budget", "16000"]) == 0
+    out = capsys.readouterr().out
+    assert "scalerl+loss=dapo" in out and "3 of 4 recipes stopped after 8 looks; scalerl leads" in out
+    assert main(["race", table, "--budget", "16000", "--json", "--growth", "1.5"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rules"]["growth"] == 1.5 and found["leader"] == "scalerl"
+    assert {each["recipe"] for each in found["recipes"]} == {each["recipe"] for each in found["looks"][0]["chances"]}
+    assert main(["race", table, "--budget", "16000", "--first", "2"]) == 1
+    assert "--first 2: give a share" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_study_that_was_run_keeps_its_best() -> None:
+    """Of 92 real runs: nothing that the race would have stopped ends above all that it leaves (docs/race.md)."""
+    curves = load([ROOT / "docs/replication/curves.csv"]).curves
+    budget = 4.5e11
+    race = run_race(curves, Rules(budget), ended=[each.recipe for each in curves], workers=2)
+    came = {
+        each.recipe: float(each.reward[each.compute > 0.93 * budget].mean())
+        for each in curves
+        if each.compute.max() > budget
+    }
+    left = [recipe for recipe in came if recipe not in race.stopped]
+    assert 0.5 < race.saved / race.full < 0.7
+    assert max(came.values()) - came[race.leader or ""] < 0.02
+    assert max(came[recipe] for recipe in came if recipe in race.stopped) < max(came[each] for each in left) + 0.02
+
+
+# --- the simulation that says what racing is worth -----------------------------------------------------------
+
+
+def plain(*rewards: float) -> Study:
+    """Eight recipes, each with one reward from its first evaluation on."""
+    truth = np.array([*rewards, *([0.1] * (8 - len(rewards)))])
+    rate = np.tile(truth[:, None], (1, 21))
+    passed = np.tile((np.arange(128) / 128 < truth[:, None]).astype(float)[:, None, :], (1, 21, 1))
+    return Study(truth, rate, np.full_like(rate, 0.01), passed)
+
+
+def test_rivals_are_charged_for_all_that_they_saw() -> None:
+    study = plain(0.8, 0.6, 0.5, 0.4)
+    assert halving(study, 2, 0.25).tolist() == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
+    assert halving(study, 4, 0.1).tolist() == pytest.approx([1.0, 0.4, *[0.1] * 6])
+    # Who is at the median of those still running is not stopped.
+    assert median_rule(plain(*[0.8] * 5), 0.3).tolist() == [*[1.0] * 5, *[0.3] * 3]
+    assert signed_rank(study, 0.01, 0.2).tolist() == [1.0, *[0.2] * 7]
+    found = outcomes(study)
+    assert found["all runs to the budget"].compute == 1.0
+    assert all(each.regret == 0 and each.false == 0 for each in found.values())
+
+
+def test_the_simulation_races_as_the_command_does() -> None:
+    """But for fits of stopped recipes, by which it knows the law a little better."""
+    study = make_study(SETTINGS[0], 3)
+    compute = np.arange(21) / 20
+    curves = [make_curve(str(i), compute, study.rate[i], sd=study.sd[i]) for i in range(8)]
+    winner, spent = Forecasts(study, RACING).race(RACING)
+    race = run_race(curves, RACING, ended=[str(i) for i in range(8)])
+    assert race.leader == str(winner)
+    own = [race.stopped.get(str(i), 1.0) for i in range(8)]
+    assert np.abs(np.array(own) - spent).mean() < 0.1 and min(own) < 0.5
