@@ -138,6 +138,9 @@ def run_race(
         waits_for = tuple(name for name in racing if name not in ended and reached[name] < level * _ABOUT)
         if waits_for:
             break
+        first = options.min_compute or 0.0
+        if sum(_between(curve, first, level) for curve in racing.values()) < 2:
+            continue  # nothing to compare yet
         if looks and not any(_between(curve, looks[-1].compute, level) for curve in racing.values()):
             continue  # nothing new: it would count what was seen already a second time
         below = {each.recipe: each.below for each in looks[-1].chances} if looks else {}
@@ -148,6 +151,7 @@ def run_race(
 
 
 def _between(curve: Curve, last: float, level: float) -> bool:
+    """Whether it has been evaluated beyond the one and up to the other."""
     return bool(((curve.compute > last) & (curve.compute <= level)).any())
 
 
@@ -174,8 +178,9 @@ def look_at(
         below: looks in a row at which a recipe's chance was too small until now, by recipe.
         workers: processes to share the fits.
     """
-    seen = [curve for curve in curves if (curve.compute <= level).any()]
-    fits = fit_curves(seen, replace(options or FitOptions(), max_compute=level), workers, regions=False)
+    options = replace(options or FitOptions(), max_compute=level)
+    seen = [curve for curve in curves if _between(curve, options.min_compute or 0.0, level)]
+    fits = fit_curves(seen, options, workers, regions=False)
     return judged(level, fits, joint_rewards(fits, rules.budget), rules, below or {})
 
 

@@ -162,6 +162,16 @@ def test_a_race_takes_two() -> None:
         run_race([curve()], RULES)
 
 
+def test_before_anything_can_be_compared_no_look_is_taken() -> None:
+    """First evaluations beyond the first look, in a table or by --min-compute."""
+    late = [make_curve(each.recipe, each.compute + 5000, each.reward, each.seed) for each in three()]
+    assert raced(late).looks[0].compute > 5000
+    race = run_race(three(), RULES, FitOptions(min_compute=4500.0), ended=["good", "bad", "late"])
+    assert race.looks[0].compute > 4500
+    far = [make_curve(each.recipe, each.compute + 50000, each.reward, each.seed) for each in three()]
+    assert raced(far).looks == ()
+
+
 def test_the_window_of_a_fit_ends_the_race() -> None:
     race = run_race(three(), RULES, FitOptions(max_compute=6000.0), ended=["good", "bad", "late"])
     assert race.looks[-1].compute <= 6000 < race.looks[-1].compute * RULES.growth
