@@ -109,6 +109,7 @@ print("GROWN", max(grown), *written)
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_needs_no_second_copy_of_the_state(tiny_model_path: str, tmp_path: Path) -> None:
     """Neither in memory nor in the node's temporary folder: 300 MB of state, written to one file."""
     directory = tmp_path / "checkpoints"
@@ -139,6 +140,7 @@ train(sys.argv[1], sys.argv[2], 40, steps=int(sys.argv[4]), ckpt_path=newest, we
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_save(tiny_model_path: str, tmp_path: Path) -> None:
     """What was there stays there, and of several halves one is left: a whole checkpoint needs their room."""
     directory = tmp_path / "checkpoints"
