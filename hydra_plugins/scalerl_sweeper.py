@@ -60,6 +60,8 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
             (directory / "multirun.yaml").touch(mode=0o600)
             others: list[object] = super().sweep(arguments)
             return others
+        if self.max_batch_size is not None and OmegaConf.select(self.config, "race.mode") not in (None, "none"):
+            raise UserError("hydra.sweeper.max_batch_size: members race against all others; leave it at null")
         self.launcher.accepted = self._keep_configuration
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         members: list[list[str]] = []

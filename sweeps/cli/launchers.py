@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,21 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from sweeps.cli.output import show_results
+from sweeps.errors import UserError
 from sweeps.executor.base import load_entry
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.settings import JobSettings, asks_for_gpus
-from sweeps.launch.planning import plan_apart
+from sweeps.launch.conductor import Conductor
+from sweeps.launch.ledger import Ledger
+from sweeps.launch.planning import Planner, plan_apart
 from sweeps.launch.settings import LaunchSettings, report_failures, run_study
 from sweeps.launch.study import Study
 from sweeps.run.folders import user_folders
 from sweeps.run.spec import RunSpec
+from sweeps.search.conductors import conductor_of
+from sweeps.search.settings import Axis, RaceSettings, SearchSettings
+
+SEARCH_JOBS = 8  # trials of a search at a time on a cluster
 
 
 def gpu_here() -> bool:
@@ -78,11 +86,26 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             threads=config["launch"]["threads"],
             tracking=self._tracking,
             axis=default_axis(gpu_here()),
+            race=self._race(config.get("race")),
+            planner=self._planner,
         )
+
+    def _race(self, given: Any) -> dict[str, Any]:
+        """The settings under `race`, checked: before anything is started."""
+        settings = RaceSettings.of(given)
+        if settings.mode != "none" and self._settings.get("detach"):
+            raise UserError(f"race.mode: {settings.mode} needs this process to look; leave --detach away")
+        return dict(settings.__dict__) if settings.mode != "none" else {}
 
     def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
         """The members; what it takes to check them is imported by a process that ends then."""
         return plan_apart(self._planner, override_lists, self._folders)
+
+    @contextmanager
+    def _asked_again_and_again(self) -> Iterator[Callable[[Sequence[Sequence[str]]], list[RunSpec]]]:
+        """As `planned`, for a search: importing what it takes for every trial would take longer than some trials."""
+        with Planner(self._planner, self._folders) as planner:
+            yield planner
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Plan, check, run what is not done.
@@ -95,10 +118,48 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         lists = [[each for each in overrides if not each.startswith("cluster=")] for overrides in job_overrides]
         specs = self.planned(lists)
         config = specs[0].config
-        plan = self.plan(config)
         study = Study(Path(config["output_dir"]), specs)
-        detach = bool(self._settings.get("detach"))
+        self._run(study, self.plan(config))
+        return [_job_return(spec, overrides) for spec, overrides in zip(specs, job_overrides, strict=True)]
 
+    def search(
+        self,
+        base: Sequence[str],
+        space: Sequence[Axis],
+        settings: Mapping[str, Any],
+        sampler: Callable[[int], Any],
+    ) -> None:
+        """Search a space: members are proposed as places become free.
+
+        Args:
+            base: overrides that all trials share.
+            space: what is varied.
+            settings: of `SearchSettings`; `n_jobs` may be None.
+            sampler: makes Optuna's sampler from a seed.
+
+        Raises:
+            UserError: as `launch`; or a setting is out of range.
+        """
+        lists = [[each for each in base if not each.startswith("cluster=")]]
+        (spec,) = self.planned(lists)
+        plan = self.plan(spec.config)
+        if plan.race:
+            raise UserError("race.mode: a search races its trials by hydra.sweeper.prune=race; leave race.mode at none")
+        if self._settings.get("detach"):
+            raise UserError("hydra.launcher.detach: a search needs this process to go on; leave --detach away")
+        jobs = settings["n_jobs"] or (SEARCH_JOBS if plan.kind == "slurm" else plan.max_parallel)
+        checked = SearchSettings(**{**settings, "n_jobs": jobs})
+        directory = Path(spec.config["output_dir"])
+        study = Study.read(directory) if Ledger(directory).fold() else Study(directory, [])
+        from sweeps.search.optuna_search import Search  # Optuna takes a second to import
+
+        with self._asked_again_and_again() as planned:
+            search = Search(study, space, checked, lists[0], planned, sampler)
+            self._run(study, plan, search)
+        print(search.sentence(), file=sys.stderr)
+
+    def _run(self, study: Study, plan: LaunchSettings, conductor: Conductor | None = None) -> None:
+        detach = bool(self._settings.get("detach"))
         kept = False
 
         def accepted() -> None:
@@ -110,16 +171,18 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
                 self.accepted()
 
         try:
-            states = run_study(study, plan, detach=detach, accepted=accepted, finished=show_results)
+            conductor = conductor or conductor_of(study, plan)
+            states = run_study(
+                study, plan, detach=detach, accepted=accepted, finished=show_results, conductor=conductor
+            )
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             if plan.kind == "slurm":
                 print(_on_its_own(study) if kept else _not_begun(), file=sys.stderr)
             raise
         report_failures(study, states)
-        if detach and any(state.state not in ("finished", "failed") for state in states.values()):
+        if detach and any(state.state not in ("finished", "failed", "stopped") for state in states.values()):
             print(_on_its_own(study), file=sys.stderr)
-        return [_job_return(spec, overrides) for spec, overrides in zip(specs, job_overrides, strict=True)]
 
 
 class SlurmStudyLauncher(StudyLauncher):
@@ -154,6 +217,10 @@ class DebugStudyLauncher(StudyLauncher):
         """As the others', but where a debugger sees it."""
         specs: list[RunSpec] = load_entry(self._planner)(override_lists, self._folders)
         return specs
+
+    @contextmanager
+    def _asked_again_and_again(self) -> Iterator[Callable[[Sequence[Sequence[str]]], list[RunSpec]]]:
+        yield self.planned
 
 
 def _on_its_own(study: Study) -> str:

@@ -136,6 +136,7 @@ def collect_command(options: argparse.Namespace) -> int:
     from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, report_failures, run_study
     from sweeps.launch.status import counts, overview
     from sweeps.launch.study import Study
+    from sweeps.search.conductors import conductor_of
 
     directory = Path(options.study)
     states = None
@@ -150,7 +151,11 @@ def collect_command(options: argparse.Namespace) -> int:
             def finished(directory: Path, tracking: str | None) -> None:
                 done_and_tracked.extend(filter(None, [tracking]))  # shown at the end, below the table
 
-            states = run_study(study, plan, detach=not options.wait, again=options.again, finished=finished)
+            # Whoever only gathers does not look: a race goes on when somebody stays.
+            conductor = conductor_of(study, plan) if options.wait else None
+            states = run_study(
+                study, plan, detach=not options.wait, again=options.again, finished=finished, conductor=conductor
+            )
     elif (directory / LEDGER_FILE).is_file():
         # Its controller was gone before it could write down that a launch was accepted.
         warn([f"{directory} has no {LAUNCH_FILE}; the command that launched it finds its jobs and goes on with them"])

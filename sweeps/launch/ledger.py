@@ -28,7 +28,7 @@ from sweeps.run.files import append_lines, parse_lines
 
 LEDGER_FILE = "ledger.jsonl"
 FULL_DISK_PAUSE_S = 5.0
-EVENTS = ("planned", "submitting", "started", "retried", "finished", "failed")
+EVENTS = ("planned", "submitting", "started", "retried", "finished", "failed", "stopped")
 
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class MemberState:
     Attributes:
         attempts: jobs started for it, all launches together.
         submission, job: of the newest attempt, if an executor with a memory of its own runs it.
-        kind, reason: why it failed, or was tried again.
+        kind, reason: why it failed, was stopped, or was tried again.
         spent: attempts after the first, by kind of failure, since it was last given up.
         excluded: nodes that its next attempt keeps off.
         unanswered: submissions that were begun and not confirmed before another was; given up.
@@ -157,7 +157,7 @@ def after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberSta
         node = entry.get("node")
         excluded = state.excluded + ((node,) if node and node not in state.excluded else ())
         return replace(state, spent=spent, excluded=excluded)
-    # Given up or done: whoever launches it again gives it all its attempts anew.
+    # Given up, stopped or done: whoever launches it again gives it all its attempts anew.
     return replace(state, spent={}, excluded=())
 
 

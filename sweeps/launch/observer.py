@@ -23,6 +23,10 @@ class Observer(Protocol):
         """The study is ours to run now; nothing before this may leave a trace."""
         ...
 
+    def added(self, specs: Sequence[RunSpec]) -> None:
+        """The study has got more members."""
+        ...
+
     def queued(self, spec: RunSpec, run_dir: Path) -> None:
         """A member waits for its turn on the cluster, at first or again."""
         ...
@@ -35,8 +39,16 @@ class Observer(Protocol):
         """An attempt ended before the member was done; another follows."""
         ...
 
+    def paused(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
+        """A member waits, saved, until whoever conducts the study wants it at work."""
+        ...
+
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
-        """A member is `finished` (also when it was done before), `failed` or `cancelled`."""
+        """A member is `finished` (also when it was done before), `failed`, `cancelled`, or `stopped` to stay so."""
+        ...
+
+    def say(self, line: str) -> None:
+        """Something for people, of whoever conducts the study."""
         ...
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
@@ -83,16 +95,23 @@ class Progress:
         self._first: dict[str, int] = {}  # steps that a member had behind it when this process first saw it
         self._latest: dict[str, dict[str, float]] = {}  # of members that this process has seen run
         self._turn = 0
+        self._stopped: set[str] = set()
         self._told = False  # whether there was anything
 
     def open(self) -> None:
         """Nothing to prepare."""
+
+    def added(self, specs: Sequence[RunSpec]) -> None:
+        """There is more to do."""
+        self._steps = self._steps or sum(spec.steps for spec in specs) / len(specs)
+        self._total += len(specs)
 
     def queued(self, spec: RunSpec, run_dir: Path) -> None:
         """Nothing to show yet."""
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         """Remember where to look."""
+        self._stopped.discard(spec.run)
         self._directories[spec.run] = run_dir
         self._latest[spec.run] = last_metrics(run_dir)
         self._first.setdefault(spec.run, self._step(spec.run))
@@ -101,14 +120,24 @@ class Progress:
         """Say so."""
         self._line(f"{'again':9} {spec.title}: {reason}")
 
+    def paused(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
+        """Say so."""
+        self._line(f"{'paused':9} {spec.title}: {reason.removeprefix('paused: ')}")
+
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
         """Say so."""
         self._told = True
+        if state == "stopped":
+            self._stopped.add(spec.run)
         latest = last_metrics(run_dir)
         if spec.run in self._latest:
             self._latest[spec.run] = latest = {**self._latest[spec.run], **latest}
         tail = f": {reason}" if reason else _described(spec, latest, self._metric)
         self._line(f"{state:9} {spec.title}{tail}")
+
+    def say(self, line: str) -> None:
+        """In a line of its own."""
+        self._line(line)
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
         """A look, if it is time."""
@@ -117,9 +146,10 @@ class Progress:
             return
         self._last = time.monotonic()
         self._look(running)
-        counts = ((done, f"/{self._total} done"), (failed, " failed"), (queued, " queued"))
+        stopped = len(self._stopped)
+        counts = ((done, f"/{self._total} done"), (failed, " failed"), (stopped, " stopped"), (queued, " queued"))
         ended = ", ".join(f"{count}{what}" for count, what in counts if count or what.startswith("/"))
-        left_s = self._left_s(self._total - done - failed, running)
+        left_s = self._left_s(self._total - done - failed - stopped, running)
         summary = (f"about {duration(left_s)} left, " if left_s else "") + ended
         if self._live is not None:
             self._live.show(summary, [(spec.title, self._describe(spec)[2:]) for spec in running])
@@ -131,8 +161,10 @@ class Progress:
     def close(self, failed: int, left: int) -> None:
         """How it has ended; the terminal is somebody else's again."""
         if self._told:  # a launch that was refused has not ended, for it never began
-            others = [f", {count} {what}" for count, what in ((left, "under way"), (failed, "not done")) if count]
-            self._line(f"{self._total - failed - left}/{self._total} done{''.join(others)}")
+            stopped = len(self._stopped)
+            counts = ((left, "under way"), (stopped, "stopped"), (failed, "not done"))
+            others = [f", {count} {what}" for count, what in counts if count]
+            self._line(f"{self._total - failed - left - stopped}/{self._total} done{''.join(others)}")
         if self._live is not None:
             self._live.close()
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,9 +27,9 @@ from sweeps.run.spec import RunSpec
 _CHILD = """
 import json, os, sys
 try:
-    sys.path[:] = json.loads(sys.argv[2])
+    sys.path[:] = json.loads(sys.argv[3])
     from sweeps.launch.planning import answer
-    answer(int(sys.argv[1]))
+    answer(int(sys.argv[1]), int(sys.argv[2]))
 except KeyboardInterrupt:
     os._exit(130)
 """
@@ -36,70 +37,117 @@ _LENGTH = 8  # bytes that say how long a message is
 _EXIT_S = 30.0  # after its answer, for what the libraries that it loaded do at the end
 
 
-def plan_apart(planner: str, override_lists: Sequence[Sequence[str]], folders: Sequence[str]) -> list[RunSpec]:
-    """Call a planner in a process of its own.
+class Planner:
+    """A planner in a process of its own, which may be asked again and again; closed, it is gone with all it imported.
 
     What it prints is seen here, Ctrl-C reaches it, and it ends when this process does.
 
     Args:
         planner: `module:function`, from override lists and the user's folders to run specs.
-        override_lists, folders: its arguments.
-
-    Raises:
-        UserError: the process was killed, or ended without an answer.
-        Exception: whatever the planner raises; a note says where.
+        folders: the user's.
     """
-    reading, writing = os.pipe()
-    path = json.dumps([str(each) for each in sys.path])
-    try:
-        child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(writing), path], stdin=subprocess.PIPE, pass_fds=[writing]
-        )
-    except BaseException:
-        os.close(reading)
-        raise
-    finally:
-        os.close(writing)
-    assert child.stdin is not None
-    try:
-        with os.fdopen(reading, "rb") as answers:
+
+    def __init__(self, planner: str, folders: Sequence[str]) -> None:
+        self._planner, self._folders = planner, list(folders)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._answers: BinaryIO | None = None
+
+    def __enter__(self) -> Planner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __call__(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+        """Ask for the members of these override lists.
+
+        Raises:
+            UserError: the process was killed, or ended without an answer.
+            Exception: whatever the planner raises; a note says where.
+        """
+        child, answers = self._started()
+        assert child.stdin is not None
+        try:
             with suppress(BrokenPipeError):  # it is gone: how, is told below
-                _send(child.stdin, pickle.dumps((planner, [list(each) for each in override_lists], list(folders))))
+                _send(
+                    child.stdin, pickle.dumps((self._planner, [list(each) for each in override_lists], self._folders))
+                )
             raw = _receive(answers)
-        code = _ended(child)
-    except BaseException:
-        _end(child)
-        raise
-    finally:
+        except BaseException:
+            _end(child)
+            self.close()
+            raise
+        if raw is None:
+            code = _ended(child)
+            self.close()
+            raise UserError(
+                f"planner: its process ended without an answer ({Outcome('', code).how}); what it printed is above, "
+                "and if it was killed for its memory, launch where there is more"
+            )
+        specs, error, told = pickle.loads(raw)
+        if error is not None:
+            error.add_note(told)
+            raise error
+        planned: list[RunSpec] = specs
+        return planned
+
+    def _started(self) -> tuple[subprocess.Popen[bytes], BinaryIO]:
+        if self._child is None or self._answers is None:
+            reading, writing = os.pipe()
+            words = [str(writing), str(os.getpid()), json.dumps([str(each) for each in sys.path])]
+            try:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-c", _CHILD, *words], stdin=subprocess.PIPE, pass_fds=[writing]
+                )
+            except BaseException:
+                os.close(reading)
+                raise
+            finally:
+                os.close(writing)
+            self._answers = os.fdopen(reading, "rb")
+        return self._child, self._answers
+
+    def close(self) -> None:
+        """End the process, and wait for it."""
+        child, answers = self._child, self._answers
+        self._child = self._answers = None
+        if child is None or answers is None:
+            return
+        assert child.stdin is not None
         with suppress(BrokenPipeError):
             child.stdin.close()
-    if raw is None:
-        raise UserError(
-            f"planner: its process ended without an answer ({Outcome('', code).how}); what it printed is above, and "
-            "if it was killed for its memory, launch where there is more"
-        )
-    specs, error, told = pickle.loads(raw)
-    if error is not None:
-        error.add_note(told)
-        raise error
-    planned: list[RunSpec] = specs
-    return planned
+        try:
+            _ended(child)
+        except BaseException:
+            _end(child)
+            raise
+        finally:
+            answers.close()
 
 
-def answer(descriptor: int) -> None:
-    """In the child: read what is asked from stdin, and write specs or an exception to the descriptor."""
+def plan_apart(planner: str, override_lists: Sequence[Sequence[str]], folders: Sequence[str]) -> list[RunSpec]:
+    """Call a planner once in a process of its own; see `Planner`."""
+    with Planner(planner, folders) as ask:
+        return ask(override_lists)
+
+
+def answer(descriptor: int, parent: int) -> None:
+    """In the child: read what is asked from stdin, and write specs or an exception to the descriptor, until its end."""
     os.set_inheritable(descriptor, False)
-    planner, override_lists, folders = pickle.loads(_receive(sys.stdin.buffer) or b"")
-    threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
-    found: tuple[list[RunSpec] | None, BaseException | None, str]
-    try:
-        found = load_entry(planner)(override_lists, folders), None, ""
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        found = None, error, "in the planner's process:\n" + traceback.format_exc()
-    with os.fdopen(descriptor, "wb") as answers, suppress(BrokenPipeError):
-        _send(answers, _packed(found))
+    threading.Thread(target=_end_with, args=(parent,), daemon=True, name="parent-watch").start()
+    with os.fdopen(descriptor, "wb") as answers:
+        while (asked := _receive(sys.stdin.buffer)) is not None:
+            planner, override_lists, folders = pickle.loads(asked)
+            found: tuple[list[RunSpec] | None, BaseException | None, str]
+            try:
+                found = load_entry(planner)(override_lists, folders), None, ""
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                found = None, error, "in the planner's process:\n" + traceback.format_exc()
+            sys.stdout.flush()
+            with suppress(BrokenPipeError):
+                _send(answers, _packed(found))
 
 
 def _packed(found: tuple[Any, BaseException | None, str]) -> bytes:
@@ -146,8 +194,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _end_with_parent() -> None:
-    # Not by Python's own stdin: its lock would be held when this process ends.
-    while os.read(0, 1):
-        pass
+def _end_with(parent: int) -> None:
+    """It may be in the middle of its work, where nothing tells it that nobody waits for an answer."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
     os._exit(1)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.executor.base import Executor
@@ -17,6 +18,7 @@ from sweeps.executor.local import InProcessExecutor, LocalExecutor
 from sweeps.executor.scheduler import Scheduler, Slurm
 from sweeps.executor.settings import JobSettings
 from sweeps.executor.slurm import ClusterExecutor
+from sweeps.launch.conductor import Conductor
 from sweeps.launch.ledger import MemberState
 from sweeps.launch.observer import Observer, Progress
 from sweeps.launch.study import Study
@@ -44,6 +46,8 @@ class LaunchSettings:
         axis: compute axis of MLflow's charts.
         settings: of the cluster's jobs.
         retries: attempts after the first, by kind of failure.
+        race: the settings under `race`, see `sweeps.search.settings`; empty where there is none.
+        planner: `module:function`, from override lists and the user's folders to run specs: for members that are added.
     """
 
     kind: str
@@ -55,6 +59,8 @@ class LaunchSettings:
     axis: str
     settings: JobSettings = field(default_factory=JobSettings)
     retries: Mapping[str, int | None] = field(default_factory=lambda: dict(NEVER))
+    race: Mapping[str, Any] = field(default_factory=dict)
+    planner: str = ""
 
     def write(self, study: Path) -> None:
         """Keep it with the study, for its owner alone; a password in MLflow's address is not kept."""
@@ -138,21 +144,24 @@ def run_study(
     scheduler: Scheduler | None = None,
     accepted: Callable[[], None] = lambda: None,
     finished: Callable[[Path, str | None], None] = lambda directory, tracking: None,
+    conductor: Conductor | None = None,
 ) -> dict[str, MemberState]:
     """Run a study as planned, with progress on stderr and MLflow if it is tracked.
 
     `accepted` is called once the launch is, see `Study.run`.
-    `finished` is called with the folder and MLflow's address, if it has one, of a study whose members are all done.
+    `finished` is called with the folder and MLflow's address, if it has one, of a study whose members are all done, or
+    stopped. `conductor` decides which are at work, see `Study.run`.
     """
     executor = plan.executor(study.directory, scheduler)
-    observers: list[Observer] = [Progress(len(study.specs), mean(spec.steps for spec in study.specs))]
+    steps = mean([spec.steps for spec in study.specs] or [0])  # a search has no members before it begins
+    observers: list[Observer] = [Progress(len(study.specs), steps)]
     if plan.tracking:
         # MLflow is slow to import and optional.
         from sweeps.launch.tracked import TrackingObserver
 
         observers.append(TrackingObserver(study, plan.tracking, axis=plan.axis))
-    states = study.run(executor, observers, plan.retries, detach, again, accepted)
-    if all(state.state == "finished" for state in states.values()):
+    states = study.run(executor, observers, plan.retries, detach, again, accepted, conductor)
+    if all(state.state in ("finished", "stopped") for state in states.values()):
         finished(study.directory, plan.tracking)
     return states
 

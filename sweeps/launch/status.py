@@ -147,6 +147,8 @@ def _state(
         return "finished", None
     if state.state == "failed":
         return (state.kind if state.kind in ("cancelled", "stopped") else "failed"), state.reason
+    if state.state == "stopped":
+        return "stopped", state.reason
     if state.state in ("planned", "retried", "finished"):
         return "waiting", state.reason
     if state.job is None:

@@ -15,6 +15,7 @@ from sweeps.errors import UserError, naming
 from sweeps.executor.attempts import attempts
 from sweeps.executor.base import Executor, Launch, Outcome
 from sweeps.executor.failure import BLAMES_NODE, NEVER, may_retry
+from sweeps.launch.conductor import Conductor, Wish
 from sweeps.launch.labels import check_labels
 from sweeps.launch.ledger import Ledger, MemberState, after
 from sweeps.launch.nodes import Nodes
@@ -72,6 +73,7 @@ class Study:
         detach: bool = False,
         again: bool = True,
         accepted: Callable[[], None] = lambda: None,
+        conductor: Conductor | None = None,
     ) -> dict[str, MemberState]:
         """Run every member that is not done; a member that fails touches no other.
 
@@ -84,6 +86,7 @@ class Study:
                 process looked, whatever the retries say.
             accepted: called once, when the executor has taken members or there is none to be taken. What is kept with
                 the study is written now: up to here the launch may be refused, and then it leaves no trace.
+            conductor: decides which members are at work; without one all are that are not done.
 
         Returns:
             The state of each member, by identity.
@@ -124,7 +127,7 @@ class Study:
                 observer.open()
                 stack.callback(lambda each: each.close(failed, left), observer)
             stack.callback(executor.close)
-            controller = _Controller(self, executor, observers, retries, lease.check, accepted)
+            controller = _Controller(self, executor, observers, retries, lease.check, accepted, conductor)
             try:
                 states = controller.run(detach, again)
             except BaseException as error:
@@ -139,10 +142,10 @@ class Study:
                 states = self.ledger.fold()
                 own = [states[spec.run].state for spec in self.specs if spec.run in states]
                 left = sum(state in ("submitting", "started") for state in own) if executor.outlives else 0
-                failed -= left + controller.done
+                failed -= left + controller.done + controller.stopped
                 raise
             refusal.pop_all()
-            left = sum(state.state not in ("finished", "failed") for state in states.values())
+            left = sum(state.state not in ("finished", "failed", "stopped") for state in states.values())
             failed = sum(state.state == "failed" for state in states.values())
             return states
 
@@ -175,6 +178,7 @@ class _Controller:
         retries: Mapping[str, int | None],
         still_ours: Callable[[], None],
         accepted: Callable[[], None],
+        conductor: Conductor | None,
     ) -> None:
         self._study = study
         self._ledger = study.ledger
@@ -186,9 +190,12 @@ class _Controller:
         self._earlier: dict[str, tuple[int, int]] = {}
         self._seen: dict[str, str] = {}
         self._finished: list[dict[str, Any]] = []
-        self.done = self._failed = 0
+        self.done = self.stopped = self._failed = 0
         self._states = self._ledger.fold()
         self._tell_accepted = accepted
+        self._conductor = conductor
+        self._asked: dict[str, str] = {}  # to stop, and for which reason
+        self._held: dict[str, Launch] = {}  # that the conductor does not want at work now
         self._accepted = self._put_off = False
         self._new_study = not self._states
         self._before = Before(self._ledger)
@@ -212,7 +219,7 @@ class _Controller:
     def run(self, detach: bool, again: bool) -> dict[str, MemberState]:
         """Until nothing is left to do, or to be submitted."""
         self._again = again
-        waiting = self._take_stock(again)
+        waiting = self._conduct(self._take_stock(again))
         if not waiting:
             self._accept()
         while waiting or self._executor.running():
@@ -220,6 +227,7 @@ class _Controller:
             for outcome in self._executor.poll(timeout_s=1.0):
                 waiting += self._settle(outcome)
             self._note_finished()
+            waiting = self._conduct(waiting)
             if detach and self._executor.settled():
                 waiting = self._submit(waiting)
                 self._look()
@@ -248,10 +256,7 @@ class _Controller:
         new = [spec for spec in self._specs.values() if spec.run not in self._states]
         # Frozen before the ledger knows of it: a later process finds whatever was planned. The budget may have grown.
         self._freeze([spec for spec in self._specs.values() if spec.run not in done and self._to_go_on(spec, again)])
-        self._note(
-            "planned",
-            [{"run": spec.run, "recipe": spec.recipe, "seed": spec.seed, "curve": spec.curve} for spec in new],
-        )
+        self._note_planned(new)
         waiting: list[Launch] = []
         underway: list[Launch] = []
         for spec in self._specs.values():
@@ -260,8 +265,7 @@ class _Controller:
                 self._finish(spec, note=state.state != "finished")
                 continue
             if not self._to_go_on(spec, again):
-                self._failed += 1
-                self._tell_failed(spec, state.kind, state.reason)
+                self._given_up(spec)
                 continue
             launch = self._launch(spec, known=True)
             (underway if state.state in ("submitting", "started") else waiting).append(launch)
@@ -277,12 +281,94 @@ class _Controller:
             self._earlier[run] = (0, 0)
         return [todo[run] for run in self._specs if run in todo]
 
+    def _conduct(self, waiting: list[Launch]) -> list[Launch]:
+        """Ask the conductor; returns what is to be submitted, in its order."""
+        if self._conductor is None:
+            return waiting
+        self._still_ours()
+        running = self._executor.running()
+        self._wish()  # it looks first, and then says who is to come
+        waiting = [*waiting, *self._add(self._conductor.members(self._states))]
+        wish = self._wish()
+        unwanted = {**wish.later, **wish.over}
+        for run in running:
+            if run in unwanted and self._asked.get(run) != unwanted[run]:
+                self._still_ours()
+                self._asked[run] = unwanted[run]
+                self._executor.stop([run], unwanted[run])
+        idle = self._held | {launch.run: launch for launch in waiting}
+        for run in [run for run in idle if run in wish.over]:
+            del idle[run]
+            if self._states[run].state != "stopped" or self._states[run].reason != redact(wish.over[run]):
+                self._note("stopped", [{"run": run, "kind": "stopped", "reason": wish.over[run]}])
+            self._given_up(self._specs[run])
+        wanted = [idle.pop(run) for run in wish.go_on if run in idle]
+        for run in idle:
+            if run not in self._held and run in wish.later and self._states[run].state == "stopped":
+                for observer in self._observers:
+                    observer.paused(self._specs[run], self._study.run_dir(self._specs[run]), wish.later[run])
+        self._held = idle
+        return wanted
+
+    def _wish(self) -> Wish:
+        assert self._conductor is not None
+        wish = self._conductor.wish(self._states, set(self._executor.running()) - self._executor.queued())
+        for line in wish.said:
+            for observer in self._observers:
+                observer.say(line)
+        return wish
+
+    def _add(self, specs: Sequence[RunSpec]) -> list[Launch]:
+        """Members that the study did not have, or with a budget that is larger than it was."""
+        if not specs:
+            return []
+        self._still_ours()
+        new = [spec for spec in check_distinct(specs) if spec.run not in self._states]
+        check_labels(self._study.directory / RUNS_DIR, new, self._states)
+        for spec in specs:
+            check_own(self._study.run_dir(spec), spec.run)
+        self._freeze(specs)
+        known = {spec.run for spec in self._study.specs}
+        self._study.specs = [*self._study.specs, *(spec for spec in specs if spec.run not in known)]
+        self._specs |= {spec.run: spec for spec in specs}
+        self._note_planned(new)
+        for observer in self._observers:
+            observer.added([spec for spec in specs if spec.run not in known])
+        todo = []
+        for spec in specs:
+            if self._is_done(spec):
+                self._finish(spec, note=self._states[spec.run].state != "finished")
+            else:
+                if self._states[spec.run].state == "finished":
+                    self.done -= 1
+                todo.append(self._launch(spec))
+        return todo
+
+    def _note_planned(self, specs: Sequence[RunSpec]) -> None:
+        self._note(
+            "planned",
+            [{"run": spec.run, "recipe": spec.recipe, "seed": spec.seed, "curve": spec.curve} for spec in specs],
+        )
+
     def _is_done(self, spec: RunSpec) -> bool:
         return is_done(self._study.run_dir(spec), spec.steps, spec.run)
 
     def _to_go_on(self, spec: RunSpec, again: bool) -> bool:
         """Whether a member that is not done is to be worked on."""
-        return again or spec.run not in self._states or self._states[spec.run].state != "failed"
+        state = self._states[spec.run].state if spec.run in self._states else "planned"
+        return again or state not in ("failed", "stopped") or (state == "stopped" and self._conductor is not None)
+
+    def _given_up(self, spec: RunSpec) -> None:
+        """It is not done, and stays so."""
+        state = self._states[spec.run]
+        told = state.state
+        if told == "stopped":
+            self.stopped += 1
+        else:
+            self._failed += 1
+            told = "cancelled" if state.kind in ("cancelled", "stopped") else "failed"
+        for observer in self._observers:
+            observer.ended(spec, self._study.run_dir(spec), told, state.reason)
 
     def _freeze(self, specs: Sequence[RunSpec]) -> None:
         """Several at a time: each waits until it is on a disk that is far away."""
@@ -366,6 +452,7 @@ class _Controller:
         spec = self._specs[outcome.run]
         run_dir = self._study.run_dir(spec)
         self._seen.pop(spec.run, None)
+        asked = self._asked.pop(spec.run, None) is not None or outcome.earlier
         if self._is_done(spec) and (outcome.exit_code == 0 or self._executor.outlives):
             self._finish(spec, note=True, node=outcome.node)
             return []
@@ -382,19 +469,17 @@ class _Controller:
                 observer.retried(spec, run_dir, reason)
             return [self._launch(spec)]
         self._nodes.over(spec.run)
-        self._note("failed", [said])
+        # Under a conductor who did not ask for it a member that stops is one that will not come.
+        of_itself = kind == "stopped" and (asked or self._conductor is None)
+        self._note("stopped" if of_itself else "failed", [said])
+        if kind == "stopped" and asked and self._conductor is not None:
+            return [self._launch(spec)]  # saved; the conductor says whether it goes on one day
         if self._again and outcome.earlier:  # it was over when this command was given, and the command wants it
             for observer in self._observers:
                 observer.retried(spec, run_dir, reason)
             return [self._launch(spec)]
-        self._failed += 1
-        self._tell_failed(spec, kind, reason)
+        self._given_up(spec)
         return []
-
-    def _tell_failed(self, spec: RunSpec, kind: str | None, reason: str | None) -> None:
-        for observer in self._observers:
-            state = "cancelled" if kind in ("cancelled", "stopped") else "failed"
-            observer.ended(spec, self._study.run_dir(spec), state, reason)
 
     def _finish(self, spec: RunSpec, note: bool, node: str | None = None) -> None:
         self.done += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from sweeps.errors import UserError
 from sweeps.launch.study import Study
 from sweeps.run.spec import RunSpec
 from sweeps.tracking import Member, Shipper, Tracker
-from sweeps.tracking.store import IDS_FILE, STATUS
+from sweeps.tracking.store import IDS_FILE, STATUS, STOPPED_TAG
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class TrackingObserver:
         self._shipper: Shipper | None = None
         self._statuses: dict[str, str] = {}
         self._next_try = 0.0
+        self._unmade: list[RunSpec] = []  # members that are not in the store yet
 
     def open(self) -> None:
         """Make schema, experiment, parent and members, once, before any member starts; then feed them.
@@ -55,18 +56,39 @@ class TrackingObserver:
 
     def _open(self) -> None:
         study = self._study
-        members = [Member(spec.run, spec.recipe, spec.seed, study.run_dir(spec), spec.baseline) for spec in study.specs]
-        sweep = self._tracker.open_sweep(study.directory, members, name=study.directory.resolve().name)
+        name = study.directory.resolve().name
+        sweep = self._tracker.open_sweep(study.directory, self._members(study.specs), name=name)
         self._shipper = Shipper(self._tracker, sweep)
         for run, status in self._statuses.items():
             self._shipper.set_status(run or sweep.key, status)
         self._shipper.start()
 
-    def _set(self, run: str, status: str) -> None:
+    def _members(self, specs: Sequence[RunSpec]) -> list[Member]:
+        return [Member(spec.run, spec.recipe, spec.seed, self._study.run_dir(spec), spec.baseline) for spec in specs]
+
+    def _set(self, run: str, status: str, tags: Mapping[str, str] | None = None) -> None:
         """Of a member, or of the sweep (""); kept as long as there is nobody to tell."""
         self._statuses[run] = status
-        if self._shipper is not None:
-            self._shipper.set_status(run or self._shipper.sweep.key, status)
+        if self._shipper is not None and (not run or run in self._shipper.sweep.members):
+            self._shipper.set_status(run or self._shipper.sweep.key, status, tags)
+
+    def added(self, specs: Sequence[RunSpec]) -> None:
+        """Made there before they start, like the first ones."""
+        if self._shipper is not None:  # else made with all others, once the store answers
+            self._unmade += specs
+            self._make(self._shipper)
+
+    def _make(self, shipper: Shipper) -> None:
+        try:
+            self._tracker.add_members(shipper.sweep, self._members(self._unmade))
+        except UserError as error:
+            _log.warning("%s; tried again in %.0f s", error, RETRY_S)
+            self._next_try = time.monotonic() + RETRY_S
+            return
+        made, self._unmade = self._unmade, []
+        for spec in made:
+            if spec.run in self._statuses:
+                shipper.set_status(spec.run, self._statuses[spec.run])
 
     def queued(self, spec: RunSpec, run_dir: Path) -> None:
         """SCHEDULED."""
@@ -80,9 +102,16 @@ class TrackingObserver:
         """SCHEDULED again."""
         self._set(spec.run, "SCHEDULED")
 
+    def paused(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
+        """SCHEDULED, as before its first start."""
+        self._set(spec.run, "SCHEDULED")
+
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
-        """FINISHED, FAILED or KILLED."""
-        self._set(spec.run, STATUS[state])
+        """FINISHED, FAILED or KILLED; why a member was stopped is a tag of its run."""
+        self._set(spec.run, STATUS[state], {STOPPED_TAG: reason or ""} if state == "stopped" else None)
+
+    def say(self, line: str) -> None:
+        """For people at the terminal."""
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
         """Look for a store that was away; the shipper has a pace of its own."""
@@ -90,6 +119,8 @@ class TrackingObserver:
             self._next_try = time.monotonic() + RETRY_S
             with suppress(UserError):
                 self._open()
+        elif self._unmade and self._shipper is not None and time.monotonic() >= self._next_try:
+            self._make(self._shipper)
 
     def close(self, failed: int, left: int) -> None:
         """Ship what is there, then say how the sweep ended, if it has."""

@@ -47,7 +47,7 @@ class Shipper:
         self.outage: str | None = None
         self.troubles: dict[str, str] = {}
         self._seen: dict[str, tuple[int, ...]] = {}
-        self._statuses: dict[str, tuple[str, int]] = {}
+        self._statuses: dict[str, tuple[str, int, dict[str, str]]] = {}
         self._axes: dict[str, str] = {}
         self._tails: dict[str, JournalTail] = {}
         self._lock = threading.Lock()
@@ -91,8 +91,8 @@ class Shipper:
             _log.warning("MLflow: not everything was sent (%s); `scalerl publish` sends the rest", reason)
         return complete
 
-    def set_status(self, run: str, status: str) -> None:
-        """Ask for a status of a member (by identity hash) or of the sweep (by its key); set in the next pass.
+    def set_status(self, run: str, status: str, tags: Mapping[str, str] | None = None) -> None:
+        """Ask for a status of a member (by identity hash) or of the sweep (by its key), and tags; set in the next pass.
 
         Raises:
             UserError: no such status or run: a mistake of the caller, found at once.
@@ -102,7 +102,7 @@ class Shipper:
         if run != self.sweep.key and run not in self.sweep.members:
             raise UserError(f"run {run!r} is not in sweep {self.sweep.name!r}")
         with self._lock:
-            self._statuses[run] = (status, now_ms())
+            self._statuses[run] = (status, now_ms(), dict(tags or {}))
         self._wake.set()
 
     def run_once(self) -> bool:
@@ -203,7 +203,9 @@ class Shipper:
         run_id = self.sweep.parent_id if run == self.sweep.key else self.sweep.members[run].mlflow_run_id
         done = True
         try:
-            self.tracker.set_status(run_id, *wanted)
+            self.tracker.set_status(run_id, *wanted[:2])
+            if wanted[2]:
+                self.tracker.set_tags(run_id, wanted[2])
         except UserError as error:
             if getattr(error.__cause__, "error_code", None) not in _ABOUT_THE_RUN:
                 raise

@@ -270,4 +270,6 @@ class Tracker:
             self.client.log_batch(mlflow_run_id, tags=items[start : start + 100])
 
 
-STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+# Of a member that its study has stopped: why.
+STOPPED_TAG = "stopped.reason"
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "stopped": "KILLED"}

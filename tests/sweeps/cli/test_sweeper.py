@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from hydra_plugins import scalerl_sweeper
 from sweeps.cli.launchers import StudyLauncher
 from sweeps.errors import UserError
+from sweeps.search.settings import Axis
 
 
 class Collects(StudyLauncher):
@@ -80,6 +81,14 @@ def test_launches_of_a_bounded_size() -> None:
     assert [len(each) for each in members([[], ["loss=dapo"], ["loss=gspo"]], batch=4)] == [4, 2]
 
 
+def test_a_race_takes_all_members_at_once() -> None:
+    sweeper = importlib.reload(scalerl_sweeper).ScaleRLSweeper(2, {"seed": "0,1"}, None)
+    sweeper.launcher = Collects()
+    sweeper.config = OmegaConf.create({"race": {"mode": "live"}})
+    with pytest.raises(UserError, match=r"hydra\.sweeper\.max_batch_size: members race against all others"):
+        sweeper.sweep([])
+
+
 @pytest.mark.parametrize("rows", [["loss=dapo"], "loss=dapo", {"loss": "dapo"}, [["dapo"]], [[1]], [None]])
 def test_rows_that_are_none_are_refused_by_name(rows: Any) -> None:
     with pytest.raises(UserError, match=r"hydra\.sweeper\.rows: .* must be a list of lists of overrides"):
@@ -95,3 +104,53 @@ def test_every_experiments_rows_are_overrides() -> None:
     for each in with_rows.values():
         for row in OmegaConf.to_container(each):
             OverridesParser.create().parse_overrides(row)
+
+
+# --- a space instead of a grid -------------------------------------------------------------------------------
+
+
+class Searches(StudyLauncher):
+    """Takes a space and searches nothing."""
+
+    def __init__(self) -> None:
+        self.searched: list[Any] = []
+
+    def search(self, base: Any, space: Any, settings: Any, sampler: Any) -> None:
+        self.searched.append((base, space, settings, sampler(3)))
+
+
+def searched(*arguments: str, params: Any = None, **settings: Any) -> Any:
+    importlib.reload(basic_sweeper)
+    importlib.reload(scalerl_sweeper)
+    module = importlib.import_module("hydra_plugins.scalerl_optuna_sweeper")
+    sweeper = importlib.reload(module).ScaleRLOptunaSweeper(
+        sampler=OmegaConf.create({"_target_": "optuna.samplers.RandomSampler"}), params=params, **settings
+    )
+    sweeper.launcher = launcher = Searches()
+    sweeper.hydra_context = SimpleNamespace(config_loader=None)
+    sweeper.config = OmegaConf.create({"hydra": {"sweep": {"dir": "unused"}}})
+    sweeper.sweep(list(arguments))
+    return launcher.searched[0]
+
+
+def test_a_space_is_read_off_what_is_swept() -> None:
+    given = ("loss=dapo,gspo", "budget.steps=8", "optimizer.lr=tag(log,interval(1e-5,1e-3))", "a=int(interval(1,9))")
+    base, space, settings, sampler = searched(*given, "b=range(0,10,5)", n_trials=5)
+    assert base == ["budget.steps=8"] and settings == {"n_trials": 5} and type(sampler).__name__ == "RandomSampler"
+    assert space == [
+        Axis("loss", ("dapo", "gspo")),
+        Axis("optimizer.lr", low=1e-5, high=1e-3, log=True),
+        Axis("a", low=1, high=9),
+        Axis("b", ("0", "5")),
+    ]
+    assert isinstance(space[2].low, int)
+
+
+def test_the_command_line_wins_over_the_spaces_own_parameters() -> None:
+    base, space, _, _ = searched("seed=3", "loss=dapo", params={"loss": "gspo,ppo", "epochs.passes": "1,2"})
+    assert base == ["loss=dapo", "seed=3"] and space == [Axis("epochs.passes", ("1", "2"))]
+
+
+def test_nothing_to_search_is_said() -> None:
+    with pytest.raises(UserError, match="nothing to search; give values"):
+        searched("loss=dapo")

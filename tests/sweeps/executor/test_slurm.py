@@ -162,14 +162,15 @@ def test_every_end_is_seen_for_what_it_was(tmp_path: Path, fate: Fate) -> None:
     here, told = place(tmp_path, {0: [fate]}, members=2, retries=NEVER), Told()
     states = here.run([told])
     spec, other = here.specs
-    assert state(states, spec) == ("failed", KIND[fate])
+    ended = "stopped" if fate is IS_STOPPED else "failed"
+    assert state(states, spec) == (ended, KIND[fate])
     reason = states[spec.run].reason
     assert reason
     if fate.said is not None and fate.said[2] is not None:
         assert fate.said[2] in reason
-    assert told.events[spec.run][-1] == ("cancelled" if KIND[fate] in ("cancelled", "stopped") else "failed")
-    assert here.count(spec.run, "failed") == 1
-    assert told.closed == [(1, 0)]
+    assert told.events[spec.run][-1] == ("cancelled" if KIND[fate] == "cancelled" else ended)
+    assert here.count(spec.run, ended) == 1
+    assert told.closed == [(int(ended == "failed"), 0)]
     here.finished_once(other.run)
     assert here.cluster.sizes() == [2]
 
@@ -182,7 +183,7 @@ def test_an_end_that_only_accounting_saw_is_the_same_end(
 ) -> None:
     here = place(tmp_path, {0: [fate]}, retries=NEVER, remembers_s=remembers_s, accounting_lag_s=lag_s)
     # A job that said itself how it failed need not wait for the accounting that says the same.
-    assert state(here.run(), here.specs[0]) == ("failed", KIND[fate])
+    assert state(here.run(), here.specs[0]) == ("stopped" if fate is IS_STOPPED else "failed", KIND[fate])
 
 
 @pytest.mark.parametrize(
@@ -344,7 +345,7 @@ def test_a_member_is_tried_as_often_as_its_kind_of_failure_allows_and_then_given
     here, told = place(tmp_path, {0: [FATE_OF[kind]] * (limit + 1)}), Told()
     states = here.run([told])
     spec = here.specs[0]
-    assert state(states, spec) == ("failed", kind)
+    assert state(states, spec) == ("stopped" if kind == "stopped" else "failed", kind)
     assert states[spec.run].attempts == limit + 1 == len(here.cluster.jobs_of(spec.run))
     assert [event["kind"] for event in here.events(spec.run) if event["event"] == "retried"] == [kind] * limit
     assert told.events[spec.run].count("retried") == limit
@@ -933,8 +934,9 @@ def test_whatever_happens_each_member_is_done_once_or_given_up_for_its_true_reas
         if kind == "finished":
             here.finished_once(spec.run)
         else:
-            assert state(states, spec) == ("failed", kind)
-            assert here.count(spec.run, "failed") == 1
+            ended = "stopped" if kind == "stopped" else "failed"
+            assert state(states, spec) == (ended, kind)
+            assert here.count(spec.run, ended) == 1
             assert here.count(spec.run, "finished") == 0
     assert here.cluster.living() == []
     if limit is None:

@@ -16,7 +16,7 @@ from lightning_scalerl.checks import ConfigurationError
 from sweeps.cli.launchers import DebugStudyLauncher, StudyLauncher
 from sweeps.errors import UserError
 from sweeps.launch import planning
-from sweeps.launch.planning import plan_apart
+from sweeps.launch.planning import Planner, plan_apart
 from sweeps.run.spec import RunSpec, make_spec
 from tests.paths import ROOT
 
@@ -82,6 +82,20 @@ def test_what_goes_wrong_there_is_told_here(word: str, kind: type[BaseException]
     assert type(caught.value) is kind and str(caught.value).startswith(message)
     if word != "die":
         assert any("test_planning.py" in note for note in caught.value.__notes__)  # where it happened
+
+
+def test_it_may_be_asked_again_and_again_also_after_a_refusal() -> None:
+    with Planner(PLANNER, []) as ask:
+        first, second = ask([["a"]]), ask([["b"], ["c"]])
+        with pytest.raises(ConfigurationError):
+            ask([["refuse"]])
+        third = ask([["d"]])
+        assert len({each[0].config["loss"]["process"] for each in (first, second, third)}) == 1
+        with pytest.raises(UserError, match="killed by SIGKILL"):
+            ask([["die"]])
+        other = ask([["e"]])[0].config["loss"]["process"]
+        assert other != first[0].config["loss"]["process"], "another process takes its place"
+    assert is_gone(other)
 
 
 def test_what_it_prints_is_seen(capfd: pytest.CaptureFixture[str]) -> None:
