@@ -10,9 +10,10 @@ nothing is stopped for a forecast that nobody could make. `benchmarks/racing.py`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -44,6 +45,11 @@ class Chance(AsJson):
     verdict: str
     below: int
 
+    @classmethod
+    def of_json(cls, entry: Mapping[str, Any]) -> Chance:
+        """As `to_json` wrote it."""
+        return cls(**{**entry, "R": Interval(**entry["R"])})
+
 
 @dataclass(frozen=True)
 class Look(AsJson):
@@ -57,6 +63,21 @@ class Look(AsJson):
     def of(self, recipe: str) -> Chance:
         """One recipe's."""
         return next(each for each in self.chances if each.recipe == recipe)
+
+    @classmethod
+    def of_json(cls, entry: Mapping[str, Any]) -> Look:
+        """As `to_json` wrote it."""
+        chances = tuple(Chance.of_json(each) for each in entry["chances"])
+        return cls(entry["compute"], entry["favourite"], chances, tuple(entry["stopped"]))
+
+    def why(self, recipe: str, rules: Rules) -> str:
+        """Why it stops a recipe, in words."""
+        at, first = self.of(recipe), self.of(self.favourite)
+        again = f"; so at {at.below} looks in a row" if at.below > 1 else ""
+        return (
+            f"stopped at compute {self.compute:.4g}: {chance(at.p_ahead or 0.0)} of ending ahead of {first.recipe} at "
+            f"{rules.budget:.4g}, where it is forecast at {_shown(at.R)}, and that at {_shown(first.R)}{again}"
+        )
 
 
 @dataclass(frozen=True)
@@ -127,27 +148,52 @@ def run_race(
     """
     if len(curves) < 2:
         raise UserError(f"a race takes two recipes or more, and here is {len(curves)}")
-    options = options or FitOptions()
-    racing = {curve.recipe: curve for curve in curves}
-    reached = {curve.recipe: _reached(curve) for curve in curves}
+    reached = {curve.recipe: math.inf if curve.recipe in ended else _reached(curve) for curve in curves}
     looks: list[Look] = []
-    waits_for: tuple[str, ...] = ()
+    while isinstance(found := next_look(curves, rules, reached, looks, options, workers), Look):
+        looks.append(found)
+    return _told(curves, rules, looks, found)
+
+
+def next_look(
+    curves: Sequence[Curve],
+    rules: Rules,
+    reached: Mapping[str, float],
+    looks: Sequence[Look],
+    options: FitOptions | None = None,
+    workers: int = 1,
+) -> Look | tuple[str, ...]:
+    """The look that follows those taken, or the recipes whose evaluations it waits for; nobody if the race is over.
+
+    Args:
+        curves: of the recipes that have been evaluated; one that was stopped is passed over.
+        rules: when a recipe is stopped.
+        reached: compute up to which all runs of a recipe have been evaluated, infinite where none goes further, of
+            every recipe that takes part.
+        looks: so far.
+        options: as for a fit; a window that ends (`max_compute`) ends the race there.
+        workers: processes to share the fits.
+    """
+    options = options or FitOptions()
+    stopped = {name for look in looks for name in look.stopped}
+    racing = [name for name in reached if name not in stopped]
+    known = [curve for curve in curves if curve.recipe in racing]
+    last = looks[-1].compute if looks else 0.0
     for level in rules.levels():
         if len(racing) < 2 or (options.max_compute is not None and level > options.max_compute):
-            break
-        waits_for = tuple(name for name in racing if name not in ended and reached[name] < level * _ABOUT)
-        if waits_for:
-            break
+            return ()
+        if level <= last:
+            continue
+        if waits_for := tuple(name for name in racing if reached[name] < level * _ABOUT):
+            return waits_for
         first = options.min_compute or 0.0
-        if sum(_between(curve, first, level) for curve in racing.values()) < 2:
+        if sum(_between(curve, first, level) for curve in known) < 2:
             continue  # nothing to compare yet
-        if looks and not any(_between(curve, looks[-1].compute, level) for curve in racing.values()):
+        if looks and not any(_between(curve, last, level) for curve in known):
             continue  # nothing new: it would count what was seen already a second time
         below = {each.recipe: each.below for each in looks[-1].chances} if looks else {}
-        looks.append(look_at(list(racing.values()), level, rules, options, below, workers))
-        for name in looks[-1].stopped:
-            del racing[name]
-    return _told(curves, rules, looks, waits_for)
+        return look_at(known, level, rules, options, below, workers)
+    return ()
 
 
 def _between(curve: Curve, last: float, level: float) -> bool:
@@ -179,7 +225,8 @@ def look_at(
         workers: processes to share the fits.
     """
     options = replace(options or FitOptions(), max_compute=level)
-    seen = [curve for curve in curves if _between(curve, options.min_compute or 0.0, level)]
+    # Cut, not only fitted in a window: how far seeds lie apart is told from all points of a curve.
+    seen = [each.take(each.compute <= level) for each in curves if _between(each, options.min_compute or 0.0, level)]
     fits = fit_curves(seen, options, workers, regions=False)
     return judged(level, fits, joint_rewards(fits, rules.budget), rules, below or {})
 
@@ -232,13 +279,7 @@ def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], last: Look | None
     if last is None:
         reason = f"in the race: {chance(at.p_best)} of being best at {rules.budget:.4g}"
         return Runner(curve.recipe, None, at.p_best, at.p_ahead, at.R, spent, reason)
-    before = [look.of(curve.recipe).p_ahead or 0.0 for look in mine[-rules.looks :]]
-    first = last.of(last.favourite)
-    reason = (
-        f"stopped at compute {last.compute:.4g}: {', '.join(map(chance, before))} of ending ahead of {first.recipe} at "
-        f"{rules.budget:.4g}, where it is forecast at {_shown(at.R)}, and that at {_shown(first.R)}"
-    )
-    return Runner(curve.recipe, last.compute, at.p_best, at.p_ahead, at.R, spent, reason)
+    return Runner(curve.recipe, last.compute, at.p_best, at.p_ahead, at.R, spent, last.why(curve.recipe, rules))
 
 
 def _shown(reward: Interval) -> str:

@@ -7,21 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import optuna
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optuna.pruners import WilcoxonPruner
+from optuna.trial import FrozenTrial, TrialState
 
-from benchmarks.racing import (
-    RACING,
-    SETTINGS,
-    Forecasts,
-    Study,
-    halving,
-    make_study,
-    median_rule,
-    outcomes,
-    signed_rank,
-)
+from benchmarks.racing import ours, rivals
+from benchmarks.racing.ours import RACING, Forecasts
+from benchmarks.racing.rivals import halving, median_rule, signed_rank
+from benchmarks.racing.studies import SETTINGS, Study, make_study
 from sweeps.cli.main import main
 from sweeps.curve import Curve, make_curve
 from sweeps.decide.race import Race, look_at, run_race
@@ -225,9 +221,31 @@ def test_rivals_are_charged_for_all_that_they_saw() -> None:
     # Who is at the median of those still running is not stopped.
     assert median_rule(plain(*[0.8] * 5), 0.3).tolist() == [*[1.0] * 5, *[0.3] * 3]
     assert signed_rank(study, 0.01, 0.2).tolist() == [1.0, *[0.2] * 7]
-    found = outcomes(study)
+    found = rivals.outcomes(study) | ours.outcomes(study)
     assert found["all runs to the budget"].compute == 1.0
     assert all(each.regret == 0 and each.false == 0 for each in found.values())
+
+
+def test_the_signed_rank_is_that_of_optunas_pruner() -> None:
+    """Optuna holds a trial against the best one, prompt by prompt; so it is asked at each evaluation of each recipe."""
+    study, grace, p = make_study(SETTINGS[0], 5), 0.2, 0.01
+    left, spent = list(range(8)), np.ones(8)
+    for at in range(4, 20):
+        best = max(left, key=lambda recipe: study.rate[recipe, at])
+        searched = optuna.create_study(direction="maximize")
+        searched.add_trial(trial(study, best, at, TrialState.COMPLETE))
+        for recipe in [each for each in left if each != best]:
+            if WilcoxonPruner(p_threshold=p).prune(searched, trial(study, recipe, at, TrialState.RUNNING)):
+                left.remove(recipe)
+                spent[recipe] = at / 20
+    assert 1 < (spent < 1).sum() < 8
+    assert signed_rank(study, p, grace).tolist() == spent.tolist()
+
+
+def trial(study: Study, recipe: int, at: int, state: TrialState) -> FrozenTrial:
+    passed = {prompt: float(rate) for prompt, rate in enumerate(study.passed[recipe, at])}
+    value = float(study.rate[recipe, at]) if state is TrialState.COMPLETE else None
+    return optuna.trial.create_trial(state=state, value=value, intermediate_values=passed)
 
 
 def test_the_simulation_races_as_the_command_does() -> None:

@@ -1,0 +1,1 @@
+"""Racing held against its rivals on simulated studies; see `__main__`."""

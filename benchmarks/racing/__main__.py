@@ -1,0 +1,123 @@
+"""Does racing beat what people do now, at the same compute? Simulated studies of which the truth is known.
+
+A study has eight recipes, one run each, evaluated twenty times up to the budget on the same held-out prompts. Methods
+stop runs on their way; each is charged for all that it has seen. What counts is how far the recipe that a method names
+lies below the best at the budget (regret, of the recipes' true means), the compute spent, and false kills: stopped
+recipes whose true reward at the budget exceeds that of every recipe left by more than 0.02.
+
+Against racing stand: no stopping; successive halving (eta 2, 3, 4, from many grace periods; the later ones are halving
+with more money, arXiv 2508.14818), with all runs abreast and as Optuna's ASHA; Optuna's Hyperband; the median rule,
+Optuna's and one with all runs abreast; a signed-rank test over prompts, which is Optuna's WilcoxonPruner; Syne Tune's
+DyHPO and MOBSTER; and racing on the last value seen in place of the forecast.
+
+Studies are kept as they are done, in `--work`, and a run goes on where another left off. Syne Tune's last version with
+these methods asks for an old NumPy, so it has an environment of its own:
+
+    python -m venv syne && syne/bin/pip install "syne-tune[gpsearchers]==0.13.0" "numpy<2"
+    python -m benchmarks.racing [--studies 2000] [--settings NAME ...] [--syne syne/bin/python] [--out racing.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.racing import ours, rivals
+from benchmarks.racing.simulate import SYNE_STUDIES, of_syne_tune, simulate
+from benchmarks.racing.studies import (
+    EVALUATIONS,
+    MARGIN,
+    PROMPTS,
+    RECIPES,
+    SAMPLES,
+    SEED_SD,
+    SETTINGS,
+    WANDER,
+    Setting,
+)
+from sweeps.curve import Array
+
+
+def frontier(points: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Methods that no other beats in both regret and compute, the cheapest first."""
+    return sorted(
+        (
+            name
+            for name, (regret, compute) in points.items()
+            if not any(r < regret and c < compute for r, c in points.values())
+        ),
+        key=lambda name: points[name][1],
+    )
+
+
+def table(found: Mapping[str, Array]) -> Iterator[str]:
+    """Of one setting: the frontier, every racing and Syne Tune's that is not on it, with what beats it."""
+    points = {name: (float(rows[:, 0].mean()), float(rows[:, 1].mean())) for name, rows in found.items()}
+    best = frontier(points)
+    rest = [name for name in points if name.startswith(("racing", "Syne", "Optuna's Hyperband")) and name not in best]
+    yield "| method | compute | regret | stopped a study | false kills | on the frontier |"
+    yield "|---|---|---|---|---|---|"
+    for name in sorted({*best, *rest, "all runs to the budget"}, key=lambda name: points[name][1]):
+        rows = found[name]
+        error = rows[:, 0].std() / np.sqrt(len(rows))
+        regret, compute = points[name]
+        beaten = [other for other, (r, c) in points.items() if r < regret and c < compute]
+        said = "yes" if not beaten else f"no: {min(beaten, key=lambda other: points[other][0])}"
+        yield (
+            f"| {name} | {compute:.3f} | {regret:.4f} ± {error:.4f} | {rows[:, 2].mean():.1f} "
+            f"| {rows[:, 3].sum() / max(rows[:, 2].sum(), 1):.2%} | {said} |"
+        )
+
+
+def page(studies: int, settings: Sequence[Setting], work: Path, syne: str | None) -> str:
+    """Simulate what is not there yet, and tell of all."""
+    lines = [
+        "# Racing against halving, Hyperband, the median, signed ranks and the last value",
+        "",
+        f"Written by `python -m benchmarks.racing --studies {studies}`: simulated studies, {studies} a "
+        f"setting, of {RECIPES} recipes with one run each, {EVALUATIONS} evaluations of {PROMPTS} held-out prompts "
+        f"with {SAMPLES} samples, the same prompts for all. Recipes differ in A (sd: the spread), B and C_mid; runs of "
+        f"one recipe by {SEED_SD} in A; a policy wanders about its curve by {WANDER}. Compute: share of that of all "
+        "runs to the budget, everything observed counted. Regret: how far the named recipe's true reward at the budget "
+        "lies below the best one's. False kills: of the stopped, those whose true reward there exceeds that of all "
+        f"that are left by more than {MARGIN}. On the frontier: no other method has both less regret and less "
+        "compute. Listed are the frontier, every racing, Hyperband, DyHPO and MOBSTER; halving was tried with three "
+        "rates and ten grace periods, abreast and as Optuna's ASHA, the median and signed ranks with as many, so that "
+        "the frontier is that of tuned rivals.",
+        "",
+    ]
+    if syne is not None:
+        lines += [f"Syne Tune's two were given the first {min(studies, SYNE_STUDIES)} studies of a setting.", ""]
+    for setting in settings:
+        found = simulate("rivals", rivals.outcomes, setting, studies, work)
+        found |= simulate("ours", ours.outcomes, setting, studies, work)
+        if syne is not None:
+            few = min(studies, SYNE_STUDIES)
+            found |= simulate("syne", partial(of_syne_tune, syne), setting, few, work)
+        lines += [f"## {setting.name}", "", *table(found), ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Simulate and print, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--studies", type=int, default=2000)
+    parser.add_argument("--settings", nargs="+", choices=[each.name for each in SETTINGS], metavar="NAME")
+    parser.add_argument("--syne", help="the Python of an environment with Syne Tune 0.13; without it, it is left out")
+    parser.add_argument("--work", type=Path, default=Path("outputs/racing"))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    chosen = [each for each in SETTINGS if options.settings is None or each.name in options.settings]
+    text = page(options.studies, chosen, options.work, options.syne)
+    if options.out is None:
+        print(text)
+    else:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Racing, by the forecast of the reward at the budget and by the last value in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from scipy.special import expit
+
+from benchmarks.racing.studies import (
+    COMPUTE,
+    EVALUATIONS,
+    RECIPES,
+    SEED_SD,
+    WANDER,
+    Outcome,
+    Study,
+    by_last,
+    judge,
+)
+from sweeps.curve import Array, make_curve
+from sweeps.decide.race import Look, judged
+from sweeps.decide.rules import Rules
+from sweeps.decide.standing import joint_rewards
+from sweeps.fit.fit import Fit, FitOptions, fit_curves
+from sweeps.fit.predict import paths
+
+RACING = Rules(1.0)
+CHANCES, LOOKS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3), (1, 2, 3)
+# Looks of racing: at every evaluation from a fifth of the budget on.
+LOOKED = [(at, float(COMPUTE[at])) for at in range(EVALUATIONS // 5, EVALUATIONS)]
+
+
+def last_value(study: Study, rules: Rules) -> Array:
+    """Racing with the last value in place of the forecast, and all the noise that is known of one."""
+    left, spent = list(range(RECIPES)), np.ones(RECIPES)
+    row = np.zeros(RECIPES, dtype=int)
+    for at, level in LOOKED:
+        best = max(left, key=lambda i: study.rate[i, at])
+        for i in [each for each in left if each != best]:
+            error = np.sqrt(2 * (SEED_SD**2 + WANDER**2) + study.sd[i, at] ** 2 + study.sd[best, at] ** 2)
+            z = (study.rate[best, at] - study.rate[i, at]) / error
+            row[i] = row[i] + 1 if expit(-1.702 * z) < rules.p_ahead else 0
+            if row[i] >= rules.looks:
+                left.remove(i)
+                spent[i] = level
+    return spent
+
+
+class Forecasts:
+    """A study's fits at every look, and joint draws of the reward at the budget; shared by all rules.
+
+    All recipes are fitted at every look, the stopped ones too; `sweeps.decide.race.run_race` leaves these out.
+    """
+
+    def __init__(self, study: Study, rules: Rules) -> None:
+        self.fits: list[tuple[float, list[Fit], list[Array]]] = []
+        for at, level in [*LOOKED, (EVALUATIONS, 1.0)]:
+            seen = np.arange(len(COMPUTE)) <= at
+            curves = [
+                make_curve(str(i), COMPUTE[seen], study.rate[i, seen], sd=study.sd[i, seen]) for i in range(RECIPES)
+            ]
+            fits = fit_curves(curves, FitOptions(), regions=False)
+            self.fits.append((level, fits, joint_rewards(fits, rules.budget)))
+
+    def race(self, rules: Rules) -> tuple[int, Array]:
+        """The winner, and compute spent on each."""
+        spent, left, look = np.ones(RECIPES), list(range(RECIPES)), None
+        for level, fits, draws in self.fits[:-1]:
+            if len(left) < 2:
+                break
+            look = self._look(level, fits, draws, left, rules, look)
+            for name in look.stopped:
+                left.remove(int(name))
+                spent[int(name)] = level
+        _, fits, _ = self.fits[-1]
+        return max(left, key=lambda i: float(np.median(paths(fits[i], [rules.budget])))), spent
+
+    @staticmethod
+    def _look(
+        level: float, fits: Sequence[Fit], draws: Sequence[Array], left: Sequence[int], rules: Rules, last: Look | None
+    ) -> Look:
+        below = {each.recipe: each.below for each in last.chances} if last is not None else {}
+        return judged(level, [fits[i] for i in left], [draws[i] for i in left], rules, below)
+
+
+def outcomes(study: Study) -> dict[str, Outcome]:
+    """Of racing under every rule, by name."""
+    found: dict[str, Outcome] = {}
+    forecasts = Forecasts(study, RACING)
+    for p in CHANCES:
+        for looks in LOOKS:
+            rules = replace(RACING, p_ahead=p, looks=looks)
+            spent = last_value(study, rules)
+            found[f"last value, p {p:g}, {looks} looks"] = judge(study, by_last(study, spent), spent)
+            found[f"racing, p {p:g}, {looks} looks"] = judge(study, *forecasts.race(rules))
+    return found

@@ -1,0 +1,56 @@
+"""Many studies of a kind, several at a time, kept as they are done."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.racing.studies import EVALUATIONS, Outcome, Setting, Study, by_last, judge, make_study
+from sweeps.curve import Array
+from sweeps.parallel import cores, mapped
+from sweeps.run.files import append_lines, parse_lines
+
+# Of the studies, how many are given to Syne Tune too: its Gaussian processes take ten times as long as all the rest.
+SYNE_STUDIES = 50
+
+
+def of_syne_tune(python: str, study: Study) -> dict[str, Outcome]:
+    """DyHPO and MOBSTER, in the environment that has them."""
+    script = Path(__file__).with_name("syne.py")
+    asked = json.dumps(study.rate[:, 1:].tolist())
+    done = subprocess.run([python, str(script)], input=asked + "\n", capture_output=True, text=True, check=True)
+    found = {}
+    for name, steps in json.loads(done.stdout.splitlines()[-1]).items():
+        spent = np.array(steps) / EVALUATIONS
+        found[name] = judge(study, by_last(study, spent), spent)
+    return found
+
+
+def _one(method: Callable[[Study], dict[str, Outcome]], setting: Setting, number: int) -> dict[str, list[float]]:
+    found = method(make_study(setting, number))
+    return {name: [each.regret, each.compute, each.kills, each.false] for name, each in found.items()}
+
+
+def simulate(
+    part: str, method: Callable[[Study], dict[str, Outcome]], setting: Setting, studies: int, work: Path
+) -> dict[str, Array]:
+    """Outcomes of so many studies, (n, 4) a method: regret, compute, kills, false kills. What `work` holds is taken."""
+    path = work / f"{setting.name.replace(' ', '-')}.{part}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = {line["number"]: line for line in parse_lines(path.read_bytes())} if path.exists() else {}
+    todo = [number for number in range(studies) if number not in done]
+    at_once = 20
+    for first in range(0, len(todo), at_once):
+        numbers = todo[first : first + at_once]
+        found = mapped(partial(_one, method, setting), numbers, cores())
+        lines = [{"number": number, "outcomes": each} for number, each in zip(numbers, found, strict=True)]
+        append_lines(path, lines)
+        done |= {line["number"]: line for line in lines}
+        print(f"{setting.name}, {part}: {min(len(done), studies)} of {studies}", flush=True)
+    rows = [done[number]["outcomes"] for number in range(studies)]
+    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
