@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
     from lightning_scalerl.callbacks.evaluate import Evaluate
+    from lightning_scalerl.callbacks.race import Race
     from lightning_scalerl.callbacks.run_log import RunLog
     from lightning_scalerl.checks import ConfigurationError
     from lightning_scalerl.choice import DesignChoice
@@ -33,6 +34,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "callbacks.checkpointing": ["ResumableCheckpoint"],
     "callbacks.evaluate": ["Evaluate"],
+    "callbacks.race": ["Race"],
     "callbacks.rollout_log": ["RolloutLog"],
     "callbacks.run_log": ["RunLog"],
     "checks": ["ConfigurationError"],
@@ -72,6 +74,7 @@ __all__ = [
     "Evaluate",
     "Group",
     "Prompt",
+    "Race",
     "ResumableCheckpoint",
     "Rollout",
     "RolloutDataModule",

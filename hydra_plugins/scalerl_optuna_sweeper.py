@@ -1,0 +1,59 @@
+"""Where Hydra looks for plugins: only this namespace may hold them. The search itself is in `sweeps.search`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from hydra_plugins.scalerl_sweeper import ScaleRLSweeper
+from sweeps.cli.launchers import StudyLauncher
+from sweeps.errors import UserError
+from sweeps.search.settings import Axis
+
+
+class ScaleRLOptunaSweeper(ScaleRLSweeper):
+    """`hydra/sweeper=scalerl_optuna`: what is swept is a space that Optuna searches.
+
+    Values with commas between them, `choice(...)` and `range(...)` are categories; `interval(a, b)` is a range of
+    numbers, of whole ones as `int(interval(a, b))`, searched by ratio as `tag(log, interval(a, b))`.
+
+    Args:
+        params: the space, beside what the command line sweeps.
+        sampler: of Optuna, by its `_target_`; it is given the argument `seed`.
+        settings: as of `sweeps.search.settings.SearchSettings`.
+    """
+
+    def __init__(self, sampler: Mapping[str, Any], params: Mapping[str, str] | None = None, **settings: Any) -> None:
+        super().__init__(None, params)
+        self.sampler, self.settings = sampler, settings
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Search."""
+        if not isinstance(self.launcher, StudyLauncher):
+            raise UserError("hydra/sweeper=scalerl_optuna: needs a launcher of ours: cluster=local, slurm or debug")
+        self.launcher.accepted = self._keep_configuration
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        given = {each.get_key_element(): each for each in parser.parse_overrides([*self._parse_config(), *arguments])}
+        base = [each.input_line for each in given.values() if not each.is_sweep_override()]
+        space = [_axis(each) for each in given.values() if each.is_sweep_override()]
+        if not space:
+            raise UserError("hydra/sweeper=scalerl_optuna: nothing to search; give values: loss=dapo,gspo")
+        plain: Any = OmegaConf.to_container(OmegaConf.create(dict(self.settings)), resolve=True)
+        self.launcher.search(base, space, plain, lambda seed: instantiate(self.sampler, seed=seed))
+
+
+def _axis(override: Override) -> Axis:
+    key = override.get_key_element()
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        assert value.start is not None and value.end is not None
+        return Axis(key, low=value.start, high=value.end, log="log" in value.tags)
+    choices = tuple(override.sweep_string_iterator())
+    if not choices:
+        raise UserError(f"{override.input_line}: stands for no value, so there is nothing to search")
+    return Axis(key, choices)

@@ -1,0 +1,98 @@
+"""A run that stops when its recipe will not be best: racing for runs that are started one by one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Trainer
+
+from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.callbacks.run_log import RunLog
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.run import run_of
+
+if TYPE_CHECKING:
+    from sweeps.search.onlooker import Onlooker
+
+log = logging.getLogger(__name__)
+
+
+class Race(Recorder):
+    """Ends the fit when the recipe's chance of ending ahead of the favourite of its study is too small (docs/race.md).
+
+    For a script of one's own, beside `Evaluate` and `RunLog`: after each evaluation the journals of all runs in the
+    study's folder are looked at, and the joint forecast of their rewards at the budget. Every run of the study decides
+    by the same evaluations, so all of them decide alike. A stopped run ends as by Lightning's `EarlyStopping`
+    (`trainer.should_stop`), is saved, and can be continued with `fit(ckpt_path=...)` without this callback. Each look
+    is in `race.jsonl` in the run's directory.
+
+    Args:
+        study: folder that holds the directories of all runs that race, this one's among them.
+        budget: compute of one run at which the best recipe is wanted, in the unit of `axis`.
+        p_ahead: chance below which the recipe is stopped.
+        looks: at so many looks in a row.
+        first: share of the budget at which the first look is taken.
+        growth: compute grows by this factor from one look to the next.
+        dry_run: look, write down and say what would be done, and stop nothing.
+        metric, axis: of the evaluations; None for the first set's pass rate and the default axis of the device.
+
+    Raises:
+        ConfigurationError: a value out of range; at the start of a fit, no `RunLog`, or one outside of the folder.
+    """
+
+    def __init__(
+        self,
+        study: str | Path,
+        budget: float,
+        p_ahead: float = 0.1,
+        looks: int = 1,
+        first: float = 0.2,
+        growth: float = 1.05,
+        dry_run: bool = False,
+        metric: str | None = None,
+        axis: str | None = None,
+    ) -> None:
+        from sweeps.decide.rules import Rules
+        from sweeps.errors import UserError
+
+        try:
+            self.rules = Rules(budget, p_ahead, looks, first, growth)
+        except UserError as error:
+            raise ConfigurationError(f"Race: {str(error).removeprefix('--')}") from error
+        self.study, self.dry_run, self._metric, self._axis = Path(study), dry_run, metric, axis
+        self._onlooker: Onlooker | None = None
+        self._due = self._said = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Find the run's own directory."""
+        from sweeps.errors import UserError
+        from sweeps.search.onlooker import Onlooker
+
+        found = [each for each in trainer.callbacks if isinstance(each, RunLog)]  # type: ignore[attr-defined]
+        if not found:
+            raise ConfigurationError("Race: needs a RunLog beside it, whose journals it reads; add RunLog(run_dir)")
+        try:
+            self._onlooker = Onlooker(self.study, found[0].run_dir, self.rules, self._metric, self._axis)
+        except UserError as error:
+            raise ConfigurationError(f"Race: {error}") from error
+
+    def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation may have brought the next look."""
+        self._due = self._due or kind == "eval"
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Look, if there is something new; rank 0's journals decide for all."""
+        assert self._onlooker is not None
+        why = self._onlooker.look() if self._due else None
+        self._due = False
+        why = run_of(pl_module).ranks.agree(why)
+        if why is None:
+            return
+        if not self._said:
+            log.warning("race: %s%s", "would be " if self.dry_run else "", why)
+        self._said = True
+        if not self.dry_run:
+            trainer.should_stop = True

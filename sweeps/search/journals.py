@@ -1,0 +1,65 @@
+"""The journals of a study's members, read again and again while they grow."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from sweeps.curve import Curve
+from sweeps.run.journal import JOURNAL_FILE, JournalError, JournalView, Record
+from sweeps.run.tail import JournalTail
+from sweeps.source import load
+
+
+class Journals:
+    """What members have written so far; only what is new is read.
+
+    Args:
+        runs_dir: with a folder a member, named by its identity.
+    """
+
+    def __init__(self, runs_dir: Path) -> None:
+        self._runs_dir = runs_dir
+        self._tails: dict[str, JournalTail] = {}
+        self._views: dict[str, JournalView] = {}
+        self._sizes: dict[str, int] = {}
+        self._at_work: set[str] = set()
+
+    def watch(self, runs: Collection[str], at_work: Collection[str]) -> bool:
+        """As `update`, of those of the members that may have written: that run, or ran when it was asked last."""
+        may = {*at_work, *self._at_work, *(run for run in runs if run not in self._views)}
+        self._at_work = set(at_work)
+        return self.update([run for run in runs if run in may])
+
+    def update(self, runs: Sequence[str]) -> bool:
+        """Read what these members have more; tells whether any has been evaluated anew."""
+        fresh = False
+        for run in runs:
+            run_dir = self._runs_dir / run
+            try:
+                size = (run_dir / JOURNAL_FILE).stat().st_size
+            except OSError:
+                continue
+            if self._sizes.get(run) == size:
+                continue
+            self._sizes[run] = size
+            try:
+                view = self._tails.setdefault(run, JournalTail(run_dir)).update()
+            except JournalError:
+                continue  # damaged: whoever runs the study notices
+            known, self._views[run] = self.evaluations(run), view
+            fresh = fresh or len(known) != len(self.evaluations(run))
+        return fresh
+
+    def evaluations(self, run: str) -> list[Record]:
+        """Of a member, by step; empty before the first."""
+        return self._views[run].of_kind("eval") if run in self._views else []
+
+    def view(self, run: str) -> JournalView | None:
+        """A member's journal as it was last read; None if there is none."""
+        return self._views.get(run)
+
+    def curves(self, runs: Sequence[str], metric: str | None = None, axis: str | None = None) -> list[Curve]:
+        """A curve a recipe, of those of the members that have been evaluated; in the order of `runs`."""
+        known = {(self._runs_dir / run).resolve(): self._views[run] for run in runs if self.evaluations(run)}
+        return load(list(known), metric, axis, read=lambda run_dir: known[run_dir.resolve()]).curves if known else []

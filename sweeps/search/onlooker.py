@@ -1,0 +1,73 @@
+"""A run that watches the others of its study, and knows by itself when it is not to go on.
+
+For runs that are started one by one, with nobody who conducts them: each takes the same looks at the same evaluations,
+so all decide alike. None can make another wait: a look is taken when all have come to it.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from sweeps.decide.race import Look, next_look
+from sweeps.decide.rules import Rules
+from sweeps.errors import UserError
+from sweeps.run.files import append_lines, parse_lines
+from sweeps.run.journal import find_runs
+from sweeps.search.journals import Journals
+from sweeps.search.record import RACE_FILE
+from sweeps.source import load
+
+
+class Onlooker:
+    """Takes looks at a folder of runs for one of them, and writes them into `race.jsonl` in its directory.
+
+    Args:
+        study: folder with a directory a run, this one among them; runs that are not there yet do not take part.
+        run_dir: of the run that watches.
+        rules: when a recipe is stopped.
+        metric, axis: as of `sweeps.source.load`; None for the defaults.
+
+    Raises:
+        UserError: the run is not in the folder, or has looked by other rules before.
+    """
+
+    def __init__(
+        self, study: Path, run_dir: Path, rules: Rules, metric: str | None = None, axis: str | None = None
+    ) -> None:
+        self._study, self._run_dir, self._rules = study.resolve(), run_dir.resolve(), rules
+        self._metric, self._axis = metric, axis
+        if self._study not in self._run_dir.parents:
+            raise UserError(f"study: {run_dir} is not in {study}; give the folder that holds the run and its rivals")
+        self._path = run_dir / RACE_FILE
+        self._looks: list[Look] = []
+        for line in parse_lines(self._path.read_bytes()) if self._path.exists() else []:
+            if line.get("rules") != rules.to_json():
+                raise UserError(f"{self._path}: looked by other rules; go on with {line.get('rules')}, or remove it")
+            self._looks.append(Look.of_json(line["look"]))
+        self.waits_for: tuple[str, ...] = ()
+
+    def look(self) -> str | None:
+        """Take the looks that can be taken now; why this run's recipe is stopped, or None."""
+        run_dirs = find_runs(self._study)
+        journals = Journals(self._study)
+        names = {str(run_dir.resolve().relative_to(self._study)): run_dir for run_dir in run_dirs}
+        journals.update(list(names))
+        views = {name: view for name in names if (view := journals.view(name)) is not None}
+        evaluated = [names[name] for name in views if journals.evaluations(name)]
+        if not evaluated:
+            return None
+        curves = load(evaluated, self._metric, self._axis).curves
+        axis = curves[0].axis
+        reached: dict[str, float] = {}
+        for name, view in views.items():
+            recipe = str(view.header.get("recipe", names[name].name))
+            last = [record.metrics.get(axis, 0.0) for record in journals.evaluations(name)][-1:]
+            far = math.inf if view.status in ("finished", "failed") else (last or [0.0])[0]
+            reached[recipe] = min(reached.get(recipe, math.inf), far)
+        while isinstance(found := next_look(curves, self._rules, reached, self._looks), Look):
+            append_lines(self._path, [{"rules": self._rules.to_json(), "look": found.to_json()}], durable=True)
+            self._looks.append(found)
+        self.waits_for = found
+        mine = views[str(self._run_dir.relative_to(self._study))].header.get("recipe", self._run_dir.name)
+        return next((look.why(str(mine), self._rules) for look in self._looks if mine in look.stopped), None)

@@ -1,0 +1,270 @@
+"""A search conducts a study: Optuna proposes, members are run as places become free, and their curves are judged.
+
+Optuna's journal in the study's folder (`optuna.jsonl`) holds the trials. A trial is asked for, its parameters are
+drawn, its identity is written into the journal, and only then is it a member: killed at any point, the next process
+finds in the journal what was proposed, and in the ledger and the runs' own journals what has become of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from sweeps.decide.race import judged
+from sweeps.decide.standing import joint_rewards
+from sweeps.errors import UserError
+from sweeps.fit.fit import Fit, fit_curves
+from sweeps.launch.conductor import Wish
+from sweeps.launch.ledger import MemberState
+from sweeps.launch.study import RUNS_DIR, Study
+from sweeps.run.files import append_lines
+from sweeps.run.spec import RunSpec
+from sweeps.search.journals import Journals
+from sweeps.search.record import RACE_FILE, RaceRecord
+from sweeps.search.settings import Axis, SearchSettings
+
+TRIALS_FILE = "optuna.jsonl"
+_NAME = "search"
+_LOW = 0.025
+# Configurations in a row that were refused before the search is.
+_REFUSED = 10
+
+Planner = Callable[[Sequence[Sequence[str]]], list[RunSpec]]
+
+
+class Search:
+    """Conducts a study as a search (`sweeps.launch.conductor.Conductor`).
+
+    Args:
+        study: that the trials are members of.
+        space: what is varied.
+        settings: of the search.
+        base: overrides that all trials share.
+        planned: composes and identifies members from lists of overrides.
+        sampler: makes Optuna's sampler from a seed.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        space: Sequence[Axis],
+        settings: SearchSettings,
+        base: Sequence[str],
+        planned: Planner,
+        sampler: Callable[[int], optuna.samplers.BaseSampler],
+    ) -> None:
+        self._study, self._space, self._settings, self._base = study, list(space), settings, list(base)
+        self._planned, self._sampler = planned, sampler
+        self._journals = Journals(study.directory / RUNS_DIR)
+        self._looked: dict[str, float] = {}
+        self._pruned: dict[str, str] | None = None
+        self._trials: optuna.Study | None = None
+        self._said: list[str] = []
+        self._refused = 0
+
+    # --- Optuna's side -------------------------------------------------------------------------------------------
+
+    def _optuna(self) -> optuna.Study:
+        """The study in the journal; opened when this process is the one that runs it."""
+        if self._trials is None:
+            optuna.logging.set_verbosity(optuna.logging.WARNING)
+            storage = JournalStorage(JournalFileBackend(str(self._study.directory / TRIALS_FILE)))
+            found = optuna.create_study(storage=storage, study_name=_NAME, direction="maximize", load_if_exists=True)
+            self._check_same(found)
+            # A sampler's own state is not kept: another process draws on, and does not draw the same again.
+            found.sampler = self._sampler(self._settings.seed + len(found.trials))
+            self._trials = found
+        return self._trials
+
+    def _check_same(self, found: optuna.Study) -> None:
+        """What an earlier launch made large it still makes large: values of two objectives are not compared."""
+        mine = {"objective": self._settings.objective, "budget": self._settings.budget}
+        begun = found.user_attrs.get("made_large")
+        if begun is None:
+            found.set_user_attr("made_large", mine)
+            return
+        for name, value in mine.items():
+            if begun.get(name) != value:
+                raise UserError(
+                    f"hydra.sweeper.{name}: {value}, and the search in {self._study.directory} was begun with "
+                    f"{begun.get(name)}; go on with that, or give this one a folder of its own (study=NAME)"
+                )
+
+    def _open(self) -> list[FrozenTrial]:
+        """Trials that nobody was told the value of."""
+        return self._optuna().get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+
+    def _suggested(self, trial: Trial) -> list[str]:
+        """What it proposes, as overrides; what it has proposed before it proposes again."""
+        overrides = []
+        for axis in self._space:
+            value: Any
+            if axis.choices:
+                value = trial.suggest_categorical(axis.key, list(axis.choices))
+            elif isinstance(axis.low, int) and isinstance(axis.high, int):
+                value = trial.suggest_int(axis.key, axis.low, axis.high, log=axis.log)
+            else:
+                # As many digits as anybody reads: they are part of the recipe's label.
+                value = f"{trial.suggest_float(axis.key, axis.low, axis.high, log=axis.log):.6g}"
+            overrides.append(f"{axis.key}={value}")
+        return overrides
+
+    # --- what it wants -------------------------------------------------------------------------------------------
+
+    def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
+        """See `Conductor.members`: trials are told what their members came to, and new ones take their places."""
+        while True:
+            self._tell(states)
+            asked, found = self._asked(states)
+            # A trial that was refused, or proposes what has been run, leaves its place to another.
+            if found or not asked:
+                return found
+
+    def _asked(self, states: Mapping[str, MemberState]) -> tuple[bool, list[RunSpec]]:
+        """Whether any trial was asked for, and the members that this comes to."""
+        open_trials = self._open()
+        lost = [each for each in open_trials if each.user_attrs.get("run") not in states]
+        asked = len(self._optuna().get_trials(deepcopy=False))
+        places = self._settings.n_jobs - (len(open_trials) - len(lost))
+        new = min(max(0, places - len(lost)), self._settings.n_trials - asked)
+        # Found again after a kill, or asked for now: a trial has its number before it has its parameters.
+        trials = [Trial(self._optuna(), each._trial_id) for each in lost]
+        trials += [self._optuna().ask() for _ in range(new)]
+        if not trials:
+            return False, []
+        found = self._specs([(trial, self._suggested(trial)) for trial in trials])
+        return True, list({spec.run: spec for spec in found if spec.run not in states}.values())
+
+    def _specs(self, asked: Sequence[tuple[Trial, list[str]]]) -> list[RunSpec]:
+        """Trials as members; one that is refused has failed, and its reason stands in Optuna's journal."""
+        try:
+            # With the base first: what the trials have beyond it labels them apart.
+            specs = self._planned([self._base, *([*self._base, *overrides] for _, overrides in asked)])[1:]
+        except UserError as error:
+            if len(asked) > 1:
+                return [spec for each in asked for spec in self._specs([each])]
+            ((trial, overrides),) = asked
+            self._refused += 1
+            if self._refused >= _REFUSED:
+                raise UserError(f"{error} ({self._refused} trials in a row were refused)") from error
+            trial.set_user_attr("refused", str(error))
+            self._optuna().tell(trial, state=TrialState.FAIL)
+            self._said.append(f"trial {trial.number} refused ({' '.join(overrides)}): {error}")
+            return []
+        self._refused = 0
+        for (trial, _), spec in zip(asked, specs, strict=True):
+            trial.set_user_attr("run", spec.run)
+        return specs
+
+    def _tell(self, states: Mapping[str, MemberState]) -> None:
+        """Optuna learns what the members came to that have ended."""
+        for trial in self._open():
+            run = str(trial.user_attrs.get("run"))
+            state = states[run].state if run in states else None
+            if state not in ("finished", "failed", "stopped"):
+                continue
+            if state == "stopped" and run not in self._stopped():
+                continue  # asked by nobody here: it goes on when the study is launched again
+            self._journals.update([run])
+            for record in self._journals.evaluations(run):
+                rates = [value for key, value in record.metrics.items() if key.endswith("/pass_rate")]
+                self._optuna()._storage.set_trial_intermediate_value(trial._trial_id, record.step, rates[0])
+            value = self._value(run) if state == "finished" else None
+            if value is None:
+                pruned = TrialState.PRUNED if state == "stopped" else TrialState.FAIL
+                self._optuna().tell(trial.number, state=pruned)
+                continue
+            self._optuna().tell(trial.number, value)
+            self._said.append(
+                f"trial {trial.number}: {self._settings.objective} at least {value:.3f}; {self.sentence()}"
+            )
+
+    def sentence(self) -> str:
+        """How the search stands."""
+        trials = self._optuna().get_trials(deepcopy=False)
+        count = {state: sum(each.state is state for each in trials) for state in TrialState}
+        done = [each for each in trials if each.state is TrialState.COMPLETE and each.value is not None]
+        said = f"{count[TrialState.COMPLETE]} of {self._settings.n_trials} trials finished"
+        for state, what in ((TrialState.PRUNED, "pruned"), (TrialState.FAIL, "failed")):
+            said += f", {count[state]} {what}" if count[state] else ""
+        if not done:
+            return said
+        best = max(done, key=lambda each: (each.value or 0.0, -each.number))
+        proposed = " ".join(f"{key}={_shown(chosen)}" for key, chosen in best.params.items())
+        return f"{said}; the best is trial {best.number} with {best.value:.3f} ({proposed})"
+
+    def _value(self, run: str) -> float | None:
+        """The lower bound that is made large; None where nothing was evaluated."""
+        curves = self._journals.curves([run])
+        if not curves:
+            return None
+        (fit,) = fit_curves(curves)
+        lowest = fit.A_total[0]
+        if self._settings.objective == "asymptote" and fit.identifiable and lowest is not None:
+            return lowest
+        budget = self._settings.budget or float(curves[0].compute.max())
+        (rewards,) = joint_rewards([fit], budget)
+        return float(np.quantile(rewards, _LOW))
+
+    def wish(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> Wish:
+        """See `Conductor.wish`: all trials are to be at work but those that are pruned."""
+        if self._settings.prune == "race":
+            self._race(states, at_work)
+        over = {run: why for run, why in self._stopped().items() if run in states and states[run].state != "finished"}
+        said, self._said = self._said, []
+        # Whoever is launched again gives no second chance to a trial of which Optuna knows that it failed.
+        wanted = {each.user_attrs.get("run") for each in self._open()}
+        return Wish([run for run in states if run in wanted and run not in over], over=over, said=said)
+
+    # --- pruning -------------------------------------------------------------------------------------------------
+
+    def _stopped(self) -> dict[str, str]:
+        """Runs that were pruned, and why."""
+        if self._pruned is None:
+            self._pruned = dict(RaceRecord.read(self._study.directory).pruned)
+        return self._pruned
+
+    def _race(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> None:
+        """Judge every trial at work that has come to its next look, by all that is known of the others."""
+        fresh = self._journals.watch(states, at_work)
+        rules = self._settings.rules()
+        due = [run for run in at_work if run not in self._stopped() and self._due(run, rules.levels())] if fresh else []
+        if not due:
+            return
+        curves = self._journals.curves([run for run in states if states[run].state != "failed"])
+        if len(curves) < 2:
+            return
+        fits: list[Fit] = fit_curves(curves, regions=False)
+        look = judged(max(self._looked[run] for run in due), fits, joint_rewards(fits, rules.budget), rules, {})
+        for run in due:
+            if states[run].recipe in look.stopped:
+                why = replace(look, compute=self._looked[run]).why(states[run].recipe, rules)
+                line = {"kind": "pruned", "run": run, "why": why, "look": look.to_json()}
+                append_lines(self._study.directory / RACE_FILE, [line], durable=True)
+                self._stopped()[run] = why
+
+    def _due(self, run: str, levels: Any) -> bool:
+        """Whether a run has come to a look that it has not been judged at."""
+        evaluated = self._journals.evaluations(run)
+        if not evaluated:
+            return False
+        axis = self._axis(run)
+        passed = [level for level in levels if evaluated[-1].metrics.get(axis, 0.0) >= level]
+        if not passed or self._looked.get(run, 0.0) >= passed[-1]:
+            return False
+        self._looked[run] = passed[-1]
+        return True
+
+    def _axis(self, run: str) -> str:
+        return self._journals.curves([run])[0].axis
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

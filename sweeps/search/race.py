@@ -1,0 +1,320 @@
+"""A study as a race: looks are taken while it runs, and the runs of recipes that will not be best are stopped.
+
+Decisions are those of `sweeps.decide.race`: they rest on the evaluations up to a look's compute, whoever looks, and
+when. Each look is in `race.jsonl` before anything is stopped for it, and a later process goes on from there.
+
+    race.jsonl   {"kind": "race", "rules", "axis", "metric", ...}, a {"kind": "look", ...} a look, and at the end what
+                 the freed compute went to: {"kind": "freed", "compute", "steps": [{"recipe", "action", "members"}]}
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sweeps.curve import Curve
+from sweeps.decide.next_run import choice_of, split_budget
+from sweeps.decide.race import Look, next_look
+from sweeps.errors import UserError
+from sweeps.fit.fit import fit_curves
+from sweeps.launch.conductor import Wish
+from sweeps.launch.ledger import MemberState
+from sweeps.launch.study import RUNS_DIR, Study
+from sweeps.run.files import append_lines
+from sweeps.run.spec import RunSpec
+from sweeps.search.journals import Journals
+from sweeps.search.record import RACE_FILE, RaceRecord
+from sweeps.search.settings import RaceSettings
+
+# Share of its steps after which a run has shown what a step costs.
+_SHOWN = 0.1
+# A member whose job has waited in the cluster's queue for so long is waited for no further: others give it their place.
+_QUEUED_S = 120.0
+# Of a compute, for sums of steps that should be it.
+_ABOUT = 1 - 1e-9
+
+Planner = Callable[[Sequence[Sequence[str]]], list[RunSpec]]
+
+
+class LiveRace:
+    """Conducts a study as a race (`sweeps.launch.conductor.Conductor`).
+
+    Args:
+        study: whose members race.
+        settings: of the race.
+        planned: composes and identifies members from lists of overrides; only where freed compute is to be spent.
+        clock: seconds, growing.
+
+    Raises:
+        UserError: the study's race was begun by other rules.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        settings: RaceSettings,
+        planned: Planner | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._study, self._settings, self._planned, self._clock = study, settings, planned, clock
+        self._record = RaceRecord.read(study.directory)
+        self._check_rules()
+        self._live = settings.mode == "live"
+        self._journals = Journals(study.directory / RUNS_DIR)
+        self._specs: dict[str, RunSpec] = {}
+        self._reached: dict[str, float] = {}
+        self._trouble = ""
+        self._queued_since: dict[str, float] = {}
+        self._extra: list[str] = []  # runs that freed compute pays for
+        self._freed_done = settings.freed == "nothing" or not self._live
+        self._over = False  # no further look will be taken
+        self._seen: object = None
+        self._wish = Wish()
+
+    def _check_rules(self) -> None:
+        begun = self._record.rules
+        if begun is None:
+            return
+        asked = self._settings.rules(self._settings.budget or begun.budget)
+        for name in ("budget", "p_ahead", "looks", "first", "growth"):
+            if getattr(asked, name) != getattr(begun, name):
+                raise UserError(
+                    f"race.{name}: {getattr(asked, name):g}, and the race in {self._study.directory} was begun with "
+                    f"{getattr(begun, name):g}; go on with that, or move {RACE_FILE} away to race anew"
+                )
+
+    # --- what it wants -------------------------------------------------------------------------------------------
+
+    def wish(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> Wish:
+        """See `Conductor.wish`: who is behind comes first, who is ahead of a look waits for the others."""
+        now, states = self._clock(), self._own(states)
+        for run in states:
+            if run in at_work or states[run].state not in ("started", "submitting"):
+                self._queued_since.pop(run, None)
+            else:
+                self._queued_since.setdefault(run, now)
+        waits = {run for run, since in self._queued_since.items() if now - since >= _QUEUED_S}
+        ended = {run for run, state in states.items() if state.state in ("finished", "failed")}
+        fresh = self._journals.watch(states, at_work)
+        seen = (frozenset(ended), frozenset(at_work), frozenset(waits), tuple(states))
+        if not fresh and seen == self._seen:
+            return replace(self._wish, said=())
+        self._seen = seen
+        said = self._look(states, ended)
+        self._wish = Wish(*self._wanted(states, ended, at_work, waits), said=tuple(said))
+        return self._wish
+
+    def _own(self, states: Mapping[str, MemberState]) -> dict[str, MemberState]:
+        """Of the members that race: others may share the folder, of which this launch knows nothing."""
+        return {spec.run: states[spec.run] for spec in self._study.specs if spec.run in states}
+
+    def _wanted(
+        self,
+        states: Mapping[str, MemberState],
+        ended: Collection[str],
+        at_work: Collection[str],
+        waits: Collection[str],
+    ) -> tuple[list[str], dict[str, str], dict[str, str]]:
+        order = {run: at for at, run in enumerate(states)}
+        # What has failed goes on where whoever launches it anew wants it; nobody waits for it.
+        open_runs = [run for run in states if states[run].state != "finished" or run in self._extra]
+        open_runs.sort(key=lambda run: (self._reached.get(run, 0.0), order[run]))
+        if not self._live:
+            return open_runs, {}, {}
+        stopped, rules = self._record.stopped, self._record.rules
+        over = {
+            run: stopped[states[run].recipe].why(states[run].recipe, rules)
+            for run in open_runs
+            if rules is not None and states[run].recipe in stopped and run not in self._extra
+        }
+        racing = [run for run in open_runs if run not in {*over, *self._extra, *ended}]
+        later: dict[str, str] = {}
+        if not self._over and len({states[run].recipe for run in racing}) > 1:
+            border = self._border(racing)
+            behind = [run for run in racing if self._behind(run, border)]
+            submitted = {run for run in behind if states[run].state in ("submitting", "started")}
+            idle = [run for run in behind if run not in at_work and (run not in submitted or run in waits)]
+            if idle:
+                where = "has shown what a step takes" if border is None else f"is at compute {border:.4g}"
+                why = f"paused: it {where}, and {len(idle)} others have not come as far"
+                later = {run: _same(self._wish.later.get(run), why) for run in racing if run not in behind}
+        return [run for run in open_runs if run not in over and run not in later], later, over
+
+    def _border(self, racing: Sequence[str]) -> float | None:
+        """Compute up to which all are taken before any goes on; None where it is not known what that takes."""
+        if self._record.rules is None:
+            return None
+        border = self._record.rules.first * self._record.rules.budget
+        while all(not self._behind(run, border) for run in racing):
+            border *= self._settings.ahead
+        return border
+
+    def _behind(self, run: str, border: float | None) -> bool:
+        if border is None:
+            return self._cost(run) is None
+        return self._reached.get(run, 0.0) < border * _ABOUT
+
+    # --- what it sees --------------------------------------------------------------------------------------------
+
+    def _curves(self) -> list[Curve]:
+        """Of the evaluations so far, in the order of the study, not of who came first: sums depend on it."""
+        runs = [spec.run for spec in self._study.specs if spec.run not in self._extra]
+        return self._journals.curves(runs, self._record.metric, self._record.axis)
+
+    def _cost(self, run: str) -> float | None:
+        """Compute to its last step at the pace of its first tenth; None before that was evaluated."""
+        axis, steps = self._record.axis, self._spec(run).steps
+        for record in self._journals.evaluations(run) if axis is not None else []:
+            if record.step >= _SHOWN * steps:
+                return record.metrics[axis or ""] * steps / record.step
+        return None
+
+    def _spec(self, run: str) -> RunSpec:
+        if len(self._specs) != len(self._study.specs):
+            self._specs = {spec.run: spec for spec in self._study.specs}
+        return self._specs[run]
+
+    # --- looks ---------------------------------------------------------------------------------------------------
+
+    def _look(self, states: Mapping[str, MemberState], ended: Collection[str]) -> list[str]:
+        """Take the looks that can be taken; returns what is to be said."""
+        try:
+            curves = self._curves()
+        except UserError as error:  # an evaluation without the metric or the axis: no look, but no end of the study
+            said, self._trouble = [] if str(error) == self._trouble else [f"race: no look: {error}"], str(error)
+            return said
+        if not curves:
+            return []
+        axis = curves[0].axis
+        if self._record.axis is None:
+            self._record = replace(self._record, axis=axis, metric=curves[0].metric)
+        for run in states:
+            if evaluated := self._journals.evaluations(run):
+                self._reached[run] = float(evaluated[-1].metrics.get(axis, 0.0))
+        said = [] if self._record.rules is not None else self._begin(states, ended, curves)
+        rules = self._record.rules
+        if rules is None:
+            return said
+        by_recipe = defaultdict(list)
+        for run, state in states.items():
+            if run not in self._extra:
+                by_recipe[state.recipe].append(math.inf if run in ended else self._reached.get(run, 0.0))
+        reached = {recipe: min(values) for recipe, values in by_recipe.items()}
+        while isinstance(found := next_look(curves, rules, reached, self._record.looks), Look):
+            self._write({"kind": "look", "mode": self._settings.mode, "look": found.to_json()})
+            self._record = replace(self._record, looks=(*self._record.looks, found))
+            if not self._live:
+                said += [f"would be {found.why(name, rules)} ({name})" for name in found.stopped]
+        self._over = found == ()
+        return [f"race: {line}" for line in said]
+
+    def _begin(self, states: Mapping[str, MemberState], ended: Collection[str], curves: Sequence[Curve]) -> list[str]:
+        """Settle the budget, once it can be told."""
+        budget, source = self._settings.budget, "given"
+        if budget is None:
+            known = {run: self._cost(run) for run in states}
+            if any(cost is None and run not in ended for run, cost in known.items()):
+                return []
+            costs = [cost for cost in known.values() if cost is not None]
+            if not costs:
+                return []
+            budget, source = min(costs), "of the steps of the member that gets the least done in them"
+        rules = self._settings.rules(budget)
+        first = curves[0]
+        self._write(
+            {
+                "kind": "race",
+                "rules": rules.to_json(),
+                "axis": first.axis,
+                "metric": first.metric,
+                "mode": self._settings.mode,
+                "budget_is": source,
+            }
+        )
+        self._record = replace(self._record, rules=rules, axis=first.axis, metric=first.metric)
+        return [f"to {budget:.4g} {first.unit} a run ({source}); the first look is at {rules.first * budget:.4g}"]
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        append_lines(self._study.directory / RACE_FILE, [{"time": time.time(), **line}], durable=True)
+
+    # --- freed compute -------------------------------------------------------------------------------------------
+
+    def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
+        """See `Conductor.members`: once the race is over, what the plan names for the compute that it has freed."""
+        if self._freed_done or self._record.rules is None:
+            return []
+        states = self._own(states)
+        if self._record.freed is None:
+            stopped = self._record.stopped
+            racing = [run for run, state in states.items() if state.recipe not in stopped]
+            if not self._over or any(states[run].state not in ("finished", "failed") for run in racing):
+                return []
+            line = self._plan(states, racing)
+            self._write(line)
+            self._record = replace(self._record, freed=line)
+        self._freed_done = True
+        assert self._record.freed is not None
+        specs = [
+            spec
+            for step in self._record.freed["steps"]
+            for run, override in step["members"]
+            for spec in self._planned_as(self._spec(run), override)
+        ]
+        self._extra = [spec.run for spec in specs]
+        self._seen = None
+        return specs
+
+    def _plan(self, states: Mapping[str, MemberState], racing: Sequence[str]) -> dict[str, Any]:
+        """What `scalerl plan --budget` makes of the compute that was freed, for the recipes that are left."""
+        rules, stopped = self._record.rules, self._record.stopped
+        assert rules is not None
+        # As the looks have it: how far a run came before it was really stopped is a matter of time.
+        freed = sum(rules.budget - stopped[each.recipe].compute for each in states.values() if each.recipe in stopped)
+        curves = [curve for curve in self._curves() if curve.recipe not in stopped]
+        line: dict[str, Any] = {"kind": "freed", "compute": freed, "steps": [], "sentence": "nothing was freed"}
+        if not curves or freed <= 0:
+            return line
+        split = split_budget(choice_of(fit_curves(curves)), freed)
+        steps = []
+        for step in split.steps:
+            mine = [run for run in racing if states[run].recipe == step.recipe]
+            members = [self._seed(mine)] if step.action == "seed" else [self._longer(run, step.compute) for run in mine]
+            steps.append({"recipe": step.recipe, "action": step.action, "compute": step.compute, "members": members})
+        if split.winner is not None and split.commit is not None:
+            mine = [run for run in racing if states[run].recipe == split.winner]
+            run = max(mine, key=lambda run: (self._reached.get(run, 0.0), run))
+            to = split.commit[1]
+            members = [self._longer(run, to)]
+            steps.append({"recipe": split.winner, "action": "commit", "compute": to, "members": members})
+        return {**line, "steps": steps, "sentence": split.sentence}
+
+    def _seed(self, runs: Sequence[str]) -> tuple[str, str]:
+        """One more seed of a recipe: the run that it is like, and what is another."""
+        return runs[0], f"seed={max(self._spec(run).seed for run in runs) + 1}"
+
+    def _longer(self, run: str, compute: float) -> tuple[str, str]:
+        """A run taken to a compute, at the pace that it has had."""
+        last = self._journals.evaluations(run)[-1]
+        steps = math.ceil(last.step * compute / last.metrics[self._record.axis or ""])
+        return run, f"budget.steps={steps}"
+
+    def _planned_as(self, base: RunSpec, override: str) -> list[RunSpec]:
+        """A member like another, one override apart, under its label."""
+        if self._planned is None or not base.overrides:
+            return []
+        key = override.partition("=")[0]
+        kept = [each for each in base.overrides if each.lstrip("+~").split("=")[0] not in (key, "output_dir")]
+        (spec,) = self._planned([[*kept, override, f"output_dir={self._study.directory}"]])
+        # A run whose choices depend on its budget (a cosine, a curriculum) would be another one with a larger.
+        if spec.curve != base.curve or (key != "seed" and spec.run != base.run):
+            return []
+        return [replace(spec, recipe=base.recipe, settings=base.settings, overrides=(*kept, override))]
+
+
+def _same(before: str | None, why: str) -> str:
+    """The reason that was given first: another one would be asked anew."""
+    return before or why

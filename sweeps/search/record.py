@@ -1,0 +1,67 @@
+"""The record of a study's race, as `sweeps.search.race` and `sweeps.search.optuna_search` write it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sweeps.curve import UNITS
+from sweeps.decide.race import Look
+from sweeps.decide.rules import Rules
+from sweeps.run.files import parse_lines
+
+RACE_FILE = "race.jsonl"
+
+
+@dataclass(frozen=True)
+class RaceRecord:
+    """What `race.jsonl` holds. rules, axis and metric are None before the race has begun.
+
+    mode: of the last look. freed: what the freed compute went to. pruned: by run, why a trial of a search was stopped.
+    """
+
+    rules: Rules | None = None
+    axis: str | None = None
+    metric: str | None = None
+    looks: tuple[Look, ...] = ()
+    freed: Mapping[str, Any] | None = None
+    mode: str = "live"
+    pruned: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, study: Path) -> RaceRecord:
+        """The record of the study in a folder; an empty one where there was no race."""
+        path = study / RACE_FILE
+        found = cls()
+        for line in parse_lines(path.read_bytes()) if path.exists() else []:
+            if line.get("kind") == "race":
+                found = replace(found, rules=Rules(**line["rules"]), axis=line["axis"], metric=line["metric"])
+            elif line.get("kind") == "look":
+                looks = (*found.looks, Look.of_json(line["look"]))
+                found = replace(found, looks=looks, mode=line.get("mode", found.mode))
+            elif line.get("kind") == "freed":
+                found = replace(found, freed=line)
+            elif line.get("kind") == "pruned":
+                found = replace(found, pruned={**found.pruned, line["run"]: line["why"]})
+        return found
+
+    @property
+    def stopped(self) -> dict[str, Look]:
+        """By recipe, the look that stopped it."""
+        return {name: look for look in self.looks for name in look.stopped}
+
+    @property
+    def sentence(self) -> str:
+        """What the race has come to."""
+        if self.rules is None:
+            return f"{len(self.pruned)} trials were pruned" if self.pruned else "no race"
+        verb = "would be stopped (a dry run)" if self.mode == "dry_run" else "stopped"
+        unit = UNITS.get(self.axis or "", self.axis or "")
+        last = f", the last at {self.looks[-1].compute:.4g}" if self.looks else ""
+        return (
+            f"a race to {self.rules.budget:.4g} {unit} a run: {len(self.stopped)} recipes {verb} at {len(self.looks)} "
+            f"looks{last}; below a chance of {self.rules.p_ahead:g} of ending ahead of the favourite, from "
+            f"{self.rules.first:.0%} of the budget on"
+        )

@@ -1,0 +1,124 @@
+"""A run of a script of one's own that watches its rivals, and stops when it will not be best."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from lightning_scalerl import ConfigurationError, Evaluate, Race, RunLog
+from sweeps.decide.rules import Rules
+from sweeps.errors import UserError
+from sweeps.run.journal import Journal, read_journal
+from sweeps.search.onlooker import Onlooker
+from tests.helpers import fit
+from tests.sweeps.search.runners import EVERY, STEPS, evaluation, member
+
+RATE = "eval/heldout/pass_rate"
+AXIS = "compute/virtual_device_hours"
+BUDGET_STEPS = 24
+
+
+def rival(study: Path, like: Path, name: str, top: float) -> None:
+    """A finished run with the evaluations of another, but for the pass rates."""
+    journal = Journal(study / name)
+    journal.header(**{**read_journal(like).header, "run": name, "recipe": name, "curve": name})
+    records = read_journal(like).of_kind("eval")
+    end = records[-1].metrics[AXIS]
+    for record in records:
+        share = record.metrics[AXIS] / end
+        rate = 0.0 if share == 0 else top / (1 + (0.25 / share) ** 1.8)
+        journal.record("eval", record.step, {**record.metrics, RATE: rate, f"{RATE}_se": 0.01})
+    journal.end(records[-1].step, "finished")
+    journal.close()
+
+
+@pytest.fixture(scope="module")
+def study(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A folder with one rival that learns, and the compute that it takes."""
+    folder = tmp_path_factory.mktemp("race")
+    fit(tiny_model_path, folder / "whole", BUDGET_STEPS)
+    (folder / "study").mkdir()
+    rival(folder / "study", folder / "whole", "rival", 0.9)
+    return folder, read_journal(folder / "whole").of_kind("eval")[-1].metrics[AXIS]
+
+
+def test_a_run_that_will_not_be_best_ends_is_saved_and_goes_on_without_the_race(
+    tiny_model_path: str, study: tuple[Path, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, budget = study
+    run_dir = folder / "study" / "mine"
+    with caplog.at_level(logging.WARNING):
+        fit(tiny_model_path, run_dir, BUDGET_STEPS, [Race(folder / "study", budget)])
+    stopped = read_journal(run_dir)
+    last = stopped.records[-1].step
+    assert BUDGET_STEPS / 5 <= last < BUDGET_STEPS
+    assert stopped.reason == "stopped before max_steps by a callback of the Trainer"
+    assert "of ending ahead of rival" in caplog.text
+    looks = [json.loads(line)["look"] for line in (run_dir / "race.jsonl").read_text().splitlines()]
+    assert looks[-1]["stopped"] == ["scalerl_core"] and all(not look["stopped"] for look in looks[:-1])
+    # Continued without the callback it is the run that was never stopped.
+    fit(tiny_model_path, run_dir, BUDGET_STEPS, resume=True)
+    assert read_journal(run_dir).deterministic() == read_journal(folder / "whole").deterministic()
+
+
+def test_a_dry_run_says_so_and_stops_nothing(
+    tiny_model_path: str, study: tuple[Path, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, budget = study
+    with caplog.at_level(logging.WARNING):
+        fit(tiny_model_path, folder / "study" / "dry", BUDGET_STEPS, [Race(folder / "study", budget, dry_run=True)])
+    assert read_journal(folder / "study" / "dry").records[-1].step == BUDGET_STEPS
+    assert caplog.text.count("race: would be stopped at compute") == 1
+
+
+def test_who_leads_is_not_stopped(tiny_model_path: str, study: tuple[Path, float], tmp_path: Path) -> None:
+    folder, budget = study
+    rival(tmp_path, folder / "whole", "rival", 0.0)
+    fit(tiny_model_path, tmp_path / "mine", 12, [Race(tmp_path, budget)])
+    assert read_journal(tmp_path / "mine").records[-1].step == 12
+
+
+def test_what_it_needs_is_said(tiny_model_path: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="Race: needs a RunLog beside it"):
+        fit(tiny_model_path, callbacks=[Race(tmp_path, 1.0), Evaluate(2, 1)])
+    with pytest.raises(ConfigurationError, match=r"Race: study: .*mine is not in .*elsewhere"):
+        fit(tiny_model_path, callbacks=[Race(tmp_path / "elsewhere", 1.0), RunLog(tmp_path / "mine"), Evaluate(2, 1)])
+    with pytest.raises(ConfigurationError, match=r"Race: p-ahead 0\.9: give a chance"):
+        Race(tmp_path, 1.0, p_ahead=0.9)
+
+
+# --- several onlookers ---------------------------------------------------------------------------------------
+
+
+def begun(study: Path, a: float, until: int) -> Path:
+    """A run that has been evaluated up to a step, and is at work."""
+    spec = member(a)
+    journal = Journal(study / spec.run)
+    journal.header(**spec.header(), device="cpu")
+    for step in range(0, until + 1, EVERY):
+        journal.record("eval", step, evaluation(spec, step))
+    journal.close()
+    return study / spec.run
+
+
+def test_onlookers_decide_alike_whenever_they_look(tmp_path: Path) -> None:
+    rules = Rules(1.0, 0.05, growth=1.2)
+    good, bad = begun(tmp_path, 0.7, 20), begun(tmp_path, 0.4, 6)
+    early = Onlooker(tmp_path, good, rules)
+    assert early.look() is None and early.waits_for == ("scalerl+a=0.4",)
+    for run_dir in (good, bad):
+        journal = Journal(run_dir)
+        spec = member(0.7 if run_dir == good else 0.4)
+        for step in range((20 if run_dir == good else 6) + EVERY, STEPS + 1, EVERY):
+            journal.record("eval", step, evaluation(spec, step))
+        journal.close()
+    assert early.look() is None, "it leads"
+    late = Onlooker(tmp_path, bad, rules)
+    assert "of ending ahead of scalerl+a=0.7" in str(late.look())
+    assert (good / "race.jsonl").read_text() == (bad / "race.jsonl").read_text()
+    assert Onlooker(tmp_path, bad, rules).look() == late.look(), "who comes back remembers"
+    with pytest.raises(UserError, match="looked by other rules"):
+        Onlooker(tmp_path, bad, Rules(1.0, 0.2))

@@ -1,0 +1,310 @@
+"""Truths about a race that runs: who is stopped, that nothing else but time changes, and what freed compute buys."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from sweeps.decide.race import run_race
+from sweeps.errors import UserError
+from sweeps.launch.ledger import MemberState
+from sweeps.launch.status import overview
+from sweeps.launch.study import Study
+from sweeps.run.spec import RunSpec
+from sweeps.search.race import LiveRace
+from sweeps.search.record import RACE_FILE, RaceRecord
+from sweeps.search.settings import RaceSettings
+from sweeps.source import load
+from tests.sweeps.launch.test_study import Recorder
+from tests.sweeps.search.runners import STEPS, KilledError, Runners, member, planned, uneven
+
+LIVE = RaceSettings(mode="live", budget=1.0, p_ahead=0.05, growth=1.2)
+
+# A failing example is one of few, and shrinking it takes minutes.
+NO_SHRINK = (Phase.explicit, Phase.reuse, Phase.generate)
+
+
+class Told(Recorder):
+    """An observer that remembers what was said and who was added, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def paused(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
+        self.heard.append(("paused", spec.title, reason))
+
+    def added(self, specs: Sequence[RunSpec]) -> None:
+        self.heard += [("added", spec.title) for spec in specs]
+
+
+def four() -> list[RunSpec]:
+    """Two that are alike, and two that are not."""
+    each = ((0.7, 0.25), (0.45, 0.25), (0.7, 0.26), (0.35, 0.25))
+    return [member(a, seed, c_mid=c_mid) for a, c_mid in each for seed in (0, 1)]
+
+
+LOSERS = {"scalerl+a=0.45", "scalerl+a=0.35"}
+WINNERS = {"scalerl+a=0.7", "scalerl+a=0.7,c_mid=0.26"}
+
+
+def raced(
+    directory: Path,
+    specs: Sequence[RunSpec],
+    executor: Runners | None = None,
+    rules: RaceSettings = LIVE,
+    told: Told | None = None,
+) -> dict[str, MemberState]:
+    """Until it is done, whoever is killed."""
+    executor = executor or Runners()
+    while True:
+        study = Study(directory, specs)
+        try:
+            return study.run(executor, [told or Told()], conductor=LiveRace(study, rules, planned))
+        except KilledError:
+            executor = Runners(executor.slots, executor.pace, None, executor.fails)
+
+
+def looks(directory: Path) -> list[Any]:
+    lines = [json.loads(line) for line in (directory / RACE_FILE).read_text().splitlines()]
+    return [line["look"] for line in lines if line["kind"] == "look"]
+
+
+def recipes(states: dict[str, MemberState], state: str) -> set[str]:
+    return {each.recipe for each in states.values() if each.state == state}
+
+
+# --- what is stopped -----------------------------------------------------------------------------------------
+
+
+def test_losers_are_stopped_and_the_others_run_to_the_end(tmp_path: Path) -> None:
+    executor, told = Runners(slots=8), Told()
+    states = raced(tmp_path, four(), executor, told=told)
+    assert recipes(states, "stopped") == LOSERS
+    assert recipes(states, "finished") == WINNERS
+    assert executor.steps < 0.85 * 8 * STEPS
+    (reason,) = {each.reason for each in states.values() if each.recipe == "scalerl+a=0.35"}
+    assert reason is not None and "of ending ahead of scalerl+a=0." in reason and "stopped at compute" in reason
+    assert ("stopped", "scalerl+a=0.35 seed 0", reason) in told.heard
+    assert told.closed == [0], "a member that was stopped has not failed"
+    view = next(each for each in overview(tmp_path) if each.recipe == "scalerl+a=0.35")
+    assert (view.state, view.reason) == ("stopped", reason)
+
+
+def test_it_decides_as_the_command_does_afterwards(tmp_path: Path) -> None:
+    raced(tmp_path, four(), rules=replace(LIVE, mode="dry_run"))
+    curves = load([tmp_path]).curves
+    after = run_race(curves, LIVE.rules(1.0), ended=[curve.recipe for curve in curves])
+    assert [look["stopped"] for look in looks(tmp_path)] == [list(look.stopped) for look in after.looks]
+    assert looks(tmp_path) == json.loads(json.dumps([look.to_json() for look in after.looks]))
+
+
+def test_a_dry_run_stops_nothing_and_says_what_it_would_have(tmp_path: Path) -> None:
+    told = Told()
+    states = raced(tmp_path / "dry", four(), rules=replace(LIVE, mode="dry_run"), told=told)
+    raced(tmp_path / "live", four())
+    assert recipes(states, "finished") == {spec.recipe for spec in four()}
+    assert looks(tmp_path / "dry") == looks(tmp_path / "live")
+    assert sum("would be stopped at compute" in line for line in told.said) == 2
+    # And then in earnest: what was decided holds, and there is nothing left to stop.
+    assert recipes(raced(tmp_path / "dry", four()), "stopped") == set()
+
+
+def test_where_all_are_alike_nobody_is_stopped(tmp_path: Path) -> None:
+    states = raced(tmp_path, [member(0.6, c_mid=c_mid) for c_mid in (0.24, 0.25, 0.26)])
+    assert recipes(states, "stopped") == set()
+
+
+def test_without_a_budget_it_is_what_the_slowest_spends(tmp_path: Path) -> None:
+    told = Told()
+    specs = [member(0.7), member(0.4, cost=0.8), member(0.3, cost=1.5)]
+    raced(tmp_path, specs, Runners(slots=1), replace(LIVE, budget=None), told)
+    assert RaceRecord.read(tmp_path).rules == LIVE.rules(0.8)
+    assert "race: to 0.8 virtual device hours a run" in told.said[0]
+
+
+# --- nothing but time ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=8, phases=NO_SHRINK, deadline=None, derandomize=True)
+@given(
+    slots=st.integers(1, 9),
+    pace=st.integers(0, 1000),
+    kills=st.lists(st.integers(1, 60), max_size=4),
+)
+def test_slots_pace_and_killed_controllers_change_no_decision(slots: int, pace: int, kills: list[int]) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        undisturbed, here = Path(scratch) / "a", Path(scratch) / "b"
+        raced(undisturbed, four(), Runners(slots=8))
+        for after in kills:
+            study = Study(here, four())
+            executor = Runners(slots, uneven(pace), killed_after=after)
+            with pytest.raises(KilledError):
+                study.run(executor, [], conductor=LiveRace(study, LIVE, planned))
+                raise KilledError  # it was done before
+        states = raced(here, four(), Runners(slots, uneven(pace + 1)))
+        assert looks(here) == looks(undisturbed)
+        assert recipes(states, "stopped") == LOSERS
+        # A member may be done before slower ones have come to the look that would have stopped it.
+        assert recipes(states, "finished") >= WINNERS
+
+
+def test_where_there_are_few_places_none_runs_far_ahead_of_a_look(tmp_path: Path) -> None:
+    executor, told = Runners(slots=1), Told()
+    states = raced(tmp_path, four(), executor, told=told)
+    assert recipes(states, "stopped") == LOSERS
+    assert executor.steps < 0.8 * 8 * STEPS
+    entries = [entry for entry in Study.read(tmp_path).ledger.entries() if entry["event"] == "stopped"]
+    assert any("paused: it is at compute 0.2, and 7 others" in entry["reason"] for entry in entries)
+    assert any(heard[0] == "paused" for heard in told.heard)
+
+
+def test_a_member_that_fails_is_not_waited_for(tmp_path: Path) -> None:
+    specs = four()
+    states = raced(tmp_path, specs, Runners(slots=2, fails={specs[0].run: 6}))
+    assert states[specs[0].run].state == "failed"
+    assert recipes(states, "stopped") == LOSERS
+
+
+def test_a_failed_member_goes_on_when_it_is_launched_again(tmp_path: Path) -> None:
+    specs = four()
+    raced(tmp_path, specs, Runners(slots=2, fails={specs[0].run: 6}))
+    states = raced(tmp_path, specs, Runners(slots=2))
+    assert states[specs[0].run].state == "finished"
+
+
+def test_a_member_stopped_by_hand_is_left_alone_and_not_waited_for(tmp_path: Path) -> None:
+    specs = four()
+    executor = Runners(slots=8)
+    poll = executor.poll
+
+    def by_hand(timeout_s: float) -> Any:
+        if executor.polls == 3:
+            executor.stop([specs[1].run], "I do not need it")
+        return poll(timeout_s)
+
+    executor.poll = by_hand  # type: ignore[method-assign]
+    states = raced(tmp_path, specs, executor)
+    assert (states[specs[1].run].state, states[specs[1].run].reason) == ("failed", "I do not need it")
+    assert recipes(states, "stopped") == LOSERS
+
+
+def test_members_of_another_launch_in_the_same_folder_take_no_part(tmp_path: Path) -> None:
+    other = [member(0.9), member(0.95)]
+    Study(tmp_path, other).run(Runners(slots=2, fails={other[0].run: 4}), [])
+    states = raced(tmp_path, four())
+    assert {name for look in looks(tmp_path) for name in look["stopped"]} == LOSERS
+    assert recipes(states, "finished") == WINNERS
+
+
+def test_an_evaluation_that_cannot_be_read_ends_no_study(tmp_path: Path) -> None:
+    specs, told = four(), Told()
+    executor = Runners(slots=8)
+    poll = executor.poll
+
+    def spoilt(timeout_s: float) -> Any:
+        if executor.polls == 3:
+            journal = executor._members[specs[0].run][1]
+            journal.record("eval", 5, {"eval/other/pass_rate": 0.5})
+        return poll(timeout_s)
+
+    executor.poll = spoilt  # type: ignore[method-assign]
+    states = raced(tmp_path, specs, executor, told=told)
+    assert {state.state for state in states.values()} == {"finished"}
+    assert sum("race: no look: " in line for line in told.said) == 1
+
+
+def test_one_recipe_that_is_left_gets_all_that_was_freed(tmp_path: Path) -> None:
+    specs = [member(a, seed) for a in (0.7, 0.35) for seed in (0, 1)]
+    states = raced(tmp_path, specs, Runners(slots=8), replace(LIVE, freed="plan"))
+    freed = RaceRecord.read(tmp_path).freed
+    assert freed is not None and [step["recipe"] for step in freed["steps"]] == ["scalerl+a=0.7"]
+    assert max(RunSpec.read(tmp_path / "runs" / run).steps for run in states) > 1.5 * STEPS
+
+
+def test_a_stopped_run_is_continued_by_a_launch_without_a_race(tmp_path: Path) -> None:
+    raced(tmp_path, four())
+    study, executor = Study(tmp_path, four()), Runners()
+    states = study.run(executor, [])
+    assert recipes(states, "finished") == {spec.recipe for spec in four()}
+    assert len(executor.started) == 4
+
+
+def test_a_race_goes_on_by_the_rules_that_it_was_begun_with(tmp_path: Path) -> None:
+    raced(tmp_path, four())
+    with pytest.raises(UserError, match=r"race.p_ahead: 0.2, and the race in .* was begun with 0.05"):
+        raced(tmp_path, four(), rules=replace(LIVE, p_ahead=0.2))
+    with pytest.raises(UserError, match=r"race.budget: 2, and"):
+        raced(tmp_path, four(), rules=replace(LIVE, budget=2.0))
+
+
+# --- freed compute -------------------------------------------------------------------------------------------
+
+
+def test_freed_compute_goes_to_what_the_plan_names_and_only_once(tmp_path: Path) -> None:
+    rules, executor, told = replace(LIVE, freed="plan"), Runners(slots=8), Told()
+    states = raced(tmp_path, four(), executor, rules, told)
+    freed = RaceRecord.read(tmp_path).freed
+    assert freed is not None and freed["compute"] > 1 and freed["steps"]
+    assert {step["recipe"] for step in freed["steps"]} <= WINNERS
+    assert executor.steps > 1.05 * sum(1 for each in states.values() if each.state == "finished") * STEPS
+    finished = [each for each in states.values() if each.state == "finished"]
+    for each in finished:
+        spec = RunSpec.read(tmp_path / "runs" / each.run)
+        assert int(load([tmp_path / "runs" / each.run]).runs[0].of_kind("train")[-1].step) == spec.steps
+    again = Runners(slots=8)
+    assert {run: each.state for run, each in raced(tmp_path, four(), again, rules).items()} == {
+        run: each.state for run, each in states.items()
+    }
+    assert again.steps == 0
+
+
+@settings(max_examples=5, phases=NO_SHRINK, deadline=None, derandomize=True)
+@given(kills=st.lists(st.integers(5, 60), min_size=1, max_size=4), slots=st.integers(2, 9))
+def test_freed_compute_is_spent_once_whoever_is_killed(kills: list[int], slots: int) -> None:
+    rules = replace(LIVE, freed="plan")
+    with tempfile.TemporaryDirectory() as scratch:
+        undisturbed, here = Path(scratch) / "a", Path(scratch) / "b"
+        whole = raced(undisturbed, four(), Runners(slots=8), rules)
+        for after in kills:
+            study = Study(here, four())
+            with pytest.raises(KilledError):
+                study.run(Runners(slots, killed_after=after), [], conductor=LiveRace(study, rules, planned))
+                raise KilledError
+        states = raced(here, four(), Runners(slots), rules)
+        assert {run: each.state for run, each in states.items()} == {run: each.state for run, each in whole.items()}
+        steps = {run: RunSpec.read(here / "runs" / run).steps for run in states}
+        assert steps == {run: RunSpec.read(undisturbed / "runs" / run).steps for run in whole}
+
+
+# --- settings ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mode": "on"}, "race.mode: 'on' is none of none, dry_run, live"),
+        ({"mode": "live", "p_ahead": 0.7}, "race.p_ahead 0.7: give a chance above 0 and below 0.5"),
+        ({"mode": "live", "budget": -1}, "race.budget -1: give a positive compute"),
+        ({"mode": "live", "budget": "much"}, "race.budget: 'much' is no number"),
+        ({"ahead": 1}, "race.ahead: 1 must be a factor above 1"),
+        ({"looks": 1.5}, "race.looks: 1.5 is no whole number"),
+        ({"freed": "all"}, "race.freed: 'all' is none of nothing, plan"),
+        ({"speed": 1}, "race.speed: no such setting; valid: mode, budget"),
+        ("live", "race: 'live' must be settings"),
+    ],
+)
+def test_bad_settings_are_named(given: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said.replace("(", r"\(")):
+        RaceSettings.of(given)

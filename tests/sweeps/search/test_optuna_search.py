@@ -1,0 +1,231 @@
+"""Truths about a search: what it proposes, what it learns, and that no trial is lost or run twice."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
+
+from sweeps.errors import UserError
+from sweeps.launch.ledger import Ledger, MemberState
+from sweeps.launch.study import Study
+from sweeps.run.spec import RunSpec
+from sweeps.search.optuna_search import TRIALS_FILE, Search
+from sweeps.search.settings import Axis, SearchSettings
+from tests.sweeps.search.runners import STEPS, KilledError, Runners, planned, uneven
+from tests.sweeps.search.test_live_race import Told
+
+SPACE = (Axis("a", tuple(f"{a:.2f}" for a in np.arange(0.3, 0.7, 0.05))), Axis("c_mid", low=0.1, high=0.6, log=True))
+
+
+class Crash:
+    """A controller that is killed at the n-th of the things that can be interrupted."""
+
+    def __init__(self, after: int | None) -> None:
+        self.left = after
+
+    def __call__(self) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise KilledError
+
+
+def search(
+    directory: Path,
+    settings: SearchSettings,
+    executor: Runners | None = None,
+    crash: Crash | None = None,
+    space: Sequence[Axis] = SPACE,
+    told: Told | None = None,
+) -> dict[str, MemberState]:
+    study = Study.read(directory) if Ledger(directory).fold() else Study(directory, [])
+
+    def careful(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+        if crash is not None:
+            crash()
+        found = planned([["a=0.3", *each] for each in lists])
+        if crash is not None:
+            crash()
+        return found
+
+    def sampler(seed: int) -> optuna.samplers.BaseSampler:
+        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=6, constant_liar=True)
+
+    return study.run(
+        executor or Runners(), [told or Told()], conductor=Search(study, space, settings, [], careful, sampler)
+    )
+
+
+def trials(directory: Path) -> list[FrozenTrial]:
+    storage = JournalStorage(JournalFileBackend(str(directory / TRIALS_FILE)))
+    return optuna.load_study(study_name="search", storage=storage).get_trials()
+
+
+def test_it_finds_what_is_best_and_learns_the_lower_bound(tmp_path: Path) -> None:
+    told = Told()
+    states = search(tmp_path, SearchSettings(30, 3, budget=1.0), Runners(slots=3), told=told)
+    found = trials(tmp_path)
+    assert [each.number for each in found] == list(range(30))
+    assert all(each.state is TrialState.COMPLETE for each in found)
+    assert {each.state for each in states.values()} == {"finished"}
+    best = max(found, key=lambda each: each.value or 0.0)
+    assert float(best.params["a"]) >= 0.6
+    # Below what was seen last, and not by much.
+    for each in found:
+        last = each.intermediate_values[STEPS]
+        assert each.value is not None and last - 0.15 < each.value < last + 0.01
+    assert f"the best is trial {best.number}" in told.said[-1]
+
+
+def test_places_are_filled_as_they_become_free(tmp_path: Path) -> None:
+    """No batch waits for its slowest."""
+    executor = Runners(slots=4, pace=uneven(3))
+    at_once = []
+    poll = executor.poll
+
+    def watch(timeout_s: float) -> Any:
+        if len(executor.started) < 16:
+            at_once.append(len(executor.running()))
+        return poll(timeout_s)
+
+    executor.poll = watch  # type: ignore[method-assign]
+    search(tmp_path, SearchSettings(16, 4, budget=1.0), executor)
+    assert set(at_once) == {4}
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2, 3))])
+def test_sixty_trials_through_many_deaths_none_lost_and_none_run_twice(tmp_path: Path, seed: int) -> None:
+    source = random.Random(seed)
+    settings = SearchSettings(60, 4, budget=1.0)
+    steps = 0
+    for _ in range(12):
+        executor = Runners(4, uneven(source.randrange(99)), killed_after=source.choice((None, 3, 9, 20)))
+        crash = Crash(source.choice((None, 1, 2, 3, 7)))
+        if executor.killed_after is None and crash.left is None:
+            crash = Crash(5)
+        with pytest.raises(KilledError):
+            search(tmp_path, settings, executor, crash)
+            raise KilledError  # done already
+        steps += executor.steps
+    executor = Runners(4)
+    states = search(tmp_path, settings, executor)
+    found = trials(tmp_path)
+    assert len(found) == 60 and {each.state for each in found} == {TrialState.COMPLETE}
+    runs = [each.user_attrs["run"] for each in found]
+    assert set(runs) == set(states), "every trial has its member, and every member its trial"
+    entries = Counter(entry["run"] for entry in Ledger(tmp_path).entries() if entry["event"] == "finished")
+    assert entries == Counter(set(runs)), "finished once"
+    # What is killed loses nothing here: every step of every member was taken once.
+    assert steps + executor.steps == STEPS * len(set(runs))
+    again = Runners(4)
+    search(tmp_path, settings, again)
+    assert again.started == [] and len(trials(tmp_path)) == 60
+
+
+def test_a_larger_number_goes_on_with_the_same_study(tmp_path: Path) -> None:
+    search(tmp_path, SearchSettings(5, 2, budget=1.0))
+    before = [each.params for each in trials(tmp_path)]
+    search(tmp_path, SearchSettings(9, 2, budget=1.0))
+    after = [each.params for each in trials(tmp_path)]
+    assert after[:5] == before and len(after) == 9
+    assert len({str(each) for each in after}) == 9, "another process does not draw the same again"
+    with pytest.raises(UserError, match=r"hydra.sweeper.budget: 2.0, and the search in .* was begun with 1.0"):
+        search(tmp_path, SearchSettings(9, 2, budget=2.0))
+
+
+def test_the_same_proposal_twice_is_one_run(tmp_path: Path) -> None:
+    executor = Runners()
+    states = search(tmp_path, SearchSettings(12, 2, budget=1.0), executor, space=[Axis("a", ("0.4", "0.6"))])
+    assert len(states) == len(executor.started) == 2
+    found = trials(tmp_path)
+    assert len(found) == 12 and {each.state for each in found} == {TrialState.COMPLETE}
+    assert len({(each.params["a"], each.value) for each in found}) == 2
+
+
+def test_a_trial_whose_run_fails_has_failed_and_is_not_tried_again(tmp_path: Path) -> None:
+    space = [Axis("a", ("0.3", "0.4", "0.5", "0.6", "0.7"))]
+    bad = planned([["a=0.5"]])[0].run
+    states = search(tmp_path, SearchSettings(15, 2, budget=1.0), Runners(fails={bad: 4}), space=space)
+    assert states[bad].state == "failed"
+    ended = {each.params["a"]: each.state for each in trials(tmp_path)}
+    assert ended["0.5"] is TrialState.FAIL and ended["0.7"] is TrialState.COMPLETE
+    again = Runners()
+    search(tmp_path, SearchSettings(15, 2, budget=1.0), again, space=space)
+    assert again.started == []
+
+
+def test_a_trial_that_is_refused_has_failed_and_the_search_goes_on(tmp_path: Path) -> None:
+    def picky(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+        if any("a=0.4" in each for each in lists):
+            raise UserError("a: 0.4 is not allowed")
+        return planned([["a=0.3", *each] for each in lists])
+
+    study, told = Study(tmp_path, []), Told()
+    space = [Axis("a", ("0.4", "0.5", "0.6"))]
+    sampler = lambda seed: optuna.samplers.RandomSampler(seed=seed)  # noqa: E731
+    study.run(Runners(), [told], conductor=Search(study, space, SearchSettings(12, 2, budget=1.0), [], picky, sampler))
+    for each in trials(tmp_path):
+        assert (each.state is TrialState.FAIL) == (each.params["a"] == "0.4")
+    assert any("refused (a=0.4): a: 0.4 is not allowed" in line for line in told.said)
+
+
+def test_trials_that_will_not_be_best_are_pruned_and_stay_so(tmp_path: Path) -> None:
+    executor = Runners(slots=3)
+    settings = SearchSettings(20, 3, budget=1.0, prune="race")
+    states = search(tmp_path, settings, executor)
+    found = {each.user_attrs["run"]: each for each in trials(tmp_path)}
+    pruned = {run for run, each in found.items() if each.state is TrialState.PRUNED}
+    assert pruned == {run for run, each in states.items() if each.state == "stopped"}
+    assert len(pruned) > 5 and executor.steps < 0.75 * STEPS * len(states)
+    reward = {
+        run: 0.2 + (float(each.params["a"]) - 0.2) / (1 + each.params["c_mid"] ** 1.8) for run, each in found.items()
+    }
+    best = max(reward[run] for run in found.keys() - pruned)
+    assert max(reward[run] for run in pruned) < best + 0.02, "nothing is pruned that would have been best"
+    assert "of ending ahead of" in str(states[next(iter(pruned))].reason)
+    again = Runners()
+    assert {run: each.state for run, each in search(tmp_path, settings, again).items()} == {
+        run: each.state for run, each in states.items()
+    }
+    assert again.started == []
+
+
+def test_the_asymptote_is_made_large_where_it_may_be_named(tmp_path: Path) -> None:
+    search(
+        tmp_path, SearchSettings(8, 2, "asymptote"), space=[Axis("a", ("0.4", "0.6")), Axis("c_mid", ("0.1", "0.6"))]
+    )
+    by = {(each.params["a"], each.params["c_mid"]): each for each in trials(tmp_path)}
+    early = by.get(("0.6", "0.1"))
+    assert early is not None and early.value is not None and 0.5 < early.value < 0.6
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"n_trials": 0}, "hydra.sweeper.n_trials: 0 must be a whole number, 1 or more"),
+        ({"objective": "A"}, "hydra.sweeper.objective: 'A' is none of reward, asymptote"),
+        ({"prune": "race"}, "hydra.sweeper.prune: race needs hydra.sweeper.budget"),
+        ({"budget": -1.0}, "hydra.sweeper.budget -1: give a positive compute"),
+        ({"budget": 1.0, "p_ahead": 0.9}, "hydra.sweeper.p_ahead 0.9: give a chance"),
+    ],
+)
+def test_bad_settings_are_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        SearchSettings(**given)
+
+
+def test_a_range_that_holds_nothing_is_named() -> None:
+    with pytest.raises(UserError, match=r"lr: interval\(2,1\) holds nothing"):
+        Axis("lr", low=2, high=1)
+    with pytest.raises(UserError, match=r"lr: .* a logarithm needs ends above 0"):
+        Axis("lr", low=0, high=1, log=True)

@@ -1,0 +1,58 @@
+"""What people see of a race: the report, MLflow, the command that gathers."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from sweeps.cli.main import main
+from sweeps.launch.study import Study
+from sweeps.launch.tracked import TrackingObserver
+from sweeps.search.race import LiveRace
+from sweeps.tracking import Tracker
+from tests.sweeps.report.test_report import words
+from tests.sweeps.search.runners import AXIS, Runners, planned
+from tests.sweeps.search.test_live_race import LIVE, LOSERS, four, raced
+
+
+def test_the_report_says_who_was_stopped_and_why_and_what_it_paid_for(tmp_path: Path) -> None:
+    raced(tmp_path / "study", four(), rules=replace(LIVE, freed="plan"))
+    assert main(["report", str(tmp_path / "study"), "-o", str(tmp_path / "report.html")]) == 0
+    text = re.sub(r"\s+", " ", words((tmp_path / "report.html").read_text()))
+    assert "A race to 1 virtual device hours a run: 2 recipes stopped at" in text
+    _, _, after = text.partition("Stopped at P(ahead)")
+    assert all(after.index(recipe) < 1000 for recipe in LOSERS)
+    assert "The looks freed" in text and "budget.steps=" in text
+
+
+def test_the_report_of_a_dry_run_claims_nothing(tmp_path: Path) -> None:
+    raced(tmp_path / "study", four(), rules=replace(LIVE, mode="dry_run"))
+    assert main(["report", str(tmp_path / "study"), "-o", str(tmp_path / "report.html")]) == 0
+    assert "2 recipes would be stopped (a dry run)" in words((tmp_path / "report.html").read_text())
+
+
+def test_mlflow_knows_who_was_stopped_and_why_and_whom_the_race_added(schema: Path, tmp_path: Path) -> None:
+    shutil.copy(schema, tmp_path / "mlflow.db")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    study = Study(tmp_path / "study", four())
+    race = LiveRace(study, replace(LIVE, freed="plan"), planned)
+    states = study.run(Runners(slots=8), [TrackingObserver(study, uri, AXIS)], conductor=race)
+    tracker = Tracker(uri, "study", AXIS)
+    experiment = tracker.prepare()
+
+    def tracked() -> dict[str, tuple[str, str | None]]:
+        runs = tracker.client.search_runs([experiment], "tags.kind = 'member'", max_results=100)
+        tags = {run.data.tags["scalerl.run"]: run for run in runs}
+        return {name: (run.info.status, run.data.tags.get("stopped.reason")) for name, run in tags.items()}
+
+    expected = {
+        run: ("KILLED", state.reason) if state.state == "stopped" else ("FINISHED", None)
+        for run, state in states.items()
+    }
+    assert tracked() == expected and {status for status, _ in expected.values()} == {"KILLED", "FINISHED"}
+    assert main(["publish", str(tmp_path / "study"), "--mlflow", uri]) == 0
+    assert tracked() == expected, "whoever publishes it afterwards says the same"
+    (parent,) = tracker.client.search_runs([experiment], "tags.kind = 'sweep'")
+    assert "race.jsonl" in {file.path for file in tracker.client.list_artifacts(parent.info.run_id)}
