@@ -24,6 +24,7 @@ from sweeps.report.drawing import colours, inline_svg
 from sweeps.run.health import code_changes, idle_variants, mechanism_counters, truncation_alarms
 from sweeps.run.journal import JournalView
 from sweeps.run.rollouts import Shown
+from sweeps.search.record import RaceRecord
 
 # Verdicts with a curve beyond its bend: those whose A is worth shaking at.
 NAMED = ("identifiable", "open")
@@ -37,7 +38,8 @@ class Findings:
 
     sensitivity: rows a recipe. settlements: what to run next, one a group of comparable recipes. comparisons: of
     families. histories: snapshots a recipe. mapping: a line a source, on how it was read. commands: by step, what to
-    paste, where the study was launched by this package. rollouts: what models wrote. Each may be empty.
+    paste, where the study was launched by this package. rollouts: what models wrote. races: of the studies that were
+    run as races or searches. Each may be empty.
     """
 
     sensitivity: Mapping[str, Sequence[Row]] = field(default_factory=dict)
@@ -47,6 +49,7 @@ class Findings:
     mapping: Sequence[str] = ()
     commands: Mapping[Step, str] = field(default_factory=dict)
     rollouts: Sequence[Shown] = ()
+    races: Sequence[RaceRecord] = ()
 
 
 @dataclass(frozen=True)

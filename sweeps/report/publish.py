@@ -13,17 +13,19 @@ from sweeps.decide.rank import Ranking, rank
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curves
 from sweeps.fit.predict import predict
+from sweeps.launch.ledger import Ledger
 from sweeps.run.journal import find_runs, read_journal
 from sweeps.run.spec import SPEC_FILE
+from sweeps.search.record import RACE_FILE
 from sweeps.source import LoadedStudy, load
 from sweeps.tracking import FitSummary, Member, TrackedSweep, Tracker, ship, ui_command
 from sweeps.tracking import publish as publish_fits
-from sweeps.tracking.store import STATUS
+from sweeps.tracking.store import STATUS, STOPPED_TAG
 
 _log = logging.getLogger(__name__)
 
 CURVE_POINTS = 75
-ARTIFACTS = ("report.html", "ranking.csv", "report_curves.png", "report_curves.svg", "report_asymptotes.png")
+ARTIFACTS = ("report.html", "ranking.csv", "report_curves.png", "report_curves.svg", "report_asymptotes.png", RACE_FILE)
 
 
 def publish(sources: Sequence[str], uri: str, ranked: Callable[[Ranking], None] = lambda ranking: None) -> None:
@@ -47,11 +49,15 @@ def publish(sources: Sequence[str], uri: str, ranked: Callable[[Ranking], None] 
     fits = fit_curves(loaded.curves)
     tracker = Tracker(uri, experiment=directory.resolve().name, axis=loaded.curves[0].axis)
     sweep = tracker.open_sweep(directory, members, name=directory.resolve().name, reopen=False)
+    states = Ledger(directory).fold()
     for member in sweep.members.values():
         with tracker.reaching("sending the members"):
             ship(member.member.run_dir, tracker.client, member.mlflow_run_id, axis=tracker.axis)
-        status = STATUS.get(read_journal(member.member.run_dir).status)
-        if status:
+        state = states.get(member.member.run)
+        if state is not None and state.state == "stopped":
+            tracker.set_status(member.mlflow_run_id, STATUS["stopped"])
+            tracker.set_tags(member.mlflow_run_id, {STOPPED_TAG: state.reason or ""})
+        elif status := STATUS.get(read_journal(member.member.run_dir).status):
             tracker.set_status(member.mlflow_run_id, status)
     ranking = rank(fits)
     link = publish_into(tracker, sweep, loaded, fits, ranking)

@@ -22,6 +22,7 @@ from sweeps.fit.verdict import MIN_COMPUTES
 from sweeps.launch.again import command
 from sweeps.run.journal import JournalView
 from sweeps.run.rollouts import a_few
+from sweeps.search.record import RaceRecord
 
 # Fits a recipe in `histories`, about: they are most of a report's time.
 _PREFIXES = 12
@@ -85,6 +86,7 @@ def write_report(
         mapping,
         {step: line for step, line in commands if line is not None},
         a_few((str(view.header.get("recipe", "")), view.path.parent) for view in runs),
+        _races(runs),
     )
     figures = {
         "curves": curves_figure(curves, fits, ranking),
@@ -103,6 +105,13 @@ def write_report(
     for target, content in files.items():
         _write(target, content)
     return list(files)
+
+
+def _races(runs: Sequence[JournalView]) -> list[RaceRecord]:
+    """Of the studies that the runs are members of, those that were run as races, or as searches that pruned."""
+    studies = dict.fromkeys(view.path.parent.parent.parent for view in runs)
+    found = [RaceRecord.read(study) for study in studies]
+    return [record for record in found if record.looks or record.pruned]
 
 
 def histories(fits: Sequence[Fit]) -> dict[str, list[Snapshot]]:
