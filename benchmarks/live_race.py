@@ -1,0 +1,200 @@
+"""A race that is really run: whom it stops, what it spares, and whether it names the winner of the full grid.
+
+Three studies of the same members (`conf/experiment/race.yaml`, on the arithmetic task): the full grid; the race; and
+the race again, its controller killed with SIGKILL and launched anew several times. The decisions of the two races must
+be one and the same, and those of `scalerl race` on the full grid; what a survivor's journal says must not depend on
+whether others were stopped. With `--lab` all three run as jobs of the project's own SLURM cluster (slurm/lab; root).
+
+    python -m benchmarks.live_race [--lab] [--kills 4] [--work DIR] [--out FILE] [OVERRIDE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from sweeps.decide.race import run_race
+from sweeps.decide.rank import rank
+from sweeps.errors import UserError
+from sweeps.fit.fit import fit_curves
+from sweeps.launch.ledger import Ledger
+from sweeps.run.journal import read_journal
+from sweeps.search.record import RaceRecord
+from sweeps.source import load
+from tests.slurm.cluster import Lab
+
+ROOT = Path(__file__).resolve().parents[1]
+ON_LAB = ("cluster=slurm", "hydra.launcher.poll_s=1", "hydra.launcher.lost_after_s=30", "hydra.launcher.mem_gb=2")
+
+
+@contextmanager
+def lab() -> Iterator[Mapping[str, str]]:
+    """The environment of a cluster that is up while inside."""
+    with tempfile.TemporaryDirectory(prefix="scalerl-lab-") as scratch:
+        cluster = Lab(Path(scratch) / "lab", random.Random().randrange(20_000, 30_000))
+        try:
+            cluster.up()
+            yield cluster.environment
+        finally:
+            cluster.run("down", "--wipe")
+
+
+class Studies:
+    """Launches studies.
+
+    Args:
+        work: a folder for all of them.
+        environment: of the processes; None for this one's.
+        overrides: of every launch.
+    """
+
+    def __init__(self, work: Path, environment: Mapping[str, str] | None, overrides: Sequence[str]) -> None:
+        self.work, self.overrides = work, list(overrides)
+        self.environment = dict(environment) if environment is not None else None
+
+    def _start(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "lightning_scalerl.train", "--multirun", *words, *self.overrides]
+        command += ["mlflow.uri=null", f"output_dir={self.work / name}"]
+        with (self.work / f"{name}.log").open("a") as log:
+            return subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=log, stderr=log)
+
+    def run(self, name: str, *words: str) -> float:
+        """To its end; seconds.
+
+        Raises:
+            UserError: it failed.
+        """
+        began = time.monotonic()
+        if code := self._start(name, *words).wait():
+            raise UserError(f"{self.work / name}.log: exit code {code}")
+        return time.monotonic() - began
+
+    def run_through_deaths(self, name: str, kills: int, each_s: float, *words: str) -> tuple[float, int]:
+        """As `run`, the process killed so many times, at moments drawn at random; seconds and deaths."""
+        began, source, deaths = time.monotonic(), random.Random(0), 0
+        while deaths < kills:
+            process = self._start(name, *words)
+            try:
+                process.wait(source.uniform(0.4, 1.6) * each_s)
+                break
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                deaths += 1
+        self.run(name, *words)
+        return time.monotonic() - began, deaths
+
+
+def looks(study: Path) -> list[tuple[float, tuple[str, ...], dict[str, float | None]]]:
+    """A race's decisions: compute of each look, who was stopped, and the chances."""
+    return [
+        (look.compute, look.stopped, {each.recipe: each.p_ahead for each in look.chances})
+        for look in RaceRecord.read(study).looks
+    ]
+
+
+def spent(study: Path, axis: str) -> float:
+    """Compute of all members of a study together."""
+    views = [read_journal(path) for path in (study / "runs").iterdir()]
+    return sum(max(record.metrics.get(axis, 0.0) for record in view.records) for view in views)
+
+
+def same_journals(study: Path, full: Path) -> tuple[int, int]:
+    """Members whose journals say what those of the full grid say, as far as they go; of how many."""
+    equal, runs = 0, [path.name for path in (study / "runs").iterdir()]
+    for run in runs:
+        here, there = (read_journal(each / "runs" / run).deterministic() for each in (study, full))
+        equal += here == [entry for entry in there if entry in here] and len(here) > 0
+    return equal, len(runs)
+
+
+def told(work: Path, seconds: Mapping[str, float], deaths: int, where: str) -> Iterator[str]:
+    """The page's part for one place."""
+    record = RaceRecord.read(work / "race")
+    assert record.rules is not None and record.axis is not None
+    budget = record.rules.budget
+    curves = load([work / "full"], record.metric, record.axis).curves
+    fits = fit_curves(curves)
+    ranking = rank(fits, budget=budget)
+    reward = {entry.recipe: entry.R_at_budget.value for entry in ranking.entries if entry.R_at_budget is not None}
+    best = max((name for name in reward if reward[name] is not None), key=lambda name: reward[name] or 0.0)
+    states = Ledger(work / "race").fold().values()
+    left = sorted({each.recipe for each in states if each.state == "finished"} - set(record.stopped))
+    after = run_race(curves, record.rules, ended=[curve.recipe for curve in curves])
+    offline = [
+        (look.compute, look.stopped, {each.recipe: each.p_ahead for each in look.chances}) for look in after.looks
+    ]
+    full, raced = spent(work / "full", record.axis), spent(work / "race", record.axis)
+    yield f"## {where}"
+    yield ""
+    yield f"To {budget:.4g} virtual device hours a run (what the member that gets the least done in its steps spends)."
+    yield ""
+    yield "| recipe | stopped at | chance of ending ahead | reward at the budget, from the full grid |"
+    yield "|---|---|---|---|"
+    for name in sorted(reward, key=lambda name: -(reward[name] or 0.0)):
+        look = record.stopped.get(name)
+        at = "-" if look is None else f"{look.compute / budget:.0%} of the budget"
+        p = "-" if look is None else f"{look.of(name).p_ahead:.2f}"
+        yield f"| {name} | {at} | {p} | {reward[name]:.3f} |"
+    yield ""
+    yield f"- Named: {', '.join(left)}; highest at the budget in the full grid: {best}."
+    yield f"- Compute of all members: {raced:.4g} of the full grid's {full:.4g}: {1 - raced / full:.0%} spared."
+    yield (
+        f"- Time: full grid {seconds['full']:.0f} s, race {seconds['race']:.0f} s; with the controller killed {deaths} "
+        f"times {seconds['killed']:.0f} s."
+    )
+    same = {
+        "the race whose controller was killed": looks(work / "killed") == looks(work / "race"),
+        "`scalerl race` on the full grid": offline == looks(work / "race"),
+    }
+    for other, equal in same.items():
+        yield f"- {len(record.looks)} looks; those of {other} are {'the same' if equal else 'NOT the same'}."
+    for name in ("race", "killed"):
+        equal, runs = same_journals(work / name, work / "full")
+        yield f"- Journals in `{name}` that say what the full grid's say, as far as they go: {equal} of {runs}."
+    yield ""
+
+
+def main() -> None:
+    """Run, and print or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lab", action="store_true")
+    parser.add_argument("--kills", type=int, default=4)
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE")
+    options = parser.parse_args()
+    work = (options.work or Path(tempfile.mkdtemp(prefix="live-race-"))).resolve()
+    work.mkdir(parents=True, exist_ok=True)
+
+    def perform(environment: Mapping[str, str] | None) -> list[str]:
+        studies = Studies(work, environment, [*(ON_LAB if options.lab else ()), *options.overrides])
+        race = ("experiment=race", "race.freed=nothing")
+        seconds = {"full": studies.run("full", "experiment=demo"), "race": studies.run("race", *race)}
+        each_s = seconds["race"] / (options.kills + 1)
+        seconds["killed"], deaths = studies.run_through_deaths("killed", options.kills, each_s, *race)
+        return list(told(work, seconds, deaths, "On the SLURM lab" if options.lab else "On one machine"))
+
+    if options.lab:
+        with lab() as environment:
+            lines = perform(environment)
+    else:
+        lines = perform(None)
+    text = "\n".join(lines)
+    print(json.dumps({"work": str(work)}))
+    if options.out is not None:
+        options.out.write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
