@@ -6,7 +6,9 @@ import math
 import warnings
 from pathlib import Path
 
+import hydra
 import pytest
+from hydra import initialize_config_dir
 
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import build_recipe, compose
@@ -26,12 +28,13 @@ def members(experiment: str) -> list[list[str]]:
     """The override lists of an experiment's grid, as Hydra's sweeper would make them."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from omegaconf import OmegaConf
 
-    sweeper = OmegaConf.load(ROOT / "conf" / "experiment" / f"{experiment}.yaml").hydra.sweeper
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        composed = hydra.compose("train", [f"experiment={experiment}"], return_hydra_config=True)
+    sweeper = composed.hydra.sweeper
     grid: list[list[str]] = []
     for row in sweeper.get("rows") or [[]]:
-        given = [*row, *(f"{key}={value}" for key, value in sweeper.params.items())]
+        given = [*row, *(f"{key}={value}" for key, value in (sweeper.params or {}).items())]
         grid += BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(given), None)[0]
     return [[f"experiment={experiment}", *point] for point in grid]
 
