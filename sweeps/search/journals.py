@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from sweeps.curve import Curve
+from sweeps.launch.ledger import MemberState
 from sweeps.run.journal import JOURNAL_FILE, JournalError, JournalView, Record
 from sweeps.run.tail import JournalTail
 from sweeps.source import load
@@ -24,12 +25,17 @@ class Journals:
         self._views: dict[str, JournalView] = {}
         self._sizes: dict[str, int] = {}
         self._at_work: set[str] = set()
+        self._states: dict[str, MemberState] = {}
 
-    def watch(self, runs: Collection[str], at_work: Collection[str]) -> bool:
-        """As `update`, of those of the members that may have written: that run, or ran when it was asked last."""
-        may = {*at_work, *self._at_work, *(run for run in runs if run not in self._views)}
-        self._at_work = set(at_work)
-        return self.update([run for run in runs if run in may])
+    def watch(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> bool:
+        """As `update`, of the members that may have written: those that run, or have since this was asked last."""
+        may = [
+            run
+            for run, state in states.items()
+            if run in at_work or run in self._at_work or run not in self._views or state != self._states.get(run)
+        ]
+        self._at_work, self._states = set(at_work), dict(states)
+        return self.update(may)
 
     def update(self, runs: Sequence[str]) -> bool:
         """Read what these members have more; tells whether any has been evaluated anew."""
