@@ -5,7 +5,7 @@ evaluations up to that compute and no further, so that a decision depends on the
 anybody looked: a race repeated, or taken up by another process, decides the same. A recipe is stopped when its chance
 of ending ahead of the favourite has been small at several looks in a row. The chances are read off joint draws of the
 reward at the budget (`sweeps.decide.standing.joint_rewards`), in which what may not be named keeps all its width; so
-nothing is stopped for a forecast that nobody could make. `benchmarks/racing.py` holds it against halving and others.
+nothing is stopped for a forecast that nobody could make. `benchmarks/racing` holds it against halving and others.
 """
 
 from __future__ import annotations
