@@ -10,7 +10,8 @@ with more money, arXiv 2508.14818), with all runs abreast and as Optuna's ASHA; 
 Optuna's and one with all runs abreast; a signed-rank test over prompts, which is Optuna's WilcoxonPruner; Syne Tune's
 DyHPO and MOBSTER; and racing on the last value seen in place of the forecast.
 
-Studies are kept as they are done, in `--work`, and a run goes on where another left off. Syne Tune's last version with
+Studies are kept as they are done, in `--work`: a run goes on where another left off, and tells of all that are there,
+so that some settings may have more of them than others. Syne Tune's last version with
 these methods asks for an old NumPy, so it has an environment of its own:
 
     python -m venv syne && syne/bin/pip install "syne-tune[gpsearchers]==0.13.0" "numpy<2"
@@ -27,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.racing import ours, rivals
-from benchmarks.racing.simulate import SYNE_STUDIES, of_syne_tune, simulate
+from benchmarks.racing.simulate import SYNE_STUDIES, of_syne_tune, simulate, together
 from benchmarks.racing.studies import (
     EVALUATIONS,
     MARGIN,
@@ -40,6 +41,8 @@ from benchmarks.racing.studies import (
     Setting,
 )
 from sweeps.curve import Array
+
+NO_STOPPING = "all runs to the budget"
 
 
 def frontier(points: Mapping[str, tuple[float, float]]) -> list[str]:
@@ -54,23 +57,33 @@ def frontier(points: Mapping[str, tuple[float, float]]) -> list[str]:
     )
 
 
+def _row(name: str, rows: Array) -> str:
+    error = rows[:, 0].std() / np.sqrt(len(rows))
+    return (
+        f"| {name} | {rows[:, 1].mean():.3f} | {rows[:, 0].mean():.4f} ± {error:.4f} | {rows[:, 2].mean():.1f} "
+        f"| {rows[:, 3].sum() / max(rows[:, 2].sum(), 1):.2%} |"
+    )
+
+
 def table(found: Mapping[str, Array]) -> Iterator[str]:
-    """Of one setting: the frontier, every racing and Syne Tune's that is not on it, with what beats it."""
+    """Of one setting: the frontier, every racing and Hyperband that is not on it, with what beats it."""
     points = {name: (float(rows[:, 0].mean()), float(rows[:, 1].mean())) for name, rows in found.items()}
     best = frontier(points)
-    rest = [name for name in points if name.startswith(("racing", "Syne", "Optuna's Hyperband")) and name not in best]
+    rest = [name for name in points if name.startswith(("racing", "Optuna's Hyperband"))]
     yield "| method | compute | regret | stopped a study | false kills | on the frontier |"
     yield "|---|---|---|---|---|---|"
-    for name in sorted({*best, *rest, "all runs to the budget"}, key=lambda name: points[name][1]):
-        rows = found[name]
-        error = rows[:, 0].std() / np.sqrt(len(rows))
+    for name in sorted({*best, *rest, NO_STOPPING}, key=lambda name: points[name][1]):
         regret, compute = points[name]
         beaten = [other for other, (r, c) in points.items() if r < regret and c < compute]
         said = "yes" if not beaten else f"no: {min(beaten, key=lambda other: points[other][0])}"
-        yield (
-            f"| {name} | {compute:.3f} | {regret:.4f} ± {error:.4f} | {rows[:, 2].mean():.1f} "
-            f"| {rows[:, 3].sum() / max(rows[:, 2].sum(), 1):.2%} | {said} |"
-        )
+        yield f"{_row(name, found[name])} {said} |"
+
+
+def beside(found: Mapping[str, Array], names: Sequence[str]) -> Iterator[str]:
+    """Some methods on the same few studies."""
+    yield "| method | compute | regret | stopped a study | false kills |"
+    yield "|---|---|---|---|---|"
+    yield from (_row(name, found[name]) for name in sorted(names, key=lambda name: float(found[name][:, 1].mean())))
 
 
 def page(studies: int, settings: Sequence[Setting], work: Path, syne: str | None) -> str:
@@ -78,27 +91,32 @@ def page(studies: int, settings: Sequence[Setting], work: Path, syne: str | None
     lines = [
         "# Racing against halving, Hyperband, the median, signed ranks and the last value",
         "",
-        f"Written by `python -m benchmarks.racing --studies {studies}`: simulated studies, {studies} a "
-        f"setting, of {RECIPES} recipes with one run each, {EVALUATIONS} evaluations of {PROMPTS} held-out prompts "
-        f"with {SAMPLES} samples, the same prompts for all. Recipes differ in A (sd: the spread), B and C_mid; runs of "
-        f"one recipe by {SEED_SD} in A; a policy wanders about its curve by {WANDER}. Compute: share of that of all "
-        "runs to the budget, everything observed counted. Regret: how far the named recipe's true reward at the budget "
-        "lies below the best one's. False kills: of the stopped, those whose true reward there exceeds that of all "
-        f"that are left by more than {MARGIN}. On the frontier: no other method has both less regret and less "
-        "compute. Listed are the frontier, every racing, Hyperband, DyHPO and MOBSTER; halving was tried with three "
-        "rates and ten grace periods, abreast and as Optuna's ASHA, the median and signed ranks with as many, so that "
-        "the frontier is that of tuned rivals.",
+        f"Written by `python -m benchmarks.racing`: simulated studies of {RECIPES} recipes with one run each, "
+        f"{EVALUATIONS} evaluations of {PROMPTS} held-out prompts with {SAMPLES} samples, the same prompts for all. "
+        f"Recipes differ in A (sd: the spread), B and C_mid; runs of one recipe by {SEED_SD} in A; a policy wanders "
+        f"about its curve by {WANDER}. Compute: share of that of all runs to the budget, everything observed counted. "
+        "Regret: how far the named recipe's true reward at the budget lies below the best one's. False kills: of the "
+        f"stopped, those whose true reward there exceeds that of all that are left by more than {MARGIN}. On the "
+        "frontier: no other method has both less regret and less compute. Listed are the frontier, every racing and "
+        "Hyperband; halving was tried with three rates and ten grace periods, abreast and as Optuna's ASHA, the median "
+        "and signed ranks with as many, so that the frontier is that of tuned rivals.",
         "",
     ]
-    if syne is not None:
-        lines += [f"Syne Tune's two were given the first {min(studies, SYNE_STUDIES)} studies of a setting.", ""]
     for setting in settings:
-        found = simulate("rivals", rivals.outcomes, setting, studies, work)
-        found |= simulate("ours", ours.outcomes, setting, studies, work)
+        others = simulate("rivals", rivals.outcomes, setting, studies, work)
+        racing = simulate("ours", ours.outcomes, setting, studies, work)
+        found = together(others, racing)
+        lines += [f"## {setting.name}", "", f"{len(found[NO_STOPPING])} studies.", "", *table(found), ""]
         if syne is not None:
-            few = min(studies, SYNE_STUDIES)
-            found |= simulate("syne", partial(of_syne_tune, syne), setting, few, work)
-        lines += [f"## {setting.name}", "", *table(found), ""]
+            few = simulate("syne", partial(of_syne_tune, syne), setting, min(studies, SYNE_STUDIES), work)
+            same = together(others, racing, few)
+            names = [*few[0], ours.DEFAULT, NO_STOPPING]
+            lines += [
+                f"Syne Tune's, on the first {len(same[NO_STOPPING])} of them, and others on the same:",
+                "",
+                *beside(same, names),
+                "",
+            ]
     return "\n".join(lines)
 
 

@@ -85,6 +85,13 @@ class Forecasts:
         return judged(level, [fits[i] for i in left], [draws[i] for i in left], rules, below)
 
 
+def _name(rules: Rules) -> str:
+    return f"racing, p {rules.p_ahead:g}, {rules.looks} looks"
+
+
+DEFAULT = _name(RACING)
+
+
 def outcomes(study: Study) -> dict[str, Outcome]:
     """Of racing under every rule, by name."""
     found: dict[str, Outcome] = {}
@@ -94,5 +101,5 @@ def outcomes(study: Study) -> dict[str, Outcome]:
             rules = replace(RACING, p_ahead=p, looks=looks)
             spent = last_value(study, rules)
             found[f"last value, p {p:g}, {looks} looks"] = judge(study, by_last(study, spent), spent)
-            found[f"racing, p {p:g}, {looks} looks"] = judge(study, *forecasts.race(rules))
+            found[_name(rules)] = judge(study, *forecasts.race(rules))
     return found

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +39,11 @@ def _one(method: Callable[[Study], dict[str, Outcome]], setting: Setting, number
 
 def simulate(
     part: str, method: Callable[[Study], dict[str, Outcome]], setting: Setting, studies: int, work: Path
-) -> dict[str, Array]:
-    """Outcomes of so many studies, (n, 4) a method: regret, compute, kills, false kills. What `work` holds is taken."""
+) -> list[dict[str, list[float]]]:
+    """Outcomes by method, of so many studies or of as many more as `work` holds.
+
+    Each is regret, compute, kills, false kills.
+    """
     path = work / f"{setting.name.replace(' ', '-')}.{part}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {line["number"]: line for line in parse_lines(path.read_bytes())} if path.exists() else {}
@@ -52,5 +56,12 @@ def simulate(
         append_lines(path, lines)
         done |= {line["number"]: line for line in lines}
         print(f"{setting.name}, {part}: {min(len(done), studies)} of {studies}", flush=True)
-    rows = [done[number]["outcomes"] for number in range(studies)]
+    return [done[number]["outcomes"] for number in takewhile(done.__contains__, count())]
+
+
+def together(*parts: Sequence[Mapping[str, list[float]]]) -> dict[str, Array]:
+    """Of the studies that all parts have, (n, 4) a method."""
+    rows: list[dict[str, list[float]]] = [
+        {name: row for part in same for name, row in part.items()} for same in zip(*parts, strict=False)
+    ]
     return {name: np.array([row[name] for row in rows]) for name in rows[0]}

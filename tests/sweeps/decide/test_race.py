@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import optuna
@@ -17,7 +18,8 @@ from optuna.trial import FrozenTrial, TrialState
 from benchmarks.racing import ours, rivals
 from benchmarks.racing.ours import RACING, Forecasts
 from benchmarks.racing.rivals import halving, median_rule, signed_rank
-from benchmarks.racing.studies import SETTINGS, Study, make_study
+from benchmarks.racing.simulate import simulate, together
+from benchmarks.racing.studies import SETTINGS, Outcome, Study, make_study
 from sweeps.cli.main import main
 from sweeps.curve import Curve, make_curve
 from sweeps.decide.race import Race, look_at, run_race
@@ -258,3 +260,21 @@ def test_the_simulation_races_as_the_command_does() -> None:
     assert race.leader == str(winner)
     own = [race.stopped.get(str(i), 1.0) for i in range(8)]
     assert np.abs(np.array(own) - spent).mean() < 0.1 and min(own) < 0.5
+
+
+def _half(study: Study) -> dict[str, Outcome]:
+    return {"half": Outcome(float(study.truth[0]), 0.5, 1, 0)}
+
+
+def _whole(study: Study) -> dict[str, Outcome]:
+    return {"whole": Outcome(0.0, 1.0, 0, 0)}
+
+
+def test_a_simulation_goes_on_where_it_was_left_and_tells_of_the_studies_that_all_methods_had(tmp_path: Path) -> None:
+    first = simulate("a", _half, SETTINGS[0], 2, tmp_path)
+    more = simulate("a", _half, SETTINGS[0], 3, tmp_path)
+    assert more[:2] == first and len(more) == 3
+    assert [row["half"][0] for row in more] == [make_study(SETTINGS[0], number).truth[0] for number in range(3)]
+    assert simulate("a", _half, SETTINGS[0], 1, tmp_path) == more, "more than asked for are taken where they are there"
+    found = together(more, simulate("b", _whole, SETTINGS[0], 2, tmp_path))
+    assert {name: rows.shape for name, rows in found.items()} == {"half": (2, 4), "whole": (2, 4)}
