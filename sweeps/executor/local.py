@@ -187,7 +187,8 @@ def _member(entry: str, run_dir: str) -> None:
             load_entry(entry)(Path(run_dir))
         except RunInterruptedError as error:
             print(f"stopped: {error}", flush=True)
-            os._exit(STOPPED_CODE if stop_asked(Path(run_dir)) else 1)
+            # Not at once: what its libraries share with other processes is given back on the way out.
+            raise SystemExit(STOPPED_CODE if stop_asked(Path(run_dir)) else 1) from None
         except BaseException:
             sys.stdout.flush()
             print(redact(traceback.format_exc()), end="", file=sys.stderr)
