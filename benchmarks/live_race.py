@@ -21,11 +21,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from sweeps.curve import Curve
 from sweeps.decide.race import run_race
 from sweeps.decide.rank import rank
 from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
 from sweeps.launch.ledger import Ledger
+from sweeps.run.files import append_lines
 from sweeps.run.journal import read_journal
 from sweeps.search.record import RaceRecord
 from sweeps.source import load
@@ -66,21 +68,19 @@ class Studies:
         with (self.work / f"{name}.log").open("a") as log:
             return subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=log, stderr=log)
 
-    def run(self, name: str, *words: str) -> float:
-        """To its end; seconds.
+    def run(self, name: str, *words: str) -> None:
+        """To its end; where it is, that is soon.
 
         Raises:
             UserError: it failed.
         """
-        began = time.monotonic()
         if code := self._start(name, *words).wait():
             raise UserError(f"{self.work / name}.log: exit code {code}")
-        return time.monotonic() - began
 
-    def run_through_deaths(self, name: str, kills: int, each_s: float, *words: str) -> tuple[float, int]:
-        """As `run`, the process killed so many times, at moments drawn at random; seconds and deaths."""
-        began, source, deaths = time.monotonic(), random.Random(0), 0
-        while deaths < kills:
+    def run_through_deaths(self, name: str, kills: int, each_s: float, *words: str) -> None:
+        """As `run`, the process killed so many times, at moments drawn at random."""
+        source, deaths = random.Random(0), self.work / f"{name}.deaths"
+        while self.deaths(name) < kills:
             process = self._start(name, *words)
             try:
                 process.wait(source.uniform(0.4, 1.6) * each_s)
@@ -88,9 +88,18 @@ class Studies:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-                deaths += 1
+                append_lines(deaths, [{"time": time.time()}])
         self.run(name, *words)
-        return time.monotonic() - began, deaths
+
+    def deaths(self, name: str) -> int:
+        """How often its controller has been killed."""
+        path = self.work / f"{name}.deaths"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def seconds(self, name: str) -> float:
+        """From its first entry in the ledger to its last."""
+        times = [entry["time"] for entry in Ledger(self.work / name).entries()]
+        return float(times[-1] - times[0])
 
 
 def looks(study: Path) -> list[tuple[float, tuple[str, ...], dict[str, float | None]]]:
@@ -116,18 +125,26 @@ def same_journals(study: Path, full: Path) -> tuple[int, int]:
     return equal, len(runs)
 
 
-def told(work: Path, seconds: Mapping[str, float], deaths: int, where: str) -> Iterator[str]:
+def rewards(curves: Sequence[Curve], budget: float) -> dict[str, float]:
+    """Of each recipe at the budget, as fitted to all that was evaluated; the best first."""
+    entries = [(each.recipe, each.R_at_budget) for each in rank(fit_curves(curves), budget=budget).ranking]
+    known = {recipe: at.value for recipe, at in entries if at is not None and at.value is not None}
+    return dict(sorted(known.items(), key=lambda entry: -entry[1]))
+
+
+def told(studies: Studies, where: str) -> Iterator[str]:
     """The page's part for one place."""
+    work = studies.work
     record = RaceRecord.read(work / "race")
     assert record.rules is not None and record.axis is not None
     budget = record.rules.budget
     curves = load([work / "full"], record.metric, record.axis).curves
-    fits = fit_curves(curves)
-    ranking = rank(fits, budget=budget)
-    reward = {entry.recipe: entry.R_at_budget.value for entry in ranking.entries if entry.R_at_budget is not None}
-    best = max((name for name in reward if reward[name] is not None), key=lambda name: reward[name] or 0.0)
+    reward = rewards(curves, budget)
     states = Ledger(work / "race").fold().values()
     left = sorted({each.recipe for each in states if each.state == "finished"} - set(record.stopped))
+    raced_curves = load([work / "race"], record.metric, record.axis).curves
+    named = next(name for name in rewards(raced_curves, budget) if name in left)
+    best = next(iter(reward))
     after = run_race(curves, record.rules, ended=[curve.recipe for curve in curves])
     offline = [
         (look.compute, look.stopped, {each.recipe: each.p_ahead for each in look.chances}) for look in after.looks
@@ -139,17 +156,17 @@ def told(work: Path, seconds: Mapping[str, float], deaths: int, where: str) -> I
     yield ""
     yield "| recipe | stopped at | chance of ending ahead | reward at the budget, from the full grid |"
     yield "|---|---|---|---|"
-    for name in sorted(reward, key=lambda name: -(reward[name] or 0.0)):
+    for name in reward:
         look = record.stopped.get(name)
         at = "-" if look is None else f"{look.compute / budget:.0%} of the budget"
         p = "-" if look is None else f"{look.of(name).p_ahead:.2f}"
         yield f"| {name} | {at} | {p} | {reward[name]:.3f} |"
     yield ""
-    yield f"- Named: {', '.join(left)}; highest at the budget in the full grid: {best}."
+    yield f"- Run to the end: {', '.join(left)}. Of these the race names {named}; the full grid's winner is {best}."
     yield f"- Compute of all members: {raced:.4g} of the full grid's {full:.4g}: {1 - raced / full:.0%} spared."
     yield (
-        f"- Time: full grid {seconds['full']:.0f} s, race {seconds['race']:.0f} s; with the controller killed {deaths} "
-        f"times {seconds['killed']:.0f} s."
+        f"- Time: full grid {studies.seconds('full'):.0f} s, race {studies.seconds('race'):.0f} s; with the controller "
+        f"killed {studies.deaths('killed')} times {studies.seconds('killed'):.0f} s."
     )
     same = {
         "the race whose controller was killed": looks(work / "killed") == looks(work / "race"),
@@ -178,10 +195,10 @@ def main() -> None:
     def perform(environment: Mapping[str, str] | None) -> list[str]:
         studies = Studies(work, environment, [*(ON_LAB if options.lab else ()), *options.overrides])
         race = ("experiment=race", "race.freed=nothing")
-        seconds = {"full": studies.run("full", "experiment=demo"), "race": studies.run("race", *race)}
-        each_s = seconds["race"] / (options.kills + 1)
-        seconds["killed"], deaths = studies.run_through_deaths("killed", options.kills, each_s, *race)
-        return list(told(work, seconds, deaths, "On the SLURM lab" if options.lab else "On one machine"))
+        studies.run("full", "experiment=demo")
+        studies.run("race", *race)
+        studies.run_through_deaths("killed", options.kills, studies.seconds("race") / (options.kills + 1), *race)
+        return list(told(studies, "On the SLURM lab" if options.lab else "On one machine"))
 
     if options.lab:
         with lab() as environment:

@@ -33,8 +33,9 @@ TINY = (
 )
 
 
-def told(study: Path, asked: int, deaths: int, seconds: float) -> Iterator[str]:
+def told(studies: Studies, asked: int) -> Iterator[str]:
     """The page's part."""
+    study = studies.work / "search"
     storage = JournalStorage(JournalFileBackend(str(study / TRIALS_FILE)))
     trials = optuna.load_study(study_name="search", storage=storage).get_trials()
     runs = [str(trial.user_attrs.get("run")) for trial in trials]
@@ -57,7 +58,7 @@ def told(study: Path, asked: int, deaths: int, seconds: float) -> Iterator[str]:
     yield f"- Members that finished more than once, by the ledger: {twice}; by their jobs: {by_jobs}."
     again = sum(state.attempts > 1 for state in states.values())
     yield f"- Members for which more than one job was started: {again}; steps that are in a journal twice: {repeated}."
-    yield f"- The controller was killed {deaths} times; {seconds:.0f} s in all."
+    yield f"- The controller was killed {studies.deaths('search')} times; {studies.seconds('search'):.0f} s in all."
     yield f"- Best: {best.params} with {best.value:.3f}."
     yield ""
 
@@ -76,8 +77,8 @@ def main() -> None:
         studies = Studies(work, environment, [*ON_LAB, *TINY])
         settings = (f"hydra.sweeper.n_trials={options.trials}", "hydra.sweeper.n_jobs=4")
         words = ("hydra/sweeper=scalerl_optuna", *settings, *SPACE)
-        seconds, deaths = studies.run_through_deaths("search", options.kills, 45.0, *words)
-    text = "\n".join(told(work / "search", options.trials, deaths, seconds))
+        studies.run_through_deaths("search", options.kills, 45.0, *words)
+    text = "\n".join(told(studies, options.trials))
     print(text)
     if options.out is not None:
         options.out.write_text(text)
