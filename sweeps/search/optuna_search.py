@@ -16,11 +16,13 @@ import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
+from scipy.stats import norm
 
 from sweeps.decide.race import judged
 from sweeps.decide.standing import joint_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curves
+from sweeps.fit.predict import within
 from sweeps.launch.conductor import Wish
 from sweeps.launch.ledger import MemberState
 from sweeps.launch.study import RUNS_DIR, Study
@@ -209,7 +211,10 @@ class Search:
         lowest = fit.A_total[0]
         if self._settings.objective == "asymptote" and fit.identifiable and lowest is not None:
             return lowest
-        budget = self._settings.budget or float(curves[0].compute.max())
+        reached = float(curves[0].compute.max())
+        budget = self._settings.budget or reached
+        if not within(fit, budget) and budget <= reached:
+            return _seen_at_least(fit, budget)
         (rewards,) = joint_rewards([fit], budget)
         return float(np.quantile(rewards, _LOW))
 
@@ -264,6 +269,15 @@ class Search:
 
     def _axis(self, run: str) -> str:
         return self._journals.curves([run])[0].axis
+
+
+def _seen_at_least(fit: Fit, compute: float) -> float:
+    """Lower bound of the reward where evaluations are too few for a fit: of the last one up to there."""
+    curve = fit.curve
+    at = int(np.argmax(np.where(curve.compute <= compute, curve.compute, -np.inf)))
+    error = 0.0 if curve.sd is None or not np.isfinite(curve.sd[at]) else float(curve.sd[at])
+    least = float(curve.reward[at]) + float(norm.ppf(_LOW)) * float(np.hypot(error, fit.seed_spread.sd))
+    return max(least, curve.bounds[0])
 
 
 def _shown(value: Any) -> str:

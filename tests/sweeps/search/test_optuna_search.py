@@ -200,6 +200,17 @@ def test_trials_that_will_not_be_best_are_pruned_and_stay_so(tmp_path: Path) -> 
     assert again.started == []
 
 
+def test_runs_too_short_for_a_fit_are_told_apart_by_what_was_seen(tmp_path: Path) -> None:
+    space = (Axis("a", ("0.2", "0.9")), Axis("budget.steps", ("4",)))
+    search(tmp_path, SearchSettings(8, 2), space=space)
+    found = {each.params["a"]: each for each in trials(tmp_path)}
+    assert set(found) == {"0.2", "0.9"}
+    for each in found.values():
+        assert each.value is not None
+        assert each.intermediate_values[4] - 0.2 < each.value < each.intermediate_values[4]
+    assert (found["0.9"].value or 0.0) > (found["0.2"].value or 0.0) + 0.05
+
+
 def test_the_asymptote_is_made_large_where_it_may_be_named(tmp_path: Path) -> None:
     search(
         tmp_path, SearchSettings(8, 2, "asymptote"), space=[Axis("a", ("0.4", "0.6")), Axis("c_mid", ("0.1", "0.6"))]
