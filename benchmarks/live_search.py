@@ -18,7 +18,6 @@ from pathlib import Path
 import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
 
 from benchmarks.live_race import ON_LAB, Studies, lab
 from sweeps.executor.attempts import attempts
@@ -47,7 +46,6 @@ def told(studies: Studies, asked: int) -> Iterator[str]:
     steps = [[record.step for record in view.of_kind("train")] for view in views]
     repeated = sum(len(each) - len(set(each)) for each in steps)
     count = Counter(trial.state.name for trial in trials)
-    best = max((each for each in trials if each.state is TrialState.COMPLETE), key=lambda each: each.value or 0.0)
     yield f"Written by `python -m benchmarks.live_search --trials {asked}`, on the SLURM lab."
     yield ""
     ended = ", ".join(f"{number} {state}" for state, number in sorted(count.items()))
@@ -59,7 +57,6 @@ def told(studies: Studies, asked: int) -> Iterator[str]:
     again = sum(state.attempts > 1 for state in states.values())
     yield f"- Members for which more than one job was started: {again}; steps that are in a journal twice: {repeated}."
     yield f"- The controller was killed {studies.deaths('search')} times; {studies.seconds('search'):.0f} s in all."
-    yield f"- Best: {best.params} with {best.value:.3f}."
     yield ""
 
 
