@@ -16,7 +16,7 @@ import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
-from scipy.stats import norm
+from scipy.special import ndtri
 
 from sweeps.decide.race import judged
 from sweeps.decide.standing import joint_rewards
@@ -276,7 +276,7 @@ def _seen_at_least(fit: Fit, compute: float) -> float:
     curve = fit.curve
     at = int(np.argmax(np.where(curve.compute <= compute, curve.compute, -np.inf)))
     error = 0.0 if curve.sd is None or not np.isfinite(curve.sd[at]) else float(curve.sd[at])
-    least = float(curve.reward[at]) + float(norm.ppf(_LOW)) * float(np.hypot(error, fit.seed_spread.sd))
+    least = float(curve.reward[at]) + float(ndtri(_LOW)) * float(np.hypot(error, fit.seed_spread.sd))
     return max(least, curve.bounds[0])
 
 
