@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sweeps.curve import Curve
-from sweeps.decide.race import run_race
+from sweeps.decide.race import Look, run_race
 from sweeps.decide.rank import rank
 from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
@@ -102,12 +102,9 @@ class Studies:
         return float(times[-1] - times[0])
 
 
-def looks(study: Path) -> list[tuple[float, tuple[str, ...], dict[str, float | None]]]:
-    """A race's decisions: compute of each look, who was stopped, and the chances."""
-    return [
-        (look.compute, look.stopped, {each.recipe: each.p_ahead for each in look.chances})
-        for look in RaceRecord.read(study).looks
-    ]
+def decisions(looks: Sequence[Look]) -> list[tuple[float, tuple[str, ...], dict[str, float | None]]]:
+    """Of each look its compute, who was stopped, and the chances."""
+    return [(look.compute, look.stopped, {each.recipe: each.p_ahead for each in look.chances}) for look in looks]
 
 
 def spent(study: Path, axis: str) -> float:
@@ -146,9 +143,7 @@ def told(studies: Studies, where: str) -> Iterator[str]:
     named = next(name for name in rewards(raced_curves, budget) if name in left)
     best = next(iter(reward))
     after = run_race(curves, record.rules, ended=[curve.recipe for curve in curves])
-    offline = [
-        (look.compute, look.stopped, {each.recipe: each.p_ahead for each in look.chances}) for look in after.looks
-    ]
+    decided = decisions(record.looks)
     full, raced = spent(work / "full", record.axis), spent(work / "race", record.axis)
     yield f"## {where}"
     yield ""
@@ -169,8 +164,8 @@ def told(studies: Studies, where: str) -> Iterator[str]:
         f"killed {studies.deaths('killed')} times {studies.seconds('killed'):.0f} s."
     )
     same = {
-        "the race whose controller was killed": looks(work / "killed") == looks(work / "race"),
-        "`scalerl race` on the full grid": offline == looks(work / "race"),
+        "the race whose controller was killed": decisions(RaceRecord.read(work / "killed").looks) == decided,
+        "`scalerl race` on the full grid": decisions(after.looks) == decided,
     }
     for other, equal in same.items():
         yield f"- {len(record.looks)} looks; those of {other} are {'the same' if equal else 'NOT the same'}."

@@ -16,7 +16,6 @@ from sweeps.run.files import append_lines, parse_lines
 from sweeps.run.journal import find_runs
 from sweeps.search.journals import Journals
 from sweeps.search.record import RACE_FILE
-from sweeps.source import load
 
 
 class Onlooker:
@@ -40,6 +39,7 @@ class Onlooker:
         if self._study not in self._run_dir.parents:
             raise UserError(f"study: {run_dir} is not in {study}; give the folder that holds the run and its rivals")
         self._path = run_dir / RACE_FILE
+        self._journals = Journals(self._study)
         self._looks: list[Look] = []
         for line in parse_lines(self._path.read_bytes()) if self._path.exists() else []:
             if line.get("rules") != rules.to_json():
@@ -50,19 +50,17 @@ class Onlooker:
     def look(self) -> str | None:
         """Take the looks that can be taken now; why this run's recipe is stopped, or None."""
         run_dirs = find_runs(self._study)
-        journals = Journals(self._study)
         names = {str(run_dir.resolve().relative_to(self._study)): run_dir for run_dir in run_dirs}
-        journals.update(list(names))
-        views = {name: view for name in names if (view := journals.view(name)) is not None}
-        evaluated = [names[name] for name in views if journals.evaluations(name)]
-        if not evaluated:
+        self._journals.update(list(names))
+        views = {name: view for name in names if (view := self._journals.view(name)) is not None}
+        curves = self._journals.curves(list(views), self._metric, self._axis)
+        if not curves:
             return None
-        curves = load(evaluated, self._metric, self._axis).curves
         axis = curves[0].axis
         reached: dict[str, float] = {}
         for name, view in views.items():
             recipe = str(view.header.get("recipe", names[name].name))
-            last = [record.metrics.get(axis, 0.0) for record in journals.evaluations(name)][-1:]
+            last = [record.metrics.get(axis, 0.0) for record in self._journals.evaluations(name)][-1:]
             far = math.inf if view.status in ("finished", "failed") else (last or [0.0])[0]
             reached[recipe] = min(reached.get(recipe, math.inf), far)
         while isinstance(found := next_look(curves, self._rules, reached, self._looks), Look):

@@ -240,11 +240,12 @@ class Search:
         """Judge every trial at work that has come to its next look, by all that is known of the others."""
         fresh = self._journals.watch(states, at_work)
         rules = self._settings.rules()
-        due = [run for run in at_work if run not in self._stopped() and self._due(run, rules.levels())] if fresh else []
-        if not due:
+        curves = self._journals.curves([run for run in states if states[run].state != "failed"]) if fresh else []
+        if not curves:
             return
-        curves = self._journals.curves([run for run in states if states[run].state != "failed"])
-        if len(curves) < 2:
+        axis, levels = curves[0].axis, list(rules.levels())
+        due = [run for run in at_work if run not in self._stopped() and self._due(run, axis, levels)]
+        if not due or len(curves) < 2:
             return
         fits: list[Fit] = fit_curves(curves, regions=False)
         look = judged(max(self._looked[run] for run in due), fits, joint_rewards(fits, rules.budget), rules, {})
@@ -255,20 +256,16 @@ class Search:
                 append_lines(self._study.directory / RACE_FILE, [line], durable=True)
                 self._stopped()[run] = why
 
-    def _due(self, run: str, levels: Any) -> bool:
+    def _due(self, run: str, axis: str, levels: Sequence[float]) -> bool:
         """Whether a run has come to a look that it has not been judged at."""
         evaluated = self._journals.evaluations(run)
         if not evaluated:
             return False
-        axis = self._axis(run)
         passed = [level for level in levels if evaluated[-1].metrics.get(axis, 0.0) >= level]
         if not passed or self._looked.get(run, 0.0) >= passed[-1]:
             return False
         self._looked[run] = passed[-1]
         return True
-
-    def _axis(self, run: str) -> str:
-        return self._journals.curves([run])[0].axis
 
 
 def _seen_at_least(fit: Fit, compute: float) -> float:
