@@ -167,8 +167,9 @@ class _Member:
     def _step(self) -> None:
         state, batch = self._state, self._spec.config["batch"]
         rewards = [self._score() for _ in range(batch["prompts"] * batch["completions"])]
-        # Of the identity, so that no two members learn the same; of the weight, so that nothing may be forgotten.
-        pull = random.Random(f"{self._spec.run} {state.step} {state.weight!r} {rewards}").random()
+        # Of the title: no two members of a study learn the same, and each learns the same in whatever folder, which its
+        # identity knows. Of the weight, so that nothing may be forgotten.
+        pull = random.Random(f"{self._spec.title} {state.step} {state.weight!r} {rewards}").random()
         state.step += 1
         state.weight += 0.1 * pull * (1 - state.weight)
         state.flops += 1e6 * (1 + pull)
@@ -187,7 +188,7 @@ class _Member:
     def _score(self) -> float:
         state = self._state
         state.completions += 1
-        source = random.Random(f"{self._spec.run} {state.completions} {state.weight!r}")
+        source = random.Random(f"{self._spec.title} {state.completions} {state.weight!r}")
         try:
             return self._verifier("".join(source.choices("0123456789+=", k=6)), "")
         except Exception as error:
