@@ -48,8 +48,8 @@ def describe(study: Path) -> list[str]:
     return [
         f"{len(loaded.runs)} runs of {len(loaded.curves)} recipes, a model of {head['parameters']:,} parameters on one "
         f"CPU core each. `{recipe.recipe}` goes from a held-out pass rate of {' and '.join(ends)}. C_mid is in "
-        f"{UNITS[recipe.axis]}; "
-        "intervals are 95%, within these runs. Written by `benchmarks/readme.py` from `make demo`.",
+        f"{UNITS[recipe.axis]}; intervals are 95%, within these runs. Another kind of processor rounds otherwise, and "
+        "there the same seeds end elsewhere. Written by `benchmarks/readme.py` from `make demo`.",
     ]
 
 
