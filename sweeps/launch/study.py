@@ -22,7 +22,7 @@ from sweeps.launch.nodes import Nodes
 from sweeps.launch.observer import Observer
 from sweeps.launch.refusal import Before
 from sweeps.redact import redact
-from sweeps.run.interruption import STOP_FILE, let_go_on
+from sweeps.run.interruption import STOP_FILE, let_go_on, stop_asked
 from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError
 from sweeps.run.progress import check_own, is_done, why_failed, written
 from sweeps.run.spec import SPEC_FILE, RunSpec, Texts, check_distinct, check_form
@@ -279,6 +279,9 @@ class _Controller:
         todo = {launch.run: launch for launch in [*waiting, *underway] if launch.run not in found}
         for run in found:
             self._earlier[run] = (0, 0)
+            # By a conductor's process that is gone: what stops for it has not failed.
+            if self._conductor is not None and (why := stop_asked(self._study.run_dir(self._specs[run]))) is not None:
+                self._asked[run] = why
         return [todo[run] for run in self._specs if run in todo]
 
     def _conduct(self, waiting: list[Launch]) -> list[Launch]:
