@@ -258,12 +258,16 @@ class LiveRace:
             self._record = replace(self._record, freed=line)
         self._freed_done = True
         assert self._record.freed is not None
-        specs = [
+        mine = {spec.run for spec in self._study.specs}
+        planned = [
             spec
             for step in self._record.freed["steps"]
             for run, override in step["members"]
+            if run in mine
             for spec in self._planned_as(self._spec(run), override)
         ]
+        # One that is made longer and committed to besides has one budget, the larger.
+        specs = list({spec.run: spec for spec in sorted(planned, key=lambda spec: spec.steps)}.values())
         self._extra = [spec.run for spec in specs]
         self._seen = None
         return specs
@@ -282,13 +286,16 @@ class LiveRace:
         steps = []
         for step in split.steps:
             mine = [run for run in racing if states[run].recipe == step.recipe]
-            members = [self._seed(mine)] if step.action == "seed" else [self._longer(run, step.compute) for run in mine]
+            # One that failed before it had computed anything has no pace.
+            paced = [run for run in mine if self._reached.get(run, 0.0) > 0]
+            longer = [self._longer(run, step.compute) for run in paced]
+            members = [self._seed(mine)] if step.action == "seed" else longer
             steps.append({"recipe": step.recipe, "action": step.action, "compute": step.compute, "members": members})
         if split.winner is not None and split.commit is not None:
             mine = [run for run in racing if states[run].recipe == split.winner]
             run = max(mine, key=lambda run: (self._reached.get(run, 0.0), run))
             to = split.commit[1]
-            members = [self._longer(run, to)]
+            members = [self._longer(run, to)] if self._reached.get(run, 0.0) > 0 else []
             steps.append({"recipe": split.winner, "action": "commit", "compute": to, "members": members})
         return {**line, "steps": steps, "sentence": split.sentence}
 
