@@ -142,7 +142,7 @@ class Study:
                 states = self.ledger.fold()
                 own = [states[spec.run].state for spec in self.specs if spec.run in states]
                 left = sum(state in ("submitting", "started") for state in own) if executor.outlives else 0
-                failed -= left + controller.done + controller.stopped
+                failed = len(self.specs) - left - controller.done - controller.stopped
                 raise
             refusal.pop_all()
             left = sum(state.state not in ("finished", "failed", "stopped") for state in states.values())
@@ -190,7 +190,8 @@ class _Controller:
         self._earlier: dict[str, tuple[int, int]] = {}
         self._seen: dict[str, str] = {}
         self._finished: list[dict[str, Any]] = []
-        self.done = self.stopped = self._failed = 0
+        self._done: set[str] = set()
+        self.stopped = self._failed = 0
         self._states = self._ledger.fold()
         self._tell_accepted = accepted
         self._conductor = conductor
@@ -203,6 +204,11 @@ class _Controller:
         self._nodes = Nodes(self._at_work)
         for entry in self._ledger.entries():
             self._nodes.note(entry)
+
+    @property
+    def done(self) -> int:
+        """Members that have finished, as far as their budgets go now."""
+        return len(self._done)
 
     def _note(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
         """Into the ledger, then into what we know."""
@@ -280,7 +286,7 @@ class _Controller:
         for run in found:
             self._earlier[run] = (0, 0)
             # By a conductor's process that is gone: what stops for it has not failed.
-            if self._conductor is not None and (why := stop_asked(self._study.run_dir(self._specs[run]))) is not None:
+            if (why := stop_asked(self._study.run_dir(self._specs[run]))) is not None:
                 self._asked[run] = why
         return [todo[run] for run in self._specs if run in todo]
 
@@ -339,12 +345,11 @@ class _Controller:
             observer.added([spec for spec in specs if spec.run not in known])
         todo = []
         for spec in specs:
-            if self._is_done(spec):
-                self._finish(spec, note=self._states[spec.run].state != "finished")
-            else:
-                if self._states[spec.run].state == "finished":
-                    self.done -= 1
+            if not self._is_done(spec):
+                self._done.discard(spec.run)
                 todo.append(self._launch(spec))
+            elif spec.run not in self._done:
+                self._finish(spec, note=self._states[spec.run].state != "finished")
         return todo
 
     def _note_planned(self, specs: Sequence[RunSpec]) -> None:
@@ -477,7 +482,8 @@ class _Controller:
         self._note("stopped" if of_itself else "failed", [said])
         if kind == "stopped" and asked and self._conductor is not None:
             return [self._launch(spec)]  # saved; the conductor says whether it goes on one day
-        if self._again and outcome.earlier:  # it was over when this command was given, and the command wants it
+        # It was over, or asked to be, when this command was given, and the command wants it.
+        if self._again and (outcome.earlier or (kind == "stopped" and asked)):
             for observer in self._observers:
                 observer.retried(spec, run_dir, reason)
             return [self._launch(spec)]
@@ -485,7 +491,7 @@ class _Controller:
         return []
 
     def _finish(self, spec: RunSpec, note: bool, node: str | None = None) -> None:
-        self.done += 1
+        self._done.add(spec.run)
         if note:
             finished = {"run": spec.run, **({"node": node} if node else {})}
             self._nodes.note({**finished, "event": "finished", "time": self._ledger.now()})

@@ -151,6 +151,49 @@ class Runners:
         self._members.clear()
 
 
+class Cluster(Runners):
+    """As `Runners`, but with a queue, and its members outlive their controller: the next `Cluster` adopts them.
+
+    Args:
+        slots: members at work at a time; the others wait in the queue.
+        killed_after: polls after which the controller is killed.
+        before: the controller that is gone.
+    """
+
+    outlives = True
+
+    def __init__(self, slots: int = 3, killed_after: int | None = None, before: Cluster | None = None) -> None:
+        super().__init__(slots, killed_after=killed_after)
+        self._jobs = {} if before is None else before._members
+        self._unseen: set[str] = set()  # the queue has not been looked at yet
+
+    def next_batch(self, waiting: Sequence[Launch]) -> int:
+        return len(waiting)
+
+    def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
+        super().submit(submission, members)
+        return {launch.run: f"job-{launch.run}" for launch in members}
+
+    def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
+        self._members = {run: self._jobs[run] for run in self._jobs if run in {launch.run for launch in members}}
+        self._unseen = set(self._members)
+        return {run: f"job-{run}" for run in self._members}
+
+    def queued(self) -> frozenset[str]:
+        return frozenset({*list(self._members)[self.slots :], *self._unseen})
+
+    def poll(self, timeout_s: float) -> list[Outcome]:
+        self._unseen.clear()
+        return super().poll(timeout_s)
+
+    def _go_on(self, run: str) -> Outcome | None:
+        waits = run in self.queued() and stop_asked(self._members[run][0]) is None
+        return None if waits else super()._go_on(run)
+
+    def close(self) -> None:
+        """Nothing: jobs go on."""
+
+
 def uneven(seed: int) -> Callable[[], int]:
     """Members that go on by fits and starts."""
     source = random.Random(seed)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +20,15 @@ from sweeps.errors import UserError
 from sweeps.launch.ledger import MemberState
 from sweeps.launch.status import overview
 from sweeps.launch.study import Study
+from sweeps.run.interruption import stop_asked
+from sweeps.run.progress import last_metrics
 from sweeps.run.spec import RunSpec
 from sweeps.search.race import LiveRace
 from sweeps.search.record import RACE_FILE, RaceRecord
 from sweeps.search.settings import RaceSettings
 from sweeps.source import load
 from tests.sweeps.launch.test_study import Recorder
-from tests.sweeps.search.runners import STEPS, KilledError, Runners, member, planned, uneven
+from tests.sweeps.search.runners import STEPS, Cluster, KilledError, Runners, member, planned, uneven
 
 LIVE = RaceSettings(mode="live", budget=1.0, p_ahead=0.05, growth=1.2)
 
@@ -160,6 +164,37 @@ def test_slots_pace_and_killed_controllers_change_no_decision(slots: int, pace: 
         assert recipes(states, "finished") >= WINNERS
 
 
+def killed(directory: Path, executor: Runners, rules: RaceSettings = LIVE) -> None:
+    study = Study(directory, four())
+    with pytest.raises(KilledError):
+        study.run(executor, [], conductor=LiveRace(study, rules, planned, clock=itertools.count(step=60).__next__))
+
+
+def asked(directory: Path, executor: Runners) -> set[str]:
+    """Members that were asked to stop, and have not yet."""
+    return {run for run in executor.running() if stop_asked(directory / "runs" / run) is not None}
+
+
+@pytest.mark.parametrize("after", [8, 12, 18])
+def test_members_that_are_being_paused_when_their_controller_is_killed_are_paused(tmp_path: Path, after: int) -> None:
+    first = Cluster(slots=2, killed_after=after)
+    killed(tmp_path / "a", first)
+    assert asked(tmp_path / "a", first)
+    raced(tmp_path / "undisturbed", four())
+    states = raced(tmp_path / "a", four(), Cluster(slots=2, before=first))
+    assert looks(tmp_path / "a") == looks(tmp_path / "undisturbed")
+    assert recipes(states, "failed") == set()
+    assert recipes(states, "stopped") <= LOSERS and recipes(states, "finished") >= WINNERS
+
+
+def test_a_member_that_is_still_being_stopped_is_continued_by_a_launch_without_a_race(tmp_path: Path) -> None:
+    first = Cluster(slots=2, killed_after=8)
+    killed(tmp_path, first)
+    assert asked(tmp_path, first)
+    states = Study(tmp_path, four()).run(Cluster(slots=2, before=first), [])
+    assert recipes(states, "finished") == {spec.recipe for spec in four()}
+
+
 def test_where_there_are_few_places_none_runs_far_ahead_of_a_look(tmp_path: Path) -> None:
     executor, told = Runners(slots=1), Told()
     states = raced(tmp_path, four(), executor, told=told)
@@ -263,11 +298,47 @@ def test_freed_compute_goes_to_what_the_plan_names_and_only_once(tmp_path: Path)
     for each in finished:
         spec = RunSpec.read(tmp_path / "runs" / each.run)
         assert int(load([tmp_path / "runs" / each.run]).runs[0].of_kind("train")[-1].step) == spec.steps
-    again = Runners(slots=8)
-    assert {run: each.state for run, each in raced(tmp_path, four(), again, rules).items()} == {
+    again, told = Runners(slots=8), Told()
+    assert {run: each.state for run, each in raced(tmp_path, four(), again, rules, told).items()} == {
         run: each.state for run, each in states.items()
     }
     assert again.steps == 0
+    ended = Counter(heard[1] for heard in told.heard if heard[0] == "finished")
+    assert set(ended.values()) == {1} and len(ended) == len(finished)
+    assert told.ticks == [] or told.ticks[-1][1] == len(finished)
+
+
+def test_a_run_that_died_before_its_first_step_is_made_no_longer(tmp_path: Path) -> None:
+    specs = four()
+    states = raced(tmp_path, specs, Runners(slots=8, fails={specs[0].run: 1}), replace(LIVE, freed="plan"))
+    assert states[specs[0].run].state == "failed" and states[specs[1].run].state == "finished"
+    assert [RunSpec.read(tmp_path / "runs" / spec.run).steps for spec in specs[:2]] == [STEPS, 1.5 * STEPS]
+
+
+def freed_by_hand(directory: Path, members: Sequence[tuple[str, int]]) -> None:
+    """The record of a plan that takes these runs to so many steps, one after the other."""
+    steps = [{"recipe": "", "action": "longer", "members": [[run, f"budget.steps={to}"]]} for run, to in members]
+    with (directory / RACE_FILE).open("a") as file:
+        file.write(json.dumps({"kind": "freed", "compute": 1.0, "steps": steps}) + "\n")
+
+
+@pytest.mark.parametrize("budgets", [(60, 80), (80, 60)])
+def test_a_run_that_the_plan_names_twice_has_one_budget_the_larger(tmp_path: Path, budgets: tuple[int, int]) -> None:
+    specs = four()
+    raced(tmp_path, specs)
+    freed_by_hand(tmp_path, [(specs[0].run, to) for to in budgets])
+    raced(tmp_path, specs, rules=replace(LIVE, freed="plan"))
+    assert RunSpec.read(tmp_path / "runs" / specs[0].run).steps == 80
+    assert last_metrics(tmp_path / "runs" / specs[0].run)["step"] == 80
+
+
+def test_freed_compute_of_a_launch_with_more_members_is_no_matter_of_this_one(tmp_path: Path) -> None:
+    specs = four()
+    raced(tmp_path, specs)
+    freed_by_hand(tmp_path, [(specs[0].run, 60), (specs[4].run, 60)])
+    raced(tmp_path, specs[:4], rules=replace(LIVE, freed="plan"))
+    assert RunSpec.read(tmp_path / "runs" / specs[0].run).steps == 60
+    assert RunSpec.read(tmp_path / "runs" / specs[4].run).steps == STEPS
 
 
 @settings(max_examples=5, phases=NO_SHRINK, deadline=None, derandomize=True)

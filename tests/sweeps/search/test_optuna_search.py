@@ -132,6 +132,16 @@ def test_sixty_trials_through_many_deaths_none_lost_and_none_run_twice(tmp_path:
     assert again.started == [] and len(trials(tmp_path)) == 60
 
 
+def test_an_interrupted_search_counts_what_is_not_done(tmp_path: Path) -> None:
+    told = Told()
+    with pytest.raises(KilledError):
+        search(tmp_path, SearchSettings(20, 2, budget=1.0), Runners(killed_after=90), told=told)
+    states = Ledger(tmp_path).fold().values()
+    open_now = sum(each.state != "finished" for each in states)
+    assert len(states) > 4 > open_now > 0
+    assert told.closed == [open_now]
+
+
 def test_a_larger_number_goes_on_with_the_same_study(tmp_path: Path) -> None:
     search(tmp_path, SearchSettings(5, 2, budget=1.0))
     before = [each.params for each in trials(tmp_path)]
