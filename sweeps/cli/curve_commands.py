@@ -237,10 +237,16 @@ def race_command(options: argparse.Namespace) -> int:
     from sweeps.fit.fit import shown
     from sweeps.parallel import cores
 
-    at_work = {str(view.header.get("recipe")) for view in study.runs if view.status == "running"}
+    statuses: dict[str, set[str]] = {}
+    for view in study.runs:
+        statuses.setdefault(str(view.header.get("recipe")), set()).add(view.status)
     # With --size and --group a label goes on behind the recipe's.
-    ended = [curve.recipe for curve in study.curves if not {curve.recipe, curve.recipe.split(" ")[0]} & at_work]
-    race = run_race(study.curves, rules, _fit_options(options), ended, cores())
+    of = {
+        each.recipe: statuses.get(each.recipe, statuses.get(each.recipe.split(" ")[0], set())) for each in study.curves
+    }
+    failed = [recipe for recipe, found in of.items() if found == {"failed"}]
+    ended = [recipe for recipe, found in of.items() if "running" not in found]
+    race = run_race(study.curves, rules, _fit_options(options), ended, cores(), failed)
     warn(study.warnings)
     if options.json:
         print_json(race.to_json())

@@ -131,10 +131,11 @@ def run_race(
     options: FitOptions | None = None,
     ended: Collection[str] = (),
     workers: int = 1,
+    failed: Collection[str] = (),
 ) -> Race:
     """The race over what has been evaluated, from its first look.
 
-    A look is taken once every recipe in the race has been evaluated up to its compute, or has ended.
+    A look is taken once every recipe in the race has been evaluated up to its compute, or has ended, or has failed.
 
     Args:
         curves: one a recipe.
@@ -142,6 +143,7 @@ def run_race(
         options: as for a fit; a window that ends (`max_compute`) ends the race there.
         ended: recipes that will not be run on.
         workers: processes to share the fits of a look.
+        failed: recipes of which every run has: no look stops them for what they have not come to.
 
     Raises:
         UserError: fewer than two recipes.
@@ -149,8 +151,9 @@ def run_race(
     if len(curves) < 2:
         raise UserError(f"a race takes two recipes or more, and here is {len(curves)}")
     reached = {curve.recipe: math.inf if curve.recipe in ended else _reached(curve) for curve in curves}
+    reached |= {curve.recipe: float(curve.compute.max()) for curve in curves if curve.recipe in failed}
     looks: list[Look] = []
-    while isinstance(found := next_look(curves, rules, reached, looks, options, workers), Look):
+    while isinstance(found := next_look(curves, rules, reached, looks, options, workers, failed), Look):
         looks.append(found)
     return _told(curves, rules, looks, found)
 
@@ -162,6 +165,7 @@ def next_look(
     looks: Sequence[Look],
     options: FitOptions | None = None,
     workers: int = 1,
+    failed: Collection[str] = (),
 ) -> Look | tuple[str, ...]:
     """The look that follows those taken, or the recipes whose evaluations it waits for; nobody if the race is over.
 
@@ -173,13 +177,16 @@ def next_look(
         looks: so far.
         options: as for a fit; a window that ends (`max_compute`) ends the race there.
         workers: processes to share the fits.
+        failed: recipes of which every run has. Beyond what they reached they are neither waited for nor judged: they
+            may be launched again.
     """
     options = options or FitOptions()
     stopped = {name for look in looks for name in look.stopped}
-    racing = [name for name in reached if name not in stopped]
-    known = [curve for curve in curves if curve.recipe in racing]
     last = looks[-1].compute if looks else 0.0
     for level in rules.levels():
+        short = {name for name in failed if reached.get(name, 0.0) < level * _ABOUT}
+        racing = [name for name in reached if name not in stopped and name not in short]
+        known = [curve for curve in curves if curve.recipe in racing]
         if len(racing) < 2 or (options.max_compute is not None and level > options.max_compute):
             return ()
         if level <= last:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from sweeps.curve import Curve
@@ -10,6 +11,20 @@ from sweeps.launch.ledger import MemberState
 from sweeps.run.journal import JOURNAL_FILE, JournalError, JournalView, Record
 from sweeps.run.tail import JournalTail
 from sweeps.source import load
+
+
+def how_far(runs: Iterable[tuple[str, str, float]]) -> tuple[dict[str, float], set[str]]:
+    """How far recipes have come, as `sweeps.decide.race.next_look` wants it, and those of which every run has failed.
+
+    Args:
+        runs: of each the recipe, its state (`finished`, `failed` or another) and the compute of its last evaluation.
+    """
+    of: dict[str, list[tuple[str, float]]] = {}
+    for recipe, state, compute in runs:
+        of.setdefault(recipe, []).append((state, math.inf if state == "finished" else compute))
+    going = {recipe: [far for state, far in mine if state != "failed"] for recipe, mine in of.items()}
+    failed = {recipe for recipe, mine in going.items() if not mine}
+    return {recipe: min(going[recipe] or [max(far for _, far in mine)]) for recipe, mine in of.items()}, failed
 
 
 class Journals:

@@ -6,7 +6,6 @@ so all decide alike. None can make another wait: a look is taken when all have c
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from sweeps.decide.race import Look, next_look
@@ -14,7 +13,7 @@ from sweeps.decide.rules import Rules
 from sweeps.errors import UserError
 from sweeps.run.files import append_lines, parse_lines
 from sweeps.run.journal import find_runs
-from sweeps.search.journals import Journals
+from sweeps.search.journals import Journals, how_far
 from sweeps.search.record import RACE_FILE
 
 
@@ -57,13 +56,15 @@ class Onlooker:
         if not curves:
             return None
         axis = curves[0].axis
-        reached: dict[str, float] = {}
-        for name, view in views.items():
-            recipe = str(view.header.get("recipe", names[name].name))
-            last = [record.metrics.get(axis, 0.0) for record in self._journals.evaluations(name)][-1:]
-            far = math.inf if view.status in ("finished", "failed") else (last or [0.0])[0]
-            reached[recipe] = min(reached.get(recipe, math.inf), far)
-        while isinstance(found := next_look(curves, self._rules, reached, self._looks), Look):
+        reached, failed = how_far(
+            (
+                str(view.header.get("recipe", names[name].name)),
+                view.status,
+                ([0.0] + [record.metrics.get(axis, 0.0) for record in self._journals.evaluations(name)])[-1],
+            )
+            for name, view in views.items()
+        )
+        while isinstance(found := next_look(curves, self._rules, reached, self._looks, failed=failed), Look):
             append_lines(self._path, [{"rules": self._rules.to_json(), "look": found.to_json()}], durable=True)
             self._looks.append(found)
         self.waits_for = found

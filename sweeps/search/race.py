@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,7 @@ from sweeps.launch.ledger import MemberState
 from sweeps.launch.study import RUNS_DIR, Study
 from sweeps.run.files import append_lines
 from sweeps.run.spec import RunSpec
-from sweeps.search.journals import Journals
+from sweeps.search.journals import Journals, how_far
 from sweeps.search.record import RACE_FILE, RaceRecord
 from sweeps.search.settings import RaceSettings
 
@@ -199,12 +198,9 @@ class LiveRace:
         rules = self._record.rules
         if rules is None:
             return said
-        by_recipe = defaultdict(list)
-        for run, state in states.items():
-            if run not in self._extra:
-                by_recipe[state.recipe].append(math.inf if run in ended else self._reached.get(run, 0.0))
-        reached = {recipe: min(values) for recipe, values in by_recipe.items()}
-        while isinstance(found := next_look(curves, rules, reached, self._record.looks), Look):
+        own = [(state, run) for run, state in states.items() if run not in self._extra]
+        reached, failed = how_far((state.recipe, state.state, self._reached.get(run, 0.0)) for state, run in own)
+        while isinstance(found := next_look(curves, rules, reached, self._record.looks, failed=failed), Look):
             self._write({"kind": "look", "mode": self._settings.mode, "look": found.to_json()})
             self._record = replace(self._record, looks=(*self._record.looks, found))
             if not self._live:

@@ -122,3 +122,18 @@ def test_onlookers_decide_alike_whenever_they_look(tmp_path: Path) -> None:
     assert Onlooker(tmp_path, bad, rules).look() == late.look(), "who comes back remembers"
     with pytest.raises(UserError, match="looked by other rules"):
         Onlooker(tmp_path, bad, Rules(1.0, 0.2))
+
+
+def test_an_onlooker_neither_waits_for_a_run_that_died_nor_judges_it(tmp_path: Path) -> None:
+    good = begun(tmp_path, 0.7, STEPS)
+    begun(tmp_path, 0.65, STEPS)
+    died = Journal(begun(tmp_path, 0.66, 12))
+    died.end(12, "failed", "ValueError: no good")
+    died.close()
+    onlooker = Onlooker(tmp_path, good, Rules(1.0, 0.05, growth=1.2))
+    onlooker.look()
+    seen = [json.loads(line)["look"] for line in (good / "race.jsonl").read_text().splitlines()]
+    assert [any(each["recipe"] == "scalerl+a=0.66" for each in look["chances"]) for look in seen] == [
+        look["compute"] <= 12 / STEPS for look in seen
+    ]
+    assert len(seen) > 4

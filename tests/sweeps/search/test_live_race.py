@@ -219,6 +219,29 @@ def test_a_failed_member_goes_on_when_it_is_launched_again(tmp_path: Path) -> No
     assert states[specs[0].run].state == "finished"
 
 
+def test_a_recipe_whose_runs_died_is_not_judged_by_what_it_never_came_to(tmp_path: Path) -> None:
+    name, specs = "scalerl+a=0.7,c_mid=0.26", four()
+    dead = {spec.run: 12 for spec in specs if spec.recipe == name}  # of 40 steps, at compute 0.3
+    states = raced(tmp_path, specs, Runners(slots=3, fails=dead))
+    assert recipes(states, "failed") == {name} and recipes(states, "stopped") == LOSERS
+    seen = {look["compute"]: {each["recipe"] for each in look["chances"]} for look in looks(tmp_path)}
+    assert all((name in recipes) == (compute <= 0.3) for compute, recipes in seen.items())
+    # As the command has it; and launched again it goes on.
+    curves, rules = load([tmp_path]).curves, LIVE.rules(1.0)
+    after = run_race(curves, rules, ended=[curve.recipe for curve in curves], failed=[name])
+    assert looks(tmp_path) == json.loads(json.dumps([look.to_json() for look in after.looks]))
+    before = looks(tmp_path)
+    assert recipes(raced(tmp_path, specs), "finished") == WINNERS
+    assert looks(tmp_path)[: len(before)] == before
+
+
+def test_where_all_but_one_recipe_died_the_one_is_not_stopped_and_neither_are_they(tmp_path: Path) -> None:
+    specs = four()
+    states = raced(tmp_path, specs, Runners(fails={spec.run: 4 for spec in specs[2:]}))
+    assert recipes(states, "finished") == {"scalerl+a=0.7"} and recipes(states, "stopped") == set()
+    assert RaceRecord.read(tmp_path).looks == ()
+
+
 def test_a_member_stopped_by_hand_is_left_alone_and_not_waited_for(tmp_path: Path) -> None:
     specs = four()
     executor = Runners(slots=8)
