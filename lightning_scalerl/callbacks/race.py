@@ -24,10 +24,11 @@ class Race(Recorder):
     """Ends the fit when the recipe's chance of ending ahead of the favourite of its study is too small (docs/race.md).
 
     For a script of one's own, beside `Evaluate` and `RunLog`: after each evaluation the journals of all runs in the
-    study's folder are looked at, and the joint forecast of their rewards at the budget. Every run of the study decides
-    by the same evaluations, so all of them decide alike. A stopped run ends as by Lightning's `EarlyStopping`
-    (`trainer.should_stop`), is saved, and can be continued with `fit(ckpt_path=...)` without this callback. Each look
-    is in `race.jsonl` in the run's directory.
+    study's folder are looked at, and the joint forecast of their rewards at the budget. Runs whose folders are there
+    before the first look decide by the same evaluations, and so alike; one that begins later looks at rivals that the
+    others did not see. A stopped run ends as by Lightning's `EarlyStopping` (`trainer.should_stop`), is saved, and can
+    be continued with `fit(ckpt_path=...)` without this callback. Each look is in `race.jsonl` in the run's directory.
+    Where the journals cannot be compared a warning says why, and no look is taken.
 
     Args:
         study: folder that holds the directories of all runs that race, this one's among them.
@@ -65,6 +66,7 @@ class Race(Recorder):
         self.study, self.dry_run, self._metric, self._axis = Path(study), dry_run, metric, axis
         self._onlooker: Onlooker | None = None
         self._due = self._said = False
+        self._trouble: str | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Find the run's own directory."""
@@ -88,6 +90,9 @@ class Race(Recorder):
         assert self._onlooker is not None
         why = self._onlooker.look() if self._due else None
         self._due = False
+        if self._onlooker.trouble not in (None, self._trouble):
+            log.warning("race: no look: %s", self._onlooker.trouble)
+        self._trouble = self._onlooker.trouble
         why = run_of(pl_module).ranks.agree(why)
         if why is None:
             return

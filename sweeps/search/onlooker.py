@@ -1,7 +1,8 @@
 """A run that watches the others of its study, and knows by itself when it is not to go on.
 
-For runs that are started one by one, with nobody who conducts them: each takes the same looks at the same evaluations,
-so all decide alike. None can make another wait: a look is taken when all have come to it.
+For runs that are started one by one, with nobody who conducts them. Those whose folders are there before the first
+look take the same looks at the same evaluations, and so decide alike; one that begins later has more rivals than the
+others saw. None can make another wait: a look is taken when all that are there have come to it.
 """
 
 from __future__ import annotations
@@ -45,14 +46,22 @@ class Onlooker:
                 raise UserError(f"{self._path}: looked by other rules; go on with {line.get('rules')}, or remove it")
             self._looks.append(Look.of_json(line["look"]))
         self.waits_for: tuple[str, ...] = ()
+        self.trouble: str | None = None
 
     def look(self) -> str | None:
-        """Take the looks that can be taken now; why this run's recipe is stopped, or None."""
+        """Take the looks that can be taken now; why this run's recipe is stopped, or None.
+
+        Where evaluations cannot be compared no look is taken, and `trouble` says why: a rival's journal ends no fit.
+        """
         run_dirs = find_runs(self._study)
         names = {str(run_dir.resolve().relative_to(self._study)): run_dir for run_dir in run_dirs}
         self._journals.update(list(names))
         views = {name: view for name in names if (view := self._journals.view(name)) is not None}
-        curves = self._journals.curves(list(views), self._metric, self._axis)
+        try:
+            curves, self.trouble = self._journals.curves(list(views), self._metric, self._axis), None
+        except UserError as error:
+            self.trouble = str(error)
+            return None
         if not curves:
             return None
         axis = curves[0].axis

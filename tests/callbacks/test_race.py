@@ -81,6 +81,21 @@ def test_who_leads_is_not_stopped(tiny_model_path: str, study: tuple[Path, float
     assert read_journal(tmp_path / "mine").records[-1].step == 12
 
 
+def test_a_rival_that_cannot_be_compared_ends_no_fit(
+    tiny_model_path: str, study: tuple[Path, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, budget = study
+    rival(tmp_path, folder / "whole", "rival", 0.9)
+    other = Journal(tmp_path / "other")
+    other.header(**{**read_journal(folder / "whole").header, "run": "other", "recipe": "other", "curve": "other"})
+    other.record("eval", 0, {"eval/elsewhere/pass_rate": 0.5})
+    other.close()
+    with caplog.at_level(logging.WARNING):
+        fit(tiny_model_path, tmp_path / "mine", 12, [Race(tmp_path, budget)])
+    assert read_journal(tmp_path / "mine").records[-1].step == 12
+    assert caplog.text.count("race: no look: ") == 1 and not (tmp_path / "mine" / "race.jsonl").exists()
+
+
 def test_what_it_needs_is_said(tiny_model_path: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="Race: needs a RunLog beside it"):
         fit(tiny_model_path, callbacks=[Race(tmp_path, 1.0), Evaluate(2, 1)])
