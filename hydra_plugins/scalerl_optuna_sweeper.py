@@ -25,15 +25,27 @@ class ScaleRLOptunaSweeper(ScaleRLSweeper):
     Args:
         params: the space, beside what the command line sweeps.
         sampler: of Optuna, by its `_target_`; it is given the argument `seed`.
+        rows: of an experiment that is a grid; refused.
         settings: as of `sweeps.search.settings.SearchSettings`.
     """
 
-    def __init__(self, sampler: Mapping[str, Any], params: Mapping[str, str] | None = None, **settings: Any) -> None:
-        super().__init__(None, params)
+    def __init__(
+        self, sampler: Mapping[str, Any], params: Mapping[str, str] | None = None, rows: Any = None, **settings: Any
+    ) -> None:
+        super().__init__(None, params, rows)
         self.sampler, self.settings = sampler, settings
 
     def sweep(self, arguments: list[str]) -> None:
-        """Search."""
+        """Search.
+
+        Raises:
+            UserError: a launcher that is not ours, rows, nothing to search, or settings that are out of range.
+        """
+        if self.rows:
+            raise UserError(
+                "hydra.sweeper.rows: they list members one by one, and a search takes a space; leave the experiment "
+                "that has them away, or give hydra.sweeper.rows=null and what is to be searched"
+            )
         if not isinstance(self.launcher, StudyLauncher):
             raise UserError("hydra/sweeper=scalerl_optuna: needs a launcher of ours: cluster=local, slurm or debug")
         self.launcher.accepted = self._keep_configuration

@@ -25,7 +25,7 @@ from sweeps.executor.base import load_entry
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.settings import JobSettings, asks_for_gpus
 from sweeps.launch.conductor import Conductor
-from sweeps.launch.ledger import Ledger
+from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.planning import Planner, plan_apart
 from sweeps.launch.settings import LaunchSettings, report_failures, run_study
 from sweeps.launch.study import Study
@@ -119,7 +119,10 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         specs = self.planned(lists)
         config = specs[0].config
         study = Study(Path(config["output_dir"]), specs)
-        self._run(study, self.plan(config))
+        states = self._run(study, self.plan(config), finished=show_results)
+        report_failures(study, states)
+        if any(state.state not in ("finished", "failed", "stopped") for state in states.values()):
+            print(_on_its_own(study), file=sys.stderr)
         return [_job_return(spec, overrides) for spec, overrides in zip(specs, job_overrides, strict=True)]
 
     def search(
@@ -139,6 +142,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
 
         Raises:
             UserError: as `launch`; or a setting is out of range.
+            MemberFailedError: after all others have ended, if trials failed and none finished.
         """
         lists = [[each for each in base if not each.startswith("cluster=")]]
         (spec,) = self.planned(lists)
@@ -147,18 +151,28 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             raise UserError("race.mode: a search races its trials by hydra.sweeper.prune=race; leave race.mode at none")
         if self._settings.get("detach"):
             raise UserError("hydra.launcher.detach: a search needs this process to go on; leave --detach away")
-        jobs = settings["n_jobs"] or (SEARCH_JOBS if plan.kind == "slurm" else plan.max_parallel)
-        checked = SearchSettings(**{**settings, "n_jobs": jobs})
+        jobs = SEARCH_JOBS if plan.kind == "slurm" else plan.max_parallel
+        checked = SearchSettings.of({**settings, **({"n_jobs": jobs} if settings.get("n_jobs") is None else {})})
         directory = Path(spec.config["output_dir"])
         study = Study.read(directory) if Ledger(directory).fold() else Study(directory, [])
         from sweeps.search.optuna_search import Search  # Optuna takes a second to import
 
         with self._asked_again_and_again() as planned:
             search = Search(study, space, checked, lists[0], planned, sampler)
-            self._run(study, plan, search)
+            states = self._run(study, plan, search)
+        if any(state.state == "finished" for state in states.values()):
+            show_results(study.directory, plan.tracking)  # trials that failed are part of a search
+        else:
+            report_failures(study, states, "more trials, by a larger hydra.sweeper.n_trials, propose others")
         print(search.sentence(), file=sys.stderr)
 
-    def _run(self, study: Study, plan: LaunchSettings, conductor: Conductor | None = None) -> None:
+    def _run(
+        self,
+        study: Study,
+        plan: LaunchSettings,
+        conductor: Conductor | None = None,
+        finished: Callable[[Path, str | None], None] = lambda directory, tracking: None,
+    ) -> dict[str, MemberState]:
         detach = bool(self._settings.get("detach"))
         kept = False
 
@@ -172,17 +186,12 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
 
         try:
             conductor = conductor or conductor_of(study, plan)
-            states = run_study(
-                study, plan, detach=detach, accepted=accepted, finished=show_results, conductor=conductor
-            )
+            return run_study(study, plan, detach=detach, accepted=accepted, finished=finished, conductor=conductor)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             if plan.kind == "slurm":
                 print(_on_its_own(study) if kept else _not_begun(), file=sys.stderr)
             raise
-        report_failures(study, states)
-        if detach and any(state.state not in ("finished", "failed", "stopped") for state in states.values()):
-            print(_on_its_own(study), file=sys.stderr)
 
 
 class SlurmStudyLauncher(StudyLauncher):

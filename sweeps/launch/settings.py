@@ -166,7 +166,9 @@ def run_study(
     return states
 
 
-def report_failures(study: Study, states: Mapping[str, MemberState]) -> None:
+def report_failures(
+    study: Study, states: Mapping[str, MemberState], remedy: str = "the same command continues what is not done"
+) -> None:
     """Nothing if no member failed.
 
     Raises:
@@ -179,5 +181,5 @@ def report_failures(study: Study, states: Mapping[str, MemberState]) -> None:
     more = f"; and {len(failed) - 20} more" if len(failed) > 20 else ""
     raise MemberFailedError(
         f"{len(failed)} of {len(states)} members failed ({redact(reasons)}{more}); their logs are in "
-        f"{study.directory}/runs/; the same command continues what is not done"
+        f"{study.directory}/runs/; {remedy}"
     )

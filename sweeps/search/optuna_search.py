@@ -26,6 +26,7 @@ from sweeps.fit.predict import within
 from sweeps.launch.conductor import Wish
 from sweeps.launch.ledger import MemberState
 from sweeps.launch.study import RUNS_DIR, Study
+from sweeps.redact import redact_override
 from sweeps.run.files import append_lines
 from sweeps.run.spec import RunSpec
 from sweeps.search.journals import Journals
@@ -82,22 +83,44 @@ class Search:
             self._check_same(found)
             # A sampler's own state is not kept: another process draws on, and does not draw the same again.
             found.sampler = self._sampler(self._settings.seed + len(found.trials))
+            found.stop = self._no_more  # type: ignore[method-assign]
             self._trials = found
         return self._trials
 
     def _check_same(self, found: optuna.Study) -> None:
-        """What an earlier launch made large it still makes large: values of two objectives are not compared."""
-        mine = {"objective": self._settings.objective, "budget": self._settings.budget}
-        begun = found.user_attrs.get("made_large")
+        """Values of another objective are not compared with these, nor trials of another space or of other settings."""
+        (base,) = self._planned([self._base])
+        budget = self._settings.budget
+        asked = {"hydra.sweeper.objective": self._settings.objective, "hydra.sweeper.budget": str(budget)}
+        asked |= {} if budget is not None else {"budget.steps": str(base.steps)}
+        asked |= {f"the space of {axis.key}": str(axis) for axis in self._space}
+        shared = [redact_override(each) for each in self._base]
+        begun: Any = found.user_attrs.get("begun_with")
         if begun is None:
-            found.set_user_attr("made_large", mine)
+            found.set_user_attr("begun_with", {"asked": asked, "run": base.run, "shared": shared})
             return
-        for name, value in mine.items():
-            if begun.get(name) != value:
-                raise UserError(
-                    f"hydra.sweeper.{name}: {value}, and the search in {self._study.directory} was begun with "
-                    f"{begun.get(name)}; go on with that, or give this one a folder of its own (study=NAME)"
-                )
+        for name in [*asked, *begun["asked"]]:
+            now, then = asked.get(name, "none"), begun["asked"].get(name, "none")
+            if now != then:
+                self._refuse(f"{name}: {now}", then)
+        if base.run != begun["run"]:
+            # What is no part of a run may differ: where it runs, where it is tracked.
+            here = [each for each in shared if each not in begun["shared"]]
+            there = [each for each in begun["shared"] if each not in shared]
+            self._refuse(f"what all trials share: {' '.join(here) or 'none'}", " ".join(there) or "none")
+
+    def _refuse(self, now: str, then: str) -> None:
+        raise UserError(
+            f"{now}, and the search in {self._study.directory} was begun with {then}; go on with that, or give this "
+            "one a folder of its own (study=NAME)"
+        )
+
+    def _exhausted(self) -> bool:
+        return bool(self._optuna().user_attrs.get("exhausted"))
+
+    def _no_more(self) -> None:
+        """In place of `optuna.Study.stop`: a sampler has proposed all that it can."""
+        self._optuna().set_user_attr("exhausted", True)
 
     def _open(self) -> list[FrozenTrial]:
         """Trials that nobody was told the value of."""
@@ -135,7 +158,7 @@ class Search:
         lost = [each for each in open_trials if each.user_attrs.get("run") not in states]
         asked = len(self._optuna().get_trials(deepcopy=False))
         places = self._settings.n_jobs - (len(open_trials) - len(lost))
-        new = min(max(0, places - len(lost)), self._settings.n_trials - asked)
+        new = 0 if self._exhausted() else min(max(0, places - len(lost)), self._settings.n_trials - asked)
         # Found again after a kill, or asked for now: a trial has its number before it has its parameters.
         trials = [Trial(self._optuna(), each._trial_id) for each in lost]
         trials += [self._optuna().ask() for _ in range(new)]
@@ -196,6 +219,7 @@ class Search:
         said = f"{count[TrialState.COMPLETE]} of {self._settings.n_trials} trials finished"
         for state, what in ((TrialState.PRUNED, "pruned"), (TrialState.FAIL, "failed")):
             said += f", {count[state]} {what}" if count[state] else ""
+        said += ", and the sampler has no more to propose" if self._exhausted() else ""
         if not done:
             return said
         best = max(done, key=lambda each: (each.value or 0.0, -each.number))

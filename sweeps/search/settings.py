@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,7 +12,6 @@ from sweeps.errors import UserError
 
 MODES = ("none", "dry_run", "live")
 FREED = ("nothing", "plan")
-
 
 OBJECTIVES = ("reward", "asymptote")
 PRUNERS = ("none", "race")
@@ -35,6 +35,15 @@ class Axis:
             raise UserError(f"{self.key}: interval({self.low:g},{self.high:g}) holds nothing; give two ends, low first")
         if self.log and not self.low > 0:
             raise UserError(f"{self.key}: tag(log, interval({self.low:g},...)): a logarithm needs ends above 0")
+
+    def __str__(self) -> str:
+        """As on the command line."""
+        if self.choices:
+            return f"{self.key}={','.join(self.choices)}"
+        interval = f"interval({self.low!r},{self.high!r})"
+        whole = isinstance(self.low, int) and isinstance(self.high, int)
+        interval = f"int({interval})" if whole else interval
+        return f"{self.key}={f'tag(log,{interval})' if self.log else interval}"
 
 
 @dataclass(frozen=True)
@@ -65,26 +74,30 @@ class SearchSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, valid in (("objective", OBJECTIVES), ("prune", PRUNERS)):
-            if getattr(self, name) not in valid:
-                raise UserError(f"hydra.sweeper.{name}: {getattr(self, name)!r} is none of {', '.join(valid)}")
+        where = "hydra.sweeper"
+        _check_choices(self, where, objective=OBJECTIVES, prune=PRUNERS)
         for name, least in (("n_trials", 1), ("n_jobs", 1), ("seed", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UserError(f"hydra.sweeper.{name}: {value!r} must be a whole number, {least} or more")
+                raise UserError(f"{where}.{name}: {value!r} must be a whole number, {least} or more")
+        _check_numbers(self, where, "budget", "p_ahead", "first")
         if self.prune == "race" and self.budget is None:
             raise UserError("hydra.sweeper.prune: race needs hydra.sweeper.budget, the compute of one run")
-        if self.budget is not None:
-            try:
-                self.rules()
-            except (UserError, TypeError) as error:
-                said = str(error).replace("--p-ahead", "hydra.sweeper.p_ahead").replace("--", "hydra.sweeper.", 1)
-                raise UserError(said) from error
+        with _named(where):
+            self.rules()
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> SearchSettings:
+        """From a configuration.
+
+        Raises:
+            UserError: an unknown key, or a value out of range.
+        """
+        return cls(**_known(cls, "hydra.sweeper", given))
 
     def rules(self) -> Rules:
-        """Those of its race."""
-        assert self.budget is not None
-        return Rules(float(self.budget), float(self.p_ahead), first=float(self.first))
+        """Those of its race; without a budget, of one to a compute of 1."""
+        return Rules(1.0 if self.budget is None else float(self.budget), float(self.p_ahead), first=float(self.first))
 
 
 @dataclass(frozen=True)
@@ -113,21 +126,14 @@ class RaceSettings:
     freed: str = "nothing"
 
     def __post_init__(self) -> None:
-        for name, valid in (("mode", MODES), ("freed", FREED)):
-            if getattr(self, name) not in valid:
-                raise UserError(f"race.{name}: {getattr(self, name)!r} is none of {', '.join(valid)}")
-        for name in ("p_ahead", "first", "growth", "ahead", *(["budget"] if self.budget is not None else [])):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise UserError(f"race.{name}: {value!r} is no number")
+        _check_choices(self, "race", mode=MODES, freed=FREED)
+        _check_numbers(self, "race", "budget", "p_ahead", "first", "growth", "ahead")
         if isinstance(self.looks, bool) or not isinstance(self.looks, int):
             raise UserError(f"race.looks: {self.looks!r} is no whole number")
         if not 1 < self.ahead < float("inf"):
             raise UserError(f"race.ahead: {self.ahead!r} must be a factor above 1")
-        try:
+        with _named("race"):
             self.rules(self.budget if self.budget is not None else 1.0)
-        except UserError as error:
-            raise UserError(str(error).replace("--p-ahead", "race.p_ahead").replace("--", "race.", 1)) from error
 
     @classmethod
     def of(cls, given: Any) -> RaceSettings:
@@ -140,11 +146,39 @@ class RaceSettings:
             return cls()
         if not isinstance(given, Mapping):
             raise UserError(f"race: {given!r} must be settings, such as race.mode=live")
-        known = [each.name for each in fields(cls)]
-        if unknown := [str(key) for key in given if key not in known]:
-            raise UserError(f"race.{unknown[0]}: no such setting; valid: {', '.join(known)}")
-        return cls(**given)
+        return cls(**_known(cls, "race", given))
 
     def rules(self, budget: float) -> Rules:
         """The rules of a race to a budget."""
         return Rules(float(budget), float(self.p_ahead), self.looks, float(self.first), float(self.growth))
+
+
+def _check_choices(settings: Any, where: str, **valid: Sequence[str]) -> None:
+    for name, choices in valid.items():
+        if getattr(settings, name) not in choices:
+            raise UserError(f"{where}.{name}: {getattr(settings, name)!r} is none of {', '.join(choices)}")
+
+
+def _check_numbers(settings: Any, where: str, *names: str) -> None:
+    """None is one where it is the default."""
+    for name in names:
+        value = getattr(settings, name)
+        absent = value is None and getattr(type(settings), name) is None
+        if not absent and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise UserError(f"{where}.{name}: {value!r} is no number")
+
+
+def _known(settings: Any, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    known = [each.name for each in fields(settings)]
+    if unknown := [str(key) for key in given if key not in known]:
+        raise UserError(f"{where}.{unknown[0]}: no such setting; valid: {', '.join(known)}")
+    return dict(given)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """What is wrong with the rules, by the names that their settings have here and not on the command line."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("--p-ahead", "--p_ahead").replace("--", f"{where}.", 1)) from error

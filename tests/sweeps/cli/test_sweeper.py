@@ -154,3 +154,11 @@ def test_the_command_line_wins_over_the_spaces_own_parameters() -> None:
 def test_nothing_to_search_is_said() -> None:
     with pytest.raises(UserError, match="nothing to search; give values"):
         searched("loss=dapo")
+
+
+def test_an_experiment_that_lists_members_is_no_space() -> None:
+    with pytest.raises(
+        UserError, match=r"hydra.sweeper.rows: they list members one by one, .* hydra.sweeper.rows=null"
+    ):
+        searched("loss=dapo,gspo", rows=[["loss=ppo"]])
+    assert searched("loss=dapo,gspo", rows=None)[1] == [Axis("loss", ("dapo", "gspo"))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ def search(
     crash: Crash | None = None,
     space: Sequence[Axis] = SPACE,
     told: Told | None = None,
+    base: Sequence[str] = (),
+    sampler: Callable[[int], optuna.samplers.BaseSampler] | None = None,
 ) -> dict[str, MemberState]:
     study = Study.read(directory) if Ledger(directory).fold() else Study(directory, [])
 
@@ -58,12 +60,11 @@ def search(
             crash()
         return found
 
-    def sampler(seed: int) -> optuna.samplers.BaseSampler:
+    def tpe(seed: int) -> optuna.samplers.BaseSampler:
         return optuna.samplers.TPESampler(seed=seed, n_startup_trials=6, constant_liar=True)
 
-    return study.run(
-        executor or Runners(), [told or Told()], conductor=Search(study, space, settings, [], careful, sampler)
-    )
+    conductor = Search(study, space, settings, base, careful, sampler or tpe)
+    return study.run(executor or Runners(), [told or Told()], conductor=conductor)
 
 
 def trials(directory: Path) -> list[FrozenTrial]:
@@ -153,6 +154,51 @@ def test_a_larger_number_goes_on_with_the_same_study(tmp_path: Path) -> None:
         search(tmp_path, SearchSettings(9, 2, budget=2.0))
 
 
+TWO = Axis("a", ("0.4", "0.6"))
+FOUR_TRIALS = SearchSettings(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("space", "base", "settings", "said"),
+    [
+        ([Axis("a", ("0.4", "0.5"))], [], FOUR_TRIALS, r"the space of a: a=0.4,0.5, and .* was begun with a=0.4,0.6"),
+        ([TWO, SPACE[1]], [], FOUR_TRIALS, r"c_mid: c_mid=tag\(log,interval\(0.1,0.6\)\), and .* begun with none"),
+        ([TWO], ["budget.steps=80"], FOUR_TRIALS, r"budget.steps: 80, .* with 40; go on with that"),
+        ([TWO], ["c_mid=0.3"], FOUR_TRIALS, r"what all trials share: c_mid=0.3, and .* begun with none"),
+        ([TWO], [], SearchSettings(4, 2, "asymptote"), r"objective: asymptote, .* with reward"),
+    ],
+)
+def test_what_cannot_be_compared_is_not_mixed(
+    tmp_path: Path, space: list[Axis], base: list[str], settings: SearchSettings, said: str
+) -> None:
+    search(tmp_path, SearchSettings(3, 2), space=[TWO])
+    with pytest.raises(UserError, match=said):
+        search(tmp_path, settings, space=space, base=base)
+    assert [each.state for each in trials(tmp_path)] == [TrialState.COMPLETE] * 3
+    search(tmp_path, FOUR_TRIALS, space=[TWO])
+    assert len(trials(tmp_path)) == 4
+
+
+SAMPLERS: dict[str, Callable[[int], optuna.samplers.BaseSampler]] = {
+    "grid": lambda seed: optuna.samplers.GridSampler({"a": ["0.4", "0.5", "0.6"]}, seed=seed),
+    "brute force": lambda seed: optuna.samplers.BruteForceSampler(seed=seed),
+}
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_sampler_that_has_proposed_all_ends_the_search_for_good(tmp_path: Path, sampler: str) -> None:
+    told, space = Told(), [Axis("a", ("0.4", "0.5", "0.6"))]
+    states = search(tmp_path, SearchSettings(12, 2), space=space, sampler=SAMPLERS[sampler], told=told)
+    assert len(states) == 3 and {each.state for each in states.values()} == {"finished"}
+    found = trials(tmp_path)
+    # What runs may be proposed once more while the last ones are at work.
+    assert len(found) <= 5 and {each.params["a"] for each in found} == set(space[0].choices)
+    assert any("the sampler has no more to propose" in line for line in told.said)
+    search(tmp_path, SearchSettings(20, 2), space=space, sampler=SAMPLERS[sampler])
+    assert len(trials(tmp_path)) == len(found)
+
+
 def test_the_same_proposal_twice_is_one_run(tmp_path: Path) -> None:
     executor = Runners()
     states = search(tmp_path, SearchSettings(12, 2, budget=1.0), executor, space=[Axis("a", ("0.4", "0.6"))])
@@ -238,11 +284,17 @@ def test_the_asymptote_is_made_large_where_it_may_be_named(tmp_path: Path) -> No
         ({"prune": "race"}, "hydra.sweeper.prune: race needs hydra.sweeper.budget"),
         ({"budget": -1.0}, "hydra.sweeper.budget -1: give a positive compute"),
         ({"budget": 1.0, "p_ahead": 0.9}, "hydra.sweeper.p_ahead 0.9: give a chance"),
+        ({"p_ahead": 0.9}, "hydra.sweeper.p_ahead 0.9: give a chance"),
+        ({"p_ahead": "x"}, "hydra.sweeper.p_ahead: 'x' is no number"),
+        ({"first": None}, "hydra.sweeper.first: None is no number"),
+        ({"budget": "abc"}, "hydra.sweeper.budget: 'abc' is no number"),
+        ({"budget": [1]}, r"hydra.sweeper.budget: \[1\] is no number"),
+        ({"n_trails": 3}, "hydra.sweeper.n_trails: no such setting; valid: n_trials, n_jobs"),
     ],
 )
 def test_bad_settings_are_named(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        SearchSettings(**given)
+        SearchSettings.of(given)
 
 
 def test_a_range_that_holds_nothing_is_named() -> None:

@@ -1,0 +1,56 @@
+"""A search as a command: what it says in the end, and how it ends, where trials fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.place import PATIENCE_S, Place
+
+
+def refuses(completion: str, answer: str) -> float:
+    """A verifier of which every run dies."""
+    raise ValueError("no good")
+
+
+GOOD, BAD = "tests.place:odd_digits", f"{__name__}:refuses"
+
+
+def search(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    place = Place(folder, light=True)
+    sweeper = ("hydra/sweeper=scalerl_optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2")
+    command = [sys.executable, *place.study("study", *sweeper, *more)]
+    environment = place.environment()
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+def test_a_trial_that_fails_is_part_of_a_search_that_ends_well(tmp_path: Path) -> None:
+    for _ in range(2):  # and so does the next launch, which has nothing left to do
+        done = search(tmp_path, f"task.verifier={GOOD},{BAD}")
+        assert done.returncode == 0, done.stderr
+        last = done.stderr.rstrip().splitlines()[-1]
+        assert "of 4 trials finished, " in last and " failed; the best is trial " in last
+
+
+def test_a_search_of_which_every_trial_fails_says_so(tmp_path: Path) -> None:
+    done = search(tmp_path, f"task.verifier={BAD}", "loss=dapo,gspo")
+    assert done.returncode == 1
+    assert "members failed" in done.stderr and "no good" in done.stderr
+    assert "a larger hydra.sweeper.n_trials" in done.stderr and "the same command continues" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["+hydra.sweeper.trials=3"], "hydra.sweeper.trials: no such setting; valid: n_trials"),
+        (["hydra.sweeper.n_jobs=0"], "hydra.sweeper.n_jobs: 0 must be a whole number, 1 or more"),
+        (["experiment=demo"], "hydra.sweeper.rows: they list members one by one"),
+    ],
+)
+def test_what_is_wrong_with_it_is_said_in_a_line(tmp_path: Path, more: list[str], said: str) -> None:
+    done = search(tmp_path, "loss=dapo,gspo", *more)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and said in done.stderr, done.stderr
+    assert not (tmp_path / "study").exists()
