@@ -35,6 +35,7 @@ def test_a_trial_that_fails_is_part_of_a_search_that_ends_well(tmp_path: Path) -
         assert "of 4 trials finished, " in last and " failed; the best is trial " in last
 
 
+@pytest.mark.slow
 def test_a_search_of_which_every_trial_fails_says_so(tmp_path: Path) -> None:
     done = search(tmp_path, f"task.verifier={BAD}", "loss=dapo,gspo")
     assert done.returncode == 1

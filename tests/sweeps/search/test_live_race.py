@@ -175,7 +175,7 @@ def asked(directory: Path, executor: Runners) -> set[str]:
     return {run for run in executor.running() if stop_asked(directory / "runs" / run) is not None}
 
 
-@pytest.mark.parametrize("after", [8, 12, 18])
+@pytest.mark.parametrize("after", [8, *(pytest.param(each, marks=pytest.mark.slow) for each in (12, 18))])
 def test_members_that_are_being_paused_when_their_controller_is_killed_are_paused(tmp_path: Path, after: int) -> None:
     first = Cluster(slots=2, killed_after=after)
     killed(tmp_path / "a", first)
@@ -364,6 +364,7 @@ def test_freed_compute_of_a_launch_with_more_members_is_no_matter_of_this_one(tm
     assert RunSpec.read(tmp_path / "runs" / specs[4].run).steps == STEPS
 
 
+@pytest.mark.slow
 @settings(max_examples=5, phases=NO_SHRINK, deadline=None, derandomize=True)
 @given(kills=st.lists(st.integers(5, 60), min_size=1, max_size=4), slots=st.integers(2, 9))
 def test_freed_compute_is_spent_once_whoever_is_killed(kills: list[int], slots: int) -> None:
