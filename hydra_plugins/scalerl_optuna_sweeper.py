@@ -7,12 +7,14 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from hydra_plugins.scalerl_sweeper import ScaleRLSweeper
 from sweeps.cli.launchers import StudyLauncher
 from sweeps.errors import UserError
+from sweeps.report.plain import one_line
 from sweeps.search.settings import Axis
 
 
@@ -56,7 +58,16 @@ class ScaleRLOptunaSweeper(ScaleRLSweeper):
         if not space:
             raise UserError("hydra/sweeper=scalerl_optuna: nothing to search; give values: loss=dapo,gspo")
         plain: Any = OmegaConf.to_container(OmegaConf.create(dict(self.settings)), resolve=True)
-        self.launcher.search(base, space, plain, lambda seed: instantiate(self.sampler, seed=seed))
+        self.launcher.search(base, space, plain, self._made)
+
+    def _made(self, seed: int) -> Any:
+        """The sampler."""
+        try:
+            if not self.sampler:
+                raise UserError("hydra.sweeper.sampler: none; give one of Optuna's, by its _target_ and arguments")
+            return instantiate(self.sampler, seed=seed)
+        except InstantiationException as error:
+            raise UserError(f"hydra.sweeper.sampler: {one_line(str(error))}") from error
 
 
 def _axis(override: Override) -> Axis:

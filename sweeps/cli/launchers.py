@@ -164,6 +164,8 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             show_results(study.directory, plan.tracking)  # trials that failed are part of a search
         else:
             report_failures(study, states, "more trials, by a larger hydra.sweeper.n_trials, propose others")
+            if refusals := search.refusals():
+                raise UserError(f"{search.sentence()}: {refusals[0]}")
         print(search.sentence(), file=sys.stderr)
 
     def _run(

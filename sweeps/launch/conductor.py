@@ -32,7 +32,12 @@ class Conductor(Protocol):
 
     What it decides it must decide again when it is asked by another process that goes on with the study: from what
     stands in the journals, or from what it has written down itself.
+
+    Attributes:
+        files: names of what it writes in the study's folder; a launch that is refused leaves them as they were.
     """
+
+    files: tuple[str, ...]
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> Wish:
         """What is to become of members.

@@ -23,6 +23,7 @@ class Before:
         self._ledger = ledger
         self._size = ledger.size()
         self._made: list[Path] = []
+        self._begun: list[Path] = []
         self._texts: dict[Path, bytes] = {}
 
     def making(self, folder: Path) -> None:
@@ -30,13 +31,20 @@ class Before:
         if not folder.exists():
             self._made.append(folder)
 
+    def writing(self, path: Path) -> None:
+        """A file is about to be written, or to be begun."""
+        if path.exists():
+            self._texts[path] = path.read_bytes()
+        else:
+            self._begun.append(path)
+
     def replaced(self, path: Path, text: bytes) -> None:
         """A file held this until just now."""
         self._texts[path] = text
 
     def forget(self) -> None:
         """The launch was accepted: what it has changed stays."""
-        self._made, self._texts = [], {}
+        self._made, self._begun, self._texts = [], [], {}
 
     def restore(self) -> None:
         """Put everything back: the ledger ends where it did, files hold what they held, folders go.
@@ -47,6 +55,9 @@ class Before:
         for path, text in self._texts.items():
             with suppress(OSError):  # why it was refused is to be told, whatever becomes of this
                 write_atomically(path, text.decode("utf-8"))
+        for path in self._begun:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
         for folder in reversed(self._made):
             with suppress(OSError):
                 (folder / SPEC_FILE).unlink(missing_ok=True)

@@ -191,7 +191,8 @@ class _Controller:
         self._seen: dict[str, str] = {}
         self._finished: list[dict[str, Any]] = []
         self._done: set[str] = set()
-        self.stopped = self._failed = 0
+        self._failed: set[str] = set()
+        self.stopped = 0
         self._states = self._ledger.fold()
         self._tell_accepted = accepted
         self._conductor = conductor
@@ -225,6 +226,8 @@ class _Controller:
     def run(self, detach: bool, again: bool) -> dict[str, MemberState]:
         """Until nothing is left to do, or to be submitted."""
         self._again = again
+        for name in self._conductor.files if self._conductor is not None else []:
+            self._before.writing(self._study.directory / name)
         waiting = self._conduct(self._take_stock(again))
         if not waiting:
             self._accept()
@@ -312,6 +315,10 @@ class _Controller:
                 self._note("stopped", [{"run": run, "kind": "stopped", "reason": wish.over[run]}])
             self._given_up(self._specs[run])
         wanted = [idle.pop(run) for run in wish.go_on if run in idle]
+        self._failed.difference_update(launch.run for launch in wanted)
+        for run in [run for run in idle if self._states[run].state == "failed" and run not in wish.later]:
+            del idle[run]  # nobody wants it again
+            self._given_up(self._specs[run])
         for run in idle:
             if run not in self._held and run in wish.later and self._states[run].state == "stopped":
                 for observer in self._observers:
@@ -344,10 +351,12 @@ class _Controller:
         for observer in self._observers:
             observer.added([spec for spec in specs if spec.run not in known])
         todo = []
+        running = self._executor.running()
         for spec in specs:
             if not self._is_done(spec):
                 self._done.discard(spec.run)
-                todo.append(self._launch(spec))
+                if spec.run not in running:  # else at work since an earlier controller, who had added it
+                    todo.append(self._launch(spec))
             elif spec.run not in self._done:
                 self._finish(spec, note=self._states[spec.run].state != "finished")
         return todo
@@ -373,7 +382,7 @@ class _Controller:
         if told == "stopped":
             self.stopped += 1
         else:
-            self._failed += 1
+            self._failed.add(spec.run)
             told = "cancelled" if state.kind in ("cancelled", "stopped") else "failed"
         for observer in self._observers:
             observer.ended(spec, self._study.run_dir(spec), told, state.reason)
@@ -516,7 +525,7 @@ class _Controller:
                     getattr(observer, now)(self._specs[run], self._study.run_dir(self._specs[run]))
         active = [self._specs[run] for run in running if run not in queued]
         for observer in self._observers:
-            observer.tick(active, len(queued), self.done, self._failed)
+            observer.tick(active, len(queued), self.done, len(self._failed))
 
 
 def make_private(directory: Path) -> None:

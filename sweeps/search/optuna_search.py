@@ -7,8 +7,10 @@ finds in the journal what was proposed, and in the ledger and the runs' own jour
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,9 @@ _LOW = 0.025
 # Configurations in a row that were refused before the search is.
 _REFUSED = 10
 
+# The journal holds how far these have come in a sequence that their seed alone decides.
+_NUMBERED = (optuna.samplers.GridSampler, optuna.samplers.QMCSampler)
+
 Planner = Callable[[Sequence[Sequence[str]]], list[RunSpec]]
 
 
@@ -53,6 +58,8 @@ class Search:
         planned: composes and identifies members from lists of overrides.
         sampler: makes Optuna's sampler from a seed.
     """
+
+    files: tuple[str, ...] = (TRIALS_FILE, RACE_FILE)
 
     def __init__(
         self,
@@ -71,6 +78,7 @@ class Search:
         self._trials: optuna.Study | None = None
         self._said: list[str] = []
         self._refused = 0
+        self._trouble = ""
 
     # --- Optuna's side -------------------------------------------------------------------------------------------
 
@@ -78,11 +86,15 @@ class Search:
         """The study in the journal; opened when this process is the one that runs it."""
         if self._trials is None:
             optuna.logging.set_verbosity(optuna.logging.WARNING)
-            storage = JournalStorage(JournalFileBackend(str(self._study.directory / TRIALS_FILE)))
+            path = self._study.directory / TRIALS_FILE
+            _cut_torn_line(path)
+            storage = JournalStorage(JournalFileBackend(str(path)))
             found = optuna.create_study(storage=storage, study_name=_NAME, direction="maximize", load_if_exists=True)
             self._check_same(found)
-            # A sampler's own state is not kept: another process draws on, and does not draw the same again.
-            found.sampler = self._sampler(self._settings.seed + len(found.trials))
+            found.sampler = self._sampler(self._settings.seed)
+            if not isinstance(found.sampler, _NUMBERED):
+                # A sampler's own state is not kept: another process draws on, and does not draw the same again.
+                found.sampler = self._sampler(self._settings.seed + len(found.trials))
             found.stop = self._no_more  # type: ignore[method-assign]
             self._trials = found
         return self._trials
@@ -91,7 +103,8 @@ class Search:
         """Values of another objective are not compared with these, nor trials of another space or of other settings."""
         (base,) = self._planned([self._base])
         budget = self._settings.budget
-        asked = {"hydra.sweeper.objective": self._settings.objective, "hydra.sweeper.budget": str(budget)}
+        asked = {"hydra.sweeper.objective": self._settings.objective}
+        asked |= {"hydra.sweeper.budget": "null" if budget is None else str(float(budget))}
         asked |= {} if budget is not None else {"budget.steps": str(base.steps)}
         asked |= {f"the space of {axis.key}": str(axis) for axis in self._space}
         shared = [redact_override(each) for each in self._base]
@@ -107,7 +120,8 @@ class Search:
             # What is no part of a run may differ: where it runs, where it is tracked.
             here = [each for each in shared if each not in begun["shared"]]
             there = [each for each in begun["shared"] if each not in shared]
-            self._refuse(f"what all trials share: {' '.join(here) or 'none'}", " ".join(there) or "none")
+            same = "none" if here or there else "the same words, which stand for something else"
+            self._refuse(f"what all trials share: {' '.join(here) or same}", " ".join(there) or same)
 
     def _refuse(self, now: str, then: str) -> None:
         raise UserError(
@@ -116,11 +130,11 @@ class Search:
         )
 
     def _exhausted(self) -> bool:
-        return bool(self._optuna().user_attrs.get("exhausted"))
+        return self._optuna().user_attrs.get("exhausted") == type(self._optuna().sampler).__name__
 
     def _no_more(self) -> None:
         """In place of `optuna.Study.stop`: a sampler has proposed all that it can."""
-        self._optuna().set_user_attr("exhausted", True)
+        self._optuna().set_user_attr("exhausted", type(self._optuna().sampler).__name__)
 
     def _open(self) -> list[FrozenTrial]:
         """Trials that nobody was told the value of."""
@@ -199,9 +213,14 @@ class Search:
                 continue  # asked by nobody here: it goes on when the study is launched again
             self._journals.update([run])
             for record in self._journals.evaluations(run):
-                rates = [value for key, value in record.metrics.items() if key.endswith("/pass_rate")]
-                self._optuna()._storage.set_trial_intermediate_value(trial._trial_id, record.step, rates[0])
-            value = self._value(run) if state == "finished" else None
+                for rate in [value for key, value in record.metrics.items() if key.endswith("/pass_rate")][:1]:
+                    self._optuna()._storage.set_trial_intermediate_value(trial._trial_id, record.step, rate)
+            try:
+                value = self._value(run) if state == "finished" else None
+            except UserError as error:  # an evaluation that cannot be read: of this trial, not of the search
+                value = None
+                self._optuna()._storage.set_trial_user_attr(trial._trial_id, "unreadable", str(error))
+                self._said.append(f"trial {trial.number} has no value: {error}")
             if value is None:
                 pruned = TrialState.PRUNED if state == "stopped" else TrialState.FAIL
                 self._optuna().tell(trial.number, state=pruned)
@@ -226,6 +245,10 @@ class Search:
         proposed = " ".join(f"{key}={_shown(chosen)}" for key, chosen in best.params.items())
         return f"{said}; the best is trial {best.number} with {best.value:.3f} ({proposed})"
 
+    def refusals(self) -> list[str]:
+        """Why trials were refused, in their order."""
+        return [str(each.user_attrs["refused"]) for each in self._optuna().get_trials() if "refused" in each.user_attrs]
+
     def _value(self, run: str) -> float | None:
         """The lower bound that is made large; None where nothing was evaluated."""
         curves = self._journals.curves([run])
@@ -249,8 +272,10 @@ class Search:
         over = {run: why for run, why in self._stopped().items() if run in states and states[run].state != "finished"}
         said, self._said = self._said, []
         # Whoever is launched again gives no second chance to a trial of which Optuna knows that it failed.
-        wanted = {each.user_attrs.get("run") for each in self._open()}
-        return Wish([run for run in states if run in wanted and run not in over], over=over, said=said)
+        open_runs = {each.user_attrs.get("run") for each in self._open()}
+        wanted = [run for run in states if run in open_runs and run not in over]
+        wanted.sort(key=lambda run: (run not in at_work, states[run].state not in ("submitting", "started")))
+        return Wish(wanted[: self._settings.n_jobs], over=over, said=said)  # an earlier launch may have had more places
 
     # --- pruning -------------------------------------------------------------------------------------------------
 
@@ -264,7 +289,12 @@ class Search:
         """Judge every trial at work that has come to its next look, by all that is known of the others."""
         fresh = self._journals.watch(states, at_work)
         rules = self._settings.rules()
-        curves = self._journals.curves([run for run in states if states[run].state != "failed"]) if fresh else []
+        try:
+            curves = self._journals.curves([run for run in states if states[run].state != "failed"]) if fresh else []
+        except UserError as error:  # nobody can be compared, so nobody is pruned
+            self._said += [f"nothing is pruned: {error}"] if str(error) != self._trouble else []
+            self._trouble = str(error)
+            return
         if not curves:
             return
         axis, levels = curves[0].axis, list(rules.levels())
@@ -303,3 +333,10 @@ def _seen_at_least(fit: Fit, compute: float) -> float:
 
 def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _cut_torn_line(path: Path) -> None:
+    """What a power cut has left of a last line: Optuna would write on behind it."""
+    whole = path.read_bytes() if path.exists() else b""
+    if whole and not whole.endswith(b"\n"):
+        os.truncate(path, whole.rfind(b"\n") + 1)

@@ -52,6 +52,8 @@ class LiveRace:
         UserError: the study's race was begun by other rules.
     """
 
+    files: tuple[str, ...] = (RACE_FILE,)
+
     def __init__(
         self,
         study: Study,
@@ -104,6 +106,8 @@ class LiveRace:
             return replace(self._wish, said=())
         self._seen = seen
         said = self._look(states, ended)
+        if self._over and not at_work and not self._freed_done and (dead := self._dead(states)):
+            said.append(f"race: what was freed is kept for {', '.join(dead)}, of which every run has failed")
         self._wish = Wish(*self._wanted(states, ended, at_work, waits), said=tuple(said))
         return self._wish
 
@@ -249,7 +253,9 @@ class LiveRace:
             racing = [run for run, state in states.items() if state.recipe not in stopped]
             if not self._over or any(states[run].state not in ("finished", "failed") for run in racing):
                 return []
-            line = self._plan(states, racing)
+            if self._dead(states):
+                return []  # launched again they may still race
+            line = self._plan(states, [run for run in racing if states[run].state == "finished"])
             self._write(line)
             self._record = replace(self._record, freed=line)
         self._freed_done = True
@@ -268,8 +274,13 @@ class LiveRace:
         self._seen = None
         return specs
 
-    def _plan(self, states: Mapping[str, MemberState], racing: Sequence[str]) -> dict[str, Any]:
-        """What `scalerl plan --budget` makes of the compute that was freed, for the recipes that are left."""
+    def _dead(self, states: Mapping[str, MemberState]) -> list[str]:
+        """Recipes in the race of which every run has failed."""
+        own = [(state.recipe, state.state, 0.0) for state in states.values()]
+        return sorted(how_far(own)[1] - self._record.stopped.keys())
+
+    def _plan(self, states: Mapping[str, MemberState], finished: Sequence[str]) -> dict[str, Any]:
+        """What `scalerl plan --budget` makes of the compute that was freed, for runs of the recipes that are left."""
         rules, stopped = self._record.rules, self._record.stopped
         assert rules is not None
         # As the looks have it: how far a run came before it was really stopped is a matter of time.
@@ -281,41 +292,45 @@ class LiveRace:
         split = split_budget(choice_of(fit_curves(curves)), freed)
         steps = []
         for step in split.steps:
-            mine = [run for run in racing if states[run].recipe == step.recipe]
-            # One that failed before it had computed anything has no pace.
-            paced = [run for run in mine if self._reached.get(run, 0.0) > 0]
-            longer = [self._longer(run, step.compute) for run in paced]
-            members = [self._seed(mine)] if step.action == "seed" else longer
+            mine = [run for run in finished if states[run].recipe == step.recipe]
+            members = [self._seed(mine[0])] if step.action == "seed" else self._longer(mine, step.compute)
             steps.append({"recipe": step.recipe, "action": step.action, "compute": step.compute, "members": members})
         if split.winner is not None and split.commit is not None:
-            mine = [run for run in racing if states[run].recipe == split.winner]
+            mine = [run for run in finished if states[run].recipe == split.winner]
             run = max(mine, key=lambda run: (self._reached.get(run, 0.0), run))
             to = split.commit[1]
-            members = [self._longer(run, to)] if self._reached.get(run, 0.0) > 0 else []
+            members = self._longer([run], to)
             steps.append({"recipe": split.winner, "action": "commit", "compute": to, "members": members})
         return {**line, "steps": steps, "sentence": split.sentence}
 
-    def _seed(self, runs: Sequence[str]) -> tuple[str, str]:
+    def _seed(self, run: str) -> tuple[str, str]:
         """One more seed of a recipe: the run that it is like, and what is another."""
-        return runs[0], f"seed={max(self._spec(run).seed for run in runs) + 1}"
+        spec = self._spec(run)
+        seeds = [each.seed for each in self._study.specs if each.recipe == spec.recipe]
+        # The budget is written down: the run that it is like may be made longer.
+        return run, f"seed={max(seeds) + 1} budget.steps={spec.steps}"
 
-    def _longer(self, run: str, compute: float) -> tuple[str, str]:
-        """A run taken to a compute, at the pace that it has had."""
-        last = self._journals.evaluations(run)[-1]
-        steps = math.ceil(last.step * compute / last.metrics[self._record.axis or ""])
-        return run, f"budget.steps={steps}"
+    def _longer(self, runs: Sequence[str], compute: float) -> list[tuple[str, str]]:
+        """Runs taken to a compute, at the pace that they have had; those that it makes longer."""
+        found = []
+        for run in [run for run in runs if self._reached.get(run, 0.0) > 0]:
+            last = self._journals.evaluations(run)[-1]
+            steps = math.ceil(last.step * compute / last.metrics[self._record.axis or ""])
+            found += [(run, f"budget.steps={steps}")] if steps > self._spec(run).steps else []
+        return found
 
     def _planned_as(self, base: RunSpec, override: str) -> list[RunSpec]:
-        """A member like another, one override apart, under its label."""
+        """A member like another, an override or two apart, under its label."""
         if self._planned is None or not base.overrides:
             return []
-        key = override.partition("=")[0]
-        kept = [each for each in base.overrides if each.lstrip("+~").split("=")[0] not in (key, "output_dir")]
-        (spec,) = self._planned([[*kept, override, f"output_dir={self._study.directory}"]])
+        changed = override.split()
+        keys = {"output_dir", *(each.partition("=")[0] for each in changed)}
+        kept = [each for each in base.overrides if each.lstrip("+~").split("=")[0] not in keys]
+        (spec,) = self._planned([[*kept, *changed, f"output_dir={self._study.directory}"]])
         # A run whose choices depend on its budget (a cosine, a curriculum) would be another one with a larger.
-        if spec.curve != base.curve or (key != "seed" and spec.run != base.run):
+        if spec.curve != base.curve or ("seed" not in keys and spec.run != base.run):
             return []
-        return [replace(spec, recipe=base.recipe, settings=base.settings, overrides=(*kept, override))]
+        return [replace(spec, recipe=base.recipe, settings=base.settings, overrides=(*kept, *changed))]
 
 
 def _same(before: str | None, why: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -31,6 +32,8 @@ class Axis:
     log: bool = False
 
     def __post_init__(self) -> None:
+        if not self.choices and not (math.isfinite(self.low) and math.isfinite(self.high)):
+            raise UserError(f"{self.key}: interval({self.low:g},{self.high:g}) has no end; give two that are finite")
         if not self.choices and not self.low < self.high:
             raise UserError(f"{self.key}: interval({self.low:g},{self.high:g}) holds nothing; give two ends, low first")
         if self.log and not self.low > 0:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from sweeps.errors import UserError
+from sweeps.run.spec import RunSpec
+from tests import light
 from tests.place import PATIENCE_S, Place
 
 
@@ -19,10 +23,10 @@ def refuses(completion: str, answer: str) -> float:
 GOOD, BAD = "tests.place:odd_digits", f"{__name__}:refuses"
 
 
-def search(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def search(folder: Path, *more: str, planner: str = "tests.light:plan") -> subprocess.CompletedProcess[str]:
     place = Place(folder, light=True)
     sweeper = ("hydra/sweeper=scalerl_optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2")
-    command = [sys.executable, *place.study("study", *sweeper, *more)]
+    command = [sys.executable, *place.study("study", *sweeper, *more), f"hydra.launcher.planner={planner}"]
     environment = place.environment()
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
 
@@ -43,10 +47,26 @@ def test_a_search_of_which_every_trial_fails_says_so(tmp_path: Path) -> None:
     assert "a larger hydra.sweeper.n_trials" in done.stderr and "the same command continues" not in done.stderr
 
 
+def picky(lists: Sequence[Sequence[str]], folders: Sequence[str] = ()) -> list[RunSpec]:
+    """A planner to which no loss is right but the default one."""
+    if any(word.startswith("loss=") for words in lists for word in words):
+        raise UserError("loss: none of these")
+    return light.plan(lists, folders)
+
+
+@pytest.mark.slow
+def test_a_search_of_which_every_trial_is_refused_says_so(tmp_path: Path) -> None:
+    done = search(tmp_path, "loss=dapo,gspo", planner=f"{__name__}:picky")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "0 of 4 trials finished, 4 failed: loss: none of these" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         (["+hydra.sweeper.trials=3"], "hydra.sweeper.trials: no such setting; valid: n_trials"),
+        (["hydra.sweeper.sampler=null"], "hydra.sweeper.sampler: none; give one of Optuna's"),
+        (["hydra.sweeper.sampler._target_=optuna.samplers.Nope"], "hydra.sweeper.sampler: Error locating target"),
         (["hydra.sweeper.n_jobs=0"], "hydra.sweeper.n_jobs: 0 must be a whole number, 1 or more"),
         (["experiment=demo"], "hydra.sweeper.rows: they list members one by one"),
     ],

@@ -383,6 +383,64 @@ def test_freed_compute_is_spent_once_whoever_is_killed(kills: list[int], slots: 
         assert steps == {run: RunSpec.read(undisturbed / "runs" / run).steps for run in whole}
 
 
+@pytest.mark.parametrize("after", [24, *(pytest.param(each, marks=pytest.mark.slow) for each in (20, 22, 27, 33))])
+def test_a_run_that_was_made_longer_is_adopted_and_not_submitted_again(tmp_path: Path, after: int) -> None:
+    rules, first = replace(LIVE, freed="plan"), Cluster(slots=8, killed_after=after)
+    killed(tmp_path / "a", first, rules)
+    assert RaceRecord.read(tmp_path / "a").freed is not None and first.running()
+    states = raced(tmp_path / "a", four(), Cluster(slots=8, before=first), rules)
+    whole = raced(tmp_path / "undisturbed", four(), Cluster(slots=8), rules)
+    assert {run: each.state for run, each in states.items()} == {run: each.state for run, each in whole.items()}
+    for run, each in states.items():
+        spec = RunSpec.read(tmp_path / "a" / "runs" / run)
+        assert spec.steps == RunSpec.read(tmp_path / "undisturbed" / "runs" / run).steps
+        assert each.state == "stopped" or last_metrics(tmp_path / "a" / "runs" / run)["step"] == spec.steps
+
+
+def test_what_failed_is_not_made_longer_and_goes_on_to_its_own_end(tmp_path: Path) -> None:
+    specs, rules, told = four(), replace(LIVE, freed="plan"), Told()
+    executor = Runners(slots=8, fails={specs[0].run: 20})
+    states = raced(tmp_path, specs, executor, rules, told)
+    assert states[specs[0].run].state == "failed" and executor.started.count(specs[0].run) == 1
+    assert told.ticks[-1][2] == 1 and told.closed == [1]
+    again = Told()
+    assert raced(tmp_path, specs, rules=rules, told=again)[specs[0].run].state == "finished"
+    assert last_metrics(tmp_path / "runs" / specs[0].run)["step"] == STEPS
+    assert again.ticks[-1][2] == 0 and again.closed == [0]
+
+
+def test_what_was_freed_is_kept_until_recipes_that_failed_have_raced(tmp_path: Path) -> None:
+    specs, rules, told = four(), replace(LIVE, freed="plan"), Told()
+    dead = {spec.run: 1 for spec in specs if spec.recipe != "scalerl+a=0.7"}
+    raced(tmp_path, specs, Runners(slots=8, fails=dead), rules, told)
+    assert RaceRecord.read(tmp_path).freed is None
+    assert [line for line in told.said if "is kept for scalerl+a=0.35, scalerl+a=0.45, scalerl+a=0.7,c_mid" in line]
+    states = raced(tmp_path, specs, rules=rules)
+    freed = RaceRecord.read(tmp_path).freed
+    assert recipes(states, "stopped") == LOSERS and freed is not None and freed["compute"] > 1 and freed["steps"]
+
+
+@pytest.mark.parametrize("killed_after", [None, 1, 8])
+def test_an_added_seed_has_the_budget_of_the_launch_whoever_takes_the_study_up(
+    tmp_path: Path, killed_after: int | None
+) -> None:
+    specs, rules = four(), replace(LIVE, freed="plan")
+    raced(tmp_path, specs)
+    race = LiveRace(Study(tmp_path, specs), rules, planned)
+    members = [race._seed(specs[0].run), (specs[0].run, "budget.steps=80")]
+    step = {"recipe": specs[0].recipe, "action": "both", "members": members}
+    with (tmp_path / RACE_FILE).open("a") as file:
+        file.write(json.dumps({"kind": "freed", "compute": 1.0, "steps": [step]}) + "\n")
+    for executor in ([Runners(killed_after=killed_after)] if killed_after else []) + [Runners()]:
+        study = Study.read(tmp_path)
+        try:
+            study.run(executor, [], conductor=LiveRace(study, rules, planned))
+        except KilledError:
+            continue
+    budgets = {spec.seed: spec.steps for spec in Study.read(tmp_path).specs if spec.recipe == specs[0].recipe}
+    assert budgets == {0: 80, 1: STEPS, 2: STEPS}
+
+
 # --- settings ------------------------------------------------------------------------------------------------
 
 

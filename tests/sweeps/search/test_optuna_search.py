@@ -199,6 +199,93 @@ def test_a_sampler_that_has_proposed_all_ends_the_search_for_good(tmp_path: Path
     assert len(trials(tmp_path)) == len(found)
 
 
+@pytest.mark.parametrize("kills", [(), (3, 5)], ids=["launched thrice", "killed"])
+def test_a_grid_is_gone_through_whoever_goes_on_with_it(tmp_path: Path, kills: tuple[int, ...]) -> None:
+    values = [f"{0.3 + 0.02 * number:.2f}" for number in range(12)]
+    space = [Axis("a", tuple(values))]
+    grid = lambda seed: optuna.samplers.GridSampler({"a": values}, seed=seed)  # noqa: E731
+    for after in kills:
+        with pytest.raises(KilledError):
+            search(tmp_path, SearchSettings(20, 3), Runners(killed_after=after), space=space, sampler=grid)
+    for n_trials in (20,) if kills else (4, 8, 20):
+        search(tmp_path, SearchSettings(n_trials, 3), space=space, sampler=grid)
+    assert {each.params["a"] for each in trials(tmp_path)} == set(values)
+
+
+def test_another_sampler_may_go_on_where_one_has_proposed_all(tmp_path: Path) -> None:
+    space = [Axis("a", ("0.4", "0.5", "0.6"))]
+    search(tmp_path, SearchSettings(12, 2), space=space, sampler=SAMPLERS["grid"])
+    search(tmp_path, SearchSettings(12, 2), space=space)
+    assert len(trials(tmp_path)) == 12
+
+
+def test_fewer_places_than_were_proposed_for_are_kept_to(tmp_path: Path) -> None:
+    with pytest.raises(KilledError):
+        search(tmp_path, SearchSettings(8, 4, budget=1.0), Runners(4, killed_after=2))
+    executor, at_once = Runners(4), []
+    poll = executor.poll
+
+    def watch(timeout_s: float) -> Any:
+        at_once.append(len(executor.running()))
+        return poll(timeout_s)
+
+    executor.poll = watch  # type: ignore[method-assign]
+    search(tmp_path, SearchSettings(8, 1, budget=1), executor)
+    assert set(at_once) == {1} and len(trials(tmp_path)) == 8
+
+
+@pytest.mark.parametrize("prune", ["none", "race"])
+@pytest.mark.parametrize("record", [{"eval/loss": 1.0}, {"eval/other/pass_rate": 0.5}], ids=["no rate", "another set"])
+def test_an_evaluation_that_cannot_be_read_ends_no_search(tmp_path: Path, record: dict[str, float], prune: str) -> None:
+    executor, told = Runners(2), Told()
+    poll = executor.poll
+
+    def spoilt(timeout_s: float) -> Any:
+        if executor.polls == 3:
+            executor._members[executor.started[0]][1].record("eval", 5, record)
+        return poll(timeout_s)
+
+    executor.poll = spoilt  # type: ignore[method-assign]
+    search(tmp_path, SearchSettings(6, 2, budget=1.0, prune=prune), executor, told=told)
+    found = trials(tmp_path)
+    assert len(found) == 6 and {each.state for each in found[1:]} <= {TrialState.COMPLETE, TrialState.PRUNED}
+    search(tmp_path, SearchSettings(7, 2, budget=1.0, prune=prune))
+    assert len(trials(tmp_path)) == 7
+
+
+def test_a_refused_launch_leaves_no_journal_behind(tmp_path: Path) -> None:
+    def refuses(submission: str, members: Sequence[Any]) -> Any:
+        raise UserError("cluster: no such partition")
+
+    tmp_path.joinpath("mine.txt").touch()
+    executor = Runners(2)
+    executor.submit = refuses  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="no such partition"):
+        search(tmp_path, SearchSettings(6, 2), executor)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["mine.txt"]
+    search(tmp_path, SearchSettings(2, 2))
+    before = (tmp_path / TRIALS_FILE).read_bytes()
+    with pytest.raises(UserError, match="no such partition"):
+        search(tmp_path, SearchSettings(6, 2), executor)
+    assert (tmp_path / TRIALS_FILE).read_bytes() == before
+
+
+def test_a_torn_line_is_cut(tmp_path: Path) -> None:
+    search(tmp_path, SearchSettings(3, 2), space=[TWO])
+    path = tmp_path / TRIALS_FILE
+    path.write_bytes(path.read_bytes()[:-20])
+    search(tmp_path, SearchSettings(4, 2), space=[TWO])
+    assert [each.state for each in trials(tmp_path)] == [TrialState.COMPLETE] * 4
+
+
+def test_a_failed_trial_is_counted_by_the_next_launch_too(tmp_path: Path) -> None:
+    space, told = [Axis("a", ("0.3", "0.4", "0.5", "0.6", "0.7"))], Told()
+    bad = planned([["a=0.5"]])[0].run
+    search(tmp_path, SearchSettings(15, 2, budget=1.0), Runners(fails={bad: 4}), space=space)
+    search(tmp_path, SearchSettings(30, 2, budget=1), space=[*space], told=told)
+    assert told.closed == [1] and [heard for heard in told.heard if heard[0] == "failed"]
+
+
 def test_the_same_proposal_twice_is_one_run(tmp_path: Path) -> None:
     executor = Runners()
     states = search(tmp_path, SearchSettings(12, 2, budget=1.0), executor, space=[Axis("a", ("0.4", "0.6"))])
@@ -300,5 +387,7 @@ def test_bad_settings_are_named(given: dict[str, Any], said: str) -> None:
 def test_a_range_that_holds_nothing_is_named() -> None:
     with pytest.raises(UserError, match=r"lr: interval\(2,1\) holds nothing"):
         Axis("lr", low=2, high=1)
+    with pytest.raises(UserError, match=r"lr: interval\(0,inf\) has no end"):
+        Axis("lr", low=0, high=float("inf"))
     with pytest.raises(UserError, match=r"lr: .* a logarithm needs ends above 0"):
         Axis("lr", low=0, high=1, log=True)
