@@ -31,6 +31,9 @@ ONE = ("variant=none", "seed=0")
 TEMPLATES = ("one_gpu", "one_node", "many_nodes", "container")
 # Up to this step rollouts come from weights that hardly a step has changed.
 STEPS_ALIKE = 2
+# Gaps between log-probabilities are known no better than these are in FP32 (tests/test_module.py): on one kind of
+# processor one was off by 3e-6 of its 1e-3.
+OF_LOGPROBS = 1e-5
 # The container's host name.
 BOX = "box"
 
@@ -156,7 +159,10 @@ def check_begins_alike(one: JournalView, several: JournalView) -> None:
                 continue
             _, _, these = a.deterministic()
             _, _, those = b.deterministic()
-            assert those == pytest.approx(these, rel=1e-3, abs=1e-6), f"{kind} {a.step}"
+            assert those.keys() == these.keys()
+            for key, value in these.items():
+                least = OF_LOGPROBS if "_gap" in key else 1e-6
+                assert those[key] == pytest.approx(value, rel=1e-3, abs=least), f"{kind} {a.step}: {key}"
             exact = [key for key in these if kind == "eval" or key.startswith(tuple(f"train/{x}" for x in OF_ROLLOUTS))]
             assert len(exact) >= 3 and [these[key] for key in exact] == [those[key] for key in exact]
 
