@@ -19,16 +19,23 @@ from benchmarks.racing.studies import (
     by_last,
     judge,
 )
-from sweeps.curve import Array, make_curve
+from sweeps.curve import Array, Curve, make_curve
 from sweeps.decide.race import Look, judged
 from sweeps.decide.rules import Rules
 from sweeps.decide.standing import joint_rewards
-from sweeps.fit.fit import Fit, FitOptions, fit_curves
+from sweeps.fit.fit import Fit, FitOptions, Interval
+from sweeps.fit.mixture import mixture, shared_prior
+from sweeps.fit.outlook import lookout
+from sweeps.fit.points import pooled, select
 from sweeps.fit.predict import paths
+from sweeps.fit.seeds import BORROWED_SEED_SD, SeedSpread
+from sweeps.fit.verdict import before_fit
 
 RACING = Rules(1.0)
 CHANCES, LOOKS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3), (1, 2, 3)
 # Looks of racing: at every evaluation from a fifth of the budget on.
+# Of a curve of one run: two of its shape, A and R0.
+_PARAMETERS = 4
 LOOKED = [(at, float(COMPUTE[at])) for at in range(EVALUATIONS // 5, EVALUATIONS)]
 
 
@@ -48,10 +55,32 @@ def last_value(study: Study, rules: Rules) -> Array:
     return spent
 
 
-class Forecasts:
-    """A study's fits at every look, and joint draws of the reward at the budget; shared by all rules.
+def foretold(curves: Sequence[Curve]) -> list[Fit]:
+    """As `sweeps.fit.fit.fit_curves` for curves of one run each, less the fit of a curve, which no forecast is read
+    from: a race's draws are the same in half of the time (tests/sweeps/decide/test_race.py)."""
+    fits = [_foretold(curve) for curve in curves]
+    prior = shared_prior([fit.skill for fit in fits if fit.skill])
+    return [fit if fit.lookout is None else replace(fit, lookout=replace(fit.lookout, prior=prior)) for fit in fits]
 
-    All recipes are fitted at every look, the stopped ones too; `sweeps.decide.race.run_race` leaves these out.
+
+def _foretold(curve: Curve) -> Fit:
+    options, nothing = FitOptions(), Interval(None, None, None)
+    points, _ = pooled(select(curve, options))
+    found = lookout(curve.recipe, points, curve.range)
+    refused = before_fit(points.compute, points.reward, points.seed, _PARAMETERS)
+    skill = {} if refused is not None or found is None else mixture(found.seen, brief=True).skill
+    window = float(points.compute.min()), float(points.compute.max())
+    return Fit(
+        curve, options, "not fitted", "", nothing, (None, None), nothing, nothing, None, "first",
+        SeedSpread(BORROWED_SEED_SD * curve.scale), None, None, len(points.reward), 1, window, None, (), curve.bounds,
+        lookout=found, skill=skill,
+    )  # fmt: skip
+
+
+class Forecasts:
+    """A study's forecasts at every look, and joint draws of the reward at the budget; shared by all rules.
+
+    All recipes are foretold at every look, the stopped ones too; `sweeps.decide.race.run_race` leaves these out.
     """
 
     def __init__(self, study: Study, rules: Rules) -> None:
@@ -61,7 +90,7 @@ class Forecasts:
             curves = [
                 make_curve(str(i), COMPUTE[seen], study.rate[i, seen], sd=study.sd[i, seen]) for i in range(RECIPES)
             ]
-            fits = fit_curves(curves, FitOptions(), regions=False)
+            fits = foretold(curves)
             self.fits.append((level, fits, joint_rewards(fits, rules.budget)))
 
     def race(self, rules: Rules) -> tuple[int, Array]:

@@ -48,7 +48,7 @@ def simulate(
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {line["number"]: line for line in parse_lines(path.read_bytes())} if path.exists() else {}
     todo = [number for number in range(studies) if number not in done]
-    at_once = 20
+    at_once = 80  # each time processes are made anew
     for first in range(0, len(todo), at_once):
         numbers = todo[first : first + at_once]
         found = mapped(partial(_one, method, setting), numbers, cores())
