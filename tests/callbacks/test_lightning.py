@@ -123,6 +123,7 @@ class Breaks(CountingTask):
         return super().reward(prompt, completion)
 
 
+@pytest.mark.slow
 def test_every_logger_holds_the_journal_cell_by_cell_across_a_resume(tiny_model_path: str, tmp_path: Path) -> None:
     """Interrupted after a checkpoint at 3 and a record at 4, which is made again."""
     run_dir = tmp_path / "run"

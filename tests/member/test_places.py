@@ -42,6 +42,7 @@ def test_a_value_that_names_nothing_is_refused_by_its_field(override: str, words
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.slow
 def test_names_as_long_as_a_file_system_takes_them_are_taken() -> None:
     assert plan_members([[f"study={'n' * 255}"]])[0].config["output_dir"] == f"outputs/{'n' * 255}"
 

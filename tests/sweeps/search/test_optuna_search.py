@@ -322,6 +322,7 @@ def test_a_trial_that_is_refused_has_failed_and_the_search_goes_on(tmp_path: Pat
     assert any("refused (a=0.4): a: 0.4 is not allowed" in line for line in told.said)
 
 
+@pytest.mark.slow
 def test_trials_that_will_not_be_best_are_pruned_and_stay_so(tmp_path: Path) -> None:
     executor = Runners(slots=3)
     settings = SearchSettings(12, 3, budget=1.0, prune="race")

@@ -42,6 +42,7 @@ def journal(run_dir: Path, recipe: str, seed: int, top: float, sets: tuple[str, 
     return run_dir
 
 
+@pytest.mark.slow
 def test_what_the_tracker_shipped_is_what_the_journals_hold(database: Path, tmp_path: Path) -> None:
     tracker = Tracker(f"sqlite:///{database}", "study", axis=FLOPS)
     members = [
