@@ -237,16 +237,15 @@ def race_command(options: argparse.Namespace) -> int:
     from sweeps.fit.fit import shown
     from sweeps.parallel import cores
 
-    statuses: dict[str, set[str]] = {}
+    runs: dict[str, dict[str, str]] = {}  # by recipe and seed, how it stands
     for view in study.runs:
-        statuses.setdefault(str(view.header.get("recipe")), set()).add(view.status)
+        runs.setdefault(str(view.header.get("recipe")), {})[str(view.header.get("seed"))] = view.status
     # With --size and --group a label goes on behind the recipe's.
-    of = {
-        each.recipe: statuses.get(each.recipe, statuses.get(each.recipe.split(" ")[0], set())) for each in study.curves
-    }
-    failed = [recipe for recipe, found in of.items() if found == {"failed"}]
-    ended = [recipe for recipe, found in of.items() if "running" not in found]
-    race = run_race(study.curves, rules, _fit_options(options), ended, cores(), failed)
+    of = {each.recipe: runs.get(each.recipe, runs.get(each.recipe.split(" ")[0], {})) for each in study.curves}
+    failed = [recipe for recipe, found in of.items() if set(found.values()) == {"failed"}]
+    ended = [recipe for recipe, found in of.items() if "running" not in found.values()]
+    lost = {recipe: [seed for seed, status in found.items() if status == "failed"] for recipe, found in of.items()}
+    race = run_race(study.curves, rules, _fit_options(options), ended, cores(), failed, lost)
     warn(study.warnings)
     if options.json:
         print_json(race.to_json())

@@ -132,6 +132,7 @@ def run_race(
     ended: Collection[str] = (),
     workers: int = 1,
     failed: Collection[str] = (),
+    lost: Mapping[str, Collection[str]] | None = None,
 ) -> Race:
     """The race over what has been evaluated, from its first look.
 
@@ -144,13 +145,18 @@ def run_race(
         ended: recipes that will not be run on.
         workers: processes to share the fits of a look.
         failed: recipes of which every run has: no look stops them for what they have not come to.
+        lost: seeds whose runs have failed, by recipe: no look waits for them where others of the recipe go on.
 
     Raises:
         UserError: fewer than two recipes.
     """
     if len(curves) < 2:
         raise UserError(f"a race takes two recipes or more, and here is {len(curves)}")
-    reached = {curve.recipe: math.inf if curve.recipe in ended else _reached(curve) for curve in curves}
+    lost = lost or {}
+    reached = {
+        curve.recipe: math.inf if curve.recipe in ended else _reached(curve, lost.get(curve.recipe, ()))
+        for curve in curves
+    }
     reached |= {curve.recipe: float(curve.compute.max()) for curve in curves if curve.recipe in failed}
     looks: list[Look] = []
     while isinstance(found := next_look(curves, rules, reached, looks, options, workers, failed), Look):
@@ -208,9 +214,10 @@ def _between(curve: Curve, last: float, level: float) -> bool:
     return bool(((curve.compute > last) & (curve.compute <= level)).any())
 
 
-def _reached(curve: Curve) -> float:
-    """Compute up to which all seeds of a recipe have been evaluated."""
-    return min(float(curve.compute[curve.seed == label].max()) for label in np.unique(curve.seed))
+def _reached(curve: Curve, lost: Collection[str]) -> float:
+    """Compute up to which all seeds of a recipe have been evaluated that may go on."""
+    ends = {str(label): float(curve.compute[curve.seed == label].max()) for label in np.unique(curve.seed)}
+    return min([end for label, end in ends.items() if label not in lost] or ends.values())
 
 
 def look_at(

@@ -39,6 +39,13 @@ class Conductor(Protocol):
 
     files: tuple[str, ...]
 
+    def decided(self) -> Sequence[RunSpec]:
+        """Members, and larger budgets, that another process has written down: part of the study from the beginning.
+
+        Asked once, before anything else, while the study is held. What `members` names anew is not among them.
+        """
+        ...
+
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> Wish:
         """What is to become of members.
 

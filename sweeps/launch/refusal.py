@@ -39,8 +39,8 @@ class Before:
             self._begun.append(path)
 
     def replaced(self, path: Path, text: bytes) -> None:
-        """A file held this until just now."""
-        self._texts[path] = text
+        """A file held this until just now; if it was replaced before, what it held first is kept."""
+        self._texts.setdefault(path, text)
 
     def forget(self) -> None:
         """The launch was accepted: what it has changed stays."""

@@ -118,6 +118,7 @@ class Study:
             refusal = stack.enter_context(ExitStack())
             refusal.callback(remove_folders, new)
             known = self.ledger.fold()
+            joined = self._join(conductor.decided()) if conductor is not None else []
             check_form(self.directory / RUNS_DIR / run for run in known)
             check_labels(self.directory / RUNS_DIR, self.specs, known)
             self._check_reach(executor, known)
@@ -126,6 +127,8 @@ class Study:
             for observer in observers:
                 observer.open()
                 stack.callback(lambda each: each.close(failed, left), observer)
+                if joined:
+                    observer.added(joined)
             stack.callback(executor.close)
             controller = _Controller(self, executor, observers, retries, lease.check, accepted, conductor)
             try:
@@ -148,6 +151,18 @@ class Study:
             left = sum(state.state not in ("finished", "failed", "stopped") for state in states.values())
             failed = sum(state.state == "failed" for state in states.values())
             return states
+
+    def _join(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
+        """Members that were decided on earlier, with the larger budget where one is known; returns those that are new.
+
+        Before stock is taken: a job of theirs may be at work, and a run that was made longer is not done.
+        """
+        decided = {spec.run: spec for spec in check_distinct(specs)}
+        own = {spec.run for spec in self.specs}
+        joined = [spec for spec in decided.values() if spec.run not in own]
+        larger = [max(spec, decided.get(spec.run, spec), key=lambda each: each.steps) for spec in self.specs]
+        self.specs = [*larger, *joined]
+        return joined
 
     def _check_reach(self, executor: Executor, known: Mapping[str, MemberState]) -> None:
         """No member that is to be run has a job that this executor cannot follow."""

@@ -8,7 +8,8 @@ finds in the journal what was proposed, and in the ledger and the runs' own jour
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ _NAME = "search"
 _LOW = 0.025
 # Configurations in a row that were refused before the search is.
 _REFUSED = 10
+
+# Trials on which a sampler is tried: more than most of them draw at random before they look at what was told.
+_REHEARSED = 12
 
 # The journal holds how far these have come in a sequence that their seed alone decides.
 _NUMBERED = (optuna.samplers.GridSampler, optuna.samplers.QMCSampler)
@@ -86,6 +90,7 @@ class Search:
         """The study in the journal; opened when this process is the one that runs it."""
         if self._trials is None:
             optuna.logging.set_verbosity(optuna.logging.WARNING)
+            self._rehearse()
             path = self._study.directory / TRIALS_FILE
             _cut_torn_line(path)
             storage = JournalStorage(JournalFileBackend(str(path)))
@@ -98,6 +103,26 @@ class Search:
             found.stop = self._no_more  # type: ignore[method-assign]
             self._trials = found
         return self._trials
+
+    def _rehearse(self) -> None:
+        """Try the sampler on the space, in memory: most show only once they sample that they do not fit, or lack a
+        package, and by then runs have been paid for.
+
+        Raises:
+            UserError: what it says.
+        """
+        made = self._sampler(self._settings.seed)
+        if not isinstance(made, optuna.samplers.BaseSampler):
+            raise UserError(
+                f"hydra.sweeper.sampler: a {type(made).__name__} is none of Optuna's; give its _target_ and arguments"
+            )
+        tried = optuna.create_study(direction="maximize", sampler=made)
+        tried.stop = lambda: None  # type: ignore[method-assign]
+        for value in range(min(self._settings.n_trials, _REHEARSED)):
+            with _sampling():
+                trial = tried.ask()
+                self._suggested(trial)
+                tried.tell(trial, float(value))
 
     def _check_same(self, found: optuna.Study) -> None:
         """Values of another objective are not compared with these, nor trials of another space or of other settings."""
@@ -130,11 +155,11 @@ class Search:
         )
 
     def _exhausted(self) -> bool:
-        return self._optuna().user_attrs.get("exhausted") == type(self._optuna().sampler).__name__
+        return self._optuna().user_attrs.get("exhausted") == _named(self._optuna().sampler)
 
     def _no_more(self) -> None:
         """In place of `optuna.Study.stop`: a sampler has proposed all that it can."""
-        self._optuna().set_user_attr("exhausted", type(self._optuna().sampler).__name__)
+        self._optuna().set_user_attr("exhausted", _named(self._optuna().sampler))
 
     def _open(self) -> list[FrozenTrial]:
         """Trials that nobody was told the value of."""
@@ -157,6 +182,10 @@ class Search:
 
     # --- what it wants -------------------------------------------------------------------------------------------
 
+    def decided(self) -> list[RunSpec]:
+        """See `Conductor.decided`: none, for the study is read with all members that it has."""
+        return []
+
     def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
         """See `Conductor.members`: trials are told what their members came to, and new ones take their places."""
         while True:
@@ -175,10 +204,12 @@ class Search:
         new = 0 if self._exhausted() else min(max(0, places - len(lost)), self._settings.n_trials - asked)
         # Found again after a kill, or asked for now: a trial has its number before it has its parameters.
         trials = [Trial(self._optuna(), each._trial_id) for each in lost]
-        trials += [self._optuna().ask() for _ in range(new)]
+        with _sampling():
+            trials += [self._optuna().ask() for _ in range(new)]
+            suggested = [(trial, self._suggested(trial)) for trial in trials]
         if not trials:
             return False, []
-        found = self._specs([(trial, self._suggested(trial)) for trial in trials])
+        found = self._specs(suggested)
         return True, list({spec.run: spec for spec in found if spec.run not in states}.values())
 
     def _specs(self, asked: Sequence[tuple[Trial, list[str]]]) -> list[RunSpec]:
@@ -320,6 +351,26 @@ class Search:
             return False
         self._looked[run] = passed[-1]
         return True
+
+
+@contextmanager
+def _sampling() -> Iterator[None]:
+    """What a sampler says against the space, or of a package that it lacks."""
+    try:
+        yield
+    except OSError:
+        raise  # of the journal
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"hydra.sweeper.sampler: {said}; give one that fits the space (values of a grid as on the command line, in "
+            "quotes), and install what it needs"
+        ) from error
+
+
+def _named(sampler: optuna.samplers.BaseSampler) -> str:
+    """By its kind, and by the grid that it goes through if it has one."""
+    return f"{type(sampler).__name__} {getattr(sampler, '_search_space', '')}"
 
 
 def _seen_at_least(fit: Fit, compute: float) -> float:

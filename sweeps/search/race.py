@@ -243,6 +243,10 @@ class LiveRace:
 
     # --- freed compute -------------------------------------------------------------------------------------------
 
+    def decided(self) -> list[RunSpec]:
+        """See `Conductor.decided`: what freed compute went to, where that is written down."""
+        return [] if self._freed_done or self._record.freed is None else self._bought(self._record.freed)
+
     def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
         """See `Conductor.members`: once the race is over, what the plan names for the compute that it has freed."""
         if self._freed_done or self._record.rules is None:
@@ -258,12 +262,15 @@ class LiveRace:
             line = self._plan(states, [run for run in racing if states[run].state == "finished"])
             self._write(line)
             self._record = replace(self._record, freed=line)
-        self._freed_done = True
         assert self._record.freed is not None
+        return self._bought(self._record.freed)
+
+    def _bought(self, freed: Mapping[str, Any]) -> list[RunSpec]:
+        """The runs that freed compute pays for, with the budgets that they have by it."""
         mine = {spec.run for spec in self._study.specs}
         planned = [
             spec
-            for step in self._record.freed["steps"]
+            for step in freed["steps"]
             for run, override in step["members"]
             if run in mine
             for spec in self._planned_as(self._spec(run), override)
@@ -271,7 +278,7 @@ class LiveRace:
         # One that is made longer and committed to besides has one budget, the larger.
         specs = list({spec.run: spec for spec in sorted(planned, key=lambda spec: spec.steps)}.values())
         self._extra = [spec.run for spec in specs]
-        self._seen = None
+        self._freed_done, self._seen, self._specs = True, None, {}
         return specs
 
     def _dead(self, states: Mapping[str, MemberState]) -> list[str]:

@@ -15,8 +15,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from sweeps.cli.main import main
 from sweeps.decide.race import run_race
 from sweeps.errors import UserError
+from sweeps.executor.base import Launch, Outcome
 from sweeps.launch.ledger import MemberState
 from sweeps.launch.status import overview
 from sweeps.launch.study import Study
@@ -212,6 +214,19 @@ def test_a_member_that_fails_is_not_waited_for(tmp_path: Path) -> None:
     assert recipes(states, "stopped") == LOSERS
 
 
+def test_the_command_waits_as_little_for_a_member_that_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    specs = four()
+    raced(tmp_path, specs, Runners(slots=8, fails={specs[2].run: 6}))  # its other seed was stopped, and has not ended
+    assert main(["race", str(tmp_path), "--budget", "1", "--p-ahead", "0.05", "--growth", "1.2", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (
+        said["looks"] == looks(tmp_path)
+        and {each["recipe"] for each in said["recipes"] if each["stopped_at"]} == LOSERS
+    )
+
+
 def test_a_failed_member_goes_on_when_it_is_launched_again(tmp_path: Path) -> None:
     specs = four()
     raced(tmp_path, specs, Runners(slots=2, fails={specs[0].run: 6}))
@@ -338,9 +353,9 @@ def test_a_run_that_died_before_its_first_step_is_made_no_longer(tmp_path: Path)
     assert [RunSpec.read(tmp_path / "runs" / spec.run).steps for spec in specs[:2]] == [STEPS, 1.5 * STEPS]
 
 
-def freed_by_hand(directory: Path, members: Sequence[tuple[str, int]]) -> None:
-    """The record of a plan that takes these runs to so many steps, one after the other."""
-    steps = [{"recipe": "", "action": "longer", "members": [[run, f"budget.steps={to}"]]} for run, to in members]
+def freed_by_hand(directory: Path, members: Sequence[tuple[str, str]]) -> None:
+    """The record of a plan that has these runs with other overrides, one after the other."""
+    steps = [{"recipe": "", "action": "longer", "members": [[run, changed]]} for run, changed in members]
     with (directory / RACE_FILE).open("a") as file:
         file.write(json.dumps({"kind": "freed", "compute": 1.0, "steps": steps}) + "\n")
 
@@ -349,7 +364,7 @@ def freed_by_hand(directory: Path, members: Sequence[tuple[str, int]]) -> None:
 def test_a_run_that_the_plan_names_twice_has_one_budget_the_larger(tmp_path: Path, budgets: tuple[int, int]) -> None:
     specs = four()
     raced(tmp_path, specs)
-    freed_by_hand(tmp_path, [(specs[0].run, to) for to in budgets])
+    freed_by_hand(tmp_path, [(specs[0].run, f"budget.steps={to}") for to in budgets])
     raced(tmp_path, specs, rules=replace(LIVE, freed="plan"))
     assert RunSpec.read(tmp_path / "runs" / specs[0].run).steps == 80
     assert last_metrics(tmp_path / "runs" / specs[0].run)["step"] == 80
@@ -358,7 +373,7 @@ def test_a_run_that_the_plan_names_twice_has_one_budget_the_larger(tmp_path: Pat
 def test_freed_compute_of_a_launch_with_more_members_is_no_matter_of_this_one(tmp_path: Path) -> None:
     specs = four()
     raced(tmp_path, specs)
-    freed_by_hand(tmp_path, [(specs[0].run, 60), (specs[4].run, 60)])
+    freed_by_hand(tmp_path, [(specs[run].run, "budget.steps=60") for run in (0, 4)])
     raced(tmp_path, specs[:4], rules=replace(LIVE, freed="plan"))
     assert RunSpec.read(tmp_path / "runs" / specs[0].run).steps == 60
     assert RunSpec.read(tmp_path / "runs" / specs[4].run).steps == STEPS
@@ -395,6 +410,64 @@ def test_a_run_that_was_made_longer_is_adopted_and_not_submitted_again(tmp_path:
         spec = RunSpec.read(tmp_path / "a" / "runs" / run)
         assert spec.steps == RunSpec.read(tmp_path / "undisturbed" / "runs" / run).steps
         assert each.state == "stopped" or last_metrics(tmp_path / "a" / "runs" / run)["step"] == spec.steps
+
+
+class Waiting(Cluster):
+    """Its jobs are in the queue, and write nothing yet; the controller is killed at its next poll."""
+
+    def __init__(self, before: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.before, self.jobs, self.submitted = list(before), list(before), list[str]()
+
+    def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
+        self.submitted += [launch.run for launch in members]
+        self.jobs += self.submitted
+        return {run: f"job-{run}" for run in self.submitted}
+
+    def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
+        return {launch.run: f"job-{launch.run}" for launch in members if launch.run in self.jobs}
+
+    def running(self) -> list[str]:
+        return self.jobs
+
+    def queued(self) -> frozenset[str]:
+        return frozenset(self.jobs)
+
+    def poll(self, timeout_s: float) -> list[Outcome]:
+        raise KilledError
+
+
+@pytest.mark.parametrize("action", ["longer", "seed"])
+def test_what_freed_compute_pays_for_is_found_in_the_queue_by_the_next_controller(tmp_path: Path, action: str) -> None:
+    specs, rules = four(), replace(LIVE, freed="plan")
+    raced(tmp_path, specs)
+    seed = LiveRace(Study(tmp_path, specs), rules, planned)._seed(specs[0].run)
+    freed_by_hand(tmp_path, [(specs[0].run, "budget.steps=60") if action == "longer" else seed])
+    jobs: list[str] = []
+    for _ in range(3):
+        executor, study = Waiting(jobs), Study(tmp_path, specs)
+        with pytest.raises(KilledError):
+            study.run(executor, [], conductor=LiveRace(study, rules, planned))
+        assert len(executor.jobs) == 1, "one job, whoever follows it"
+        jobs = executor.jobs
+    with pytest.raises(UserError, match="1 members have jobs on a cluster"):
+        study = Study(tmp_path, specs)
+        study.run(Runners(), [], conductor=LiveRace(study, rules, planned))
+
+
+def test_a_refused_launch_leaves_a_run_that_was_made_longer_its_budget(tmp_path: Path) -> None:
+    class Refuses(Runners):
+        def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
+            raise UserError("the cluster is away")
+
+    specs, rules = four(), replace(LIVE, freed="plan")
+    raced(tmp_path, specs)
+    freed_by_hand(tmp_path, [(specs[0].run, "budget.steps=60")])
+    for executor, ends in ((Runners(killed_after=3), KilledError), (Refuses(), UserError)):
+        study = Study(tmp_path, specs)
+        with pytest.raises(ends):
+            study.run(executor, [], conductor=LiveRace(study, rules, planned))
+        assert RunSpec.read(tmp_path / "runs" / specs[0].run).steps == 60
 
 
 def test_what_failed_is_not_made_longer_and_goes_on_to_its_own_end(tmp_path: Path) -> None:

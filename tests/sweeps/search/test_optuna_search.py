@@ -219,6 +219,44 @@ def test_another_sampler_may_go_on_where_one_has_proposed_all(tmp_path: Path) ->
     assert len(trials(tmp_path)) == 12
 
 
+def test_a_larger_grid_goes_on_where_a_smaller_one_has_ended(tmp_path: Path) -> None:
+    space = [Axis("a", ("0.4", "0.5", "0.6", "0.7"))]
+    search(tmp_path, SearchSettings(9, 2), space=space, sampler=SAMPLERS["grid"])
+    whole = lambda seed: optuna.samplers.GridSampler({"a": list(space[0].choices)}, seed=seed)  # noqa: E731
+    assert "0.7" in {
+        state.recipe[-3:] for state in search(tmp_path, SearchSettings(9, 2), space=space, sampler=whole).values()
+    }
+
+
+class Picky(optuna.samplers.RandomSampler):
+    """As one that needs a package once it has seen some trials."""
+
+    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
+        if len(study.trials) > 8:
+            raise ModuleNotFoundError("No module named 'picky'")
+        return super().sample_independent(study, trial, name, distribution)
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        (SAMPLERS["brute force"], "FloatDistribution.step must be given"),
+        (lambda seed: optuna.samplers.GridSampler({"a": [0.3, 0.4], "c_mid": [0.2]}, seed=seed), "'0.[34]0?' not in"),
+        (lambda seed: optuna.samplers.GridSampler({"a": ["0.30", "0.40"]}, seed=seed), "c_mid, is not found in"),
+        (lambda seed: {"seed": seed}, "is none of Optuna's; give its _target_"),
+        (lambda seed: Picky(seed), "No module named 'picky'; give one that fits"),
+    ],
+)
+def test_a_sampler_that_cannot_search_this_space_is_refused_before_anything_runs(
+    tmp_path: Path, sampler: Any, said: str
+) -> None:
+    executor = Runners()
+    with pytest.raises(UserError, match=rf"hydra.sweeper.sampler: .*{said}"):
+        search(tmp_path / "study", SearchSettings(20, 2, budget=1.0), executor, sampler=sampler)
+    assert executor.steps == 0 and not (tmp_path / "study").exists()
+
+
 def test_fewer_places_than_were_proposed_for_are_kept_to(tmp_path: Path) -> None:
     with pytest.raises(KilledError):
         search(tmp_path, SearchSettings(8, 4, budget=1.0), Runners(4, killed_after=2))
