@@ -89,8 +89,9 @@ class Search:
     def _optuna(self) -> optuna.Study:
         """The study in the journal; opened when this process is the one that runs it."""
         if self._trials is None:
-            optuna.logging.set_verbosity(optuna.logging.WARNING)
+            optuna.logging.set_verbosity(optuna.logging.ERROR)  # what it says of a rehearsal is no news
             self._rehearse()
+            optuna.logging.set_verbosity(optuna.logging.WARNING)
             path = self._study.directory / TRIALS_FILE
             _cut_torn_line(path)
             storage = JournalStorage(JournalFileBackend(str(path)))
