@@ -76,6 +76,8 @@ class Race(Recorder):
         found = [each for each in trainer.callbacks if isinstance(each, RunLog)]  # type: ignore[attr-defined]
         if not found:
             raise ConfigurationError("Race: needs a RunLog beside it, whose journals it reads; add RunLog(run_dir)")
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return  # nothing is written then, and so there is nothing to look at
         try:
             self._onlooker = Onlooker(self.study, found[0].run_dir, self.rules, self._metric, self._axis)
         except UserError as error:
@@ -87,7 +89,8 @@ class Race(Recorder):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Look, if there is something new; rank 0's journals decide for all."""
-        assert self._onlooker is not None
+        if self._onlooker is None:
+            return
         why = self._onlooker.look() if self._due else None
         self._due = False
         if self._onlooker.trouble not in (None, self._trouble):

@@ -37,6 +37,10 @@ _LENGTH = 8  # bytes that say how long a message is
 _EXIT_S = 30.0  # after its answer, for what the libraries that it loaded do at the end
 
 
+class PlannerLostError(UserError):
+    """The process that plans is gone: it says nothing of what it was asked."""
+
+
 class Planner:
     """A planner in a process of its own, which may be asked again and again; closed, it is gone with all it imported.
 
@@ -62,7 +66,7 @@ class Planner:
         """Ask for the members of these override lists.
 
         Raises:
-            UserError: the process was killed, or ended without an answer.
+            PlannerLostError: the process was killed, or ended without an answer.
             Exception: whatever the planner raises; a note says where.
         """
         child, answers = self._started()
@@ -80,7 +84,7 @@ class Planner:
         if raw is None:
             code = _ended(child)
             self.close()
-            raise UserError(
+            raise PlannerLostError(
                 f"planner: its process ended without an answer ({Outcome('', code).how}); what it printed is above, "
                 "and if it was killed for its memory, launch where there is more"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sweeps.curve import Curve
@@ -82,5 +83,10 @@ class Journals:
 
     def curves(self, runs: Sequence[str], metric: str | None = None, axis: str | None = None) -> list[Curve]:
         """A curve a recipe, of those of the members that have been evaluated; in the order of `runs`."""
-        known = {(self._runs_dir / run).resolve(): self._views[run] for run in runs if self.evaluations(run)}
+        # Copies: recipes of one name are told apart in the headers of those that are loaded together.
+        known = {
+            (self._runs_dir / run).resolve(): replace(self._views[run], header=dict(self._views[run].header))
+            for run in runs
+            if self.evaluations(run)
+        }
         return load(list(known), metric, axis, read=lambda run_dir: known[run_dir.resolve()]).curves if known else []

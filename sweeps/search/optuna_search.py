@@ -28,6 +28,7 @@ from sweeps.fit.fit import Fit, fit_curves
 from sweeps.fit.predict import within
 from sweeps.launch.conductor import Wish
 from sweeps.launch.ledger import MemberState
+from sweeps.launch.planning import PlannerLostError
 from sweeps.launch.study import RUNS_DIR, Study
 from sweeps.redact import redact_override
 from sweeps.run.files import append_lines
@@ -94,9 +95,15 @@ class Search:
             optuna.logging.set_verbosity(optuna.logging.WARNING)
             path = self._study.directory / TRIALS_FILE
             _cut_torn_line(path)
-            storage = JournalStorage(JournalFileBackend(str(path)))
-            found = optuna.create_study(storage=storage, study_name=_NAME, direction="maximize", load_if_exists=True)
-            self._check_same(found)
+            found = _opened(path)
+            try:
+                self._check_same(found)
+            except UserError:
+                if any("run" in each.user_attrs for each in found.get_trials(deepcopy=False)):
+                    raise
+                path.unlink()  # every trial was refused: there is nothing that this one could be mixed with
+                found = _opened(path)
+                self._check_same(found)
             found.sampler = self._sampler(self._settings.seed)
             if not isinstance(found.sampler, _NUMBERED):
                 # A sampler's own state is not kept: another process draws on, and does not draw the same again.
@@ -218,16 +225,19 @@ class Search:
         try:
             # With the base first: what the trials have beyond it labels them apart.
             specs = self._planned([self._base, *([*self._base, *overrides] for _, overrides in asked)])[1:]
-        except UserError as error:
+        except (OSError, PlannerLostError):
+            raise  # of no trial: whoever is asked again plans them
+        except Exception as error:  # Hydra's too, of a key or a choice that there is not
             if len(asked) > 1:
                 return [spec for each in asked for spec in self._specs([each])]
             ((trial, overrides),) = asked
+            said = " ".join(str(error).split()) or type(error).__name__
             self._refused += 1
             if self._refused >= _REFUSED:
-                raise UserError(f"{error} ({self._refused} trials in a row were refused)") from error
-            trial.set_user_attr("refused", str(error))
+                raise UserError(f"{said} ({self._refused} trials in a row were refused)") from error
+            trial.set_user_attr("refused", said)
             self._optuna().tell(trial, state=TrialState.FAIL)
-            self._said.append(f"trial {trial.number} refused ({' '.join(overrides)}): {error}")
+            self._said.append(f"trial {trial.number} refused ({' '.join(overrides)}): {said}")
             return []
         self._refused = 0
         for (trial, _), spec in zip(asked, specs, strict=True):
@@ -352,6 +362,11 @@ class Search:
             return False
         self._looked[run] = passed[-1]
         return True
+
+
+def _opened(path: Path) -> optuna.Study:
+    storage = JournalStorage(JournalFileBackend(str(path)))
+    return optuna.create_study(storage=storage, study_name=_NAME, direction="maximize", load_if_exists=True)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
 from sweeps.launch.conductor import Wish
 from sweeps.launch.ledger import MemberState
+from sweeps.launch.planning import PlannerLostError
 from sweeps.launch.study import RUNS_DIR, Study
 from sweeps.run.files import append_lines
 from sweeps.run.spec import RunSpec
@@ -73,6 +74,7 @@ class LiveRace:
         self._extra: list[str] = []  # runs that freed compute pays for
         self._freed_done = settings.freed == "nothing" or not self._live
         self._over = False  # no further look will be taken
+        self._refused: list[str] = []  # of what freed compute was to pay for; to be said
         self._seen: object = None
         self._wish = Wish()
 
@@ -108,6 +110,7 @@ class LiveRace:
         said = self._look(states, ended)
         if self._over and not at_work and not self._freed_done and (dead := self._dead(states)):
             said.append(f"race: what was freed is kept for {', '.join(dead)}, of which every run has failed")
+        said, self._refused = [*said, *self._refused], []
         self._wish = Wish(*self._wanted(states, ended, at_work, waits), said=tuple(said))
         return self._wish
 
@@ -259,6 +262,9 @@ class LiveRace:
                 return []
             if self._dead(states):
                 return []  # launched again they may still race
+            raced = {each.recipe for look in self._record.looks for each in look.chances}
+            if raced - {state.recipe for state in states.values()}:
+                return []  # a launch of some of them knows nothing of what the others were spared
             line = self._plan(states, [run for run in racing if states[run].state == "finished"])
             self._write(line)
             self._record = replace(self._record, freed=line)
@@ -333,7 +339,13 @@ class LiveRace:
         changed = override.split()
         keys = {"output_dir", *(each.partition("=")[0] for each in changed)}
         kept = [each for each in base.overrides if each.lstrip("+~").split("=")[0] not in keys]
-        (spec,) = self._planned([[*kept, *changed, f"output_dir={self._study.directory}"]])
+        try:
+            (spec,) = self._planned([[*kept, *changed, f"output_dir={self._study.directory}"]])
+        except PlannerLostError:
+            raise
+        except UserError as error:
+            self._refused.append(f"race: what was freed is not spent on {base.title} ({override}): {error}")
+            return []
         # A run whose choices depend on its budget (a cosine, a curriculum) would be another one with a larger.
         if spec.curve != base.curve or ("seed" not in keys and spec.run != base.run):
             return []

@@ -96,6 +96,13 @@ def test_a_rival_that_cannot_be_compared_ends_no_fit(
     assert caplog.text.count("race: no look: ") == 1 and not (tmp_path / "mine" / "race.jsonl").exists()
 
 
+def test_a_trial_of_a_script_takes_no_looks(tiny_model_path: str, study: tuple[Path, float], tmp_path: Path) -> None:
+    folder, budget = study
+    rival(tmp_path, folder / "whole", "rival", 0.9)
+    fit(tiny_model_path, tmp_path / "mine", 12, [Race(tmp_path, budget)], fast_dev_run=4)
+    assert not list(tmp_path.rglob("race.jsonl"))
+
+
 def test_what_it_needs_is_said(tiny_model_path: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="Race: needs a RunLog beside it"):
         fit(tiny_model_path, callbacks=[Race(tmp_path, 1.0), Evaluate(2, 1)])

@@ -16,7 +16,7 @@ from lightning_scalerl.checks import ConfigurationError
 from sweeps.cli.launchers import DebugStudyLauncher, StudyLauncher
 from sweeps.errors import UserError
 from sweeps.launch import planning
-from sweeps.launch.planning import Planner, plan_apart
+from sweeps.launch.planning import Planner, PlannerLostError, plan_apart
 from sweeps.run.spec import RunSpec, make_spec
 from tests.paths import ROOT
 
@@ -73,7 +73,7 @@ def test_members_come_from_another_process_and_share_what_they_shared() -> None:
         ("user", UserError, "model: no such file"),
         ("odd", RuntimeError, "OddError: 1 is not 2"),
         ("exit", SystemExit, "3"),
-        ("die", UserError, "planner: its process ended without an answer (killed by SIGKILL)"),
+        ("die", PlannerLostError, "planner: its process ended without an answer (killed by SIGKILL)"),
     ],
 )
 def test_what_goes_wrong_there_is_told_here(word: str, kind: type[BaseException], message: str) -> None:

@@ -412,6 +412,32 @@ def test_a_run_that_was_made_longer_is_adopted_and_not_submitted_again(tmp_path:
         assert each.state == "stopped" or last_metrics(tmp_path / "a" / "runs" / run)["step"] == spec.steps
 
 
+def test_a_launch_of_some_of_the_members_does_not_settle_what_was_freed(tmp_path: Path) -> None:
+    specs, rules = four(), replace(LIVE, freed="plan")
+    raced(tmp_path, specs)
+    raced(tmp_path, specs[:2], rules=rules)
+    assert RaceRecord.read(tmp_path).freed is None
+    executor = Runners(slots=8)
+    raced(tmp_path, specs, executor, rules)
+    freed = RaceRecord.read(tmp_path).freed
+    assert freed is not None and freed["compute"] > 1 and executor.steps > 0
+
+
+def test_a_plan_of_which_one_step_is_refused_is_followed_for_the_rest(tmp_path: Path) -> None:
+    def careful(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+        if any("budget.steps=70" in each for each in lists):
+            raise UserError("budget.steps: 70 is no multiple of what the schedule takes")
+        return planned(lists)
+
+    specs, rules, told = four(), replace(LIVE, freed="plan"), Told()
+    raced(tmp_path, specs)
+    freed_by_hand(tmp_path, [(specs[0].run, "budget.steps=70"), (specs[4].run, "budget.steps=60")])
+    study = Study(tmp_path, specs)
+    study.run(Runners(), [told], conductor=LiveRace(study, rules, careful))
+    assert [last_metrics(tmp_path / "runs" / specs[run].run)["step"] for run in (0, 4)] == [STEPS, 60]
+    assert any("is not spent on" in line and "70 is no multiple" in line for line in told.said)
+
+
 class Waiting(Cluster):
     """Its jobs are in the queue, and write nothing yet; the controller is killed at its next poll."""
 

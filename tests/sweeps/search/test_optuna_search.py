@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from sweeps.errors import UserError
 from sweeps.launch.ledger import Ledger, MemberState
+from sweeps.launch.planning import PlannerLostError
 from sweeps.launch.study import Study
 from sweeps.run.spec import RunSpec
 from sweeps.search.optuna_search import TRIALS_FILE, Search
@@ -358,6 +359,59 @@ def test_a_trial_that_is_refused_has_failed_and_the_search_goes_on(tmp_path: Pat
     for each in trials(tmp_path):
         assert (each.state is TrialState.FAIL) == (each.params["a"] == "0.4")
     assert any("refused (a=0.4): a: 0.4 is not allowed" in line for line in told.said)
+
+
+TEN = (Axis("a", tuple(f"{0.3 + 0.04 * number:.2f}" for number in range(10))),)
+
+
+def conducted(directory: Path, settings: SearchSettings, planner: Any, space: Sequence[Axis]) -> dict[str, MemberState]:
+    study = Study.read(directory) if Ledger(directory).fold() else Study(directory, [])
+    random = lambda seed: optuna.samplers.RandomSampler(seed=seed)  # noqa: E731
+    return study.run(Runners(), [Told()], conductor=Search(study, space, settings, [], planner, random))
+
+
+def without(value: str, error: Exception, times: int = 10**6) -> Any:
+    """A planner that cannot compose one value, so many times."""
+    left = [times]
+
+    def careful(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+        if any(value in each for each in lists) and left[0] > 0:
+            left[0] -= 1
+            raise error
+        return planned([["a=0.3", *each] for each in lists])
+
+    return careful
+
+
+def test_a_value_that_cannot_be_composed_costs_its_trials_and_no_other(tmp_path: Path) -> None:
+    planner = without("a=0.46", RuntimeError("Could not find\n'loss/nope'"))
+    states = conducted(tmp_path, SearchSettings(20, 2, budget=1.0), planner, TEN)
+    refused = [each for each in trials(tmp_path) if each.params["a"] == "0.46"]
+    assert refused and {each.state for each in refused} == {TrialState.FAIL}
+    assert {each.user_attrs["refused"] for each in refused} == {"Could not find 'loss/nope'"}
+    assert {each.state for each in states.values()} == {"finished"} and len(trials(tmp_path)) == 20
+
+
+def test_a_planner_that_is_gone_costs_no_trial(tmp_path: Path) -> None:
+    planner = without("a=0.46", PlannerLostError("planner: its process ended without an answer"), times=1)
+    with pytest.raises(PlannerLostError):
+        conducted(tmp_path, SearchSettings(20, 2, budget=1.0), planner, TEN)
+    conducted(tmp_path, SearchSettings(20, 2, budget=1.0), planner, TEN)
+    found = trials(tmp_path)
+    assert len(found) == 20 and {each.state for each in found} == {TrialState.COMPLETE}
+    assert "0.46" in {each.params["a"] for each in found}
+
+
+def test_where_all_were_refused_the_space_may_be_mended(tmp_path: Path) -> None:
+    def nothing(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
+        if any(each for each in lists):
+            raise UserError("losss: no such key")
+        return planned([["a=0.3"]])
+
+    conducted(tmp_path, SearchSettings(4, 2), nothing, [Axis("losss", ("dapo", "gspo"))])
+    assert {each.state for each in trials(tmp_path)} == {TrialState.FAIL}
+    states = conducted(tmp_path, SearchSettings(4, 2), without("", RuntimeError()), TEN)
+    assert len(trials(tmp_path)) == 4 and {each.state for each in states.values()} == {"finished"}
 
 
 @pytest.mark.slow
