@@ -33,9 +33,9 @@ from sweeps.fit.verdict import before_fit
 
 RACING = Rules(1.0)
 CHANCES, LOOKS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3), (1, 2, 3)
-# Looks of racing: at every evaluation from a fifth of the budget on.
 # Of a curve of one run: two of its shape, A and R0.
 _PARAMETERS = 4
+# Looks of racing: at every evaluation from a fifth of the budget on.
 LOOKED = [(at, float(COMPUTE[at])) for at in range(EVALUATIONS // 5, EVALUATIONS)]
 
 

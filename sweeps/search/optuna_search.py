@@ -231,7 +231,7 @@ class Search:
             if len(asked) > 1:
                 return [spec for each in asked for spec in self._specs([each])]
             ((trial, overrides),) = asked
-            said = " ".join(str(error).split()) or type(error).__name__
+            said = _told(error)
             self._refused += 1
             if self._refused >= _REFUSED:
                 raise UserError(f"{said} ({self._refused} trials in a row were refused)") from error
@@ -377,11 +377,15 @@ def _sampling() -> Iterator[None]:
     except OSError:
         raise  # of the journal
     except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"hydra.sweeper.sampler: {said}; give one that fits the space (values of a grid as on the command line, in "
-            "quotes), and install what it needs"
+            f"hydra.sweeper.sampler: {_told(error)}; give one that fits the space (values of a grid as on the command "
+            "line, in quotes), and install what it needs"
         ) from error
+
+
+def _told(error: Exception) -> str:
+    """In one line, whoever raised it."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _named(sampler: optuna.samplers.BaseSampler) -> str:

@@ -221,10 +221,8 @@ def test_the_command_waits_as_little_for_a_member_that_failed(
     raced(tmp_path, specs, Runners(slots=8, fails={specs[2].run: 6}))  # its other seed was stopped, and has not ended
     assert main(["race", str(tmp_path), "--budget", "1", "--p-ahead", "0.05", "--growth", "1.2", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert (
-        said["looks"] == looks(tmp_path)
-        and {each["recipe"] for each in said["recipes"] if each["stopped_at"]} == LOSERS
-    )
+    assert said["looks"] == looks(tmp_path)
+    assert {each["recipe"] for each in said["recipes"] if each["stopped_at"]} == LOSERS
 
 
 def test_a_failed_member_goes_on_when_it_is_launched_again(tmp_path: Path) -> None:
@@ -443,12 +441,11 @@ class Waiting(Cluster):
 
     def __init__(self, before: Sequence[str] = ()) -> None:
         super().__init__()
-        self.before, self.jobs, self.submitted = list(before), list(before), list[str]()
+        self.jobs = list(before)
 
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
-        self.submitted += [launch.run for launch in members]
-        self.jobs += self.submitted
-        return {run: f"job-{run}" for run in self.submitted}
+        self.jobs += [launch.run for launch in members]
+        return {launch.run: f"job-{launch.run}" for launch in members}
 
     def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
         return {launch.run: f"job-{launch.run}" for launch in members if launch.run in self.jobs}

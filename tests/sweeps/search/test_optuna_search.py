@@ -50,6 +50,7 @@ def search(
     told: Told | None = None,
     base: Sequence[str] = (),
     sampler: Callable[[int], optuna.samplers.BaseSampler] | None = None,
+    planner: Callable[[Sequence[Sequence[str]]], list[RunSpec]] | None = None,
 ) -> dict[str, MemberState]:
     study = Study.read(directory) if Ledger(directory).fold() else Study(directory, [])
 
@@ -64,7 +65,7 @@ def search(
     def tpe(seed: int) -> optuna.samplers.BaseSampler:
         return optuna.samplers.TPESampler(seed=seed, n_startup_trials=6, constant_liar=True)
 
-    conductor = Search(study, space, settings, base, careful, sampler or tpe)
+    conductor = Search(study, space, settings, base, planner or careful, sampler or tpe)
     return study.run(executor or Runners(), [told or Told()], conductor=conductor)
 
 
@@ -352,10 +353,9 @@ def test_a_trial_that_is_refused_has_failed_and_the_search_goes_on(tmp_path: Pat
             raise UserError("a: 0.4 is not allowed")
         return planned([["a=0.3", *each] for each in lists])
 
-    study, told = Study(tmp_path, []), Told()
-    space = [Axis("a", ("0.4", "0.5", "0.6"))]
-    sampler = lambda seed: optuna.samplers.RandomSampler(seed=seed)  # noqa: E731
-    study.run(Runners(), [told], conductor=Search(study, space, SearchSettings(12, 2, budget=1.0), [], picky, sampler))
+    told, space = Told(), [Axis("a", ("0.4", "0.5", "0.6"))]
+    settings = SearchSettings(12, 2, budget=1.0)
+    search(tmp_path, settings, space=space, told=told, sampler=at_random, planner=picky)
     for each in trials(tmp_path):
         assert (each.state is TrialState.FAIL) == (each.params["a"] == "0.4")
     assert any("refused (a=0.4): a: 0.4 is not allowed" in line for line in told.said)
@@ -364,10 +364,8 @@ def test_a_trial_that_is_refused_has_failed_and_the_search_goes_on(tmp_path: Pat
 TEN = (Axis("a", tuple(f"{0.3 + 0.04 * number:.2f}" for number in range(10))),)
 
 
-def conducted(directory: Path, settings: SearchSettings, planner: Any, space: Sequence[Axis]) -> dict[str, MemberState]:
-    study = Study.read(directory) if Ledger(directory).fold() else Study(directory, [])
-    random = lambda seed: optuna.samplers.RandomSampler(seed=seed)  # noqa: E731
-    return study.run(Runners(), [Told()], conductor=Search(study, space, settings, [], planner, random))
+def at_random(seed: int) -> optuna.samplers.BaseSampler:
+    return optuna.samplers.RandomSampler(seed=seed)
 
 
 def without(value: str, error: Exception, times: int = 10**6) -> Any:
@@ -385,7 +383,7 @@ def without(value: str, error: Exception, times: int = 10**6) -> Any:
 
 def test_a_value_that_cannot_be_composed_costs_its_trials_and_no_other(tmp_path: Path) -> None:
     planner = without("a=0.46", RuntimeError("Could not find\n'loss/nope'"))
-    states = conducted(tmp_path, SearchSettings(20, 2, budget=1.0), planner, TEN)
+    states = search(tmp_path, SearchSettings(20, 2, budget=1.0), planner=planner, space=TEN, sampler=at_random)
     refused = [each for each in trials(tmp_path) if each.params["a"] == "0.46"]
     assert refused and {each.state for each in refused} == {TrialState.FAIL}
     assert {each.user_attrs["refused"] for each in refused} == {"Could not find 'loss/nope'"}
@@ -395,8 +393,8 @@ def test_a_value_that_cannot_be_composed_costs_its_trials_and_no_other(tmp_path:
 def test_a_planner_that_is_gone_costs_no_trial(tmp_path: Path) -> None:
     planner = without("a=0.46", PlannerLostError("planner: its process ended without an answer"), times=1)
     with pytest.raises(PlannerLostError):
-        conducted(tmp_path, SearchSettings(20, 2, budget=1.0), planner, TEN)
-    conducted(tmp_path, SearchSettings(20, 2, budget=1.0), planner, TEN)
+        search(tmp_path, SearchSettings(20, 2, budget=1.0), planner=planner, space=TEN, sampler=at_random)
+    search(tmp_path, SearchSettings(20, 2, budget=1.0), planner=planner, space=TEN, sampler=at_random)
     found = trials(tmp_path)
     assert len(found) == 20 and {each.state for each in found} == {TrialState.COMPLETE}
     assert "0.46" in {each.params["a"] for each in found}
@@ -408,9 +406,9 @@ def test_where_all_were_refused_the_space_may_be_mended(tmp_path: Path) -> None:
             raise UserError("losss: no such key")
         return planned([["a=0.3"]])
 
-    conducted(tmp_path, SearchSettings(4, 2), nothing, [Axis("losss", ("dapo", "gspo"))])
+    search(tmp_path, SearchSettings(4, 2), planner=nothing, space=[Axis("losss", ("dapo", "gspo"))], sampler=at_random)
     assert {each.state for each in trials(tmp_path)} == {TrialState.FAIL}
-    states = conducted(tmp_path, SearchSettings(4, 2), without("", RuntimeError()), TEN)
+    states = search(tmp_path, SearchSettings(4, 2), space=TEN, sampler=at_random)
     assert len(trials(tmp_path)) == 4 and {each.state for each in states.values()} == {"finished"}
 
 
