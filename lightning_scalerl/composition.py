@@ -206,13 +206,3 @@ def build_recipe(config: Any, name: str, build: Callable[[Any, str], Any] = buil
         # A study that was frozen before these were there has the defaults.
         **{group: build(config, group) for group in SINCE if group in config},
     )
-
-
-def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ()) -> Recipe:
-    """The recipe `recipe/<name>.yaml` of `conf/` or a folder of the user's, with overrides such as `optimizer.lr=1e-3`.
-
-    Raises:
-        ConfigurationError: an unknown recipe, key or value.
-    """
-    folders = use_folders(folders)
-    return build_recipe(compose([f"recipe={name}", *overrides], folders), name)

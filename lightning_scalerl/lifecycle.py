@@ -32,7 +32,7 @@ from lightning_scalerl.callbacks.trainer import (
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices, by_axis
-from lightning_scalerl.composition import load_recipe
+from lightning_scalerl.composer import load_recipe
 from lightning_scalerl.distributed.meeting import meet
 from lightning_scalerl.distributed.ranks import Follower, Ranks
 from lightning_scalerl.generator.base import EndOfThinking, Generator

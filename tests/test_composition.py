@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 from lightning_scalerl import RolloutDataModule
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import AXES
-from lightning_scalerl.composition import build_recipe, compose, conf_dir, load_recipe
+from lightning_scalerl.composer import load_recipe
+from lightning_scalerl.composition import build_recipe, compose, conf_dir
 from lightning_scalerl.member.identify import plan_members
 from sweeps.run.spec import science
 

@@ -35,7 +35,7 @@ FLOORS = {
         {"stream"},
         {"recipe"},
         {"composition", "measure"},
-        {"run"},
+        {"composer", "run"},
         {"callbacks"},
         {"data", "lifecycle"},
         {"module"},

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.choices import AXES
+from lightning_scalerl.composer import Composer
 from lightning_scalerl.composition import SETTINGS, Folders, axes_of, build, build_recipe, compose, use_folders
-from lightning_scalerl.member.composer import Composer
 from sweeps.run.activity import Patience
 from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec, science
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from lightning_scalerl import composer
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import AXES
+from lightning_scalerl.composer import Composer
 from lightning_scalerl.composition import compose, conf_dir
-from lightning_scalerl.member import composer
-from lightning_scalerl.member.composer import Composer
 from lightning_scalerl.member.identify import plan_members
 
 # A base model that is made in a moment; where only the configuration matters, not what it learns.

@@ -6,15 +6,19 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.composition import Folders, compose, conf_dir
+from lightning_scalerl.composition import Folders, build_recipe, compose, conf_dir, use_folders
+
+if TYPE_CHECKING:
+    from lightning_scalerl.recipe import Recipe
 
 _PLAIN_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -63,11 +67,15 @@ class Composer:
         Raises:
             ConfigurationError: as `compose` does, or a key without a value.
         """
-        try:
-            found = self._short_cut(overrides)
-        except Exception:  # whatever it was: composed whole, the list fails with the message it deserves
-            found = None
+        found = self.known(overrides)
         return _plain(compose(overrides, self.folders)) if found is None else found
+
+    def known(self, overrides: Sequence[str]) -> dict[str, Any] | None:
+        """Return the configuration in plain values; None where only Hydra itself can compose the list, or refuse it."""
+        try:
+            return self._short_cut(overrides)
+        except Exception:  # whatever it was: composed whole, the list fails with the message it deserves
+            return None
 
     def _short_cut(self, overrides: Sequence[str]) -> dict[str, Any] | None:
         """The same without composing the whole list; None where that could make a difference."""
@@ -181,3 +189,29 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, str | None]]:
             yield from ((("", text)) for _, text in _leaves(node._get_node(number)))
     else:
         yield prefix[:-1] if type(node) is AnyNode else "", None
+
+
+@cache
+def _shipped() -> Composer:
+    """The composer of `conf/` alone, which does not change while a process runs."""
+    return Composer()
+
+
+def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ()) -> Recipe:
+    """Build the recipe `recipe/<name>.yaml` of `conf/` or a folder of the user's.
+
+    Hydra takes half a second of CPU to compose `conf/`, so a process that builds many modules composes each row of
+    groups once. A user's folders are read anew each time: they may have been edited in between.
+
+    Args:
+        name: of the recipe's file.
+        overrides: such as `optimizer.lr=1e-3`.
+        folders: of the user's, beside `conf/`.
+
+    Raises:
+        ConfigurationError: an unknown recipe, key or value.
+    """
+    folders = use_folders(folders)
+    words = [f"recipe={name}", *overrides]
+    values = None if folders else _shipped().known(words)
+    return build_recipe(compose(words, folders) if values is None else values, name)
