@@ -3,21 +3,27 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
-# What `make test` leaves out: ALL=1 runs everything, and a missing component is then a failure.
-MARKERS := -m "not vllm$(if $(ALL),, and not slow and not browser and not peers and not slurm)"
+# What `make test` leaves out: ALL=1 runs what .ci/run asks for, FULL=1 everything; a missing component is then a failure.
+MARKERS := not vllm$(if $(FULL),, and not full$(if $(ALL),, and not slow and not live and not browser and not peers and not slurm))
 # Tests go one by one to whichever worker is free; those of a group (tests/conftest.py) stay together.
 TEST_ARGS ?= -n 2 --dist loadgroup
+PYTEST := $(if $(ALL)$(FULL),CI_ALL=1 )OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test
+.PHONY: demo test test-full
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.user
 	$(BIN)/python examples/demo.py
 
-# vLLM changes the process that it is in: its tests have one of their own.
-test: $(VENV)/$(if $(ALL),.everything,.developer)
-	$(if $(ALL),CI_ALL=1 )OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MARKERS) $(TEST_ARGS)
-	$(if $(ALL),CI_ALL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm)
+# Tests of the study never import torch, which costs each process seconds; vLLM changes the process that it is in.
+test: $(VENV)/$(if $(ALL)$(FULL),.everything,.developer)
+	$(PYTEST) -m "$(MARKERS)" $(TEST_ARGS) tests/sweeps
+	$(PYTEST) -m "$(MARKERS)" $(TEST_ARGS) --ignore tests/sweeps
+	$(if $(ALL)$(FULL),$(PYTEST) -m "vllm$(if $(FULL),, and not full)")
+
+# Everything that is right but long, by hand: docs/measured/full.md has the summary of its last run.
+test-full:
+	$(MAKE) test FULL=1
 
 # torch first and by pip: pip alone may know of a CPU build; the rest then keeps it, under the constraints.
 $(VENV)/.torch: constraints.txt

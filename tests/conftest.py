@@ -1,4 +1,7 @@
-"""Shared fixtures: tiny models with random weights, and a task whose rewards vary."""
+"""Shared fixtures: tiny models with random weights, and a task whose rewards vary.
+
+Nothing here imports torch before a test asks for a model: tests of `sweeps` run without it.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,15 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
 from xdist.scheduler import LoadScopeScheduling
 
-from lightning_scalerl.task.arithmetic_base import new_model, tokenizer
 from tests.place import PATIENCE_S, Deterministic, Place, deterministic, made_once
 
-torch.set_num_threads(1)
+pytest_plugins = ["tests.account"]
 
-
-# Tests below these share what only one worker at a time may use: a cluster, with its ports and its clocks.
-GROUPS = {"tests/slurm/test_lab.py": "lab", "tests/slurm/": "slurm"}
+# Tests below these share what only one worker at a time may use (a cluster, with its ports and its clocks), or what one
+# worker makes once for all of them.
+GROUPS = {"tests/slurm/test_lab.py": "lab", "tests/slurm/": "slurm", "tests/member/test_identity.py": "identity"}
 
 
 class Grouped(LoadScopeScheduling):  # type: ignore[misc]
@@ -34,14 +35,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Grouped | No
     return Grouped(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes minutes comes first: at the end it would keep one worker busy while the others have nothing left."""
-    items.sort(key=lambda item: (item.get_closest_marker("slurm") is None, item.get_closest_marker("slow") is None))
-
-
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random Llama of the arithmetic task, saved as a user's model would be."""
+    import torch
+
+    from lightning_scalerl.task.arithmetic_base import new_model, tokenizer
+
+    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("models") / "tiny"
     new_model(width=32, layers=2, seed=3).save_pretrained(path)
     tokenizer().save_pretrained(path)

@@ -1,0 +1,130 @@
+"""A pytest plugin that tells, at the end of a run, where the CPU went, what was left out, and what was tried twice.
+
+CPU is a test's own with that of the children it waited for, set-up and tear-down included. Under xdist each worker
+measures its tests, and the process that prints has it from their reports.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
+
+import pytest
+
+CPU = "cpu_s"
+DEAREST = 30
+# Why a test with this mark is not in every run, and what runs it.
+LEFT_OUT = {
+    "full": "make test-full",
+    "slow": "make test ALL=1",
+    "slurm": "make test ALL=1: a SLURM cluster of its own",
+    "browser": "make test ALL=1: Chromium",
+    "peers": "make test ALL=1: TRL and verl",
+    "vllm": "make test ALL=1: vLLM",
+}
+# What runs real components: a second attempt tells a busy machine from a fault. Pure code gets none.
+REAL = ("slurm", "vllm", "browser", "live")
+
+_spent = pytest.StashKey[float]()
+_left_out: Counter[str] = Counter()
+
+
+def _cpu_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _room(nodeid: str) -> str:
+    parts = PurePosixPath(nodeid.split("::")[0]).parts
+    return "/".join(parts[1 : 3 if parts[1] == "sweeps" else 2])
+
+
+# --- in the process that runs tests --------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give a second attempt to tests of real components, and sort: what takes long must not come last."""
+    for item in items:
+        if any(item.get_closest_marker(mark) for mark in REAL):
+            item.add_marker(pytest.mark.flaky(reruns=1))
+    items.sort(key=lambda item: (item.get_closest_marker("slurm") is None, item.get_closest_marker("slow") is None))
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count what the marks leave out, by the first mark that says why."""
+    for item in items:
+        mark = next((name for name in LEFT_OUT if item.get_closest_marker(name)), None)
+        if mark is not None:
+            _left_out[mark] += 1
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Note the CPU clock before the first fixture of a test."""
+    item.stash[_spent] = _cpu_s()
+    yield
+
+
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Put the CPU spent so far into the last report of a test."""
+    if call.when == "teardown":
+        item.user_properties.append((CPU, _cpu_s() - item.stash[_spent]))
+    yield
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send the count of what was left out to the process that prints."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = dict(_left_out)
+
+
+# --- in the process that prints ------------------------------------------------------------------------------
+
+
+class _FromWorkers:
+    """Receives what xdist's workers counted. Each collects everything, so one of them is enough."""
+
+    def pytest_testnodedown(self, node: Any) -> None:
+        _left_out.update(Counter(getattr(node, "workeroutput", {}).get("left_out", {})) - _left_out)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Listen to xdist's workers, if there are any."""
+    if config.pluginmanager.hasplugin("dsession"):
+        config.pluginmanager.register(_FromWorkers())
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the CPU seconds by room with the dearest tests, every retry with its reason, and what was left out."""
+    stats = terminalreporter.stats
+    spent = {
+        report.nodeid: seconds
+        for reports in stats.values()
+        for report in reports
+        if getattr(report, "when", None) == "teardown"
+        for name, seconds in report.user_properties
+        if name == CPU
+    }
+    if os.environ.get("CI_ALL") == "1":
+        rooms: Counter[str] = Counter()
+        for nodeid, seconds in spent.items():
+            rooms[_room(nodeid)] += seconds  # type: ignore[assignment]
+        terminalreporter.section(f"CPU seconds by room, {sum(spent.values()):.0f} in all")
+        for room, seconds in rooms.most_common():
+            terminalreporter.line(f"{seconds:8.1f}  {room}")
+        terminalreporter.section(f"the {DEAREST} dearest tests, in CPU seconds")
+        for nodeid, seconds in sorted(spent.items(), key=lambda each: -each[1])[:DEAREST]:
+            terminalreporter.line(f"{seconds:8.1f}  {nodeid}")
+    for report in stats.get("rerun", []):
+        last = str(report.longrepr).strip().splitlines()[-1:] or ["no reason given"]
+        terminalreporter.line(f"tried twice: {report.nodeid}: {last[0]}")
+    left = [f"{count} {mark} ({LEFT_OUT[mark]})" for mark, count in _left_out.most_common()]
+    skipped = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in stats.get("skipped", []))
+    left += [f"{count} skipped ({reason})" for reason, count in skipped.most_common()]
+    terminalreporter.line(f"left out: {'; '.join(left) or 'nothing'}")
