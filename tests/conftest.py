@@ -64,6 +64,16 @@ def shared_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def schema(shared_tmp: Path) -> Path:
+    """An MLflow database with its tables, made once: migrations take seconds of CPU."""
+    from sweeps.tracking import Tracker
+
+    path = shared_tmp / "schema.db"
+    made_once(path, lambda: Tracker(f"sqlite:///{path}", "unused").prepare())
+    return path
+
+
+@pytest.fixture(scope="session")
 def studies(shared_tmp: Path) -> Place:
     """Where real studies run; they share the model, and the journals that they are compared with."""
     root = shared_tmp / "studies"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_scalerl import RolloutDataModule, ScaleRL
@@ -35,6 +38,7 @@ from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import Task
 from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.inline import InlineVerifiers
+from sweeps.run.journal import read_journal
 
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
@@ -188,3 +192,24 @@ def fit(
     datamodule = RolloutDataModule(task or CountingTask(), seed=seed)
     trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
     return module
+
+
+@cache
+def undisturbed(
+    model_path: str,
+    steps: int,
+    choice: Callable[[], DesignChoice] | None = None,
+    checkpoint_every: int = 1000,
+    recipe: str = "scalerl_core",
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return the journal, without the wall clock, and the weights of a run that nothing happens to.
+
+    Many tests compare with the same run: a process makes each once. `choice` must be a function that lives as long as
+    the module it stands in.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        choices = [] if choice is None else [choice()]
+        module = fit(
+            model_path, Path(folder), steps, choices, checkpoint_every=checkpoint_every, recipe=recipe
+        )  # fmt: skip
+        return read_journal(Path(folder)).deterministic(), list(module.policy.state_dict().values())

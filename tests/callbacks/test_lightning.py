@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import math
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -124,8 +125,11 @@ class Breaks(CountingTask):
 
 
 @pytest.mark.slow
-def test_every_logger_holds_the_journal_cell_by_cell_across_a_resume(tiny_model_path: str, tmp_path: Path) -> None:
+def test_every_logger_holds_the_journal_cell_by_cell_across_a_resume(
+    tiny_model_path: str, tmp_path: Path, schema: Path
+) -> None:
     """Interrupted after a checkpoint at 3 and a record at 4, which is made again."""
+    shutil.copy(schema, tmp_path / "mlflow.db")
     run_dir = tmp_path / "run"
     with pytest.raises(RewardError):
         fit(
@@ -148,7 +152,9 @@ def test_every_logger_holds_the_journal_cell_by_cell_across_a_resume(tiny_model_
     assert shown == last
 
 
-def test_two_ranks_log_as_one(tiny_model_path: str, tmp_path: Path) -> None:
+def test_two_ranks_log_as_one(tiny_model_path: str, tmp_path: Path, schema: Path) -> None:
+    shutil.copy(schema, tmp_path / "mlflow.db")
+    three_loggers(tmp_path)[-1].experiment  # noqa: B018  # what it imports, the forked ranks need not
     run_dir = tmp_path / "run"
 
     def work(resume: bool) -> Any:

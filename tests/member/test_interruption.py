@@ -25,7 +25,7 @@ from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.module import ScaleRL
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.journal import read_journal
-from tests.helpers import SMALL, CountingTask, fit, quiet
+from tests.helpers import SMALL, CountingTask, fit, quiet, undisturbed
 
 STEPS = 6
 
@@ -70,7 +70,7 @@ def test_stopped_after_any_step_a_run_goes_on_bit_for_bit(mode: str, tiny_model_
     """Also between checkpoints, and by a second request after the first."""
     recipe, choice = MODES[mode]
     options: dict[str, Any] = {"steps": STEPS, "recipe": recipe, "checkpoint_every": 4}
-    whole = fit(tiny_model_path, tmp_path / "whole", callbacks=[choice()], **options)
+    journal, whole = undisturbed(tiny_model_path, choice=choice, **options)
     for stops in ([1], [2, 3], [4], [5]):
         run_dir = tmp_path / f"stopped_{stops[0]}"
         for number, step in enumerate(stops):
@@ -85,8 +85,8 @@ def test_stopped_after_any_step_a_run_goes_on_bit_for_bit(mode: str, tiny_model_
         parts = fit(tiny_model_path, run_dir, callbacks=[choice()], resume=True, **options)
         view = read_journal(run_dir)
         assert view.status == "finished"
-        assert view.deterministic() == read_journal(tmp_path / "whole").deterministic(), stops
-        assert all(map(torch.equal, weights(whole), weights(parts)))
+        assert view.deterministic() == journal, stops
+        assert all(map(torch.equal, whole, weights(parts)))
 
 
 class Signals(CountingTask):
@@ -131,9 +131,9 @@ def test_a_signal_in_a_generation_is_honoured_there(
     assert names == [f"step-{view.checkpoint_step:08d}.ckpt"]
     interruption.clear()
     parts = fit(tiny_model_path, tmp_path / "parts", callbacks=[choice()], resume=True, **options)
-    whole = fit(tiny_model_path, tmp_path / "whole", callbacks=[choice()], **options)
-    assert read_journal(tmp_path / "parts").deterministic() == read_journal(tmp_path / "whole").deterministic()
-    assert all(map(torch.equal, weights(whole), weights(parts)))
+    journal, whole = undisturbed(tiny_model_path, choice=choice, **options)
+    assert read_journal(tmp_path / "parts").deterministic() == journal
+    assert all(map(torch.equal, whole, weights(parts)))
 
 
 @pytest.mark.parametrize(("evaluation", "steps"), [(0, 5), (2, 5), (4, 5), (5, 5)])
@@ -162,10 +162,9 @@ def test_a_request_in_an_evaluation_is_honoured_there(
         fit(tiny_model_path, tmp_path / "parts", steps, resume=True)
     interruption.clear()
     fit(tiny_model_path, tmp_path / "parts", steps, resume=True)
-    fit(tiny_model_path, tmp_path / "whole", steps)
-    parts, whole = (read_journal(tmp_path / run) for run in ("parts", "whole"))
-    assert parts.status == whole.status == "finished"
-    assert parts.deterministic() == whole.deterministic()
+    parts = read_journal(tmp_path / "parts")
+    assert parts.status == "finished"
+    assert parts.deterministic() == undisturbed(tiny_model_path, steps)[0]
     assert not any(record.metrics["compute/wasted_flops"] for record in parts.records), "no step was lost"
 
 
@@ -182,9 +181,7 @@ def test_a_scripts_own_sigterm_is_honoured_at_a_border_too(tiny_model_path: str,
         )
     assert signal.getsignal(signal.SIGTERM) == before and read_journal(tmp_path / "parts").status == "running"
     fit(tiny_model_path, tmp_path / "parts", 4, resume=True)
-    fit(tiny_model_path, tmp_path / "whole", 4)
-    parts, whole = (read_journal(tmp_path / run).deterministic() for run in ("parts", "whole"))
-    assert parts == whole
+    assert read_journal(tmp_path / "parts").deterministic() == undisturbed(tiny_model_path, 4)[0]
 
 
 def test_lightnings_own_signal_is_honoured_there_too(tiny_model_path: str) -> None:
@@ -196,8 +193,6 @@ def test_lightnings_own_signal_is_honoured_there_too(tiny_model_path: str) -> No
 
 
 def test_asked_before_the_first_step_it_does_not_train(tiny_model_path: str, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    fit(tiny_model_path, whole, steps=2)
     run_dir = tmp_path / "parts"
     with pytest.raises(RunInterruptedError, match="step 0: SIGUSR2"):
         fit(tiny_model_path, run_dir, steps=2, callbacks=[At(0, ask, "eval")])
@@ -211,7 +206,7 @@ def test_asked_before_the_first_step_it_does_not_train(tiny_model_path: str, tmp
         fit(tiny_model_path, run_dir, steps=2, resume=True)
     interruption.clear()
     fit(tiny_model_path, run_dir, steps=2, resume=True)
-    assert read_journal(run_dir).deterministic() == read_journal(whole).deterministic()
+    assert read_journal(run_dir).deterministic() == undisturbed(tiny_model_path, 2)[0]
 
 
 def test_asked_in_the_last_evaluation_or_after_it(tiny_model_path: str, tmp_path: Path) -> None:
@@ -263,7 +258,7 @@ def test_whoever_lost_the_run_writes_nothing_more(tiny_model_path: str, tmp_path
     lines = len((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines())
     assert calls >= lines == 1 + 3 + 4 + 2 + 1
     written = []
-    for kept in [*range(4), *range(4, calls, 2), calls - 1]:
+    for kept in [0, 1, 2, 3, 5, 8, calls - 1]:
         run_dir = tmp_path / f"kept_{kept}"
         with pytest.raises(LostError):
             guarded_fit(tiny_model_path, run_dir, Lease(kept), None)
@@ -297,7 +292,6 @@ def half_written(monkeypatch: pytest.MonkeyPatch, from_step: int) -> None:
 
 
 def test_a_full_disk_at_a_checkpoint(tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit(tiny_model_path, tmp_path / "whole", steps=6, checkpoint_every=2)
     run_dir = tmp_path / "parts"
     with monkeypatch.context() as patch:
         half_written(patch, 4)
@@ -307,12 +301,11 @@ def test_a_full_disk_at_a_checkpoint(tiny_model_path: str, tmp_path: Path, monke
     view = read_journal(run_dir)
     assert view.status == "failed" and view.reason == "OSError: [Errno 28] No space left on device"
     fit(tiny_model_path, run_dir, steps=6, checkpoint_every=2, resume=True)
-    assert read_journal(run_dir).deterministic() == read_journal(tmp_path / "whole").deterministic()
+    assert read_journal(run_dir).deterministic() == undisturbed(tiny_model_path, 6, checkpoint_every=2)[0]
 
 
 def test_a_full_disk_at_the_journal(tiny_model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Not even the end can be written: the error is still the disk's, and the run goes on once there is room."""
-    fit(tiny_model_path, tmp_path / "whole", steps=6, checkpoint_every=2)
     run_dir = tmp_path / "parts"
 
     class Fills(Recorder):
@@ -330,7 +323,7 @@ def test_a_full_disk_at_the_journal(tiny_model_path: str, tmp_path: Path, caplog
     view = read_journal(run_dir)
     assert (view.status, view.checkpoint_step) == ("running", 2)
     fit(tiny_model_path, run_dir, steps=6, checkpoint_every=2, resume=True)
-    assert read_journal(run_dir).deterministic() == read_journal(tmp_path / "whole").deterministic()
+    assert read_journal(run_dir).deterministic() == undisturbed(tiny_model_path, 6, checkpoint_every=2)[0]
 
 
 def test_only_a_whole_checkpoint_of_a_run_is_used(tiny_model_path: str, tmp_path: Path) -> None:
