@@ -39,19 +39,6 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-@pytest.mark.parametrize("axis", AXES)
-def test_every_choice_of_an_axis_builds(axis: str) -> None:
-    files = sorted(path.stem for path in (CONF / axis).glob("*.yaml"))
-    assert files
-    for name in files:
-        # Neither goes without the other.
-        partner = {"gae": ["critic=value_network"], "value_network": ["advantage=gae"]}.get(name, [])
-        choice = load_recipe("scalerl_core", [f"{axis}={name}", *partner]).choices.on(axis)
-        assert choice.axis == axis
-        assert choice.semantics()["choice"]
-        assert choice.state_key == f"{axis}:{type(choice).__name__}"
-
-
 def own_files(recipe: str) -> dict[str, str]:
     """The file of each axis that a recipe takes."""
     text = (CONF / "recipe" / f"{recipe}.yaml").read_text()

@@ -10,10 +10,13 @@ import pytest
 import lightning_scalerl
 from lightning_scalerl import Choices, ConfigurationError, DesignChoice
 from lightning_scalerl.choices import AXES, axis_class
-from lightning_scalerl.composition import build, build_recipe, compose, conf_dir
+from lightning_scalerl.composition import build_recipe, compose, conf_dir
 from tests.helpers import row
 
 IN_CONF = [(axis, path.stem) for axis in AXES for path in sorted((conf_dir() / axis).glob("*.yaml"))]
+
+# Neither goes without the other.
+PARTNER = {"gae": ["critic=value_network"], "value_network": ["advantage=gae"]}
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -29,21 +32,20 @@ def test_an_axis_is_a_field_a_module_a_folder_and_a_class(axis: str) -> None:
         assert neutral.semantics() | dict(kind.neutral or {}) == neutral.semantics()
 
 
-@pytest.mark.parametrize(("axis", "name"), IN_CONF)
-def test_every_choice_in_conf_is_one_of_its_axis(axis: str, name: str) -> None:
-    choice = build(compose([f"{axis}={name}"]), axis)
-    assert isinstance(choice, axis_class(axis))
-    assert choice.same_as(choice) and choice.state_key == f"{axis}:{type(choice).__name__}"
-    assert json.loads(json.dumps(choice.semantics()))["choice"] == type(choice).__name__
-    assert getattr(lightning_scalerl, type(choice).__name__) is type(choice), "public under its name"
-
-
-def test_every_choice_can_be_built_without_arguments_and_means_what_conf_says() -> None:
-    """A default of a class and that of its file, with the paper's settings, are one."""
-    for axis in AXES:
-        built = [build(compose([f"{axis}={name}", "scale=paper"]), axis) for where, name in IN_CONF if where == axis]
-        for kind in {type(choice) for choice in built}:
-            assert any(choice.same_as(kind()) for choice in built), f"{kind.__name__}() is in no file of conf/{axis}/"
+@pytest.mark.parametrize("axis", AXES)
+def test_every_choice_in_conf_builds_and_means_what_its_class_does(axis: str) -> None:
+    """In a whole recipe; and a default of a class and that of its file, with the paper's settings, are one."""
+    built = []
+    for name in (name for where, name in IN_CONF if where == axis):
+        config = compose([f"{axis}={name}", "scale=paper", *PARTNER.get(name, [])])
+        choice = build_recipe(config, "scalerl").choices.on(axis)
+        assert isinstance(choice, axis_class(axis))
+        assert choice.same_as(choice) and choice.state_key == f"{axis}:{type(choice).__name__}"
+        assert json.loads(json.dumps(choice.semantics()))["choice"] == type(choice).__name__
+        assert getattr(lightning_scalerl, type(choice).__name__) is type(choice), "public under its name"
+        built.append(choice)
+    for kind in {type(choice) for choice in built}:
+        assert any(choice.same_as(kind()) for choice in built), f"{kind.__name__}() is in no file of conf/{axis}/"
 
 
 def test_an_axis_that_is_left_open_has_its_neutral_choice() -> None:
