@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from filelock import FileLock
 
 from sweeps.run.journal import JOURNAL_FILE, JournalView, find_runs, read_journal
 from tests import light
+from tests.forked import Forked
 
 # From where this module has its name, here and in the processes that look up the verifier.
 IMPORT_ROOT = Path(__file__).parents[__name__.count(".")]
@@ -111,10 +111,10 @@ class Place:
         }
 
     @contextmanager
-    def command(self, arguments: Sequence[str], verifier_s: float = 0.0) -> Iterator[subprocess.Popen[bytes]]:
+    def command(self, arguments: Sequence[str], verifier_s: float = 0.0) -> Iterator[Forked]:
         """`python ARGUMENTS...`, in a process group of its own; none of it outlives us."""
         with self._said.open("ab") as said:
-            process = subprocess.Popen(
+            process = Forked(
                 [sys.executable, *arguments],
                 cwd=self.root,
                 env=self.environment(verifier_s),
@@ -136,14 +136,14 @@ class Place:
         return self._said.read_text(errors="replace")
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
+def kill_group(process: Forked) -> None:
     """Controller, members and their parent, all at once."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def wait_until(true: Callable[[], bool], process: subprocess.Popen[bytes], patience_s: float = PATIENCE_S) -> bool:
+def wait_until(true: Callable[[], bool], process: Forked, patience_s: float = PATIENCE_S) -> bool:
     """Whether it became true before the process ended."""
     deadline = time.monotonic() + patience_s
     while not true():

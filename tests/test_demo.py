@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.paths import ROOT
 
 ROWS = 'hydra.sweeper.rows=[[],["variant=loss_dapo"]]'
@@ -31,7 +31,7 @@ def test_the_demo_leaves_what_it_promises(tmp_path: Path) -> None:
     ]
     command = [sys.executable, str(ROOT / "examples" / "demo.py"), *small, ROWS, "seed=0,1"]
     environment = {**os.environ, "SCALERL_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+    done = forked.run(command, cwd=tmp_path, env=environment, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     output = tmp_path / "outputs" / "demo"
     assert re.search(r"Expected: about \d+ minutes", done.stdout)

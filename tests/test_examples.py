@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from sweeps.run.journal import read_journal
+from tests import forked
 from tests.paths import ROOT
 
 RATE = "eval/heldout/pass_rate"
@@ -19,7 +19,7 @@ RATE = "eval/heldout/pass_rate"
 def own_run(folder: Path, steps: int) -> str:
     command = [sys.executable, str(ROOT / "examples" / "own_run.py"), "--batches", "200", "--steps", str(steps)]
     environment = {**os.environ, "SCALERL_CACHE": str(folder / "cache"), "WANDB_SILENT": "true"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    done = forked.run(command, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

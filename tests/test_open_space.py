@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sweeps.run.journal import find_runs, read_journal
+from tests import forked
 from tests.paths import ROOT
 
 PAGE = (ROOT / "docs" / "extend.md").read_text()
@@ -40,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(place: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "SCALERL_CACHE": str(place / "cache"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=600)
+    return forked.run(command, cwd=place, env=environment)
 
 
 def test_the_page_has_one_of_each() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from sweeps.curve import make_curve
 from sweeps.fit.fit import fit_curve
+from tests import forked
 from tests.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -32,7 +32,7 @@ def verdicts(page: Path) -> dict[tuple[str, ...], str]:
 def test_the_page_is_made_from_committed_curves(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     command = [sys.executable, str(ROOT / "benchmarks" / "replication.py"), "--page", str(page)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
+    done = forked.run(command, cwd=tmp_path, timeout=900)
     assert done.returncode == 0, done.stderr
     made, committed = verdicts(page), verdicts(PAGE)
     assert list(made) == list(committed)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from sweeps.launch.ledger import Ledger
 from sweeps.run.activity import HUNG_CODE
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs, read_journal
 from sweeps.run.progress import is_done
+from tests.forked import Forked
 from tests.place import PATIENCE_S, STEPS, Deterministic, Place, deterministic, kill_group, kinds, lines, wait_until
 
 
@@ -30,7 +30,7 @@ def study(place: Place, output: str) -> list[str]:
     return place.study(output, "variant=none,loss_dapo", "seed=0", "launch.max_parallel=2")
 
 
-def kill_controller(process: subprocess.Popen[bytes]) -> None:
+def kill_controller(process: Forked) -> None:
     """Only the process that was started; the members have to notice."""
     process.kill()
     process.wait()
@@ -156,7 +156,7 @@ def check_killed_and_continued(
     place: Place,
     output: Path,
     expected: dict[str, Deterministic],
-    kill: Callable[[subprocess.Popen[bytes]], None],
+    kill: Callable[[Forked], None],
     kills: Sequence[int],
     verifier_s: float = 0.01,
 ) -> None:
@@ -187,7 +187,7 @@ def check_killed_and_continued(
 def test_a_study_that_is_killed_again_and_again_ends_as_if_it_never_was(
     light_studies: Place,
     light_undisturbed: dict[str, Deterministic],
-    kill: Callable[[subprocess.Popen[bytes]], None],
+    kill: Callable[[Forked], None],
 ) -> None:
     output = light_studies.root / kill.__name__
     # Before the first checkpoint; past one; as soon as the journals go on; late, so that one may be done already.

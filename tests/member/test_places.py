@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.member.identify import plan_members
-from tests.paths import ROOT
+from tests import forked
 
 LONG = "n" * 300
 
@@ -49,10 +47,9 @@ def test_names_as_long_as_a_file_system_takes_them_are_taken() -> None:
 
 def test_a_single_run_below_a_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "lightning_scalerl.train", "output_dir=file/x", "budget.steps=1", "model.batches=2"],
-        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), **os.environ}, capture_output=True, text=True,
-        timeout=300, check=False,
+        cwd=tmp_path, timeout=300,
     )  # fmt: skip
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     last = done.stderr.strip().splitlines()[-1]  # the base model may have been made before

@@ -30,6 +30,7 @@ from lightning_scalerl.verify.verification import RewardError
 from sweeps.errors import UserError
 from sweeps.run.journal import read_journal
 from sweeps.run.rollouts import cut_groups, read_groups, write_groups
+from tests import forked
 from tests.helpers import fit
 
 REWARD = """
@@ -443,4 +444,4 @@ tasks:
 
 def scalerl(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "sweeps.cli.main", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return forked.run(command, timeout=300)

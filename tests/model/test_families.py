@@ -26,6 +26,7 @@ from lightning_scalerl.model.load import load_model
 from lightning_scalerl.rollout import TrainBatch
 from sweeps.cli.main import main
 from sweeps.run.journal import JOURNAL_FILE, JournalView, read_journal
+from tests import forked
 from tests.families import FAMILIES, STRANGERS, Family, save, write_task
 from tests.helpers import quiet
 from tests.test_module import Keep
@@ -217,8 +218,7 @@ def test_a_run_of_it_is_exported(name: str, place: Place, tmp_path: Path, capsys
 def scalerl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """As typed."""
     environment = {**os.environ, "SCALERL_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    command = [str(Path(sys.executable).with_name("scalerl")), *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    return forked.run([sys.executable, "-m", "sweeps.cli.main", *words], cwd=folder, env=environment)
 
 
 @pytest.mark.slow

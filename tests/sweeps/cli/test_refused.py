@@ -21,6 +21,7 @@ from sweeps.launch.settings import LaunchSettings
 from sweeps.launch.study import LEASE_NAME, Study
 from sweeps.run.lease import Lease
 from sweeps.run.spec import RunSpec, make_spec
+from tests import forked
 from tests.paths import ROOT
 from tests.sweeps.executor.fake_cluster import FakeCluster, Place, VirtualTime, light
 
@@ -53,7 +54,7 @@ def train(run_dir: Path, **_: object) -> None:
 def launch(where: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     ours = [f"hydra.launcher.planner={__name__}:plan", f"hydra.launcher.entry={__name__}:train"]
     ours.append("++hydra.launcher.preload=[]")
-    return subprocess.run(
+    return forked.run(
         [
             sys.executable,
             "-m",
@@ -65,8 +66,6 @@ def launch(where: Path, *arguments: str, **environment: str) -> subprocess.Compl
         ],
         cwd=where,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
         timeout=120,
     )
 

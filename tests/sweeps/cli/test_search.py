@@ -11,7 +11,7 @@ import pytest
 
 from sweeps.errors import UserError
 from sweeps.run.spec import RunSpec
-from tests import light
+from tests import forked, light
 from tests.place import PATIENCE_S, Place
 
 
@@ -28,7 +28,7 @@ def search(folder: Path, *more: str, planner: str = "tests.light:plan") -> subpr
     sweeper = ("hydra/sweeper=scalerl_optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2")
     command = [sys.executable, *place.study("study", *sweeper, *more), f"hydra.launcher.planner={planner}"]
     environment = place.environment()
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    return forked.run(command, cwd=folder, env=environment, timeout=PATIENCE_S)
 
 
 @pytest.mark.slow

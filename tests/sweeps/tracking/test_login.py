@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.place import STEPS, Place
 
 pytestmark = pytest.mark.slow
@@ -87,10 +88,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def launch(place: Place, name: str, uri: str, **login: str) -> subprocess.CompletedProcess[str]:
     words = place.study(name, "seed=0", f"mlflow.uri={uri}")
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=place.root, env={**place.environment(), **login}, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
+    return forked.run(
+        [sys.executable, *words], cwd=place.root, env={**place.environment(), **login}, timeout=PATIENCE_S
+    )
 
 
 def test_who_has_no_login_is_told_so_in_one_line_and_nothing_is_made(tmp_path: Path, server: Server) -> None:
