@@ -151,15 +151,15 @@ def _forget_pytest(out: int, err: int) -> None:
         os.dup2(nothing.fileno(), 0)
     os.dup2(out, 1)
     os.dup2(err, 2)
+    standard = {sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__}
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     logging.root.handlers.clear()
     for reference in list(logging._handlerList):  # type: ignore[attr-defined]
         handler: Any = reference()
-        if type(handler).__module__.startswith("_pytest") or isinstance(handler, logging.FileHandler):
-            continue
-        if isinstance(handler, logging.StreamHandler):
+        stream = getattr(handler, "stream", None)
+        if stream in standard or type(stream).__module__.startswith("_pytest"):
             with suppress(AttributeError):  # one that looks sys.stderr up each time has no stream to set
                 handler.stream = sys.stderr  # not `setStream`: that flushes the old stream, which may be closed
     warnings.resetwarnings()
