@@ -153,6 +153,13 @@ print("fine")
     assert "fine" in run_python(code)
 
 
+def test_vllm_is_imported_where_it_runs_and_nowhere_else() -> None:
+    """By the functions that start an engine, never when a module is imported."""
+    for path in files("lightning_scalerl"):
+        assert not any(name.split(".")[0] == "vllm" for name in imports_of(path, at_import_only=True)), path
+
+
+@pytest.mark.slow
 def test_plugin_needs_no_vllm() -> None:
     modules = "lightning_scalerl.module, lightning_scalerl.train"
     code = f"import sys; sys.modules['vllm'] = None; import {modules}; print('fine')"

@@ -400,6 +400,7 @@ def meaning(picked: Choices, axis: str) -> dict[str, Any]:
     return {**choice.semantics(), "aggregation": (NAMED[name] if name else picked.aggregation).semantics()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAME_LOSS)
 def test_no_other_loss_or_aggregation_would_pass(name: str) -> None:
     """The inputs reach every branch that tells the choices apart; else the parity above would say little."""

@@ -89,6 +89,7 @@ def test_rank_prints_outcome_and_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert ranking["ranking"][-1]["rank"] is None
 
 
+@pytest.mark.slow
 def test_report_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "report", EXAMPLE, "-o", tmp_path / "sub" / "report.html")
     assert code == 0
@@ -106,7 +107,9 @@ def test_report_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["fit", EXAMPLE, "--r0", "0.3", "--min-compute", "1e9"], "no points in the window"),
         (["fit", EXAMPLE, "--r0", "3"], "--r0 3"),
         (["rank", EXAMPLE, "--budget", "0"], "--budget"),
-        (["report", EXAMPLE, "-o", "/proc/nowhere/report.html"], "cannot be written"),
+        pytest.param(
+            ["report", EXAMPLE, "-o", "/proc/nowhere/report.html"], "cannot be written", marks=pytest.mark.slow
+        ),
         (["fit", "a\nb"], "no such file"),
     ],
 )

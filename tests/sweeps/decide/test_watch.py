@@ -308,6 +308,8 @@ def test_stopped_between_or_within_lines(tmp_path: Path, monkeypatch: pytest.Mon
     assert after == (tmp_path / "whole" / "fits.jsonl").read_text().splitlines()
 
 
+@pytest.mark.slow
+@pytest.mark.live
 def test_a_kill_neither_loses_nor_repeats_a_line(tmp_path: Path) -> None:
     write(tmp_path / "run", curve(points=100, seeds=1, wander=0.006))
     path = tmp_path / "run" / "fits.jsonl"
@@ -331,6 +333,8 @@ def test_a_kill_neither_loses_nor_repeats_a_line(tmp_path: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.slow
+@pytest.mark.live
 def test_two_watchers_do_not_both_write(tmp_path: Path) -> None:
     write(tmp_path / "run", curve(points=60, seeds=1, wander=0.006))
     command = [sys.executable, "-m", "sweeps.cli.main", "watch", str(tmp_path / "run"), "--once"]
@@ -376,6 +380,7 @@ def test_where_lines_go(tmp_path: Path) -> None:
 # --- the command --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_example_of_the_help_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit):
         cli.main(["watch", "--help"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from dataclasses import replace
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -81,16 +82,27 @@ def words(text: str) -> str:
     return re.sub(r"<[^>]*>", " ", re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL))
 
 
+@cache
+def usual(folder: Path) -> tuple[str, tuple[Path, ...]]:
+    """The page of two recipes that are ranked and one that is not, made once for all that is read off it."""
+    curves = curve("scalerl", rng=1), curve("scalerl+loss=dapo", b=1.5, rng=2), curve("short", end=1500)
+    text, written = report(folder, *curves, title="My study")
+    return text, tuple(written)
+
+
+@pytest.fixture
+def usual_page(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, tuple[Path, ...]]:
+    return usual(tmp_path_factory.getbasetemp() / "usual")
+
+
 def report(tmp_path: Path, *curves: Curve, **options: object) -> tuple[str, list[Path]]:
     fits = fit_curves(curves)
     written = write_report(tmp_path / "report.html", curves, fits, rank(fits, budget=20000.0), **options)  # type: ignore[arg-type]
     return written[0].read_text(encoding="utf-8"), written
 
 
-def test_page_is_self_contained_and_well_formed(tmp_path: Path) -> None:
-    text, written = report(
-        tmp_path, curve("scalerl", rng=1), curve("scalerl+loss=dapo", b=1.5, rng=2), curve("short", end=1500)
-    )
+def test_page_is_self_contained_and_well_formed(usual_page: tuple[str, tuple[Path, ...]]) -> None:
+    text, written = usual_page
     page = Page(text)
     assert len(page.ids) == len(set(page.ids))
     assert all(reference.startswith("#") and reference[1:] in page.ids for reference in page.references)
@@ -116,14 +128,8 @@ def test_page_is_self_contained_and_well_formed(tmp_path: Path) -> None:
             assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_outcome_tables_and_refusals_are_on_the_page(tmp_path: Path) -> None:
-    text, _ = report(
-        tmp_path,
-        curve("scalerl", rng=1),
-        curve("scalerl+loss=dapo", b=1.5, rng=2),
-        curve("short", end=1500),
-        title="My study",
-    )
+def test_outcome_tables_and_refusals_are_on_the_page(usual_page: tuple[str, tuple[Path, ...]]) -> None:
+    text, _ = usual_page
     plain = words(text)
     for expected in (
         "My study",
@@ -171,10 +177,10 @@ def test_everything_is_escaped(tmp_path: Path, evil: str) -> None:
             ElementTree.fromstring(path.read_text(encoding="utf-8"))
 
 
-def test_quality_r0_and_sensitivity_are_the_fits(tmp_path: Path) -> None:
+def test_quality_r0_and_sensitivity_are_the_fits(usual_page: tuple[str, tuple[Path, ...]]) -> None:
     data = curve("scalerl", rng=1)
     fit = fit_curve(data)
-    plain = " ".join(words(report(tmp_path, data, curve("b", a=0.5, rng=2))[0]).split())
+    plain = " ".join(words(usual_page[0]).split())
     assert fit.r2 is not None and fit.rmse is not None and fit.extrapolation_error is not None
     assert f"{fit.r2:.4f} {fit.rmse:.4f} {fit.extrapolation_error:.4f}" in plain
     effect = fit.R0_effect
@@ -188,17 +194,16 @@ def test_quality_r0_and_sensitivity_are_the_fits(tmp_path: Path) -> None:
     assert f"from compute 4800 (30% of the end) {cut.A.value:.3f}" in plain
 
 
-def test_families_show_who_foretells_best(tmp_path: Path) -> None:
-    data = curve("scalerl", rng=1)
-    found = compare(data)
-    plain = words(report(tmp_path, data, curve("b", a=0.5, rng=2), comparisons=[found])[0])
+def test_families_show_who_foretells_best(usual_page: tuple[str, tuple[Path, ...]]) -> None:
+    found = compare(curve("scalerl", rng=1))
+    plain = words(usual_page[0])
     assert found.sentence in plain and f"{found.last_value:.4f}" in plain
     for row in found.rows:
         assert row.family in plain and f"{row.held_out:.4f}" in plain
 
 
-def test_long_tables_scroll_and_short_ones_do_not(tmp_path: Path) -> None:
-    text, _ = report(tmp_path, curve("a", rng=1), curve("b", a=0.5, rng=2))
+def test_long_tables_scroll_and_short_ones_do_not(usual_page: tuple[str, tuple[Path, ...]]) -> None:
+    text, _ = usual_page
     assert text.count('<div class="wide tall" tabindex="0">') == 1
     assert "max-height:none" in text.split("@media print")[1].split("</style>")[0]
 
@@ -268,10 +273,7 @@ def test_what_models_wrote_is_shown_and_escaped(tmp_path: Path) -> None:
         journal.close()
         runs.append(read_journal(tmp_path / f"run{seed}"))
     write_groups(tmp_path / "run1", [group(1, 0.0, 1.0, None), group(2, 0.5, 0.5)])
-    curves = load([EXAMPLE]).curves
-    fits = fit_curves(curves)
-    write_report(tmp_path / "report.html", curves, fits, rank(fits), runs)
-    text = (tmp_path / "report.html").read_text()
+    text, _ = report(tmp_path, curve("scalerl", rng=1), curve("short", end=1500), runs=runs)
     page = Page(text)
     assert "What models wrote" in page.data and "<b>" not in words(text)
     shown = " ".join(page.data)
@@ -293,11 +295,10 @@ def test_page_without_any_ranked_recipe(tmp_path: Path) -> None:
     }
 
 
-def test_same_input_same_bytes(tmp_path: Path) -> None:
-    curves = curve("scalerl", rng=1), curve("scalerl+loss=dapo", b=1.5, rng=2)
-    _, first = report(tmp_path / "one", *curves)
-    _, second = report(tmp_path / "two", *curves)
-    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+def test_same_input_same_bytes(tmp_path: Path, usual_page: tuple[str, tuple[Path, ...]]) -> None:
+    curves = curve("scalerl", rng=1), curve("scalerl+loss=dapo", b=1.5, rng=2), curve("short", end=1500)
+    _, again = report(tmp_path, *curves, title="My study")
+    assert [path.read_bytes() for path in usual_page[1]] == [path.read_bytes() for path in again]
 
 
 def test_ranking_csv(tmp_path: Path) -> None:
@@ -390,6 +391,7 @@ def test_a_over_time_and_departures(tmp_path: Path) -> None:
     assert tmp_path / "report_history.png" in written
 
 
+@pytest.mark.slow
 def test_the_command_brings_mapping_families_and_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     assert cli.main(["report", str(EXAMPLE), "-o", str(page), "--history"]) == 0

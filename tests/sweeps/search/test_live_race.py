@@ -143,6 +143,7 @@ def test_without_a_budget_it_is_what_the_slowest_spends(tmp_path: Path) -> None:
 # --- nothing but time ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=8, phases=NO_SHRINK, deadline=None, derandomize=True)
 @given(
     slots=st.integers(1, 9),
