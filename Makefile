@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 # What `make test` leaves out: ALL=1 runs what .ci/run asks for, FULL=1 everything; a missing component is then a failure.
-MARKERS := not vllm$(if $(FULL),, and not full$(if $(ALL),, and not slow and not live and not browser and not peers and not slurm))
+MARKERS := not vllm$(if $(FULL),, and not full$(if $(ALL),, and not slow and not browser and not peers and not slurm))
 # Tests go one by one to whichever worker is free; those of a group (tests/conftest.py) stay together.
 TEST_ARGS ?= -n 2 --dist loadgroup
 PYTEST := $(if $(ALL)$(FULL),CI_ALL=1 )OMP_NUM_THREADS=1 $(BIN)/python -m pytest

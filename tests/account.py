@@ -27,6 +27,25 @@ LEFT_OUT = {
 }
 # What runs real components: a second attempt tells a busy machine from a fault. Pure code gets none.
 REAL = ("slurm", "vllm", "browser", "live")
+# Files all of whose tests wait for processes that really run.
+LIVE = frozenset(
+    {
+        "tests/distributed/test_meeting.py",
+        "tests/distributed/test_ranks.py",
+        "tests/generator/test_fleet.py",
+        "tests/member/test_kill.py",
+        "tests/member/test_live_kill.py",
+        "tests/stream/test_async_kill.py",
+        "tests/stream/test_live_driver.py",
+        "tests/sweeps/executor/test_local.py",
+        "tests/sweeps/launch/test_planning.py",
+        "tests/sweeps/run/test_activity.py",
+        "tests/sweeps/run/test_lease_contention.py",
+        "tests/sweeps/tracking/test_login.py",
+        "tests/verify/sandbox/test_escapes.py",
+        "tests/verify/test_pool.py",
+    }
+)
 
 _spent = pytest.StashKey[float]()
 _left_out: Counter[str] = Counter()
@@ -49,6 +68,8 @@ def _room(nodeid: str) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give a second attempt to tests of real components, and sort: what takes long must not come last."""
     for item in items:
+        if item.nodeid.split("::")[0] in LIVE:
+            item.add_marker(pytest.mark.live)
         if any(item.get_closest_marker(mark) for mark in REAL):
             item.add_marker(pytest.mark.flaky(reruns=1))
     items.sort(key=lambda item: (item.get_closest_marker("slurm") is None, item.get_closest_marker("slow") is None))
