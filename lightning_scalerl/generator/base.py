@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -49,7 +49,10 @@ class FinishedRollout:
 class StepReport:
     """What one generator step did. Token and context counts are what was computed, for the meter.
 
-    `prefill_tokens` are prompt tokens and, after a publish, those whose keys and values were recomputed.
+    `prefill_tokens` are prompt tokens and, after a publish, those whose keys and values were recomputed. `prefilled`
+    counts the prompts that went through the head for the first token behind them: once each, however many rollouts
+    share it. Context counts what goes before a token, whatever windows the model has; `outside` is the part of it that
+    lay outside of them, in prefill and decoding together and summed over layers (`model.windows.outside`).
     """
 
     finished: Sequence[FinishedRollout]
@@ -57,6 +60,22 @@ class StepReport:
     prefill_context: int
     decoded_tokens: int
     decoded_context: int
+    prefilled: int = 0
+    outside: int = 0
+
+    @property
+    def computed(self) -> tuple[int, ...]:
+        """All counts in the order of their fields; those of several reports add up."""
+        return tuple(getattr(self, name) for name in COUNTS)
+
+
+# The counts of a report, in order.
+COUNTS = tuple(entry.name for entry in fields(StepReport) if entry.name != "finished")
+
+
+def nothing_computed() -> list[int]:
+    """Zero for each of `StepReport.computed`, to add to."""
+    return [0] * len(COUNTS)
 
 
 class Generator(Protocol):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.generator.slot_cache import SlotCache, decode, encode
 from lightning_scalerl.model.head import backbone, eval_mode, head_logits, output_head, text_config
+from lightning_scalerl.model.windows import attention_windows
 
 ATTENTION = ("sdpa", "eager")
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -87,13 +88,11 @@ def _check_architecture(model: nn.Module) -> None:
 def _check_context(model: nn.Module, capacity: int) -> None:
     """Windows that are shorter than a sequence can get, positions never learned, and rotations that do not last."""
     config = text_config(model)
-    kinds = set(getattr(config, "layer_types", None) or [])
-    for field in ("sliding_window", "attention_chunk_size", "window_size"):
-        window = getattr(config, field, None)
-        if isinstance(window, int) and window < capacity and kinds != {"full_attention"}:
+    for window in attention_windows(config):
+        if window.size < capacity:
             raise ConfigurationError(
-                f"generator: torch does not know sliding windows; the model's {field} of {window} tokens is shorter "
-                f"than the context of {capacity}; shorten the context or use another generator"
+                f"generator: torch does not know sliding windows; the model's {window.field} of {window.size} tokens "
+                f"is shorter than the context of {capacity}; shorten the context or use another generator"
             )
     lasting = _same_rotation(config)
     if lasting is not None and lasting < capacity:

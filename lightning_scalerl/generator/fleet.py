@@ -31,7 +31,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
-from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, StepReport, request_from, request_state
+from lightning_scalerl.generator.base import (
+    FinishedRollout,
+    GroupRequest,
+    StepReport,
+    nothing_computed,
+    request_from,
+    request_state,
+)
 from lightning_scalerl.generator.server import Blueprint, read_weights, receive, send
 from lightning_scalerl.rollout import packed, unpacked
 
@@ -186,7 +193,7 @@ class Fleet:
         self._open: dict[int, _Open] = {}
         self._orphans: deque[_Open] = deque()
         self._inbox: list[FinishedRollout] = []
-        self._computed = [0, 0, 0, 0]
+        self._computed = nothing_computed()
         self._losses = 0
         self._closed: dict[str, Any] | None = None
         self.can_score = False
@@ -257,7 +264,7 @@ class Fleet:
         self._hear()
         finished, self._inbox = self._inbox, []
         report = StepReport(finished, *self._computed)
-        self._computed = [0, 0, 0, 0]
+        self._computed = nothing_computed()
         return report
 
     @_one_at_a_time
@@ -299,7 +306,7 @@ class Fleet:
                 engine.aside = True
             self._asides += 1
             books = (self._open, self._orphans, self._inbox, self._computed, self._published, self.busy_s)
-            self._open, self._orphans, self._inbox, self._computed = {}, deque(), [], [0, 0, 0, 0]
+            self._open, self._orphans, self._inbox, self._computed = {}, deque(), [], nothing_computed()
             self._held = False
         try:
             yield

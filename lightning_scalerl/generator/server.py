@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_scalerl.generator.base import FinishedRollout, Generator
+from lightning_scalerl.generator.base import FinishedRollout, Generator, nothing_computed
 
 # How often a process that has nothing to report says that it is there.
 HEARTBEAT_S = 0.5
@@ -101,7 +101,7 @@ class Server:
         self._connection, self._generator = connection, generator
         self._aside: AbstractContextManager[None] | None = None
         self._finished: list[FinishedRollout] = []
-        self._computed = [0, 0, 0, 0]
+        self._computed = nothing_computed()
         self._busy_s = 0.0
         self._said = time.monotonic()
 
@@ -124,14 +124,13 @@ class Server:
         report = self._generator.step()
         self._busy_s += time.monotonic() - began
         self._finished += report.finished
-        done = (report.prefill_tokens, report.prefill_context, report.decoded_tokens, report.decoded_context)
-        self._computed = [before + more for before, more in zip(self._computed, done, strict=True)]
+        self._computed = [before + more for before, more in zip(self._computed, report.computed, strict=True)]
 
     def _report(self, at_once: bool = False) -> None:
         waited_s = time.monotonic() - self._said
         if self._finished or (self._busy_s and (at_once or waited_s >= REPORT_S)):
             self._say("work", self._finished, tuple(self._computed), self._busy_s)
-            self._finished, self._computed, self._busy_s = [], [0, 0, 0, 0], 0.0
+            self._finished, self._computed, self._busy_s = [], nothing_computed(), 0.0
         elif waited_s >= HEARTBEAT_S:
             self._say("alive")
 

@@ -225,10 +225,10 @@ class TorchGenerator:
     def step(self) -> StepReport:
         """Sample one token of every rollout that has a slot, then hand out those that ended."""
         decoding = len(self._occupants)
-        new_logits, prefill_tokens, prefill_context = self._fill_slots()
+        new_logits, prefill_tokens, prefill_context, prefilled = self._fill_slots()
         active = len(self._occupants)
         if active == 0:
-            return StepReport((), prefill_tokens, prefill_context, 0, 0)
+            return StepReport((), prefill_tokens, prefill_context, 0, 0, prefilled)
         logits, context = self._decode(decoding)
         if new_logits:
             logits = torch.cat([logits, torch.stack(new_logits)])
@@ -246,7 +246,8 @@ class TorchGenerator:
             stopped |= self._holds_stop_text(self._stop_text, active) & ~forced
         ended = stopped | (self._count[:active] >= self._limit[:active])
         finished = self._release(torch.nonzero(ended).flatten().tolist(), stopped)
-        return StepReport(finished, prefill_tokens, prefill_context, decoding, context)
+        # No model gets here whose windows are shorter than a sequence (`decodable`): nothing lies outside of them.
+        return StepReport(finished, prefill_tokens, prefill_context, decoding, context, prefilled)
 
     def _holds_stop_text(self, stop_text: StopText, active: int) -> Tensor:
         """Which of the first `active` slots hold a text that ends them, as a mask (active,)."""
@@ -283,14 +284,18 @@ class TorchGenerator:
         hidden = decode(self.policy.model, self._cache, self._tokens[row, self._count[:active] - 1], position)
         return self.policy.logits(hidden), int((position + 1).sum())
 
-    def _fill_slots(self) -> tuple[list[Tensor], int, int]:
-        """Give free slots to waiting rollouts; returns their prefill logits and what prefilling computed."""
+    def _fill_slots(self) -> tuple[list[Tensor], int, int, int]:
+        """Give free slots to waiting rollouts; returns their prefill logits and what prefilling computed.
+
+        That is tokens, tokens attended to, and prompts.
+        """
         logits: list[Tensor] = []
         (tokens, context), self._owed = self._owed, [0, 0]
+        prompts = 0
         while len(self._occupants) < self._slots and (self._prefilled or self._queue):
             if not self._prefilled:
                 used, seen = self._prefill()
-                tokens, context = tokens + used, context + seen
+                tokens, context, prompts = tokens + used, context + seen, prompts + len(self._prefilled)
             entry = self._prefilled[0]
             request, started = entry.request, entry.started
             first = len(self._occupants)
@@ -309,7 +314,7 @@ class TorchGenerator:
             entry.started += number
             if entry.started == request.completions:
                 self._prefilled.popleft()
-        return logits, tokens, context
+        return logits, tokens, context, prompts
 
     def _prefill(self) -> tuple[int, int]:
         waiting = [self._queue.popleft() for _ in range(min(PREFILL_PROMPTS, len(self._queue)))]

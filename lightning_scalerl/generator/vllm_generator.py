@@ -32,6 +32,8 @@ from lightning_scalerl.generator.base import (
     set_aside,
 )
 from lightning_scalerl.generator.vllm_engine import load_weights, names_of, new_engine
+from lightning_scalerl.model.head import text_config
+from lightning_scalerl.model.windows import Window, attention_windows, outside
 from lightning_scalerl.rollout import Rollout, packed, unpacked
 
 # Requests that only ask for log-probabilities run beside those that hold a slot.
@@ -53,6 +55,21 @@ class _Sampled:
     @property
     def sequence(self) -> list[int]:
         return [*self.request.prompt_tokens, *self.rollout.tokens]
+
+
+@dataclass
+class _Computed:
+    """Tokens that went through the model, what goes before them, and what of that their windows leave out."""
+
+    tokens: int = 0
+    context: int = 0
+    outside: int = 0
+
+    def add(self, start: int, end: int, windows: Sequence[Window]) -> None:
+        """Count the tokens of a sequence from `start` to before `end`."""
+        self.tokens += end - start
+        self.context += (end * (end + 1) - start * (start + 1)) // 2
+        self.outside += outside(windows, start, end)
 
 
 class VLLMGenerator:
@@ -118,8 +135,9 @@ class VLLMGenerator:
         self._running: dict[str, _Sampled] = {}
         self._scored: dict[str, Any] = {}
         self._ahead: deque[StepReport] = deque()  # of steps that scoring had to take
-        # What recomputing caches has cost since the last report: tokens, and tokens attended to.
-        self._owed = [0, 0]
+        self._windows = attention_windows(text_config(model))
+        # What recomputing caches has cost since the last report.
+        self._owed = _Computed()
         self._weights: dict[str, Tensor] = {}
         self._closed: dict[str, Any] | None = None
         self.publish(dict(model.state_dict()), 0)
@@ -170,8 +188,9 @@ class VLLMGenerator:
         self._restart([name for name, each in self._running.items() if not each.computed])
         if recompute_kv:
             self._engine.reset_prefix_cache(reset_running_requests=True)
-            lengths = [len(each.sequence) for each in self._running.values() if each.computed]
-            self._owed = [self._owed[0] + sum(lengths), self._owed[1] + sum(n * (n + 1) // 2 for n in lengths)]
+            for each in self._running.values():
+                if each.computed:
+                    self._owed.add(0, len(each.sequence), self._windows)
         elif not self._running:
             self._engine.reset_prefix_cache()
 
@@ -208,8 +227,9 @@ class VLLMGenerator:
         while self._waiting and len(self._running) < self._slots:
             self._start(self._waiting.popleft())
         finished: list[FinishedRollout] = []
-        prefill, self._owed = self._owed, [0, 0]
-        decoded = [0, 0]
+        prefill, self._owed = self._owed, _Computed()
+        decoded = _Computed()
+        prefilled = 0
         for output in self._engine.step():
             if output.request_id in self._scored:
                 if output.finished:
@@ -221,12 +241,10 @@ class VLLMGenerator:
             (completion,) = output.outputs
             length = len(each.sequence)
             if completion.token_ids and not each.computed:
-                cached = min(output.num_cached_tokens or 0, length)
-                prefill[0] += length - cached
-                prefill[1] += (length * (length + 1) - cached * (cached + 1)) // 2
+                prefill.add(min(output.num_cached_tokens or 0, length), length, self._windows)
+                prefilled += 1
             elif completion.token_ids:
-                decoded[0] += 1
-                decoded[1] += length
+                decoded.add(length - 1, length, self._windows)
             each.computed = length
             self._append(each.rollout, completion)
             if completion.token_ids and self._stop_text is not None and self._stop_text(each.rollout.tokens):
@@ -241,7 +259,15 @@ class VLLMGenerator:
                     finished.append(FinishedRollout(each.request.key, each.index, each.rollout))
                 else:
                     self._start(each)
-        return StepReport(finished, prefill[0], prefill[1], decoded[0], decoded[1])
+        return StepReport(
+            finished,
+            prefill.tokens,
+            prefill.context,
+            decoded.tokens,
+            decoded.context,
+            prefilled,
+            prefill.outside + decoded.outside,
+        )
 
     def _append(self, rollout: Rollout, completion: Any) -> None:
         tokens = list(completion.token_ids)
@@ -314,7 +340,7 @@ class VLLMGenerator:
         self._waiting.clear()
         self._scored.clear()
         self._ahead.clear()
-        self._owed = [0, 0]
+        self._owed = _Computed()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything in flight, with the weights; keys and values are computed anew when it goes on."""

@@ -73,8 +73,8 @@ class ComputeMeter:
         report = event.report
         if report.finished or report.decoded_tokens or report.prefill_tokens:
             activity.note("decode")  # a generator that is only asked how it is gets nowhere
-        flops = self._flop_model.prefill(report.prefill_tokens, report.prefill_context)
-        flops += self._flop_model.decode(report.decoded_tokens, report.decoded_context)
+        flops = self._flop_model.prefill(report.prefill_tokens, report.prefill_context, report.prefilled)
+        flops += self._flop_model.decode(report.decoded_tokens, report.decoded_context, report.outside)
         self._flops["evaluate" if self._evaluating else "generate"] += flops
 
     def trained(self, batch: TrainBatch, passes: Passes = Passes()) -> None:  # noqa: B008  # frozen

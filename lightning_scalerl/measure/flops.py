@@ -1,7 +1,8 @@
 """Counting FLOPs: two a weight and token forward, and attention over the tokens it can see.
 
 Useful work only: padding is not counted, so the number does not depend on how a batch was cut. A training token
-costs three forward passes (forward, and twice that for the backward).
+costs three forward passes (forward, and twice that for the backward). Where a layer has a window, only tokens inside it
+count.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 
 from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.model.head import head_sizes, output_head, text_config
+from lightning_scalerl.model.windows import Window, attention_windows, outside
 
 # One of the experts that are chosen from; most models have them in one table of three dimensions. Shared ones, which
 # every token uses, are called otherwise.
@@ -25,14 +27,18 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class FlopModel:
-    """FLOPs of one forward pass: `per_token` * tokens + `per_context` * (tokens attended to, summed over tokens).
+    """FLOPs of one forward pass: `per_token` * tokens + `per_layer` * (tokens attended to, over all tokens and layers).
 
-    `head` is the part of `per_token` that the language-model head costs; it is not spent on prompt tokens.
+    `head` is the part of `per_token` that the language-model head costs; of a prompt the last token alone pays it.
+    `context` is everywhere what tokens would attend to without windows, and `outside` the part of it that windows leave
+    out, summed over layers (`model.windows`).
     """
 
     per_token: float
     head: float
-    per_context: float
+    per_layer: float
+    layers: int
+    windows: tuple[Window, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module) -> FlopModel:
@@ -80,33 +86,45 @@ class FlopModel:
         heads, layers = _number(model, "num_attention_heads"), _number(model, "num_hidden_layers")
         keys, values = head_sizes(config)
         # q k^T and the weighted sum of v: 2 FLOPs each a head dimension, head, layer and token attended to.
-        per_context = 2.0 * heads * (keys + values) * layers
-        return cls(per_token=per_token, head=2.0 * head.numel(), per_context=per_context)
+        per_layer = 2.0 * heads * (keys + values)
+        return cls(per_token, 2.0 * head.numel(), per_layer, layers, attention_windows(config))
 
-    def prefill(self, tokens: int, context: int) -> float:
-        """Prompt tokens: everything but the head."""
-        return (self.per_token - self.head) * tokens + self.per_context * context
+    @property
+    def body_per_token(self) -> float:
+        """FLOPs of a token without the head and without attention over what goes before it."""
+        return self.per_token - self.head
 
-    def decode(self, tokens: int, context: int) -> float:
-        """Completion tokens, one forward pass each."""
-        return self.per_token * tokens + self.per_context * context
+    @property
+    def per_context(self) -> float:
+        """FLOPs of a token attended to in all layers."""
+        return self.per_layer * self.layers
+
+    def prefill(self, tokens: int, context: int, heads: int = 0, outside: int = 0) -> float:
+        """FLOPs of prompt tokens, and of the head for the first token after each of `heads` prompts."""
+        return self.body_per_token * tokens + self.head * heads + self._attention(context, outside)
+
+    def decode(self, tokens: int, context: int, outside: int = 0) -> float:
+        """FLOPs of completion tokens that go through the model, one forward pass each, for the token after them."""
+        return self.per_token * tokens + self._attention(context, outside)
 
     def body(self, lengths: list[int]) -> float:
-        """Forward over whole sequences, without the head."""
-        tokens = sum(length - 1 for length in lengths)
-        context = sum((length - 1) * length // 2 for length in lengths)
-        return (self.per_token - self.head) * tokens + self.per_context * context
+        """FLOPs of a forward pass over whole sequences, without the head."""
+        return self.forward(lengths, lengths)
 
     def forward(self, lengths: list[int], prompt_lengths: list[int]) -> float:
-        """Forward over whole sequences; the head on completion tokens only."""
+        """FLOPs of a forward pass over whole sequences; the head on completion tokens only."""
         tokens = sum(length - 1 for length in lengths)
         context = sum((length - 1) * length // 2 for length in lengths)
+        missing = sum(outside(self.windows, 0, length - 1) for length in lengths) if self.windows else 0
         completion = sum(length - prompt for length, prompt in zip(lengths, prompt_lengths, strict=True))
-        return (self.per_token - self.head) * tokens + self.head * completion + self.per_context * context
+        return self.body_per_token * tokens + self.head * completion + self._attention(context, missing)
 
     def train(self, lengths: list[int], prompt_lengths: list[int]) -> float:
         """Forward and backward."""
         return 3.0 * self.forward(lengths, prompt_lengths)
+
+    def _attention(self, context: int, outside: int) -> float:
+        return self.per_context * context - self.per_layer * outside
 
 
 def _first(config: Any, keys: Sequence[str]) -> int | None:

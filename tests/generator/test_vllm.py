@@ -24,6 +24,7 @@ from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.generator.fleet import Fleet
 from lightning_scalerl.measure.probe import P99
 from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.model.windows import Window
 from tests.helpers import CountingTask, fit
 from tests.test_module import Keep
 
@@ -261,18 +262,25 @@ def test_a_checkpoint_holds_partial_rollouts(generator: Any, model: Any, tmp_pat
     assert gap(model, SHORT, found) < 1e-4
 
 
-def test_computed_tokens_are_counted_once(generator: Any) -> None:
-    """A prompt that several rollouts share is computed once but for what the cache does not keep of it."""
+def test_computed_tokens_are_counted_once(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that several rollouts share is computed once but for what the cache does not keep of it.
+
+    Of a window (which this model is only said to have) 1 + ... + 7 is inside that a whole one would have had, for each
+    prompt that was begun at its start.
+    """
+    monkeypatch.setattr(generator, "_windows", (Window("sliding_window", 8, layers=2),))
     generator.submit(GroupRequest(0, LONG, 4, (5,)))
     reports = []
     while generator.in_flight:
         reports.append(generator.step())
     tokens = sum(len(each.rollout.tokens) for report in reports for each in report.finished)
-    prefill, decoded = (
-        sum(getattr(report, name) for report in reports) for name in ("prefill_tokens", "decoded_tokens")
+    prefill, prefill_context, decoded, decoded_context, prefilled, outside = (
+        sum(counts) for counts in zip(*(report.computed for report in reports), strict=True)
     )
-    assert decoded == tokens - 4
+    assert decoded == tokens - 4 and prefilled == 4, "each rollout's first token comes out of its prefill"
     assert len(LONG) <= prefill <= 4 * len(LONG)
+    inside = prefill_context + decoded_context - outside / 2
+    assert 8 * (prefill + decoded) - inside in [28 * whole for whole in (1, 2, 3, 4)]
 
 
 # --- engines of their own: the end of one is the end of all in the process -------------------------------------

@@ -6,26 +6,53 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_scalerl import ConfigurationError
-from lightning_scalerl.generator.base import StepReport
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.generator.base import GroupRequest, StepReport
+from lightning_scalerl.generator.torch_generator import TorchGenerator
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.flops import FlopModel
+from lightning_scalerl.model.windows import attention_windows, outside
 from lightning_scalerl.stream.events import Event
 from sweeps.run.activity import activity
-from tests.generator.test_architectures import AGREE, tiny
+from tests.generator.test_architectures import AGREE, EXPERTS, LLAMA, tiny
 
 MIXTURES = ("Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3")
 TOKENS = 8
 
 
-def counted(model: Any) -> int:
+# Layers that see less than all of a sequence, in every form in which a configuration says so.
+WINDOWS: dict[str, dict[str, Any]] = {
+    "Gemma3Text": {
+        **LLAMA, "head_dim": 8, "sliding_window": 5, "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "Gemma2": {**LLAMA, "head_dim": 8, "sliding_window": 4},
+    "Mistral": {**LLAMA, "sliding_window": 6},
+    "Qwen2": {**LLAMA, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    "Qwen3": {**LLAMA, "sliding_window": 3, "head_dim": 8},  # a window that is switched off
+    "GptOss": {**AGREE["GptOss"], "sliding_window": 5},
+    "Llama4Text": {
+        **LLAMA, **EXPERTS, "num_local_experts": 4, "intermediate_size_mlp": 64, "head_dim": 8,
+        "attention_chunk_size": 4, "layer_types": ["chunked_attention", "full_attention"],
+    },
+    "GPTNeo": {**AGREE["GPTNeo"], "window_size": 5},
+}  # fmt: skip
+
+
+def products(counter: FlopCounterMode) -> int:
     """By torch, matrix products alone: attention's own are left out, whichever way a model computes them."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model.eval()(torch.arange(TOKENS).unsqueeze(0), use_cache=False)
     counts = counter.get_flop_counts()["Global"]
     return sum(number for operation, number in counts.items() if "mm" in str(operation) and "bmm" not in str(operation))
+
+
+def counted(model: Any) -> int:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.eval()(torch.arange(TOKENS).unsqueeze(0), use_cache=False)
+    return products(counter)
 
 
 @pytest.mark.parametrize("family", [family for family in AGREE if family not in MIXTURES])
@@ -43,6 +70,69 @@ def test_a_mixture_costs_the_experts_that_a_token_uses(family: str) -> None:
     assert FlopModel.of(model).per_token * TOKENS == counted(model)
     whole = sum(2 * p.numel() for n, p in model.named_parameters() if p.dim() >= 2 and "embed" not in n)
     assert FlopModel.of(model).per_token < 0.8 * whole
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_a_window_is_counted_as_the_model_attends(family: str) -> None:
+    """Against the places where the model's own attention is not zero: in prefill, decoding, training."""
+    model = tiny(family, WINDOWS[family], attn_implementation="eager").eval()
+    with torch.no_grad():
+        attentions = model(torch.arange(14).unsqueeze(0), output_attentions=True, use_cache=False).attentions
+    # (layers, n): tokens that each token of the sequence attends to.
+    seen = torch.stack([(layer[0].abs().amax(0) > 0).sum(-1) for layer in attentions])
+    whole = torch.arange(1, 15)
+    assert bool((seen.sum(0) < len(seen) * whole).any()) == (family != "Qwen3")
+    windows, found = attention_windows(model.config), FlopModel.of(model)
+    a_layer = found.per_context / len(seen)
+    for start, end in ((0, 14), (0, 3), (2, 9), (13, 14)):
+        missing = int((whole - seen)[:, start:end].sum())
+        assert outside(windows, start, end) == missing
+        context, tokens = int(whole[start:end].sum()), end - start
+        attended = a_layer * int(seen[:, start:end].sum())
+        assert found.decode(tokens, context, missing) == found.per_token * tokens + attended
+        assert found.prefill(tokens, context, 2, missing) == found.body_per_token * tokens + 2 * found.head + attended
+    assert found.body([15]) == found.body_per_token * 14 + a_layer * int(seen.sum())
+    assert found.train([15], [10]) == 3 * (found.body([15]) + 5 * found.head)
+
+
+def test_gemma_3_by_hand() -> None:
+    """Five layers of six slide over 1,024 tokens: counted over 16k as a whole, attention costs 4.0 times too much."""
+    shape = {
+        "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 34, "head_dim": 64,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 1024, "tie_word_embeddings": True,
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**shape))
+    projections = 256 * (8 * 64) + 2 * 256 * (4 * 64) + (8 * 64) * 256  # queries, keys and values, output
+    weights = 34 * (projections + 3 * 256 * 1024)
+    length, window = 16384, 1024
+    full = sum(range(1, length + 1))
+    sliding = sum(min(place, window) for place in range(1, length + 1))
+    attended = 5 * full + 29 * sliding  # every sixth of 34 layers sees all
+    attention = 4 * 8 * 64 * attended  # scores and weighted sum: two products of two FLOPs a number
+    found = FlopModel.of(model)
+    missing = outside(attention_windows(model.config), 0, length)
+    assert found.prefill(length, full, 1, missing) == 2 * weights * length + 2 * 256 * 1000 + attention
+    assert found.train([length + 1], [length - 99]) == 3 * (2 * weights * length + 100 * 2 * 256 * 1000 + attention)
+    assert 34 * full / attended == pytest.approx(4.0, abs=0.15)
+
+
+def test_generation_costs_what_torch_counts_the_first_tokens_head_among_it() -> None:
+    """Prompts of one length, so that nothing is padding: each is put through the model and its head once."""
+    model = tiny("Llama", AGREE["Llama"])
+    generator = TorchGenerator(
+        model, Precision("fp32"), slots=8, max_prompt_tokens=8, max_new_tokens=6, stop_tokens=[14]
+    )
+    meter, found = ComputeMeter(FlopModel.of(model)), FlopModel.of(model)
+    attended = 0
+    with FlopCounterMode(display=False) as counter:
+        for number in range(3):
+            generator.submit(GroupRequest(number, (1, 2, 3, 4 + number), 4, (0, number)))
+        while generator.in_flight:
+            report = generator.step()
+            attended += report.prefill_context + report.decoded_context
+            meter.on_event(Event("decode", 0.0, report))
+    assert meter.metrics()["compute/flops_generate"] == products(counter) + found.per_context * attended
 
 
 def test_keys_and_values_of_unlike_size() -> None:
