@@ -7,7 +7,7 @@ Axis sizes in shapes: P groups (prompts), G rollouts of one prompt, R rollouts o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -245,6 +245,14 @@ class TrainBatch:
 BEFORE_UPDATE = ("advantages", "anchor_logprobs", "reference_logprobs", "values", "returns")
 
 
+def inside(mask: Tensor, table: Tensor) -> Tensor:
+    """Return `table` with 0 for whatever stands outside the mask, a NaN or infinity among it. Shapes: both (R, T).
+
+    Arithmetic comes after it: multiplied with a mask of 0 a NaN stays one, in the value as in the gradient.
+    """
+    return torch.where(mask > 0, table, 0.0)
+
+
 @dataclass
 class Scored:
     """What the models say of a (micro-)batch in a pass over it: (R, T) each, zero beyond a completion's end.
@@ -256,6 +264,22 @@ class Scored:
     trainer_logprobs: Tensor
     entropies: Tensor
     values: Tensor | None = None
+
+    def inside(self) -> Scored:
+        """Return the same with 0 outside the loss mask, in what the models say and in what the batch holds of a token.
+
+        Everything that is computed of credited tokens starts from here, so that nothing an engine or a model says of a
+        forced or masked one can reach it.
+        """
+        batch, mask = self.batch, self.batch.loss_mask
+        tables = {name: getattr(batch, name) for name in ("generator_logprobs", *BEFORE_UPDATE)}
+        cleared = {name: inside(mask, table) for name, table in tables.items() if table is not None}
+        return Scored(
+            replace(batch, **cleared),
+            inside(mask, self.trainer_logprobs),
+            inside(mask, self.entropies),
+            None if self.values is None else inside(mask, self.values),
+        )
 
 
 # A micro-batch with the trainer's log-probabilities and entropies of it, (R, T) each.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choice import DesignChoice
-from lightning_scalerl.rollout import Denominators, TrainBatch
+from lightning_scalerl.rollout import Denominators, TrainBatch, inside
 
 
 def prompt_weights(mask: Tensor, group_tokens: Tensor, prompts: float) -> Tensor:
@@ -66,7 +66,7 @@ class Aggregation(DesignChoice):
 
     def reduce(self, per_token_loss: Tensor, batch: TrainBatch, denominators: Denominators) -> Tensor:
         """The (micro-)batch's share of the global loss; a scalar. Shares add up to the loss."""
-        return (per_token_loss * self.weights(batch, denominators)).sum()
+        return (inside(batch.loss_mask, per_token_loss) * self.weights(batch, denominators)).sum()
 
 
 class PromptAggregation(Aggregation):

@@ -20,7 +20,8 @@ def k3(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     Shapes: all (R, T); unreduced, with gradient. Source: Schulman 2020 (k3); arXiv 2402.03300, eq. 4.
     """
     gap = (reference_logprobs - trainer_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.exp(gap) - gap - 1.0
+    # Of a policy that has hardly moved, exp(d) - 1 rounds all of d^2 / 2 away.
+    return torch.expm1(gap) - gap
 
 
 class KL(DesignChoice):

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_scalerl.axes.filter import has_variance
 from lightning_scalerl.axes.loss.base import importance_ratio
+from lightning_scalerl.choice import MAX_LOG_RATIO
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollout import Part, Rollout, Scored, TrainBatch
 from lightning_scalerl.update.terms import distances
@@ -158,13 +160,14 @@ def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choic
     tokens = batch.denominators.tokens
     sums = dict.fromkeys(("entropy", "logprob_gap", "mismatch_kl"), 0.0)
     weight = square = 0.0
-    for micro_batch, trainer_logprobs, entropies in parts:
-        mask = micro_batch.loss_mask
-        gap = trainer_logprobs - micro_batch.generator_logprobs
-        ratio = importance_ratio(trainer_logprobs, micro_batch.generator_logprobs)
-        sums["entropy"] += float((entropies * mask).sum())
+    scored = [Scored(*part).inside() for part in parts]
+    for part in scored:
+        mask = part.batch.loss_mask
+        gap = part.trainer_logprobs - part.batch.generator_logprobs
+        ratio = importance_ratio(part.trainer_logprobs, part.batch.generator_logprobs)
+        sums["entropy"] += float((part.entropies * mask).sum())
         sums["logprob_gap"] += float((gap.abs() * mask).sum())
-        sums["mismatch_kl"] += float(((ratio - 1 - gap) * mask).sum())
+        sums["mismatch_kl"] += float(((torch.expm1(gap.clamp(max=MAX_LOG_RATIO)) - gap) * mask).sum())
         weight += float((ratio * mask).sum())
         square += float((ratio.square() * mask).sum())
     metrics = {f"train/{name}": Rate(value, tokens).value for name, value in sums.items()}
@@ -172,9 +175,9 @@ def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choic
     metrics["train/effective_samples"] = Rate(weight * weight, tokens * square).value
     if batch.reference_logprobs is not None:
         distance = Rate()
-        for micro_batch, trainer_logprobs, entropies in parts:
-            gaps = distances(Scored(micro_batch, trainer_logprobs, entropies), choices)
-            distance.add(float((gaps * micro_batch.loss_mask).sum()), float(micro_batch.loss_mask.sum()))
+        for part in scored:
+            mask = part.batch.loss_mask
+            distance.add(float((distances(part, choices) * mask).sum()), float(mask.sum()))
         metrics["train/kl"] = distance.value
     if batch.values is not None and batch.returns is not None:
         metrics["train/explained_variance"] = explained_variance(batch.values, batch.returns, batch.loss_mask)
@@ -194,11 +197,12 @@ def _ratio_metrics(batch: TrainBatch, passes: Sequence[Pass], choices: Choices) 
     clip, mean = Rate(), Rate()
     lowest, largest = math.inf, 0.0
     for each in passes:
-        for micro_batch, trainer_logprobs, _ in each.parts:
-            mask = micro_batch.loss_mask
-            anchor = choices.correction.anchor(micro_batch)
-            ratio = importance_ratio(trainer_logprobs, anchor)
-            clipped = choices.loss.clipped(trainer_logprobs, anchor, micro_batch.advantages, mask)
+        for part in each.parts:
+            scored = Scored(*part).inside()
+            mask = scored.batch.loss_mask
+            anchor = choices.correction.anchor(scored.batch)
+            ratio = importance_ratio(scored.trainer_logprobs, anchor)
+            clipped = choices.loss.clipped(scored.trainer_logprobs, anchor, scored.batch.advantages, mask)
             tokens = float(mask.sum())
             clip.add(float((clipped * mask).sum()), tokens)
             mean.add(float((ratio * mask).sum()), tokens)

@@ -33,7 +33,8 @@ class Term:
     aggregation: Aggregation
 
     def reduce(self, scored: Scored) -> Tensor:
-        """The (micro-)batch's share of the term; a scalar."""
+        """The (micro-)batch's share of the term; a scalar. Nothing outside the loss mask is read."""
+        scored = scored.inside()
         return self.aggregation.reduce(self.per_token(scored), scored.batch, scored.batch.denominators)
 
 

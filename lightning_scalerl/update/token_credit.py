@@ -32,7 +32,7 @@ def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool 
         if choices.kl.where == "reward":
             assert rows.anchor_logprobs is not None
             coefficients = choices.kl.coefficients(rows.pass_rates).unsqueeze(1)
-            gaps = distances(Scored(rows, rows.anchor_logprobs, rows.anchor_logprobs), choices)
+            gaps = distances(Scored(rows, rows.anchor_logprobs, rows.anchor_logprobs).inside(), choices)
             rewards = rewards - coefficients * gaps * rows.loss_mask
         advantages, returns = choices.advantage.estimate_tokens(rewards, rows.values, rows.loss_mask)
         if remember:

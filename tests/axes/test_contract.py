@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,6 +40,9 @@ AGGREGATIONS = [
     SumAggregation(),
     ConstantAggregation(),
 ]
+
+# What a model, or an engine, may say of a token that is masked: 0 times some of it is not 0.
+JUNK = (-7.0, 1e3, math.inf, -math.inf, math.nan)
 
 each_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
 each_aggregation = pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: type(a).__name__)
@@ -81,8 +85,15 @@ def test_masked_and_forced_tokens_change_nothing(loss: Any, aggregation: Any) ->
     (gradient,) = torch.autograd.grad(value, logprobs)
     assert forced.any()
     assert gradient[batch.loss_mask == 0].abs().max() == 0
-    disturbed = torch.where(batch.loss_mask > 0, logprobs.detach(), logprobs.detach() - 7.0)
-    assert torch.equal(total_loss(batch, disturbed, loss, aggregation, batch.denominators), value.detach())
+    inside = batch.loss_mask > 0
+    for junk in JUNK:
+        said = torch.where(inside, logprobs.detach(), junk).requires_grad_(True)
+        tables = {
+            name: torch.where(inside, getattr(batch, name), junk) for name in ("generator_logprobs", "advantages")
+        }
+        disturbed = total_loss(replace(batch, **tables), said, loss, aggregation, batch.denominators)
+        assert torch.equal(disturbed.detach(), value.detach())
+        assert torch.equal(torch.autograd.grad(disturbed, said)[0], gradient)
 
 
 @each_loss

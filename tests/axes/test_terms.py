@@ -21,7 +21,7 @@ from lightning_scalerl.axes.correction import Behaviour, Correction, Proximal, i
 from lightning_scalerl.axes.critic import ValueNetwork, clipped_value_loss
 from lightning_scalerl.axes.entropy import EntropyByDifficulty, FixedEntropy
 from lightning_scalerl.axes.kl import FixedKL, KLByDifficulty
-from lightning_scalerl.axes.loss import GSPO, PPO, Reinforce
+from lightning_scalerl.axes.loss import GSPO, PPO, Loss, Reinforce
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
@@ -29,7 +29,7 @@ from lightning_scalerl.rollout import Scored, TrainBatch
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.update.terms import loss_weights, terms
 from sweeps.run.journal import read_journal
-from tests.axes.test_contract import AGGREGATIONS, LOSSES, each_aggregation, each_loss
+from tests.axes.test_contract import AGGREGATIONS, JUNK, LOSSES, each_aggregation, each_loss
 from tests.distributed.test_ranks import check_same_curve, fit, on_ranks
 from tests.helpers import CountingTask, make_group, row
 
@@ -167,7 +167,17 @@ def test_any_split_gives_the_same_loss_and_gradients(
     assert moved == [True, "entropy" in names, "value" in names and not isinstance(loss, GSPO)]
 
 
-@each_loss
+class Careless(Loss):
+    """A surrogate of a user's that reads everything it is given."""
+
+    def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        return -torch.exp(trainer_logprobs - anchor_logprobs) * advantages
+
+    def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        return trainer_logprobs > anchor_logprobs
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, Careless()], ids=lambda loss: type(loss).__name__)
 @each_aggregation
 @pytest.mark.parametrize("correction", [Behaviour(), *BOUNDED[:4:3]], ids=["behaviour", "token", "sequence"])
 def test_masked_and_forced_tokens_change_nothing(loss: Any, aggregation: Any, correction: Any) -> None:
@@ -180,7 +190,7 @@ def test_masked_and_forced_tokens_change_nothing(loss: Any, aggregation: Any, co
     value, gradients = loss_and_gradients(scored, choices)
     assert not any(gradient[outside].any() for gradient in gradients)
     names = ("generator_logprobs", "anchor_logprobs", "reference_logprobs", "values", "returns", "advantages")
-    for junk in (-40.0, 1e3):
+    for junk in JUNK:
         tables: dict[str, Any] = {name: torch.where(outside, junk, getattr(batch, name)) for name in names}
         said = (torch.where(outside, 0.7 * junk, getattr(scored, name).detach()) for name in MODELS)
         again = Scored(replace(batch, **tables), *(table.requires_grad_(True) for table in said))

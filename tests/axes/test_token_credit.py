@@ -220,9 +220,10 @@ def test_kl_is_taken_from_the_reward_of_each_token(kl: Any) -> None:
     without = token_credit(batch, by_token(GAE(0.9, 0.8)), alone)
     assert not torch.allclose(found.advantages, without.advantages, atol=1e-2)
     # On a token that was forced nobody has a choice.
-    forced = torch.where(batch.forced_mask, 5.0, batch.reference_logprobs)
-    again = token_credit(replace(batch, reference_logprobs=forced), choices, alone)
-    assert torch.equal(again.advantages, found.advantages)
+    for junk in (5.0, math.nan):
+        forced = torch.where(batch.forced_mask, junk, batch.reference_logprobs)
+        again = token_credit(replace(batch, reference_logprobs=forced), choices, alone)
+        assert torch.equal(again.advantages, found.advantages)
 
 
 def test_k3_by_hand_and_far_away() -> None:
@@ -233,6 +234,15 @@ def test_k3_by_hand_and_far_away() -> None:
     (gradient,) = torch.autograd.grad(found.sum(), ours)
     assert torch.allclose(gradient, torch.tensor([1 - 0.5, 0.0, 1 - 8.0]), atol=1e-6)
     assert k3(torch.tensor([-900.0, 0.0]), torch.tensor([0.0, -900.0])).isfinite().all()
+
+
+def test_k3_of_a_policy_that_has_hardly_moved() -> None:
+    """d^2 / 2 in FP32 too, where exp(d) - 1 has lost all but one digit of d; and never below zero."""
+    gaps = torch.tensor([3e-3, 1e-3, 1e-4, -1e-4, -1e-3, -3e-3])
+    exact = torch.expm1(gaps.double()) - gaps.double()
+    assert torch.allclose(k3(torch.zeros(6), gaps).double(), exact, rtol=2e-3, atol=0)
+    many = torch.cat([torch.logspace(-12, 1, 4000), -torch.logspace(-12, 1, 4000)])
+    assert bool((k3(torch.zeros(8000), many) >= 0).all())
 
 
 # --- scales --------------------------------------------------------------------------------------------------

@@ -129,8 +129,9 @@ def test_shares_are_of_what_was_sampled_whatever_carries_credit() -> None:
     assert metrics["train/staleness_mean"] == 2
 
 
+@pytest.mark.parametrize("junk", [15.0, math.nan])
 @pytest.mark.parametrize("size", [1, 2, 5, 99])
-def test_token_metrics_whatever_the_micro_batches(size: int) -> None:
+def test_token_metrics_whatever_the_micro_batches(size: int, junk: float) -> None:
     """Sums over sums: against numpy over all credited tokens at once; forced and padded places are not looked at."""
     choices = CHOICES.having(MaskTruncated())
     batch = assemble(some_groups(), choices, max_new_tokens=20)
@@ -141,8 +142,8 @@ def test_token_metrics_whatever_the_micro_batches(size: int) -> None:
     for part in batch.micro_batches(size):
         place, columns = part.row, part.loss_mask.shape[1]
         outside = part.loss_mask == 0
-        logprobs = part.generator_logprobs + drift[place, :columns].masked_fill(outside, 15.0)
-        parts.append((part, logprobs, entropies[place, :columns].masked_fill(outside, 1e4)))
+        logprobs = part.generator_logprobs + drift[place, :columns].masked_fill(outside, junk)
+        parts.append((part, logprobs, entropies[place, :columns].masked_fill(outside, 1e3 * junk)))
     metrics = step_metrics(batch, [Pass(parts, {}, {})], choices, completed_steps=0)
 
     mask = batch.loss_mask.numpy() > 0

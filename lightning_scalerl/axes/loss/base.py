@@ -10,11 +10,17 @@ from torch import Tensor
 
 from lightning_scalerl.checks import ConfigurationError, positive
 from lightning_scalerl.choice import MAX_LOG_RATIO, DesignChoice
+from lightning_scalerl.rollout import inside
 
 
 def importance_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
     """pi_trainer / pi_anchor per token, with gradient. Shapes: all (R, T)."""
     return torch.exp((trainer_logprobs - anchor_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def credited(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> list[Tensor]:
+    """Return what `Loss.per_token` is given, with 0 outside the mask (`rollout.inside`). Shapes: all (R, T)."""
+    return [inside(mask, table) for table in (trainer_logprobs, anchor_logprobs, advantages)]
 
 
 def pessimistic(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
@@ -55,7 +61,8 @@ class Loss(DesignChoice):
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Loss of each token, unreduced; values outside the mask are ignored later. Shapes: all (R, T).
 
-        `mask` is for surrogates whose ratio spans a sequence.
+        `mask` is for surrogates whose ratio spans a sequence. In a run all tables are 0 outside of it; our own losses
+        read nothing there, whoever calls them.
         """
 
     @abstractmethod

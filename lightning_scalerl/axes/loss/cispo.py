@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_scalerl.axes.loss.base import Loss, importance_ratio
+from lightning_scalerl.axes.loss.base import Loss, credited, importance_ratio
 from lightning_scalerl.checks import positive
 
 
@@ -29,7 +29,7 @@ class CISPO(Loss):
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See `cispo`."""
-        return cispo(trainer_logprobs, anchor_logprobs, advantages, self.max_ratio)
+        return cispo(*credited(trainer_logprobs, anchor_logprobs, advantages, mask), self.max_ratio)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Ratio above the cap."""

@@ -6,7 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_scalerl.axes.loss.base import Loss, clip_bounds, importance_ratio, pessimistic, pessimistic_clips
+from lightning_scalerl.axes.loss.base import (
+    Loss,
+    clip_bounds,
+    credited,
+    importance_ratio,
+    pessimistic,
+    pessimistic_clips,
+)
 
 
 def dapo(
@@ -27,7 +34,7 @@ class DAPO(Loss):
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See `dapo`."""
-        return dapo(trainer_logprobs, anchor_logprobs, advantages, self.clip_low, self.clip_high)
+        return dapo(*credited(trainer_logprobs, anchor_logprobs, advantages, mask), self.clip_low, self.clip_high)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Where the clip takes the gradient away."""

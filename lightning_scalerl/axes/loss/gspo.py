@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scalerl.axes.loss.base import Loss, clip_bounds, pessimistic, pessimistic_clips
+from lightning_scalerl.axes.loss.base import Loss, clip_bounds, credited, pessimistic, pessimistic_clips
 from lightning_scalerl.choice import MAX_LOG_RATIO, DesignChoice
 
 
@@ -62,7 +62,8 @@ class GSPO(Loss):
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See `gspo`."""
-        return gspo(trainer_logprobs, anchor_logprobs, advantages, mask, self.clip_low, self.clip_high)
+        tables = credited(trainer_logprobs, anchor_logprobs, advantages, mask)
+        return gspo(*tables, mask, self.clip_low, self.clip_high)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """All tokens of the sequences whose gradient the clip takes away."""

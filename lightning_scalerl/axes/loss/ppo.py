@@ -6,7 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_scalerl.axes.loss.base import Loss, clip_bounds, importance_ratio, pessimistic, pessimistic_clips
+from lightning_scalerl.axes.loss.base import (
+    Loss,
+    clip_bounds,
+    credited,
+    importance_ratio,
+    pessimistic,
+    pessimistic_clips,
+)
 
 
 def ppo(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, clip: float) -> Tensor:
@@ -25,7 +32,7 @@ class PPO(Loss):
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See `ppo`."""
-        return ppo(trainer_logprobs, anchor_logprobs, advantages, self.clip)
+        return ppo(*credited(trainer_logprobs, anchor_logprobs, advantages, mask), self.clip)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Where the clip takes the gradient away."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_scalerl.axes.loss.base import Loss
+from lightning_scalerl.rollout import inside
 
 
 def reinforce(trainer_logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -20,7 +21,7 @@ class Reinforce(Loss):
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """See `reinforce`."""
-        return reinforce(trainer_logprobs, advantages)
+        return reinforce(inside(mask, trainer_logprobs), inside(mask, advantages))
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Nowhere."""
