@@ -203,6 +203,7 @@ def build_recipe(config: Any, name: str, build: Callable[[Any, str], Any] = buil
         cost_model=build(config, "cost_model"),
         generator=build(config, "generator"),
         scaled_for=config.get("scaled_for"),
+        evaluation={key: value for key, value in config.get("evaluation", {}).items() if not str(key).startswith("_")},
         # A study that was frozen before these were there has the defaults.
         **{group: build(config, group) for group in SINCE if group in config},
     )

@@ -149,6 +149,9 @@ class Lifecycle(LightningModule):
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """The recipe's choices for every axis that the Trainer's callbacks leave open; the same ones each time."""
+        evaluation = evaluation_of(self.trainer)
+        if evaluation is not None:
+            evaluation.follow(self.recipe.evaluation)
         check_trainer(self.trainer)
         meet(self.trainer)
         if self.trainer.state.fn == "fit":

@@ -144,7 +144,10 @@ class ScaleRL(Lifecycle):
 
     def validation_step(self, sets: list[str], batch_index: int) -> None:
         """Evaluate all held-out sets: `Evaluate`'s own time in a fit, at once for `Trainer.validate`."""
-        evaluation = evaluation_of(self.trainer) or Evaluate()
+        evaluation = evaluation_of(self.trainer)
+        if evaluation is None:
+            evaluation = Evaluate()
+            evaluation.follow(self.recipe.evaluation)
         if self.trainer.state.fn == "fit":
             metrics = evaluation.measure(self)
             self.record("eval", lambda: metrics)

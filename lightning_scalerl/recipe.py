@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -69,7 +70,10 @@ class ContextSettings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named row of choices with the settings that go with them; `scaled_for` is the model that these are for."""
+    """A named row of choices with the settings that go with them; `scaled_for` is the model that these are for.
+
+    `evaluation` holds the arguments of `Evaluate` that a script leaves out, by name.
+    """
 
     name: str
     choices: Choices
@@ -85,6 +89,7 @@ class Recipe:
     chat: Chat = Chat()  # noqa: RUF009  # frozen
     verify: Verification = Verification()  # noqa: RUF009  # frozen
     scaled_for: str | None = None
+    evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def check_scale(self, made_for_it: bool) -> None:
         """Whether settings that were made for one model are about to run on another, which nobody has asked for.

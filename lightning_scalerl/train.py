@@ -37,6 +37,8 @@ def main() -> None:
     # Hydra prints tracebacks of its own and exits unless told to pass exceptions on.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
+        if any(word in ("--cfg", "-c") or word.startswith("--cfg=") for word in sys.argv[1:]):
+            _check_shown()
         _hydra_main()
         with interruption.on_signals([signal.SIGUSR2, signal.SIGTERM] if _single_runs else []):
             for overrides, folders in _single_runs:
@@ -57,6 +59,15 @@ def main() -> None:
         if (told := of_the_system(error, missing=False)) is None:
             raise
         sys.exit(_complain(told))
+
+
+def _check_shown() -> None:
+    """What is shown is what would run: Hydra answers --cfg by itself, before anything of ours is asked."""
+    from lightning_scalerl.member.identify import check_shown
+
+    folders, overrides = _given()
+    if not any(word in ("--multirun", "-m") for word in sys.argv[1:]):
+        check_shown(overrides, folders)
 
 
 def _given() -> tuple[list[str], list[str]]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_scalerl import RolloutDataModule
+from lightning_scalerl import RolloutDataModule, train
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composer import load_recipe
@@ -153,6 +153,7 @@ def with_recipe(folder: Path, name: str, **choices: str) -> Path:
         (["variant=async_mode_pipeline_4", "async_mode.k=0"], "async_mode.k: 0 must be a whole number"),
         (["variant=async_mode_pipeline_4", "async_mode.k=2"], "async_mode: changed twice, by the variant"),
         (["loss=dapo", "variant=loss_dapo"], "loss: changed twice, by the variant loss=dapo and by loss=dapo"),
+        (["variant=loss_dapo", "label='loss=gspo'"], "label='loss=gspo': a run is named after what it changes"),
         (["optimiser.lr=1"], "did you mean optimizer\\?; valid here: .*optimizer"),
         (["optimizer.lrr=1"], "did you mean optimizer.lr\\?; valid here: _target_, lr"),
         (["~filter"], "~filter: an axis cannot be taken away"),
@@ -167,6 +168,20 @@ def with_recipe(folder: Path, name: str, **choices: str) -> Path:
 def test_the_real_fault_is_named(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         plan_members([[*QUICK, *overrides]])
+
+
+def test_what_is_shown_is_what_would_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hydra answers --cfg by itself: it would show DAPO under a label that says GSPO, which no run is made of."""
+    monkeypatch.setattr(sys, "argv", ["scalerl", "--cfg", "job", "variant=loss_gspo", "loss=dapo"])
+    monkeypatch.setattr(train, "_hydra_main", lambda: print("label: loss=gspo"))
+    with pytest.raises(SystemExit) as stop:
+        train.main()
+    assert stop.value.code == 1
+    shown = capsys.readouterr()
+    assert not shown.out and "loss: changed twice, by the variant loss=gspo and by loss=dapo; keep one" in shown.err
+    monkeypatch.setattr(sys, "argv", ["scalerl", "--cfg", "job", "variant=loss_gspo", "optimizer.lr=1e-3"])
+    train.main()
+    assert capsys.readouterr().out == "label: loss=gspo\n"
 
 
 def test_a_task_without_its_files_says_what_to_give() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,11 @@ from lightning_scalerl.stream.random_streams import EVALUATION_STREAM
 from lightning_scalerl.task.base import passes
 from lightning_scalerl.verify.verification import ErrorWatch, RewardError, Verifiers
 
+# What holds where neither a script nor a recipe says anything.
+_DEFAULTS: Mapping[str, Any] = {"every_n_steps": 10, "samples": 4, "seed": 0, "prompts": None}
+# Not given: None is an answer, all prompts.
+_RECIPES: Any = object()
+
 
 class Evaluate(Callback):
     """Pass rate on held-out prompts before the first step, every n steps, and after the last.
@@ -28,6 +33,9 @@ class Evaluate(Callback):
     Records `eval/<set>/pass_rate` with its standard error within prompts (the set being fixed), and pass rates
     by difficulty. It is metered apart, on no compute axis, and every recipe sees the same random numbers.
 
+    What is not given is the recipe's (the group `evaluation` of its configuration, which a scale may set), as it is for
+    `scalerl train`; without a recipe's it is every 10 steps, 4 samples, seed 0 and all prompts.
+
     Args:
         every_n_steps: optimizer steps between evaluations.
         samples: completions a prompt.
@@ -35,13 +43,33 @@ class Evaluate(Callback):
         prompts: at most this many prompts of each set, the first ones; None for all.
     """
 
-    def __init__(self, every_n_steps: int = 10, samples: int = 4, seed: int = 0, prompts: int | None = None) -> None:
-        self.every_n_steps = whole_number("evaluation.every_n_steps", every_n_steps)
-        self.samples = whole_number("evaluation.samples", samples)
-        self.seed = seed
-        self.prompts = None if prompts is None else whole_number("evaluation.prompts", prompts)
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        samples: int | None = None,
+        seed: int | None = None,
+        prompts: int | None = _RECIPES,
+    ) -> None:
+        given = {"every_n_steps": every_n_steps, "samples": samples, "seed": seed}
+        self._given: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if prompts is not _RECIPES:
+            self._given["prompts"] = prompts
+        self.follow({})
         self.rates: dict[str, torch.Tensor] = {}  # of the last evaluation, by set: of each prompt (N,), float64
         self._last_step = -1
+
+    def follow(self, settings: Mapping[str, Any]) -> None:
+        """Take what was not given from a recipe's settings (`Recipe.evaluation`).
+
+        Raises:
+            ConfigurationError: a value that cannot be.
+        """
+        values = {**_DEFAULTS, **{name: settings[name] for name in _DEFAULTS if name in settings}, **self._given}
+        self.every_n_steps = whole_number("evaluation.every_n_steps", values["every_n_steps"])
+        self.samples = whole_number("evaluation.samples", values["samples"])
+        self.seed: int = values["seed"]
+        limit = values["prompts"]
+        self.prompts = None if limit is None else whole_number("evaluation.prompts", limit)
 
     @property
     def state_key(self) -> str:

@@ -128,7 +128,31 @@ def _draft(overrides: list[str], everywhere: set[str], composer: Composer) -> _D
     unlabelled = UNLABELLED | set(axes)
     settings = [entry.lstrip("+") for entry in overrides if entry not in everywhere and _group(entry) not in unlabelled]
     recipe = _value(overrides, "recipe") or DEFAULT_RECIPE
+    for entry in overrides:
+        if _group(entry) == "label":
+            raise ConfigurationError(
+                f"{entry}: a run is named after what it changes in its recipe; leave it out, or give a file of yours "
+                "in a folder variant/ the label (docs/extend.md)"
+            )
     return _Draft(values, reference, recipe, _label(values, overrides, composer.folders), by_hand, settings)
+
+
+def check_shown(overrides: Sequence[str], folders: Folders = ()) -> None:
+    """Refuse to show a configuration under a label of something else, as a run of it is refused.
+
+    Raises:
+        ConfigurationError: it cannot be composed, or its label and its choices contradict each other.
+    """
+    _check_label(_draft(list(overrides), set(overrides), Composer(use_folders(folders))))
+
+
+def _check_label(draft: _Draft) -> None:
+    """A label says what the variant's file changes, and nothing else may change that."""
+    axis = _group(draft.variant) if draft.variant else ""
+    if axis in draft.by_hand:
+        raise ConfigurationError(
+            f"{axis}: changed twice, by the variant {draft.variant} and by {' '.join(draft.by_hand[axis])}; keep one"
+        )
 
 
 def _check_keys(values: Mapping[str, Any], overrides: Sequence[str], axes: Sequence[str]) -> None:
@@ -169,13 +193,9 @@ def _identified(
     identity = lasting(draft.values)
     changed = changed_keys(identity, lasting(draft.reference))
     departures: dict[str, str] = {}
+    _check_label(draft)
     if draft.variant:
         axis = _group(draft.variant)
-        if axis in draft.by_hand:
-            raise ConfigurationError(
-                f"{axis}: changed twice, by the variant {draft.variant} and by {' '.join(draft.by_hand[axis])}; keep "
-                "one"
-            )
         if [axis] != [key for key in changed if key not in draft.by_hand]:
             found = ", ".join(key for key in changed if key not in draft.by_hand) or "nothing"
             raise ConfigurationError(

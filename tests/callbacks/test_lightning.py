@@ -250,6 +250,30 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation(tiny_model_path: str
         assert again == expected and again[0][:2] == first
 
 
+class SeenEnough(Callback):
+    """Ends a fit before it computes anything."""
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        raise InterruptedError
+
+
+def test_a_scripts_evaluation_is_the_recipes_where_it_is_not_given(tiny_model_path: str) -> None:
+    """As the command line has it: a trial's four prompts once; what is given wins, and None is all prompts."""
+    limits = ["context.max_new_tokens=17", "context.max_prompt_tokens=8"]
+    for given, expected in (
+        (Evaluate(), (5, 1, 0, 4)),
+        (Evaluate(samples=3, seed=7), (5, 3, 7, 4)),
+        (Evaluate(2, prompts=None), (2, 1, 0, None)),
+    ):
+        module = ScaleRL(tiny_model_path, overrides=["scale=trial", "scaled_for=null", *limits])
+        trainer = Trainer(max_steps=1, callbacks=[given, SeenEnough()], **quiet())
+        with pytest.raises(InterruptedError):
+            trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+        assert (given.every_n_steps, given.samples, given.seed, given.prompts) == expected
+    alone = Evaluate()
+    assert (alone.every_n_steps, alone.samples, alone.seed, alone.prompts) == (10, 4, 0, None)
+
+
 def test_without_evaluation_the_default_checkpoint_is_the_last(tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, steps=3, enable_checkpointing=True, default_root_dir=tmp_path)
     (path,) = (tmp_path / "checkpoints").glob("*.ckpt")

@@ -31,7 +31,15 @@ NUMBERS = st.one_of(
     st.integers(-3, 5000), st.floats(1e-8, 1e8).map(lambda x: float(f"{x:.4g}")), st.sampled_from(["1e-4", "inf"])
 )
 # Leaves that stand alone, leaves that others are computed from, and a leaf that only some rows of groups have.
-KEYS = ["seed", "budget.steps", "optimizer.lr", "optimizer.weight_decay", "batch.prompts", "mlflow.uri", "label"]
+KEYS = [
+    "seed",
+    "budget.steps",
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "batch.prompts",
+    "mlflow.uri",
+    "race.looks",
+]
 READ = ["study", "output_dir", "thinking.end", "thinking.interrupt_from", "context.max_new_tokens", "loss.clip_high"]
 ODD = [
     "optimizer={lr: 0.5}",

@@ -18,9 +18,12 @@ def importance_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor) -> Tenso
     return torch.exp((trainer_logprobs - anchor_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def credited(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> list[Tensor]:
+Tables = tuple[Tensor, Tensor, Tensor]
+
+
+def credited(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tables:
     """Return what `Loss.per_token` is given, with 0 outside the mask (`rollout.inside`). Shapes: all (R, T)."""
-    return [inside(mask, table) for table in (trainer_logprobs, anchor_logprobs, advantages)]
+    return inside(mask, trainer_logprobs), inside(mask, anchor_logprobs), inside(mask, advantages)
 
 
 def pessimistic(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
