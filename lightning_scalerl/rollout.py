@@ -273,7 +273,7 @@ class Scored:
         """
         batch, mask = self.batch, self.batch.loss_mask
         tables = {name: getattr(batch, name) for name in ("generator_logprobs", *BEFORE_UPDATE)}
-        cleared = {name: inside(mask, table) for name, table in tables.items() if table is not None}
+        cleared: dict[str, Any] = {name: inside(mask, table) for name, table in tables.items() if table is not None}
         return Scored(
             replace(batch, **cleared),
             inside(mask, self.trainer_logprobs),
