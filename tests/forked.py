@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import runpy
 import signal
@@ -169,6 +171,13 @@ def _forget_pytest(out: int, err: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     atexit._clear()
+    # The helpers of `multiprocessing` are children of the process before the fork, which this one cannot wait for.
+    for helper, names in (
+        (multiprocessing.forkserver._forkserver, ("_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid")),  # type: ignore[attr-defined]
+        (multiprocessing.resource_tracker._resource_tracker, ("_fd", "_pid")),  # type: ignore[attr-defined]
+    ):
+        for name in names:
+            setattr(helper, name, None)
 
 
 def _run(words: list[str]) -> int:

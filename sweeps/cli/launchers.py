@@ -34,6 +34,7 @@ from sweeps.run.spec import RunSpec
 from sweeps.search.conductors import conductor_of
 from sweeps.search.settings import Axis, RaceSettings, SearchSettings
 
+_TRIED_EARLY = 4  # members that are composed before anything heavy is imported
 SEARCH_JOBS = 8  # trials of a search at a time on a cluster
 
 
@@ -70,6 +71,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Keep MLflow's address as it was given: a member's frozen configuration holds it without a login."""
+        self._context, self._config = hydra_context, config
         self._folders = user_folders(config.hydra)
         self._tracking = OmegaConf.select(config, "mlflow.uri")
 
@@ -99,13 +101,34 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
 
     def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
         """The members; what it takes to check them is imported by a process that ends then."""
-        return plan_apart(self._planner, override_lists, self._folders)
+        if self._shared:
+            self._compose_some(override_lists)
+        return plan_apart(self._planner, override_lists, self._folders, self._shared)
+
+    def _compose_some(self, override_lists: Sequence[Sequence[str]]) -> None:
+        """Let Hydra refuse a key or a choice before the server of processes imports what training needs.
+
+        Composing costs a third of a second, those imports a dozen: the first few members that bring words of their own
+        are tried here, the planner composes them all.
+        """
+        seen: set[str] = set()
+        tried = 0
+        for words in override_lists:
+            if tried < _TRIED_EARLY and not seen.issuperset(words):
+                tried += 1
+                self._context.config_loader.load_sweep_config(self._config, list(words))
+            seen.update(words)
 
     @contextmanager
     def _asked_again_and_again(self) -> Iterator[Callable[[Sequence[Sequence[str]]], list[RunSpec]]]:
         """As `planned`, for a search: importing what it takes for every trial would take longer than some trials."""
-        with Planner(self._planner, self._folders) as planner:
+        with Planner(self._planner, self._folders, self._shared) as planner:
             yield planner
+
+    @property
+    def _shared(self) -> tuple[str, ...] | None:
+        """What planner and members import once; None where members run on other machines."""
+        return self._preload if self.kind == "local" else None
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Plan, check, run what is not done.

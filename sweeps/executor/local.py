@@ -20,6 +20,7 @@ from sweeps.run.activity import HUNG_CODE
 from sweeps.run.interruption import RunInterruptedError, ask_to_stop, stop_asked
 from sweeps.run.journal import LOG_FILE
 
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # The exit code of a member that has stopped because its study asked it to.
 STOPPED_CODE = 87
 
@@ -46,8 +47,7 @@ class LocalExecutor:
         self._entry = entry
         self._max_parallel = max_parallel
         self._threads = threads
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(preload))
+        self._context = forkserver(preload)
         self._processes: dict[str, Any] = {}
         self._run_dirs: dict[str, Path] = {}
 
@@ -57,11 +57,9 @@ class LocalExecutor:
 
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
         """Fork members."""
-        # The server reads the thread count from the environment it starts in, when the first member is forked.
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-            os.environ[name] = str(self._threads)
         for member in members:
-            process = self._context.Process(target=_member, args=(self._entry, str(member.run_dir)), name=member.run)
+            arguments = (self._entry, str(member.run_dir), self._threads)
+            process = self._context.Process(target=_member, args=arguments, name=member.run)  # type: ignore[attr-defined]
             process.start()
             self._processes[member.run] = process
             self._run_dirs[member.run] = member.run_dir
@@ -166,15 +164,37 @@ class InProcessExecutor:
         """Nothing runs beside this process."""
 
 
+def forkserver(preload: Sequence[str]) -> multiprocessing.context.BaseContext:
+    """Return the context whose processes are forked from one server, which imports `preload` when the first one starts.
+
+    Planner and members of a study share it: Lightning alone costs a dozen seconds of CPU to import.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    # Libraries read it when they are imported. A server computes nothing; each member sets its own number.
+    for name in _THREADS:
+        os.environ[name] = "1"
+    return context
+
+
 def _outcome(run: str, exit_code: int, run_dir: Path) -> Outcome:
     if exit_code == STOPPED_CODE:
         return Outcome(run, exit_code, "stopped", stop_asked(run_dir))
     return Outcome(run, exit_code, "hang" if exit_code == HUNG_CODE else None)
 
 
-def _member(entry: str, run_dir: str) -> None:
+def _use_threads(count: int) -> None:
+    """Set the CPU threads of this process, and of torch where the server has imported it already."""
+    for name in _THREADS:
+        os.environ[name] = str(count)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(count)
+
+
+def _member(entry: str, run_dir: str, threads: int) -> None:
     """A member's process."""
-    _die_with_parent()
+    die_with_parent()
+    _use_threads(threads)
     # For its owner alone: what members and their libraries print there nobody has looked through.
     descriptor = os.open(Path(run_dir) / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     with os.fdopen(descriptor, "a", buffering=1, encoding="utf-8") as log:
@@ -198,7 +218,8 @@ def _member(entry: str, run_dir: str) -> None:
         sys.stderr.flush()
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """End this process, whatever it is at, as soon as the one that started it is gone."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -24,6 +24,7 @@ def conductor_of(study: Study, plan: LaunchSettings) -> Conductor | None:
     from sweeps.search.race import LiveRace  # NumPy, SciPy and the fits: only where somebody looks
 
     def planned(overrides: Sequence[Sequence[str]]) -> list[RunSpec]:
-        return plan_apart(plan.planner, overrides, study.specs[0].folders)
+        shared = plan.preload if plan.kind == "local" else None
+        return plan_apart(plan.planner, overrides, study.specs[0].folders, shared)
 
     return LiveRace(study, settings, planned if plan.planner else None)
