@@ -30,6 +30,7 @@ from lightning_scalerl.rollout import Rollout
 from lightning_scalerl.verify.verification import RewardError
 from sweeps.run.journal import read_journal
 from tests.helpers import SMALL, CountingTask, fit
+from tests.measure.test_compute_meter import check_hours
 
 
 class Keep(Recorder):
@@ -413,6 +414,8 @@ def test_journal_semantics_and_compute(tiny_model_path: str, tmp_path: Path) -> 
         values = [record.metrics[axis] for record in view.of_kind("eval")]
         assert values[0] == 0 or axis.endswith("hours")
         assert values == sorted(values) and values[-1] > values[0]
+    for record in view.records:
+        check_hours(record.metrics)
     first = view.of_kind("eval")[0].metrics
     assert 0 <= first["eval/heldout/pass_rate"] <= 1 and first["eval/heldout/pass_rate_se"] > 0
     semantics = json.loads((tmp_path / "semantics.json").read_text())

@@ -3,10 +3,14 @@
 `compute/flops` counts generation and training; `compute/device_hours` is wall clock x devices from the first
 batch on, split into train, generate, checkpoint and idle (the rest). Evaluation is metered apart and on no
 axis: how often one looks must not move the curve.
+
+Every second is booked once, under the innermost phase that it passes in, so the axis is the sum of its parts
+whichever hook starts or stops the clock first.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +22,13 @@ from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.stream.events import Event
 from sweeps.run.activity import activity
 
-PHASES = ("train", "generate", "checkpoint", "evaluate")
+# Parts of the device-hours axis; in "idle" the trainer only waits.
+PHASES = ("train", "generate", "checkpoint", "idle")
 WASTED = ("flops", "device_hours")
 
 
 class ComputeMeter:
-    """Counts.
+    """Counts FLOPs and seconds. Threads may share it.
 
     Args:
         flop_model: the model's cost.
@@ -36,35 +41,45 @@ class ComputeMeter:
         self.devices = devices
         self._clock = clock or WallClock()
         self._flops = {"train": 0.0, "generate": 0.0, "evaluate": 0.0}
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._elapsed_before = 0.0
-        self._started: float | None = None
+        self._seconds = dict.fromkeys((*PHASES, "evaluate"), 0.0)
+        self._phases: list[str] = []  # entered and not left, the innermost last
+        self._running = False
+        self._booked_until = self._clock.now()
+        self._lock = threading.RLock()
         self._wasted = dict.fromkeys(WASTED, 0.0)
-        self._evaluating = False
         self._hours_at_step = 0.0
 
     def start(self) -> None:
-        """Wall clock counts from here, unless it does already."""
-        if self._started is None:
-            self._started = self._clock.now()
+        """Count wall clock on the axis from here on, unless it is counted already."""
+        self._book()
+        self._running = True
 
     def stop(self) -> None:
-        """Wall clock counts no further."""
-        if self._started is not None:
-            self._elapsed_before += self._clock.now() - self._started
-            self._started = None
+        """Count wall clock on the axis no further."""
+        self._book()
+        self._running = False
+
+    def _book(self) -> None:
+        """Attribute the seconds since the last call to the phase that they have passed in."""
+        with self._lock:
+            now = self._clock.now()
+            passed, self._booked_until = now - self._booked_until, now
+            phase = self._phases[-1] if self._phases else "idle"
+            # Evaluation is on no axis, so its seconds count whether or not the clock of the axis runs.
+            if self._running or phase == "evaluate":
+                self._seconds[phase] += passed
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Attribute the time inside to a phase of `PHASES`."""
+        """Attribute the time inside to a phase of `PHASES`, or to "evaluate"; an inner phase takes its time out."""
         activity.note(name)
-        begin = self._clock.now()
-        outer, self._evaluating = self._evaluating, name == "evaluate"
+        self._book()
+        self._phases.append(name)
         try:
             yield
         finally:
-            self._evaluating = outer
-            self._seconds[name] += self._clock.now() - begin
+            self._book()
+            self._phases.pop()
 
     def on_event(self, event: Event) -> None:
         """Listen to a rollout stream or to an evaluation: generator steps cost FLOPs."""
@@ -75,7 +90,7 @@ class ComputeMeter:
             activity.note("decode")  # a generator that is only asked how it is gets nowhere
         flops = self._flop_model.prefill(report.prefill_tokens, report.prefill_context, report.prefilled)
         flops += self._flop_model.decode(report.decoded_tokens, report.decoded_context, report.outside)
-        self._flops["evaluate" if self._evaluating else "generate"] += flops
+        self._flops["evaluate" if "evaluate" in self._phases else "generate"] += flops
 
     def trained(self, batch: TrainBatch, passes: Passes = Passes()) -> None:  # noqa: B008  # frozen
         """One step on a batch: a forward and backward pass is three forward ones. A critic has no vocabulary."""
@@ -104,21 +119,15 @@ class ComputeMeter:
 
     def metrics(self) -> dict[str, float]:
         """All compute axes and their parts, as of now."""
-        elapsed = self._elapsed_before
-        if self._started is not None:
-            elapsed += self._clock.now() - self._started
-        counted = max(0.0, elapsed - self._seconds["evaluate"])
-        busy = sum(self._seconds[phase] for phase in ("train", "generate", "checkpoint"))
-        hours = self.devices / 3600.0
+        self._book()
+        hours = {phase: self._seconds[phase] * self.devices / 3600.0 for phase in PHASES}
         values = {
             "compute/flops": self._flops["train"] + self._flops["generate"],
             "compute/flops_train": self._flops["train"],
             "compute/flops_generate": self._flops["generate"],
-            "compute/device_hours": counted * hours,
-            "compute/device_hours_idle": max(0.0, counted - busy) * hours,
+            "compute/device_hours": sum(hours.values()),
+            **{f"compute/device_hours_{phase}": value for phase, value in hours.items()},
         }
-        for phase in ("train", "generate", "checkpoint"):
-            values[f"compute/device_hours_{phase}"] = self._seconds[phase] * hours
         for name in WASTED:
             values[f"compute/wasted_{name}"] = self._wasted[name]
         return values
@@ -141,14 +150,11 @@ class ComputeMeter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All counts, the wall clock folded in."""
-        elapsed = self._elapsed_before
-        if self._started is not None:
-            elapsed += self._clock.now() - self._started
+        """All counts, up to now."""
+        self._book()
         return {
             "flops": dict(self._flops),
             "seconds": dict(self._seconds),
-            "elapsed": elapsed,
             "wasted": dict(self._wasted),
             "devices": self.devices,
         }
@@ -158,11 +164,13 @@ class ComputeMeter:
         # Hours of devices are what was spent: with another number of them now, the seconds behind it differ.
         scale = state.get("devices", self.devices) / self.devices
         self._flops = dict(state["flops"])
-        self._seconds = {phase: seconds * scale for phase, seconds in state["seconds"].items()}
-        self._elapsed_before = state["elapsed"] * scale
+        seconds = dict(state["seconds"])
+        if "idle" not in seconds:
+            # Earlier versions saved the whole in its place, less a starting evaluation that it did not hold.
+            seconds["idle"] = max(0.0, state["elapsed"] - sum(seconds.values()))
+        self._seconds = {phase: value * scale for phase, value in seconds.items()}
+        self._booked_until = self._clock.now()
         self._wasted = dict(state["wasted"])
-        if self._started is not None:
-            self._started = self._clock.now()
         self._hours_at_step = self.metrics()["compute/device_hours"]
 
 

@@ -24,6 +24,7 @@ from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.stream.events import Event
 from sweeps.run.journal import JournalView, read_journal
 from tests.helpers import fit
+from tests.measure.test_compute_meter import check_hours
 
 STEPS = 3
 MAX_EVENTS = 30
@@ -127,6 +128,8 @@ def check(model_path: str, tmp_path: Path, mode: str, kill_points: Sequence[int]
         view = read_journal(run_dir)
         assert view.status == "finished"
         assert view.deterministic() == whole.deterministic(), f"after event {event}"
+        for record in view.records:
+            check_hours(record.metrics)
 
 
 def without_clock(left: Left) -> tuple[list[str], list[tuple[str, int | None, Any]]]:
