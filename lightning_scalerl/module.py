@@ -12,7 +12,8 @@ it, and their gradients add up to the batch's (distributed).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -124,7 +125,13 @@ class ScaleRL(Lifecycle):
         trainer_logprobs, _ = whole(batch, done.parts)
         asked = self.generator if self.driver.may_probe else None
         size = self.recipe.batch.micro_batch
-        return logprob_gaps(batch, trainer_logprobs, self.policy, self.completed_steps, size, asked)
+        return logprob_gaps(batch, trainer_logprobs, self.policy, self.completed_steps, size, asked, self._asking)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Book the time in which the generator says what it would record."""
+        with self.meter.phase(self.driver.probe_phase), self.driver.asking():
+            yield
 
     def _step_metrics(self, batch: TrainBatch, passes: Sequence[Pass]) -> dict[str, Any]:
         """What the step on `batch` looked like, on rank 0."""

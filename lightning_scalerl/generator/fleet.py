@@ -52,6 +52,8 @@ SHARED_MEMORY = Path("/dev/shm")
 MOST_LOSSES = 3
 # For what a process is asked between two steps.
 POLL_S = 0.02
+# The kernel closes a connection a moment before the exit status of its process can be read.
+EXIT_S = 5.0
 
 
 class GeneratorLostError(CannotGoOnError):
@@ -82,7 +84,7 @@ class _Line:
         self._out: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         self._in: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         self.heard = time.monotonic()
-        self.gone = False
+        self.gone_at: float | None = None
         for work in (self._read, self._write):
             threading.Thread(target=work, daemon=True).start()
 
@@ -97,7 +99,7 @@ class _Line:
         except Exception as error:
             _log.warning("generator: what it said cannot be read (%s: %s)", type(error).__name__, error)
         finally:
-            self.gone = True
+            self.gone_at = time.monotonic()
             self._news.set()
 
     def _write(self) -> None:
@@ -287,13 +289,16 @@ class Fleet:
         self.publish_s = time.monotonic() - began
 
     @_one_at_a_time
-    def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """Log-probabilities (T,) that the weights in use give to a completion: of any process that is up."""
-        while True:
-            engine = self._some()
-            reply = self._ask(engine, "score", tuple(prompt_tokens), tuple(tokens))
-            if reply is not None:
-                return torch.tensor(reply, dtype=torch.float32)
+    def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
+        """Log-probabilities (T,) that the weights in use give to a completion, by any process that is up.
+
+        None where no process is up, or the one that is asked is lost before it answers: a new one may take minutes to
+        start, and whoever asks has other work.
+        """
+        self._hear()
+        engine = next((each for each in self._engines if each.ready), None)
+        reply = None if engine is None else self._ask(engine, "score", tuple(prompt_tokens), tuple(tokens))
+        return None if reply is None else torch.tensor(reply, dtype=torch.float32)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -372,10 +377,6 @@ class Fleet:
         self._await(lambda: engine.replies or engine not in self._engines)
         return engine.replies.popleft() if engine.replies else None
 
-    def _some(self) -> _Engine:
-        self._await(lambda: any(engine.ready for engine in self._engines))
-        return next(engine for engine in self._engines if engine.ready)
-
     def _await(self, done: Callable[[], object], at_start: bool = False) -> None:
         """Hear what is said until something holds. Every process either answers in its time, or is replaced."""
         while not done():
@@ -385,13 +386,19 @@ class Fleet:
     def _hear(self, at_start: bool = False) -> None:
         """Take in what the processes say, and replace those that are gone or have gone silent."""
         for engine in list(self._engines):
-            gone = engine.line.gone or engine.process.poll() is not None  # asked first: its last words count
+            gone_at, status = engine.line.gone_at, engine.process.poll()  # asked first: its last words count
             for message in engine.line.said():
                 self._take(engine, at_start, *message)
+            if status is None and gone_at is not None:
+                engine.ready = False  # nothing reaches it any more
+                if time.monotonic() - gone_at < EXIT_S:
+                    continue
             silent_s = time.monotonic() - (engine.line.heard if engine.ready else engine.started)
             limit_s = self._silence_s if engine.ready else self._start_s
-            if gone:
-                self._replace(engine, f"ended with status {engine.process.poll()}", at_start)
+            if status is not None:
+                self._replace(engine, f"ended with status {status}", at_start)
+            elif gone_at is not None:
+                self._replace(engine, "closed its connection and did not end", at_start)
             elif silent_s > limit_s:
                 self._replace(engine, f"said nothing for {silent_s:.0f} s", at_start)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -55,8 +55,8 @@ class Scorer(Protocol):
         """Optimizer steps behind the weights in use."""
         ...
 
-    def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """Log-probabilities (T,) of a completion's tokens."""
+    def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
+        """Log-probabilities (T,) of a completion's tokens; None where it cannot say now: it is asked another time."""
         ...
 
 
@@ -174,12 +174,13 @@ def logprob_gaps(
     version: int,
     micro_batch: int,
     generator: object = None,
+    asking: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
     """|trainer's - generator's| log-probability (n,) under weights `version`; n may be 0.
 
     Those of the batch cost nothing: the step has computed `trainer_logprobs` (R, T). A batch that keeps none, or a
     policy that trains with dropout, is judged on a few rollouts that go through the policy once more, `micro_batch`
-    of them at a time. Call it before the optimizer step.
+    of them at a time. A `generator` is asked within `asking`. Call it before the optimizer step.
     """
     if not policy.training:
         column = torch.arange(batch.generator_logprobs.shape[1], device=batch.tokens.device)
@@ -197,11 +198,25 @@ def logprob_gaps(
     scorer = cast(Scorer, generator)
     if getattr(generator, "can_score", hasattr(generator, "score")) and scorer.version == version:
         found = sampled[:: -(-len(sampled) // PROBE_ROLLOUTS)]  # one here and there: rollouts of one prompt are alike
+        with asking():
+            theirs = _scored(scorer, found)
+        if theirs is None:
+            return torch.zeros(0)
         ours = _trainer_logprobs(found, policy, batch.tokens.device, micro_batch)
-        theirs = [scorer.score(group.prompt_tokens, rollout.tokens).cpu() for group, rollout in found]
         # Older weights have sampled tokens that these hardly would, and of those a 16-bit type knows little.
         return _gaps(ours, theirs)[torch.cat(theirs) > math.log(LIKELY)]
     return torch.zeros(0)
+
+
+def _scored(scorer: Scorer, found: Sequence[tuple[Group, Rollout]]) -> list[Tensor] | None:
+    """Log-probabilities that the generator would record now; None as soon as it cannot say."""
+    scores: list[Tensor] = []
+    for group, rollout in found:
+        logprobs = scorer.score(group.prompt_tokens, rollout.tokens)
+        if logprobs is None:
+            return None
+        scores.append(logprobs.cpu())
+    return scores
 
 
 def _trainer_logprobs(

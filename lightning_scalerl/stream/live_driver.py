@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_scalerl.generator.channel import WeightChannel
 from lightning_scalerl.generator.fleet import Fleet
@@ -45,6 +45,9 @@ class LiveDriver:
         listeners: called with every event.
         probe_every: steps after which the generators may be asked for log-probabilities of what they are given.
     """
+
+    # Of the compute meter: the trainer waits while it asks other processes.
+    probe_phase: ClassVar[str] = "idle"
 
     def __init__(
         self,
@@ -156,6 +159,17 @@ class LiveDriver:
     def may_probe(self) -> bool:
         """Whether this step is one at which the generators may be asked what they would record."""
         return self.stream.completed_steps % self._probe_every == 0
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """For whoever asks the generators what they would record: the trainer is idle meanwhile."""
+        with self._lock:
+            self._count(trained=self.stream.training)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count(trained=False)
 
     # --- what is measured and kept -----------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_scalerl.generator.base import FinishedRollout, Generator, StepReport
 from lightning_scalerl.generator.channel import WeightChannel
@@ -38,6 +38,9 @@ class VirtualDriver:
         verifiers: grade what has ended.
         listeners: called with every event.
     """
+
+    # Of the compute meter: this process itself computes what the generator is asked in a training step.
+    probe_phase: ClassVar[str] = "train"
 
     stream: RolloutStream
     generator: Generator
@@ -86,6 +89,10 @@ class VirtualDriver:
     def may_probe(self) -> bool:
         """Whether the generator may be asked what it would record now: in virtual time that costs nothing."""
         return True
+
+    def asking(self) -> AbstractContextManager[None]:
+        """For whoever asks the generator what it would record."""
+        return nullcontext()
 
     def _next_event(self) -> None:
         """Whichever comes first: a grade, the trainer is done, or the generator has its next token."""

@@ -21,6 +21,7 @@ from lightning_scalerl.generator.fleet import Fleet, GeneratorLostError
 from lightning_scalerl.generator.torch_generator import TorchGenerator
 from tests.generator.slow import Size, SlowGenerator, Weights, weights_of
 from tests.generator.test_torch_generator import STOP, drain, requests
+from tests.generator.threads import Threads
 
 GROUPS, SIZE = 6, 3
 
@@ -94,6 +95,39 @@ def test_all_are_lost_at_once(fleet: Fleet) -> None:
     found += drained(fleet)
     assert sorted((each.key, each.index) for each in found) == [(k, i) for k in range(GROUPS) for i in range(SIZE)]
     assert fleet.lost >= 2
+
+
+def test_nobody_waits_for_a_lost_one_to_start_again_to_be_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And it is told how the lost one ended, though its connection was gone before its status was there."""
+    threads = Threads(monkeypatch)
+    with closing(fleet_of(generators=1)) as fleet:
+        assert fleet.score((1, 2), (3, 7)).tolist() == [3, 7]
+        threads.may_start.clear()
+        threads.started[0].die()
+        began = time.monotonic()
+        assert fleet.score((1, 2), (3, 7)) is None
+        assert fleet.score((1, 2), (3, 7)) is None, "it is being started"
+        assert time.monotonic() - began < threads.most_s
+        assert "generator 0 ended with status -9" in caplog.text
+        threads.may_start.set()
+        submit(fleet)
+        check(drained(fleet), 0)
+        assert fleet.score((1, 2), (3, 7)).tolist() == [3, 7]
+        assert fleet.lost == 1
+
+
+def test_one_that_cannot_be_heard_and_does_not_end_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    threads = Threads(monkeypatch)
+    monkeypatch.setattr(module, "EXIT_S", 0.2)
+    with closing(fleet_of(generators=1)) as fleet:
+        threads.started[0].die(status=None)
+        submit(fleet)
+        check(drained(fleet), 0)
+        assert "generator 0 closed its connection and did not end" in caplog.text
 
 
 def test_a_schedulers_signal_is_the_trainers() -> None:

@@ -11,13 +11,17 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
 
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.axes.async_mode.base import AsyncMode
+from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.channel import DirectChannel
 from lightning_scalerl.generator.fleet import Fleet
 from lightning_scalerl.generator.scripted import ScriptedGenerator
+from lightning_scalerl.measure.compute_meter import PHASES
+from lightning_scalerl.measure.probe import P99
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.stream.drivers import Live
 from lightning_scalerl.stream.live_driver import LiveDriver
@@ -26,8 +30,11 @@ from lightning_scalerl.stream.virtual_driver import VirtualDriver
 from lightning_scalerl.verify.grade import Outcome, Sample
 from lightning_scalerl.verify.verification import RewardError
 from tests.generator.slow import Size, SlowGenerator, Weights, script, weights_of
-from tests.helpers import CountingTask, inline
+from tests.generator.threads import Threads
+from tests.helpers import CountingTask, fit, inline
+from tests.measure.test_compute_meter import check_hours
 from tests.stream.test_rollout_stream import rates, stream_of
+from tests.test_module import Keep
 
 GROUPS, SIZE = 2, 3
 MODES = [OnPolicy(), PPOOffPolicy(4), Pipeline(2), Pipeline(8)]
@@ -226,6 +233,40 @@ def test_a_fleet_that_is_closed_keeps_what_was_in_flight() -> None:
         train(driver, 2)
     saved = driver.generator.state_dict()
     assert saved["open"] and saved["version"] == 1 and driver.generator.pids == []
+
+
+def test_a_step_whose_probe_finds_no_generator_is_not_held_up(
+    tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked at its next turn; what the trainer waits for an answer it is idle, and not training."""
+    threads, score, slow_s = Threads(monkeypatch), Fleet.score, 0.3
+    keep, asked = Keep(), []
+
+    class Loses(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if pl_module.completed_steps == 2:
+                threads.may_start.clear()
+                threads.started[0].die()
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            threads.may_start.set()
+
+    def slowly(self: Fleet, *args: Any) -> Any:
+        time.sleep(slow_s)
+        asked.append(score(self, *args))
+        return asked[-1]
+
+    monkeypatch.setattr(Fleet, "score", slowly)
+    live = ["driver=live", "driver.probe_every=1"]
+    fit(tiny_model_path, steps=4, callbacks=[Pipeline(3), Precision("fp32"), Loses(), keep], overrides=live)
+    seconds = {part: [3600 / 2 * value for value in keep.of(f"compute/device_hours_{part}")] for part in PHASES}
+    assert any(each is None for each in asked) and any(each is not None for each in asked)
+    assert seconds["idle"][-1] >= slow_s * len(asked)
+    assert seconds["train"][2] - seconds["train"][1] < threads.most_s / 2
+    assert keep.of("live/generators_lost")[-1] == 1 and P99 in keep.records[-1][2]
+    assert all(0 <= idle <= 1 for idle in keep.of("live/trainer_idle"))
+    for _, _, metrics in keep.records:
+        check_hours(metrics)
 
 
 @pytest.mark.slow

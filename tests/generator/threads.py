@@ -1,0 +1,79 @@
+"""A fleet whose processes are threads of this one: what becomes of it when they are lost, without starting any."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_scalerl.generator import fleet
+from lightning_scalerl.generator.server import ParentGoneError, Server, receive, send
+
+
+class Threads:
+    """Stands in for `subprocess` in a fleet: a generator's server runs in a thread of this process.
+
+    Args:
+        monkeypatch: puts it in place.
+        most_s: what a start waits at most for `may_start`, which a test clears to see what happens meanwhile.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most_s: float = 3.0) -> None:
+        self.started: list[ThreadProcess] = []
+        self.may_start = threading.Event()
+        self.may_start.set()
+        self.most_s = most_s
+        names = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
+        monkeypatch.setattr(fleet, "subprocess", SimpleNamespace(Popen=self._start, **names))
+
+    def _start(self, command: Sequence[str], pass_fds: Sequence[int], **options: Any) -> ThreadProcess:
+        self.started.append(ThreadProcess(Connection(os.dup(pass_fds[0])), self))
+        return self.started[-1]
+
+
+class ThreadProcess:
+    """One of them. As with a process, its connection is gone a few looks before its exit status is there."""
+
+    pid = 0
+
+    def __init__(self, connection: Connection, threads: Threads) -> None:
+        self._connection, self._threads = connection, threads
+        self._status: int | None = None
+        self._looks = 3
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with suppress(ParentGoneError, EOFError, OSError):
+            blueprint, weights = receive(self._connection)
+            generator = blueprint.build(weights)
+            self._threads.may_start.wait(self._threads.most_s)
+            send(self._connection, ("ready", generator.free_slots, True))
+            Server(self._connection, generator).serve()
+
+    def die(self, status: int = -signal.SIGKILL) -> None:
+        """End as if the system had killed it."""
+        self._status = status
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+
+    def poll(self) -> int | None:
+        self._looks -= self._status is not None
+        return self._status if self._looks < 0 else None
+
+    def kill(self) -> None:
+        if self._status is None:
+            self.die()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._thread.join(timeout)
+        return self._status
