@@ -23,7 +23,7 @@ from lightning_scalerl.composition import compose
 from sweeps.executor.base import load_entry
 from sweeps.run.files import write_atomically
 from sweeps.run.interruption import RunInterruptedError, interruption
-from sweeps.run.journal import Journal, read_journal
+from sweeps.run.journal import Journal, covered_step, read_journal
 from sweeps.run.lease import Lease
 from sweeps.run.mend import find_break, mend
 from sweeps.run.progress import check_own, is_done
@@ -209,7 +209,11 @@ class _Member:
             old.unlink()
 
     def _restored(self) -> State:
+        covered = covered_step(self._run_dir)
         for path in sorted(self._checkpoints.glob("*.ckpt"), reverse=True):
+            if covered is None or int(path.stem.removeprefix("step-")) > covered:
+                print(f"checkpoint {path.name} is passed over, not recorded in the journal")
+                continue
             try:
                 saved = json.loads(path.read_text())
             except ValueError:

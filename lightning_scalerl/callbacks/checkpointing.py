@@ -23,6 +23,7 @@ from lightning_scalerl.checks import said, whole_number
 from lightning_scalerl.distributed.start import process_rank
 from lightning_scalerl.run import Run, run_of
 from sweeps.run.interruption import RunInterruptedError
+from sweeps.run.journal import JOURNAL_FILE, covered_step
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
 VOID, UNRECORDED = ".void", ".unrecorded"
@@ -169,21 +170,28 @@ class Newest:
 def newest_checkpoint(directory: str | Path, run: str | None = None, at_most: int | None = None) -> Newest:
     """The newest checkpoint of a run that is whole; each that is passed over for an older one is named on stderr.
 
-    All of it is read once: every record must have the checksum that it was written with.
+    All of it is read once: every record must have the checksum that it was written with. Where the folder above holds
+    the run's journal, a checkpoint must be recorded there: else the run would go on beyond records that were lost.
 
     Args:
         directory: of the checkpoint files.
         run: identity of the run; a checkpoint that is of another one is passed over. One that does not say whose it
             is (of an earlier version, of a script) is taken.
-        at_most: the latest step that may be used; None is any.
+        at_most: the latest step that may be used; None for what the journal says, any if there is none.
 
     Raises:
         OSError: the machine's trouble, not the file's: what is fine must not be passed over.
     """
+    beyond = f"beyond step {at_most}"
+    if at_most is None:
+        at_most = covered_step(Path(directory).parent)
+        beyond = f"beyond step {at_most}, the last checkpoint that {JOURNAL_FILE} records"
+    if at_most is not None and at_most < 0:
+        beyond = f"not recorded in {JOURNAL_FILE}"
     passed_over = []
     found = None
     for path in checkpoints(Path(directory)):
-        why = f"beyond step {at_most}" if at_most is not None and _step(path) > at_most else unusable(path, run)
+        why = beyond if at_most is not None and _step(path) > at_most else unusable(path, run)
         if why is None:
             found = path
             break

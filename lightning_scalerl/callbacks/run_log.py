@@ -16,7 +16,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.run import Run, run_of
 from sweeps.run.code import code_changes, code_facts, own_files, said
 from sweeps.run.interruption import RunInterruptedError
-from sweeps.run.journal import Journal, JournalView, read_journal
+from sweeps.run.journal import JOURNAL_FILE, Journal, JournalView, read_journal
 
 log = logging.getLogger(__name__)
 
@@ -107,8 +107,19 @@ class RunLog(Recorder):
         if self._announce:
             lines = [*effective(run.recipe, run.choices), *run.began]
             print("\n".join(f"  {line}" for line in lines), flush=True)
+        recorded = [] if earlier is None else earlier.records
+        reached = max((record.step for record in recorded if record.step <= self._last_step), default=0)
+        if reached < self._last_step:
+            print(
+                f"warning: {self.run_dir / JOURNAL_FILE} lacks steps {reached + 1} to {self._last_step}: the "
+                "checkpoint is newer than it; for a whole curve go on from one that newest_checkpoint finds, or anew",
+                file=sys.stderr,
+                flush=True,
+            )
         if earlier is None:
             self.journal.header(**{**header, "code": facts})
+            if self._last_step:
+                self.journal.resume(self._last_step)
             return
         lost = [record for record in earlier.records if record.step > self._last_step]
         mended = earlier.mended or {}

@@ -19,7 +19,7 @@ from lightning_scalerl.distributed.start import process_rank, trainer_settings
 from lightning_scalerl.module import ScaleRL
 from sweeps.run.code import files_named
 from sweeps.run.files import write_atomically
-from sweeps.run.journal import CONFIG_FILE
+from sweeps.run.journal import CONFIG_FILE, covered_step
 from sweeps.run.lease import Lease
 from sweeps.run.mend import Break, find_break, mend
 from sweeps.run.progress import check_own, is_done
@@ -59,9 +59,11 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
             write_atomically(run_dir / CONFIG_FILE, OmegaConf.to_yaml(config))
         # Before any rank looks for a checkpoint; one that comes late finds those gone that it must not go on from.
         broken = find_break(run_dir)
+        covered = covered_step(run_dir) if broken is None else broken.step
         if broken is not None and lease is not None:
             _mend(broken, run_dir / "checkpoints", lease)
-        _fit(run_dir, spec, config, lease, progress, None if broken is None else broken.step)
+        # A member writes its journal from its first step on: a checkpoint without one has lost it.
+        _fit(run_dir, spec, config, lease, progress, -1 if covered is None else covered)
 
 
 def _mend(broken: Break, checkpoints: Path, lease: Lease) -> None:
@@ -73,9 +75,7 @@ def _mend(broken: Break, checkpoints: Path, lease: Lease) -> None:
     print(f"{broken.why}; kept as {kept.name}{beyond}, and the run goes on {where}", flush=True)
 
 
-def _fit(
-    run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, progress: bool, at_most: int | None = None
-) -> None:
+def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, progress: bool, covered: int) -> None:
     # The recipe's own choices; what this run changes comes as callbacks, as in a user's script.
     shared = {key: value for key, value in spec.config.items() if key not in axes_of(spec.config)}
     own_choices = {axis: spec.reference[axis] for axis in axes_of(spec.reference)}
@@ -85,7 +85,7 @@ def _fit(
     module = ScaleRL(model=build(config, "model"), recipe=reference)
     task = build(config, "task")
     guard = lease.check if lease is not None else None
-    newest = newest_checkpoint(run_dir / "checkpoints", run=spec.run, at_most=at_most)
+    newest = newest_checkpoint(run_dir / "checkpoints", run=spec.run, at_most=covered)
     log = RunLog(
         run_dir,
         spec.header(),

@@ -31,7 +31,7 @@ from sweeps.redact import redact
 from sweeps.run.activity import activity
 from sweeps.run.gpu import REQUIRED, check_gpu
 from sweeps.run.interruption import RunInterruptedError, interruption, stop_asked
-from sweeps.run.journal import LOG_FILE, JournalError, read_journal
+from sweeps.run.journal import LOG_FILE, covered_step
 
 # The exit code of a member that ran out of disk, and so may not be able to say it in any file.
 DISK_FULL_CODE = errno.ENOSPC
@@ -169,10 +169,7 @@ def idle_attempts(earlier: list[Attempt], step: int) -> int:
 
 def checkpoint_step(run_dir: Path) -> int:
     """The step of the last checkpoint that the journal knows, or -1."""
-    try:
-        step = read_journal(run_dir).checkpoint_step
-    except JournalError:
-        return -1
+    step = covered_step(run_dir)
     return -1 if step is None else step
 
 

@@ -109,6 +109,7 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, 
     metrics = last_metrics(run_dir)
     name, reason = _state(state, run_dir, steps, own, queue, controlled)
     doing, idle_s = _last_sign(run_dir) if name == "running" else (None, None)
+    code, missing = _since_resumed(run_dir)
     return MemberView(
         run=state.run,
         recipe=state.recipe,
@@ -121,10 +122,10 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, 
         job=state.job,
         node=own[-1].node if own else None,
         kind=state.kind if name != "finished" else None,
-        reason=reason or _wrong(run_dir, state.run, name),
+        reason=reason or _wrong(run_dir, state.run, name) or missing,
         doing=doing,
         idle_s=idle_s,
-        code=_code(run_dir),
+        code=code,
     )
 
 
@@ -180,16 +181,22 @@ def _last_sign(run_dir: Path) -> tuple[str | None, float | None]:
     return str(facts.get("doing")), float(facts["idle_s"]) + age_s
 
 
-def _code(run_dir: Path) -> str | None:
-    """Every change of the code that the run's records have seen, in one line."""
+def _since_resumed(run_dir: Path) -> tuple[str | None, str | None]:
+    """What going on from checkpoints has left in a journal, each in one line.
+
+    Returns:
+        every change of the code that the run's records have seen, and the steps of which records are missing.
+    """
     try:
         raw = (run_dir / JOURNAL_FILE).read_bytes()
     except OSError:
-        return None
+        return None, None
     # Most runs never go on from anything, and reading a journal takes a while where there are thousands.
     view = journal_or_none(run_dir) if b'"kind":"resume"' in raw else None
-    changes = [] if view is None else view.code_changes
-    return "; ".join(f"from step {max(0, each.step)}: {said(each.what)}" for each in changes) or None
+    if view is None:
+        return None, None
+    changes = [f"from step {max(0, each.step)}: {said(each.what)}" for each in view.code_changes]
+    return "; ".join(changes) or None, view.missing
 
 
 def _pass_rate(metrics: Mapping[str, float]) -> float | None:
@@ -202,6 +209,7 @@ def _of_journal(run_dir: Path) -> MemberView:
     view = journal_or_none(run_dir)
     metrics = last_metrics(run_dir)
     header = view.header if view is not None else {}
+    code, missing = _since_resumed(run_dir)
     states = {"finished": "finished", "failed": "failed"}
     return MemberView(
         run=str(header.get("run", run_dir.name)),
@@ -212,8 +220,8 @@ def _of_journal(run_dir: Path) -> MemberView:
         steps=None,
         pass_rate=_pass_rate(metrics),
         attempts=1,
-        reason=view.reason if view is not None else trouble(run_dir, run_dir.name),
-        code=_code(run_dir),
+        reason=(view.reason or missing) if view is not None else trouble(run_dir, run_dir.name),
+        code=code,
     )
 
 

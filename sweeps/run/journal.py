@@ -80,6 +80,7 @@ class JournalView:
             header's, or those of a start from nothing, at -1. Journals of earlier versions have none.
         passed_over: checkpoints that could not be used, as the newest `resume` record has them.
         mended: the `mended` record, unless the run has gone on since.
+        holes: first and last of the steps whose records were never there when the run went on beyond them.
     """
 
     path: Path
@@ -91,6 +92,13 @@ class JournalView:
     code: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     passed_over: list[Mapping[str, Any]] = field(default_factory=list)
     mended: Mapping[str, Any] | None = None
+    holes: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def missing(self) -> str | None:
+        """Steps that the curve lacks, in words; None if the journal has no hole."""
+        steps = [f"step {first}" if first == last else f"steps {first} to {last}" for first, last in self.holes]
+        return f"no records of {', '.join(steps)}" if steps else None
 
     @property
     def code_changes(self) -> list[CodeChange]:
@@ -156,6 +164,7 @@ class Reading:
         self.passed: dict[str, int] = {}
         self._view = JournalView(path=path, header={})
         self._kept: dict[tuple[str, int], Record] = {}
+        self._reached = 0  # the newest step of a record that stands
 
     def view(self) -> JournalView:
         """What they amount to.
@@ -194,6 +203,7 @@ class Reading:
             # Every record has the same names: kept once, for a study's journals are gigabytes.
             metrics = {intern(name): value for name, value in dict(entry["metrics"]).items()}
             record = Record(kind, int(entry["step"]), float(entry["time"]), metrics)
+            self._reached = max(self._reached, record.step)
             self._kept.pop((kind, record.step), None)
             if record.step > self.passed.get(kind, record.step - 1):
                 self._kept[kind, record.step] = record
@@ -204,13 +214,27 @@ class Reading:
             self._kept = {key: r for key, r in self._kept.items() if r.step <= step}
             view.checkpoint_step = step if step >= 0 else None
             view.status, view.reason, view.mended = "running", None, None
+            self._note_hole(step)
             _note_code(view, step, entry)
             passed_over = entry.get("passed_over")
             view.passed_over = list(passed_over) if isinstance(passed_over, list) else []
         elif kind == "mended":
             view.mended = entry
+            step = int(entry["step"])
+            view.checkpoint_step = step if step >= 0 else None
         elif kind == "end":
             view.status, view.reason = entry["status"], entry.get("reason")
+
+    def skip(self, step: int) -> None:
+        """Count the line of a record that is not to be kept."""
+        self.lines += 1
+        self._reached = max(self._reached, step)
+
+    def _note_hole(self, step: int) -> None:
+        """The run goes on from `step`: what lies between the records before it and that step is missing for good."""
+        holes = [(first, min(last, step)) for first, last in self._view.holes if first <= step]
+        self._view.holes = [*holes, (self._reached + 1, step)] if step > self._reached else holes
+        self._reached = max(step, 0)
 
     def forget(self, steps: Mapping[str, int]) -> None:
         """Keep no records up to these steps, by kind, neither those that were taken nor those to come."""
@@ -294,6 +318,23 @@ class Journal:
                 os.fsync(self._handle.fileno())
             finally:
                 self._handle.close()
+
+
+def covered_step(run_dir: str | Path) -> int | None:
+    """The newest step that the journal records a checkpoint of: all records up to there are in it.
+
+    A checkpoint takes its place before it is recorded, and of a machine that loses power in between the journal may
+    lack its last lines: who goes on from a checkpoint beyond this step leaves a hole.
+
+    Returns:
+        -1 if it records none; None if there is no journal, or it cannot be read.
+    """
+    try:
+        view = read_journal(run_dir)
+    except JournalError:
+        path = Path(run_dir) / JOURNAL_FILE
+        return -1 if path.is_file() and not whole_lines(path.read_bytes())[0] else None
+    return -1 if view.checkpoint_step is None else view.checkpoint_step
 
 
 def find_runs(source: str | Path) -> list[Path]:

@@ -81,10 +81,10 @@ class JournalTail:
                 *lines, rest = (rest + block).split(b"\n")
                 for line in lines:
                     at += len(line) + 1
-                    if self._is_forgotten(line):
+                    if (step := self._forgotten(line)) is not None:
                         if damaged:
                             self._reading.take(None)
-                        self._reading.lines += 1
+                        self._reading.skip(step)
                     elif (entry := parse_line(line)) is None:
                         damaged = True  # torn, or a line that damage has cut in two, if another follows
                         continue
@@ -97,13 +97,16 @@ class JournalTail:
                 recent = (recent + b"\n")[-_MARK_BYTES:]
                 self._mark = len(recent), _digest(recent)
 
-    def _is_forgotten(self, line: bytes) -> bool:
+    def _forgotten(self, line: bytes) -> int | None:
+        """The step of a record that is not to be kept, seen without parsing it; None for any other line."""
         passed = self._reading.passed
         # What power cuts and torn writes leave is noticed all the same: zeros, and two lines in one.
         if not passed or not line.endswith(b"}") or b"\0" in line or line.count(b'{"kind":') != 1:
-            return False
+            return None
         match = _RECORD.match(line)
-        return match is not None and int(match[2]) <= passed.get(match[1].decode(), -1)
+        if match is None or int(match[2]) > passed.get(match[1].decode(), -1):
+            return None
+        return int(match[2])
 
 
 class Tails:

@@ -73,6 +73,11 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
             if view.status == "failed":
                 reason = f": {short(str(view.reason))}" if view.reason else ""
                 points.warnings.append(f"run {view.path.parent.name} (seed {seed}) failed{reason}; its points are used")
+            if view.missing:
+                points.warnings.append(
+                    f"run {view.path.parent.name} (seed {seed}) has {view.missing}: it went on from a checkpoint newer "
+                    "than its journal"
+                )
             for record in records:
                 compute = _metric(view, record, axis, "--x", ("compute/",))
                 reward = _metric(view, record, name, "--metric", ("eval/",))

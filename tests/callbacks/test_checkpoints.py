@@ -7,6 +7,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -338,6 +339,26 @@ def test_what_is_beyond_a_step_is_passed_over(whole_run: Path) -> None:
     assert nothing.path is None and len(nothing.passed_over) == 2
 
 
+def test_what_the_journal_beside_does_not_record_is_passed_over(whole_run: Path, tmp_path: Path) -> None:
+    """Without one, or with another program's file of that name, nothing is known against a checkpoint."""
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(whole_run / "checkpoints", directory)
+    newest, before = checkpoints(directory)
+    assert newest_checkpoint(directory).path == newest
+    lines = (whole_run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    of_two = next(n for n, line in enumerate(lines) if line.startswith(b'{"kind":"checkpoint"'))
+    for kept, path, why in (
+        (lines, newest, None),
+        (lines[: of_two + 2], before, "beyond step 2, the last checkpoint that metrics.jsonl records"),
+        (lines[:1], None, "not recorded in metrics.jsonl"),
+        ([b'{"loss": 1}\n'], newest, None),
+    ):
+        (tmp_path / "metrics.jsonl").write_bytes(b"".join(kept))
+        found = newest_checkpoint(directory)
+        assert found.path == path
+        assert {each.why for each in found.passed_over} == ({why} if why else set())
+
+
 def go_on(model: str, path: Path, seed: int = 0, recipe: str = "scalerl_core", **options: Any) -> ScaleRL:
     module = ScaleRL(model, recipe, overrides=[*SMALL, *options.get("overrides", ())])
     trainer = Trainer(max_steps=options.get("steps", 6), callbacks=options.get("callbacks", []), **quiet())
@@ -384,7 +405,9 @@ def test_another_budget_and_a_checkpoint_that_says_nothing_are_gone_on_from(
     assert go_on(tiny_model_path, tmp_path / path.name).completed_steps == 6
 
 
-def test_two_members_are_told_apart_by_their_identities(tiny_model_path: str, tmp_path: Path) -> None:
+def test_two_members_are_told_apart_by_their_identities(
+    tiny_model_path: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def member(run: str, title: str, run_dir: Path, path: Path | None = None, choice: Any = None) -> None:
         module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
         log = RunLog(run_dir, {"run": run, "recipe": title})
@@ -397,7 +420,11 @@ def test_two_members_are_told_apart_by_their_identities(tiny_model_path: str, tm
     (path,) = checkpoints(tmp_path / "a" / "checkpoints")
     with pytest.raises(ConfigurationError, match=r"one seed 0 \(aa\), and this one is other seed 0 \(bb\);"):
         member("bb", "other", tmp_path / "b", path)
+    capfd.readouterr()
     member("aa", "one by another name", tmp_path / "c", path)
+    said = capfd.readouterr().err
+    assert f"warning: {tmp_path / 'c' / 'metrics.jsonl'} lacks steps 1 to 1: the checkpoint is newer than it;" in said
+    assert read_journal(tmp_path / "c").missing == "no records of step 1", "it begins there"
 
 
 def test_state_that_does_not_fit_is_no_key_error() -> None:

@@ -88,6 +88,29 @@ def test_a_run_with_a_broken_line_goes_on_from_the_last_checkpoint_before_it(
     assert after.of_kind("train")[-1].metrics["compute/wasted_flops"] == pytest.approx(spent - kept, rel=0.2)
 
 
+@pytest.mark.parametrize("begin", [STEPS - 3, -1], ids=["its end is lost", "all of it is lost"])
+def test_a_checkpoint_newer_than_the_journal_is_not_gone_on_from(
+    whole: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], begin: int
+) -> None:
+    """The machine lost power after the checkpoint was on the disk and before the journal's last lines were."""
+    path = run_dir / JOURNAL_FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    covered = next((n for n, line in enumerate(lines) if b'"checkpoint"' in line and b'"step":%d}' % begin in line), -1)
+    if begin < 0:
+        path.unlink()
+    else:
+        path.write_bytes(b"".join(lines[: covered + 2]))
+    assert max(each.name for each in (run_dir / "checkpoints").iterdir()) == f"step-{STEPS:08d}.ckpt"
+    run_member(run_dir)
+    why = "not recorded in metrics.jsonl" if begin < 0 else f"beyond step {begin}"
+    assert f"checkpoint step-{STEPS:08d}.ckpt is passed over, {why}" in capfd.readouterr().err
+    (resume,) = entries(run_dir, "resume")
+    assert resume["step"] == begin and f"step-{STEPS:08d}.ckpt" in str(resume["passed_over"])
+    after = read_journal(run_dir)
+    assert after.deterministic() == read_journal(whole).deterministic()
+    assert after.status == "finished" and after.holes == []
+
+
 def test_killed_right_after_it_was_mended_it_goes_on_from_there(
     whole: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -424,6 +424,18 @@ def test_journals_become_curves(tmp_path: Path) -> None:
     assert len(study.runs) == 3
 
 
+def test_a_journal_with_a_hole_is_named(tmp_path: Path) -> None:
+    journal = Journal(run(tmp_path, "r0", steps=3))
+    journal.resume(5)
+    journal.record("train", 6, {"train/loss": 1.0})
+    journal.close()
+    run(tmp_path, "r1", seed=1)
+    (curve,) = load([tmp_path]).curves
+    (said,) = [warning for warning in curve.warnings if "no records" in warning]
+    assert said == "run r0 (seed 0) has no records of steps 3 to 5: it went on from a checkpoint newer than its journal"
+    assert said in fit_curves([curve])[0].warnings
+
+
 def test_axis_follows_the_device(tmp_path: Path) -> None:
     run(tmp_path / "gpu", "r", device="cuda")
     run(tmp_path / "old", "r", no_virtual=True)

@@ -279,6 +279,8 @@ def test_members_that_went_on_with_other_code_are_told(tmp_path: Path, capsys: p
     for folder in (here.directory, tmp_path / "scripts"):
         views = {each.run: each for each in overview(folder)}
         assert [views[spec.run].code for spec in here.specs] == [None, told]
+        lacks = None if folder == here.directory else "no records of steps 1 to 2"
+        assert {views[spec.run].reason for spec in here.specs} == {lacks}
         told_by_json = {
             each["run"]: each["code"] for each in json.loads(to_json(folder, list(views.values())))["members"]
         }

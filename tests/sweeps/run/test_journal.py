@@ -16,7 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sweeps.run.journal import JOURNAL_FILE, Journal, JournalError, JournalView, find_runs, read_journal
+from sweeps.run.journal import (
+    JOURNAL_FILE,
+    Journal,
+    JournalError,
+    JournalView,
+    covered_step,
+    find_runs,
+    read_journal,
+)
+from sweeps.run.tail import JournalTail
 
 RATE = "eval/heldout/pass_rate"
 
@@ -415,6 +424,55 @@ def test_any_history_folds_like_its_definition(events: list[tuple[str, int]]) ->
 
     limit = 99 if view.status == "finished" else -1 if view.checkpoint_step is None else view.checkpoint_step
     assert [record.step for record in view.durable()] == [step for _, step, _ in expected if step <= limit]
+
+
+# --- checkpoints newer than the journal ----------------------------------------------------------------------
+
+
+def write_run(run_dir: Path, *events: int | tuple[str, int]) -> Journal:
+    """A header, then training records by step, checkpoints and resumes by name."""
+    journal = Journal(run_dir)
+    if not journal.path.stat().st_size:
+        journal.header(run="abc")
+    for event in events:
+        if isinstance(event, int):
+            journal.record("train", event, {"train/loss": 1.0})
+        else:
+            getattr(journal, event[0])(event[1])
+    journal.close()
+    return journal
+
+
+def test_a_run_that_went_on_beyond_its_records_has_a_hole(run_dir: Path) -> None:
+    """Until it goes back before it."""
+    write_run(run_dir, *range(1, 7), ("checkpoint", 6), ("resume", 6), 7)
+    tail = JournalTail(run_dir)
+    for events, holes, missing in (
+        ((), [], None),
+        ((("resume", 9), 10), [(8, 9)], "no records of steps 8 to 9"),
+        ((("resume", 12),), [(8, 9), (11, 12)], "no records of steps 8 to 9, steps 11 to 12"),
+        ((("resume", 8), 9, 10), [(8, 8)], "no records of step 8"),
+        ((("resume", 6), 7, 8), [], None),
+        ((("resume", -1), ("resume", 2), 3), [(1, 2)], "no records of steps 1 to 2"),
+    ):
+        write_run(run_dir, *events)
+        for view in (read_journal(run_dir), tail.update()):
+            assert view.holes == holes and view.missing == missing, events
+
+
+def test_a_checkpoint_counts_once_it_is_recorded(run_dir: Path) -> None:
+    assert covered_step(run_dir) is None
+    run_dir.mkdir()
+    (run_dir / JOURNAL_FILE).write_bytes(b'{"kind":"run","ru')
+    assert covered_step(run_dir) == -1, "it was about to begin"
+    write_run(run_dir, 1, 2, 3)
+    assert covered_step(run_dir) == -1
+    write_run(run_dir, ("checkpoint", 3), 4, 5, 6)
+    assert covered_step(run_dir) == 3
+    write_run(run_dir, ("checkpoint", 6), ("resume", 3), 4)
+    assert covered_step(run_dir) == 3
+    (run_dir / JOURNAL_FILE).write_text('{"loss": 1.0}\n')
+    assert covered_step(run_dir) is None, "another program's"
 
 
 # --- finding runs --------------------------------------------------------------------------------------------

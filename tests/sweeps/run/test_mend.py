@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sweeps.errors import UserError
-from sweeps.run.journal import JOURNAL_FILE, Journal, JournalError, read_journal
+from sweeps.run.journal import JOURNAL_FILE, Journal, JournalError, covered_step, read_journal
 from sweeps.run.mend import find_break, mend
 from sweeps.run.progress import check_own, is_done, looks_whole, trouble
 
@@ -35,6 +35,10 @@ def go_on(run_dir: Path, until: int = STEPS, end: bool = True, keep: int = 2) ->
             if int(path.name) > broken.step:
                 path.unlink()
         mend(broken)
+    covered = covered_step(run_dir)
+    for path in checkpoints.iterdir():
+        if covered is None or int(path.name) > covered:
+            path.unlink()
     saved = sorted((int(path.name) for path in checkpoints.iterdir()), reverse=True)
     begin = saved[0] if saved else 0
     journal = Journal(run_dir)
@@ -83,6 +87,20 @@ def damaged(raw: bytes, at: float, how: str, byte: int) -> bytes:
         "a cut": raw[:place] + raw[place + 7 :],
         "a line": raw[: raw.rfind(b"\n", 0, place) + 1] + b"<<<\n" + raw[raw.find(b"\n", place) + 1 :],
     }[how]
+
+
+@settings(max_examples=100, deadline=None)
+@given(stops=st.lists(st.integers(0, STEPS), max_size=3), at=st.floats(0, 1), keep=st.integers(1, 5))
+def test_an_end_that_a_power_cut_has_taken_leaves_no_hole(stops: list[int], at: float, keep: int) -> None:
+    """Checkpoints are on the disk all the same."""
+    with place() as run_dir:
+        for stop in [*stops, STEPS - 1]:
+            go_on(run_dir, stop, keep=keep)
+        path = run_dir / JOURNAL_FILE
+        path.write_bytes(path.read_bytes()[: int(at * path.stat().st_size)])
+        go_on(run_dir, keep=keep)
+        view = read_journal(run_dir)
+        assert view.deterministic() == WHOLE and view.holes == []
 
 
 @settings(max_examples=400, deadline=None)
