@@ -13,6 +13,8 @@ from lightning.pytorch import Trainer
 
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.measure.compute_meter import WASTED, spent_in
+from lightning_scalerl.measure.heartbeat import MeterHeartbeat, spent_by_heartbeat
 from lightning_scalerl.run import Run, run_of
 from sweeps.run.code import code_changes, code_facts, own_files, said
 from sweeps.run.interruption import RunInterruptedError
@@ -33,7 +35,8 @@ class PassedOver:
 
 
 class RunLog(Recorder):
-    """The journal `metrics.jsonl` in `run_dir`, beside it `semantics.json`. With several ranks rank 0 writes.
+    """The journal `metrics.jsonl` in `run_dir`, beside it `semantics.json` and, until the run is finished, the meter's
+    heartbeat `compute.json`. With several ranks rank 0 writes.
 
     A run that fails gets an `end` record with its reason. One that was interrupted gets none, since it goes on, and
     neither does one that ends by an exception with the attribute `leave_journal = True`: the journal is no longer
@@ -63,6 +66,7 @@ class RunLog(Recorder):
         self.identity = dict(identity or {})
         self._guard = guard or (lambda: None)
         self._journal: Journal | None = None
+        self._heartbeat: MeterHeartbeat | None = None
         self._last_step = 0
         self._trial = False
         self._announce = announce
@@ -118,24 +122,24 @@ class RunLog(Recorder):
             )
         if earlier is None:
             self.journal.header(**{**header, "code": facts})
-            if self._last_step:
-                self.journal.resume(self._last_step)
-            return
-        lost = [record for record in earlier.records if record.step > self._last_step]
-        mended = earlier.mended or {}
-        if lost or mended:
-            newest = max(lost, key=lambda record: record.step).metrics if lost else {}
-            now = run.meter.metrics()
-            newest = {**now, **newest, **mended.get("metrics", {})}
-            run.meter.wasted(
-                flops=newest["compute/flops"] - now["compute/flops"],
-                device_hours=newest["compute/device_hours"] - now["compute/device_hours"],
-            )
+        else:
+            run.meter.spent_by_then(self._spent(earlier))
         passed_over, self._passed_over = self._passed_over, ()  # another fit does not fall back again
+        mended = None if earlier is None else earlier.mended
         fell_back: dict[str, Any] = {"passed_over": [asdict(each) for each in passed_over]} if passed_over else {}
         if mended:
             fell_back["mended"] = {key: mended.get(key) for key in ("line", "kept", "step")}
-        self.journal.resume(goes_on_from, code=facts, **fell_back)
+        if earlier is not None or self._last_step or fell_back:
+            self.journal.resume(goes_on_from, code=facts, **fell_back)
+        # At once: what was lost before is in no record until the first.
+        self._heartbeat = MeterHeartbeat(self.run_dir, run.meter, self._guard)
+
+    def _spent(self, earlier: JournalView) -> dict[str, float]:
+        """The most that anything written says of what the run has cost."""
+        known = [record.metrics for record in earlier.records if record.step > self._last_step]
+        known.append((earlier.mended or {}).get("metrics", {}))
+        spent = [*map(spent_in, known), spent_by_heartbeat(self.run_dir)]
+        return {name: max(each.get(name, 0.0) for each in spent) for name in WASTED}
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """One line."""
@@ -150,11 +154,11 @@ class RunLog(Recorder):
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         """The run is complete. Not `on_train_end`: a run resumed at its very end has nothing left to train."""
-        if self._journal is not None and run_of(pl_module).completed_steps >= trainer.max_steps:
-            self.journal.end(self._last_step, "finished")
-        elif self._journal is not None and trainer.should_stop:
-            self.journal.end(self._last_step, "finished", "stopped before max_steps by a callback of the Trainer")
-        self._close()
+        done = run_of(pl_module).completed_steps >= trainer.max_steps
+        if self._journal is not None and (done or trainer.should_stop):
+            reason = None if done else "stopped before max_steps by a callback of the Trainer"
+            self.journal.end(self._last_step, "finished", reason)
+        self._close(finished=done or trainer.should_stop)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """The run failed: its reason goes into the journal, which is flushed. Never raises: that would hide why."""
@@ -203,7 +207,10 @@ class RunLog(Recorder):
             )
         print(f"warning: from step {step} on with other code: {said(changes)}", file=sys.stderr, flush=True)
 
-    def _close(self) -> None:
+    def _close(self, finished: bool = False) -> None:
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.stop(finished)
         if self._journal is not None:
             self._journal.close()
             self._journal = None

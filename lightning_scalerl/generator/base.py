@@ -53,6 +53,8 @@ class StepReport:
     counts the prompts that went through the head for the first token behind them: once each, however many rollouts
     share it. Context counts what goes before a token, whatever windows the model has; `outside` is the part of it that
     lay outside of them, in prefill and decoding together and summed over layers (`model.windows.outside`).
+    `lost_tokens` had been sampled by a process that is gone, for rollouts that it had not finished: they are sampled
+    again.
     """
 
     finished: Sequence[FinishedRollout]
@@ -62,15 +64,16 @@ class StepReport:
     decoded_context: int
     prefilled: int = 0
     outside: int = 0
+    lost_tokens: int = 0
 
     @property
     def computed(self) -> tuple[int, ...]:
-        """All counts in the order of their fields; those of several reports add up."""
+        """All counts of work done, in the order of their fields; those of several reports add up."""
         return tuple(getattr(self, name) for name in COUNTS)
 
 
-# The counts of a report, in order.
-COUNTS = tuple(entry.name for entry in fields(StepReport) if entry.name != "finished")
+# The counts of what a report's sender computed, in order.
+COUNTS = tuple(entry.name for entry in fields(StepReport) if entry.name not in ("finished", "lost_tokens"))
 
 
 def nothing_computed() -> list[int]:

@@ -136,6 +136,7 @@ class _Engine:
     ready: bool = False
     acknowledged: str = ""  # the file of weights that it uses
     aside: bool = False
+    sampled: int = 0  # tokens of rollouts that it has not finished, as it said last
     replies: deque[Any] = field(default_factory=deque)
 
 
@@ -197,6 +198,7 @@ class Fleet:
         self._inbox: list[FinishedRollout] = []
         self._computed = nothing_computed()
         self._losses = 0
+        self._lost_tokens = 0
         self._closed: dict[str, Any] | None = None
         self.can_score = False
         self.lost = 0
@@ -265,8 +267,8 @@ class Fleet:
         """What has ended since, and what was computed."""
         self._hear()
         finished, self._inbox = self._inbox, []
-        report = StepReport(finished, *self._computed)
-        self._computed = nothing_computed()
+        report = StepReport(finished, *self._computed, lost_tokens=self._lost_tokens)
+        self._computed, self._lost_tokens = nothing_computed(), 0
         return report
 
     @_one_at_a_time
@@ -409,8 +411,10 @@ class Fleet:
             engine.line.tell("publish", *self._published, False)
             self._dispatch()
         elif what == "work":
-            finished, computed, busy_s = rest
+            finished, computed, busy_s, sampled = rest
             self.busy_s += busy_s
+            if not engine.aside:  # else it speaks of an evaluation's
+                engine.sampled = sampled
             self._computed = [before + more for before, more in zip(self._computed, computed, strict=True)]
             for each in finished:
                 self._finished(each)
@@ -441,6 +445,7 @@ class Fleet:
         self._kill(engine)
         self.lost += 1
         self._losses += 1
+        self._lost_tokens += engine.sampled
         words = _last_line(engine.log)
         if at_start or self._losses > MOST_LOSSES * len(self._engines):
             raise GeneratorLostError(f"generator: process {engine.number} {why}{words}")

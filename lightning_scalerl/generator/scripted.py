@@ -47,6 +47,11 @@ class ScriptedGenerator:
         return len(self._waiting) + len(self._active)
 
     @property
+    def sampled_in_flight(self) -> int:
+        """Tokens that rollouts in flight have so far."""
+        return sum(len(versions) for _, _, versions in self._active)
+
+    @property
     def free_slots(self) -> int:
         """Slots nobody has or waits for."""
         return max(0, self._slots - self.in_flight)

@@ -5,8 +5,8 @@ end goes, whatever the reason, so does this process.
 
 Messages to it, each a tuple with its name first: `submit` a request, `publish` (file, version, recompute_kv), `score`
 (prompt, tokens), `aside` and `back`, `state`, `load` a state, `stop`. It says: `ready` (slots, whether it can score),
-`work` (finished rollouts, what was computed, seconds), `alive` (when there is nothing else to say), `published`
-(version and file), `reply`, `failed`.
+`work` (finished rollouts, what was computed, seconds, tokens that unfinished rollouts have), `alive` (when there is
+nothing else to say), `published` (version and file), `reply`, `failed`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ class Server:
     def _report(self, at_once: bool = False) -> None:
         waited_s = time.monotonic() - self._said
         if self._finished or (self._busy_s and (at_once or waited_s >= REPORT_S)):
-            self._say("work", self._finished, tuple(self._computed), self._busy_s)
+            in_flight = getattr(self._generator, "sampled_in_flight", 0)
+            self._say("work", self._finished, tuple(self._computed), self._busy_s, in_flight)
             self._finished, self._computed, self._busy_s = [], nothing_computed(), 0.0
         elif waited_s >= HEARTBEAT_S:
             self._say("alive")

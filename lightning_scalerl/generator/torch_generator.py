@@ -176,6 +176,11 @@ class TorchGenerator:
         return self._waiting + len(self._occupants)
 
     @property
+    def sampled_in_flight(self) -> int:
+        """Tokens that rollouts in flight have so far."""
+        return int(self._count[: len(self._occupants)].sum())
+
+    @property
     def free_slots(self) -> int:
         """Slots nobody has or waits for."""
         return max(0, self._slots - self.in_flight)

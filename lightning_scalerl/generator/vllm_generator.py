@@ -156,6 +156,11 @@ class VLLMGenerator:
         return len(self._waiting) + len(self._running) + unreported
 
     @property
+    def sampled_in_flight(self) -> int:
+        """Tokens that rollouts in flight have so far."""
+        return sum(len(each.rollout.tokens) for each in (*self._running.values(), *self._waiting))
+
+    @property
     def free_slots(self) -> int:
         """Slots nobody has or waits for."""
         return max(0, self._slots - self.in_flight)

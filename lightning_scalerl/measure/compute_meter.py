@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -47,6 +47,8 @@ class ComputeMeter:
         self._booked_until = self._clock.now()
         self._lock = threading.RLock()
         self._wasted = dict.fromkeys(WASTED, 0.0)
+        self._sampled = {"tokens": 0, "flops": 0.0}  # by this process, to know what a token costs
+        self._owed_flops = 0.0  # of sampling that was lost, and is still to be done again
         self._hours_at_step = 0.0
 
     def start(self) -> None:
@@ -90,7 +92,22 @@ class ComputeMeter:
             activity.note("decode")  # a generator that is only asked how it is gets nowhere
         flops = self._flop_model.prefill(report.prefill_tokens, report.prefill_context, report.prefilled)
         flops += self._flop_model.decode(report.decoded_tokens, report.decoded_context, report.outside)
-        self._flops["evaluate" if "evaluate" in self._phases else "generate"] += flops
+        with self._lock:
+            if "evaluate" in self._phases:
+                self._flops["evaluate"] += flops
+            else:
+                self._generated(flops, report.decoded_tokens)
+            if report.lost_tokens and self._sampled["tokens"]:
+                self._owed_flops += report.lost_tokens * self._sampled["flops"] / self._sampled["tokens"]
+
+    def _generated(self, flops: float, tokens: int) -> None:
+        """Sampling for training; what a lost generator had sampled and is sampled again is wasted, on no axis."""
+        self._sampled["tokens"] += tokens
+        self._sampled["flops"] += flops
+        again = min(self._owed_flops, flops)
+        self._owed_flops -= again
+        self._wasted["flops"] += again
+        self._flops["generate"] += flops - again
 
     def trained(self, batch: TrainBatch, passes: Passes = Passes()) -> None:  # noqa: B008  # frozen
         """One step on a batch: a forward and backward pass is three forward ones. A critic has no vocabulary."""
@@ -112,10 +129,11 @@ class ComputeMeter:
         """What evaluation has cost so far."""
         return self._flops["evaluate"]
 
-    def wasted(self, flops: float, device_hours: float) -> None:
-        """Work that an interruption threw away: reported apart, on no axis."""
-        self._wasted["flops"] += max(0.0, flops)
-        self._wasted["device_hours"] += max(0.0, device_hours)
+    def spent_by_then(self, spent: Mapping[str, float]) -> None:
+        """Count as wasted what the run had `spent` when it was interrupted, beyond what it goes on from."""
+        now = spent_in(self.metrics())
+        for name in WASTED:
+            self._wasted[name] += max(0.0, spent.get(name, 0.0) - now[name])
 
     def metrics(self) -> dict[str, float]:
         """All compute axes and their parts, as of now."""
@@ -156,6 +174,7 @@ class ComputeMeter:
             "flops": dict(self._flops),
             "seconds": dict(self._seconds),
             "wasted": dict(self._wasted),
+            "owed_flops": self._owed_flops,
             "devices": self.devices,
         }
 
@@ -171,7 +190,13 @@ class ComputeMeter:
         self._seconds = {phase: value * scale for phase, value in seconds.items()}
         self._booked_until = self._clock.now()
         self._wasted = dict(state["wasted"])
+        self._owed_flops = state.get("owed_flops", 0.0)
         self._hours_at_step = self.metrics()["compute/device_hours"]
+
+
+def spent_in(metrics: Mapping[str, float]) -> dict[str, float]:
+    """All that a run has cost by a record of it, lost work included, by the names of `WASTED`."""
+    return {name: metrics.get(f"compute/{name}", 0.0) + metrics.get(f"compute/wasted_{name}", 0.0) for name in WASTED}
 
 
 class Clock(Protocol):

@@ -104,16 +104,26 @@ def test_nobody_waits_for_a_lost_one_to_start_again_to_be_asked(
     threads = Threads(monkeypatch)
     with closing(fleet_of(generators=1)) as fleet:
         assert fleet.score((1, 2), (3, 7)).tolist() == [3, 7]
+        submit(fleet)
+        found: list[FinishedRollout] = []
+        while not fleet._engines[0].sampled:
+            report = fleet.step()
+            found += report.finished
+            assert report.lost_tokens == 0
         threads.may_start.clear()
         threads.started[0].die()
         began = time.monotonic()
         assert fleet.score((1, 2), (3, 7)) is None
         assert fleet.score((1, 2), (3, 7)) is None, "it is being started"
         assert time.monotonic() - began < threads.most_s
+        lost = 0
+        while not lost:
+            assert time.monotonic() - began < 60, "it had sampled for rollouts that it had not finished"
+            report = fleet.step()
+            found, lost = [*found, *report.finished], report.lost_tokens
         assert "generator 0 ended with status -9" in caplog.text
         threads.may_start.set()
-        submit(fleet)
-        check(drained(fleet), 0)
+        check(found + drained(fleet), 0)
         assert fleet.score((1, 2), (3, 7)).tolist() == [3, 7]
         assert fleet.lost == 1
 

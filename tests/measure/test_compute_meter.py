@@ -1,14 +1,21 @@
-"""The compute meter under a clock set by hand: every second on one axis, whoever's hook comes first."""
+"""The compute meter under a clock set by hand: every second is counted once, and what is lost is counted too."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lightning_scalerl.measure.compute_meter import ComputeMeter
+from lightning_scalerl.generator.base import StepReport
+from lightning_scalerl.measure import heartbeat
+from lightning_scalerl.measure.compute_meter import ComputeMeter, spent_in
+from lightning_scalerl.measure.heartbeat import HEARTBEAT_FILE, MeterHeartbeat, spent_by_heartbeat
+from lightning_scalerl.stream.events import Event
 
 HOUR = 3600.0
 
@@ -57,6 +64,12 @@ class Bench:
         else:
             self.clock.time += hours * HOUR
         return self.check()
+
+    def sample(self, tokens: int, lost: int = 0) -> tuple[float, float]:
+        """Decode tokens after others were lost; FLOPs on the axis, and those that are wasted."""
+        self.meter.on_event(Event("decode", 0.0, StepReport((), 0, 0, tokens, 0, lost_tokens=lost)))
+        metrics = self.meter.metrics()
+        return metrics["compute/flops"], metrics["compute/wasted_flops"]
 
     def check(self) -> Mapping[str, float]:
         metrics = self.meter.metrics()
@@ -122,3 +135,72 @@ def test_a_checkpoint_of_before_goes_on_from_at_least_its_parts() -> None:
     for elapsed, hours in ((5 * HOUR, 3), (20 * HOUR, 10)):
         assert Bench(state={**old, "elapsed": elapsed}).hours() == pytest.approx(hours)
         assert Bench(state={**old, "elapsed": elapsed}).check()
+
+
+def test_what_a_lost_generator_had_sampled_is_wasted_once_it_is_sampled_again() -> None:
+    bench = Bench()
+    assert bench.sample(100) == (100, 0)
+    assert bench.sample(0, lost=40) == (100, 0)
+    with bench.meter.phase("evaluate"):
+        assert bench.sample(50) == (100, 0)
+    assert bench.sample(30) == (100, 30)
+    after = Bench(state=bench.meter.state_dict())
+    assert after.sample(30) == (120, 40), "the axis goes on where an undisturbed run would be"
+    assert after.sample(5) == (125, 40)
+
+
+def test_what_was_spent_and_lost_adds_up_over_kills(tmp_path: Path) -> None:
+    """Each process goes on from the same checkpoint, and is killed before it has recorded anything."""
+    state = Bench(devices=2).meter.state_dict()
+    for kill in range(1, 4):
+        bench = Bench(devices=2, state=state)
+        bench.meter.spent_by_then(spent_by_heartbeat(tmp_path))
+        bench.meter.start()
+        bench.sample(1000)
+        bench.spend(0.5, "generate")
+        bench.spend(9, "evaluate")
+        beats = MeterHeartbeat(tmp_path, bench.meter, lambda: None)
+        assert spent_by_heartbeat(tmp_path) == pytest.approx({"flops": 1000 * kill, "device_hours": kill})
+        beats.stop(finished=False)
+    bench = Bench(devices=2, state=state)
+    bench.meter.spent_by_then(spent_by_heartbeat(tmp_path))
+    metrics = bench.check()
+    assert metrics["compute/wasted_flops"] == 3000 and metrics["compute/wasted_device_hours"] == pytest.approx(3)
+    assert metrics["compute/flops"] == metrics["compute/device_hours"] == 0
+
+
+def test_a_heartbeat_is_rare_harmless_and_gone_with_a_finished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    class Counted:
+        """Lets no time pass, and ends after eight waits."""
+
+        def wait(self, seconds: float) -> bool:
+            waits.append(seconds)
+            return len(waits) > 8
+
+        def set(self) -> None: ...
+
+    monkeypatch.setattr(heartbeat, "threading", SimpleNamespace(Event=Counted, Thread=threading.Thread))
+    path, bench = tmp_path / HEARTBEAT_FILE, Bench()
+    beats = MeterHeartbeat(tmp_path, bench.meter, lambda: None)
+    beats.stop(finished=False)
+    assert waits == [1, 2, 4, 8, 15, 15, 15, 15, 15] and path.exists()
+    path.write_text("{")
+    assert spent_by_heartbeat(tmp_path) == {}
+    path.write_text('{"flops": "1", "device_hours": NaN}')
+    assert spent_by_heartbeat(tmp_path) == {}
+    MeterHeartbeat(tmp_path, bench.meter, lambda: None).stop(finished=True)
+    assert not path.exists()
+
+    def taken_over() -> None:
+        raise ValueError("another process writes this run")
+
+    with pytest.raises(ValueError, match="another process"):
+        MeterHeartbeat(tmp_path, bench.meter, taken_over)
+    assert not path.exists()
+    nowhere = MeterHeartbeat(tmp_path / "gone", bench.meter, lambda: None)
+    nowhere.stop(finished=True)
+    assert spent_in({}) == {"flops": 0, "device_hours": 0}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
+from lightning_scalerl.measure import heartbeat
+from lightning_scalerl.measure.heartbeat import HEARTBEAT_FILE, spent_by_heartbeat
 from lightning_scalerl.stream.events import Event
 from sweeps.run.journal import JournalView, read_journal
 from tests.helpers import fit
@@ -50,16 +53,18 @@ Left = dict[str, bytes]
 
 
 def left_in(run_dir: Path) -> Left:
-    """Every file below a run's directory, by name: all of the run that a kill leaves."""
-    return {str(path.relative_to(run_dir)): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    """Every file below a run's directory, by name: all of the run that a kill leaves, but what tells of the clock."""
+    files = [path for path in run_dir.rglob("*") if path.is_file() and HEARTBEAT_FILE not in path.name]
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in files}
 
 
 class OnEvent(Callback):
     """Notes the stream's events and what a kill would leave after each; after number `kill_after` it is one."""
 
-    def __init__(self, run_dir: Path, kill_after: int | None = None) -> None:
+    def __init__(self, run_dir: Path, kill_after: int | None = None, pause_s: float = 0.0) -> None:
         self.run_dir = run_dir
         self.kill_after = kill_after
+        self.pause_s = pause_s
         self.seen: list[str] = []
         self.left: list[Left] = []
 
@@ -70,6 +75,7 @@ class OnEvent(Callback):
         self.seen.append(event.kind)
         self.left.append(left_in(self.run_dir))
         if len(self.seen) == self.kill_after:
+            time.sleep(self.pause_s)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -165,3 +171,25 @@ def test_killed_with_a_pipeline_full(tiny_model_path: str, tmp_path: Path) -> No
     """The fast version: one mode, a few events."""
     _, watch = undisturbed(tiny_model_path, tmp_path / "whole", "pipeline_stale")
     check(tiny_model_path, tmp_path, "pipeline_stale", range(3, len(watch.seen), 8), watch)
+
+
+def test_three_kills_before_the_first_record_are_counted(
+    tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the work is in any record."""
+    monkeypatch.setattr(heartbeat, "FIRST_S", 0.02)
+    monkeypatch.setattr(heartbeat, "RAREST_S", 0.02)
+    run_dir, spent = tmp_path / "run", []
+    for _ in range(3):
+        watch = OnEvent(run_dir, kill_after=5, pause_s=0.3)
+        assert in_child(lambda: run(tiny_model_path, run_dir, "ppo_off_policy", watch, resume=True)) == -signal.SIGKILL  # noqa: B023
+        assert not read_journal(run_dir).of_kind("train")
+        spent.append(spent_by_heartbeat(run_dir))
+    assert spent[0]["flops"] > 0 and spent[0]["device_hours"] > 0.3 / 3600
+    assert [each["flops"] for each in spent] == pytest.approx([spent[0]["flops"] * kills for kills in (1, 2, 3)])
+    run(tiny_model_path, run_dir, "ppo_off_policy", OnEvent(run_dir), resume=True)
+    for record in read_journal(run_dir).of_kind("train"):
+        assert {f"compute/wasted_{name}": record.metrics[f"compute/wasted_{name}"] for name in spent[2]} == (
+            pytest.approx({f"compute/wasted_{name}": value for name, value in spent[2].items()})
+        )
+    assert not (run_dir / HEARTBEAT_FILE).exists()
