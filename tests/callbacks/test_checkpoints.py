@@ -306,8 +306,10 @@ def test_falling_back_again_and_again_leaves_nothing_lying(tiny_model_path: str,
 # --- whose they are ---------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_another_run_is_passed_over(whole_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    directory = whole_run / "checkpoints"
+def test_a_checkpoint_of_another_run_is_passed_over(
+    whole_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory = Path(shutil.copytree(whole_run / "checkpoints", tmp_path / "checkpoints"))
     own = newest_checkpoint(directory).path
     assert own == directory / "step-00000004.ckpt"
     saved = torch.load(own, weights_only=True)
@@ -315,18 +317,15 @@ def test_a_checkpoint_of_another_run_is_passed_over(whole_run: Path, capfd: pyte
     assert newest_checkpoint(directory, run="abc").path == own, "nobody's, so anybody's"
     saved[IDENTITY]["run"] = "def"
     torch.save(saved, directory / "step-00000006.ckpt")
-    try:
-        found = newest_checkpoint(directory, run="abc")
-        assert found.path == own
-        assert [(each.checkpoint, each.why) for each in found.passed_over] == [
-            ("step-00000006.ckpt", "of another run, def")
-        ]
-        assert "step-00000006.ckpt is passed over, of another run, def; step-00000004.ckpt" in capfd.readouterr().err
-        for run in ("def", None):
-            newest = newest_checkpoint(directory, run=run)
-            assert newest.path == directory / "step-00000006.ckpt" and newest.passed_over == ()
-    finally:
-        (directory / "step-00000006.ckpt").unlink()
+    found = newest_checkpoint(directory, run="abc")
+    assert found.path == own
+    assert [(each.checkpoint, each.why) for each in found.passed_over] == [
+        ("step-00000006.ckpt", "of another run, def")
+    ]
+    assert "step-00000006.ckpt is passed over, of another run, def; step-00000004.ckpt" in capfd.readouterr().err
+    for run in ("def", None):
+        newest = newest_checkpoint(directory, run=run)
+        assert newest.path == directory / "step-00000006.ckpt" and newest.passed_over == ()
 
 
 def test_what_is_beyond_a_step_is_passed_over(whole_run: Path) -> None:
