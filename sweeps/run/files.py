@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -48,30 +49,41 @@ def read_json(path: Path) -> dict[str, Any]:
 
 # --- a JSON object a line -----------------------------------------------------------------------------------
 
+# The last field of a line that carries a checksum: CRC-32 of the line without this field, eight hexadecimal digits.
+CHECKSUM = "crc"
+_CHECKSUM_NAME = f'"{CHECKSUM}"'.encode()
+_CHECKSUM_FIELD = b"," + _CHECKSUM_NAME + b':"'
+_CHECKSUM_DIGITS = 8
 
-def append_lines(path: Path, entries: Sequence[Mapping[str, Any]], durable: bool = False) -> None:
+
+def append_lines(
+    path: Path, entries: Sequence[Mapping[str, Any]], durable: bool = False, checksum: bool = False
+) -> None:
     """Append entries, a line each, to a file that others may append to as well; see `append_to`."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        append_to(descriptor, entries, durable)
+        append_to(descriptor, entries, durable, checksum)
     finally:
         os.close(descriptor)
 
 
-def append_to(descriptor: int, entries: Sequence[Mapping[str, Any]], durable: bool = False) -> None:
+def append_to(
+    descriptor: int, entries: Sequence[Mapping[str, Any]], durable: bool = False, checksum: bool = False
+) -> None:
     """Append entries, a line each, to an open file: all of them, or none if the disk is full.
 
     Args:
         descriptor: opened for reading and appending (O_RDWR, O_APPEND).
         entries: of JSON values; numbers are finite.
         durable: return only once they are on the disk.
+        checksum: end each line with its checksum, which every reader compares.
 
     Raises:
         OSError: they could not be written; what was written of them is taken back, so that nothing is there twice
             when the caller tries again.
         ValueError: a number is not finite.
     """
-    raw = b"".join(json.dumps(entry, allow_nan=False, separators=(",", ":")).encode() + b"\n" for entry in entries)
+    raw = b"".join(dump_line(entry, checksum) for entry in entries)
     before = os.fstat(descriptor).st_size
     # A torn line of an earlier process must not swallow the first one.
     if before and os.pread(descriptor, 1, before - 1) != b"\n":
@@ -88,13 +100,42 @@ def append_to(descriptor: int, entries: Sequence[Mapping[str, Any]], durable: bo
         raise
 
 
+def dump_line(entry: Mapping[str, Any], checksum: bool = False) -> bytes:
+    """Encode an entry as one line, line break included.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
+    line = json.dumps(entry, allow_nan=False, separators=(",", ":")).encode()
+    if checksum:
+        line = line[:-1] + _CHECKSUM_FIELD + b'%08x"}' % zlib.crc32(line)
+    return line + b"\n"
+
+
+def has_wrong_checksum(line: bytes) -> bool:
+    """Return whether a line ends with a checksum that is not its own; one without a checksum has no wrong one."""
+    line = line.rstrip()
+    at = max(0, len(line) - len(_CHECKSUM_FIELD) - _CHECKSUM_DIGITS - 2)
+    if _CHECKSUM_NAME not in line[at:]:
+        return False
+    return line[at:] != _CHECKSUM_FIELD + b'%08x"}' % zlib.crc32(line[:at] + b"}")
+
+
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The object of a line; None for a torn or damaged one, and for what is no object."""
+    """The object of a line, without its checksum; None for a torn or damaged one, and for what is no object.
+
+    Lines without a checksum, as earlier versions wrote them, are taken as they are.
+    """
+    if has_wrong_checksum(line):
+        return None
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return entry if isinstance(entry, dict) else None
+    if not isinstance(entry, dict):
+        return None
+    entry.pop(CHECKSUM, None)
+    return entry
 
 
 def parse_lines(raw: bytes) -> list[dict[str, Any]]:

@@ -14,6 +14,9 @@ One JSON object a line, flushed as it is written. Kinds of record:
         step 8 or before, and `metrics` are the newest that were recorded. The next `resume` has it too
     {"kind": "end", "time": ..., "step": 150, "status": "finished" | "failed", "reason": ...}
 
+Every line ends with `"crc"`, the CRC-32 of the line without it (`sweeps.run.files`): a line that was changed since it
+was written is a broken one. Lines of earlier versions have none.
+
 A torn last line (the process died while writing it) is dropped on reading and cut off before the next
 append. Of two records of one kind and step the later wins.
 """
@@ -194,7 +197,7 @@ class Reading:
 
     def _take(self, entry: Mapping[str, Any] | None) -> None:
         if entry is None:
-            raise ValueError("no JSON object")
+            raise ValueError("no JSON object, or not as it was written: its checksum differs")
         view, kind = self._view, entry["kind"]
         if kind == "run":
             view.header = dict(entry)
@@ -202,7 +205,10 @@ class Reading:
         elif kind in ("train", "eval"):
             # Every record has the same names: kept once, for a study's journals are gigabytes.
             metrics = {intern(name): value for name, value in dict(entry["metrics"]).items()}
+            _check_numbers(metrics)
             record = Record(kind, int(entry["step"]), float(entry["time"]), metrics)
+            if not math.isfinite(record.time):
+                raise ValueError(f"time: {record.time!r} is no finite number")
             self._reached = max(self._reached, record.step)
             self._kept.pop((kind, record.step), None)
             if record.step > self.passed.get(kind, record.step - 1):
@@ -242,6 +248,18 @@ class Reading:
         self._kept = {key: r for key, r in self._kept.items() if r.step > self.passed.get(r.kind, r.step - 1)}
 
 
+def _check_numbers(metrics: Mapping[str, Any]) -> None:
+    """Refuse metrics that are no finite numbers: `Journal.record` writes none.
+
+    Raises:
+        ValueError: which, and what it is.
+    """
+    for name, value in metrics.items():
+        # What a float is, nearly all of them are: the cheap question first, for a study's journals are gigabytes.
+        if not (type(value) is float and math.isfinite(value)) and finite(value) is None:
+            raise ValueError(f"metrics.{name}: {value!r} is no finite number")
+
+
 def _note_code(view: JournalView, step: int, entry: Mapping[str, Any]) -> None:
     """What was made with other facts from here on is void."""
     view.code = [(at, facts) for at, facts in view.code if at < step]
@@ -270,7 +288,7 @@ class Journal:
 
     def _append(self, entry: dict[str, Any], durable: bool = False) -> None:
         activity.note(f"journal: {entry['kind']}")
-        append_to(self._handle.fileno(), [entry], durable)
+        append_to(self._handle.fileno(), [entry], durable, checksum=True)
 
     def header(self, **fields: Any) -> None:
         """The first record: who this run is (run, curve, recipe, seed, parameters, ...)."""

@@ -6,7 +6,6 @@ the lost one they are a curve with a hole. The damaged file is kept beside the j
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sweeps.run.files import parse_line, whole_lines
+from sweeps.run.files import dump_line, parse_line, whole_lines
 from sweeps.run.journal import JOURNAL_FILE, JournalError, Reading, finite
 
 DAMAGED_FILE = "metrics.damaged-{}.jsonl"
@@ -98,10 +97,10 @@ def mend(found: Break) -> Path:
         "kept": kept.name,
         "metrics": dict(found.metrics),
     }
-    lines = [*raw.split(b"\n")[: found.line - 1], json.dumps(entry, allow_nan=False, separators=(",", ":")).encode()]
+    before = b"".join(line + b"\n" for line in raw.split(b"\n")[: found.line - 1])
     unfinished = found.path.with_name(f".{found.path.name}.mended")
     try:
-        _write(unfinished, b"".join(line + b"\n" for line in lines), "wb")
+        _write(unfinished, before + dump_line(entry, checksum=True), "wb")
         unfinished.rename(found.path)
     except OSError:
         unfinished.unlink(missing_ok=True)

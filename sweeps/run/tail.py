@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 
-from sweeps.run.files import parse_line
+from sweeps.run.files import has_wrong_checksum, parse_line
 from sweeps.run.journal import JOURNAL_FILE, JournalError, JournalView, Reading
 
 # How a record begins, as `Journal` writes it.
@@ -42,7 +42,8 @@ class JournalTail:
     def forget(self, steps: Mapping[str, int]) -> None:
         """Keep no records up to these steps, by kind, now or later: whoever has used them needs no memory for them.
 
-        Lines that are forgotten before they are read are not parsed: only damage as writers leave it is noticed there.
+        Lines that are forgotten before they are read are not parsed: a wrong checksum and damage as writers leave it
+        are noticed there, and nothing else.
         """
         self._reading.forget(steps)
 
@@ -104,7 +105,7 @@ class JournalTail:
         if not passed or not line.endswith(b"}") or b"\0" in line or line.count(b'{"kind":') != 1:
             return None
         match = _RECORD.match(line)
-        if match is None or int(match[2]) > passed.get(match[1].decode(), -1):
+        if match is None or int(match[2]) > passed.get(match[1].decode(), -1) or has_wrong_checksum(line):
             return None
         return int(match[2])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from sweeps.run.journal import (
     find_runs,
     read_journal,
 )
+from sweeps.run.mend import find_break, mend
+from sweeps.run.progress import is_done, looks_whole, trouble
 from sweeps.run.tail import JournalTail
 
 RATE = "eval/heldout/pass_rate"
@@ -165,6 +168,46 @@ def test_what_a_power_cut_leaves_at_the_end_is_cut_off(run_dir: Path, rubbish: b
     assert rubbish not in lines_of(run_dir)
 
 
+def test_a_changed_byte_is_seen_by_every_reader(run_dir: Path) -> None:
+    """A digit or a letter that flips is still JSON: only the checksum tells."""
+    journal = Journal(run_dir, clock=ticking())
+    journal.header(run="abc", recipe="scalerl")
+    journal.record("eval", 0, {RATE: 0.125, "compute/flops": 1e6})
+    journal.record("train", 1, {"train/loss": 1 / 3})
+    journal.checkpoint(1)
+    journal.end(1, "finished")
+    journal.close()
+    path, whole, lines = run_dir / JOURNAL_FILE, (run_dir / JOURNAL_FILE).read_bytes(), lines_of(run_dir)
+    assert looks_whole(run_dir) and is_done(run_dir, 1, "abc")
+    for number in (1, 2):
+        begin = sum(map(len, lines[:number]))
+        for at in range(begin, begin + len(lines[number]) - 1):
+            old = whole[at : at + 1]
+            path.write_bytes(whole[:at] + (b"7" if old != b"7" else b"8") + whole[at + 1 :])
+            if b'"crc"' not in path.read_bytes()[begin:].split(b"\n")[0]:
+                continue  # it is the checksum's own name that was hit: the record is as it was
+            tail = JournalTail(run_dir)
+            tail.forget({"eval": 10, "train": 10})
+            for read in (lambda: read_journal(run_dir), tail.update):
+                with pytest.raises(JournalError, match=f"{path}, line {number + 1}: "):
+                    read()
+            assert not looks_whole(run_dir) and f"line {number + 1}" in str(trouble(run_dir, "abc"))
+            found = find_break(run_dir)
+            assert found is not None and found.line == number + 1
+    # The last line is treated as a torn one, and a run without its end goes on.
+    path.write_bytes(whole.replace(b'"status":"finished"', b'"status":"Finished"'))
+    assert read_journal(run_dir).status == "running" and not is_done(run_dir, 1, "abc")
+    # A mended journal is sealed as any other, and what earlier versions wrote has nothing to be checked by.
+    path.write_bytes(whole.replace(b"0.333", b"0.334"))
+    found = find_break(run_dir)
+    assert found is not None
+    mend(found)
+    assert path.read_bytes().count(b'"crc":"') == 3 and looks_whole(run_dir)
+    path.write_bytes(re.sub(rb',"crc":"\w{8}"', b"", whole).replace(b"0.333", b"0.334"))
+    assert b"crc" not in path.read_bytes() and looks_whole(run_dir)
+    assert read_journal(run_dir).of_kind("train")[0].metrics["train/loss"] > 0.334
+
+
 def test_reading_never_changes_the_file(run_dir: Path) -> None:
     journal = Journal(run_dir)
     journal.header(run="abc")
@@ -191,6 +234,13 @@ def test_reading_never_changes_the_file(run_dir: Path) -> None:
         b'{"kind":"train","time":1.0,"step":1,"metrics":5}',
         b'{"kind":"train","time":1.0,"step":1}',
         b'{"kind":"end","time":1.0,"step":1}',
+        b'{"kind":"train","time":NaN,"step":1,"metrics":{}}',
+        b'{"kind":"train","time":1.0,"step":1,"metrics":{"x":NaN}}',
+        b'{"kind":"train","time":1.0,"step":1,"metrics":{"x":-Infinity}}',
+        b'{"kind":"train","time":1.0,"step":1,"metrics":{"x":"0.5"}}',
+        b'{"kind":"train","time":1.0,"step":1,"metrics":{"x":[0.5]}}',
+        b'{"kind":"train","time":1.0,"step":1,"metrics":{"x":null}}',
+        b'{"kind":"train","time":1.0,"step":1,"metrics":{"x":true}}',
     ],
 )
 def test_a_broken_middle_line_is_named(run_dir: Path, broken: bytes) -> None:
