@@ -15,12 +15,14 @@ All four are attributes of what `_target_` names. tests/member/identities.json h
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning_scalerl
 from lightning_scalerl import public_names
 from lightning_scalerl.checks import ConfigurationError
-from sweeps.run.spec import science
+from lightning_scalerl.composition import axes_of
+from sweeps.run.spec import SPEC_FILE, RunSpec, changed_keys, identities, science
 
 # Of Hydra's own keys, those that say how a thing is built and not what it is.
 _HOW = frozenset({"_target_", "_partial_", "_convert_", "_recursive_"})
@@ -44,6 +46,32 @@ def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
         if part is not None:
             parts[key] = part
     return parts
+
+
+def check_identity(spec: RunSpec, run_dir: Path) -> None:
+    """Refuse a specification whose content does not have the identity that it names.
+
+    Args:
+        spec: as read; the user's folders that it names are in use.
+        run_dir: it was read from there.
+
+    Raises:
+        ConfigurationError: it is another run's by its content; or its identity cannot be told.
+    """
+    made = identities(identity_of(spec.config), spec.seed)
+    if made != (spec.run, spec.curve) or spec.config.get("seed") != spec.seed:
+        raise ConfigurationError(
+            f"{run_dir / SPEC_FILE}: names run {spec.run} of curve {spec.curve}, and its content is run {made[0]} of "
+            f"curve {made[1]}: it was changed, or a file was that it names (data, code); restore what was changed, or "
+            "launch this as a run of its own"
+        )
+    # A run is made of its recipe's choices (`reference`) where it does not depart from them.
+    own, recipe = ({axis: each[axis] for axis in axes_of(each)} for each in (spec.config, spec.reference))
+    if changed := set(changed_keys(identity_of(own), identity_of(recipe))) - spec.departures.keys():
+        raise ConfigurationError(
+            f"{run_dir / SPEC_FILE}: config and reference differ in {', '.join(sorted(changed))}, which departures "
+            "does not name; restore what was changed, or launch this as a run of its own"
+        )
 
 
 def _part(value: Any) -> Any:

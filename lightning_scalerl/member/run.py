@@ -16,6 +16,7 @@ from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.composition import axes_of, build, build_recipe, use_folders
 from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.distributed.start import process_rank, trainer_settings
+from lightning_scalerl.member.identity import check_identity
 from lightning_scalerl.module import ScaleRL
 from sweeps.run.code import files_named
 from sweeps.run.files import write_atomically
@@ -42,7 +43,8 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
 
     Raises:
         RunInterruptedError: the run was asked to stop and has saved itself.
-        UserError: another process is running it, or the journal in `run_dir` is another run's.
+        UserError: another process is running it, the journal in `run_dir` is another run's, or the frozen
+            specification is not of the run that it names.
     """
     hush_lightning()
     spec = RunSpec.read(run_dir)
@@ -55,6 +57,7 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         if is_done(run_dir, spec.steps, spec.run):
             print(f"{spec.title}: done already")
             return
+        check_identity(spec, run_dir)
         if lease is not None:
             write_atomically(run_dir / CONFIG_FILE, OmegaConf.to_yaml(config))
         # Before any rank looks for a checkpoint; one that comes late finds those gone that it must not go on from.

@@ -3,7 +3,8 @@
 One JSON object a line: `{"time": ..., "run": ..., "event": ..., ...}`. The state of a study is this file folded, not
 the memory of the process that launched it. Events of a run, in order:
 
-    planned                     it belongs to the study; `curve` is the identity that its `recipe`, a label, stands for
+    planned                     it belongs to the study; `curve` is the identity that its `recipe`, a label, stands for,
+                                `checksum` that of its frozen specification; again if that was frozen anew, and differs
     submitting                  a job for it is about to be submitted under this `submission`: looked for after a crash
     started                     it was submitted; `job` is the scheduler's id
     retried                     its job ended before it was done, for a reason (`kind`, `reason`) that allows another
@@ -46,6 +47,7 @@ class MemberState:
         excluded: nodes that its next attempt keeps off.
         unanswered: submissions that were begun and not confirmed before another was; given up.
         curve: the identity behind the label `recipe`; None in ledgers of earlier versions.
+        checksum: of the frozen specification (`RunSpec.checksum`); None in ledgers of earlier versions.
     """
 
     run: str
@@ -61,6 +63,7 @@ class MemberState:
     excluded: tuple[str, ...] = ()
     unanswered: tuple[str, ...] = ()
     curve: str | None = field(default=None, compare=False)
+    checksum: str | None = field(default=None, compare=False)
 
 
 class Ledger:
@@ -130,7 +133,7 @@ class Ledger:
             run, event = entry["run"], entry["event"]
             if event == "planned":
                 new = MemberState(run, entry.get("recipe", ""), int(entry.get("seed", 0)), curve=entry.get("curve"))
-                states.setdefault(run, new)
+                states[run] = after(states.setdefault(run, new), event, entry)
             elif run in states:
                 states[run] = after(states[run], event, entry)
         return states
@@ -139,7 +142,7 @@ class Ledger:
 def after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberState:
     """The state of a run once an entry was written."""
     if event == "planned":
-        return state
+        return replace(state, checksum=entry.get("checksum", state.checksum))
     kind, reason = entry.get("kind"), entry.get("reason")
     if (
         event == "submitting"

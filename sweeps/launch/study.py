@@ -50,7 +50,7 @@ class Study:
         """The study in a directory, as its ledger and its frozen specifications say.
 
         Raises:
-            UserError: there is none.
+            UserError: there is none, or a specification was changed since it was frozen.
         """
         states = Ledger(directory).fold()
         if not states:
@@ -58,7 +58,7 @@ class Study:
         study = cls(directory, [])
         # Several sweeps may have shared the folder, under labels that only together are ambiguous.
         known: dict[str, Any] = {}
-        study.specs = [RunSpec.read(directory / RUNS_DIR / run, known) for run in states]
+        study.specs = [_frozen(directory / RUNS_DIR / run, state, known) for run, state in states.items()]
         return study
 
     def run_dir(self, spec: RunSpec) -> Path:
@@ -279,8 +279,9 @@ class _Controller:
         done = {spec.run for spec in self._specs.values() if self._is_done(spec)}
         new = [spec for spec in self._specs.values() if spec.run not in self._states]
         # Frozen before the ledger knows of it: a later process finds whatever was planned. The budget may have grown.
-        self._freeze([spec for spec in self._specs.values() if spec.run not in done and self._to_go_on(spec, again)])
-        self._note_planned(new)
+        frozen = [spec for spec in self._specs.values() if spec.run not in done and self._to_go_on(spec, again)]
+        self._freeze(frozen)
+        self._note_planned(new, frozen)
         waiting: list[Launch] = []
         underway: list[Launch] = []
         for spec in self._specs.values():
@@ -362,7 +363,7 @@ class _Controller:
         known = {spec.run for spec in self._study.specs}
         self._study.specs = [*self._study.specs, *(spec for spec in specs if spec.run not in known)]
         self._specs |= {spec.run: spec for spec in specs}
-        self._note_planned(new)
+        self._note_planned(new, specs)
         for observer in self._observers:
             observer.added([spec for spec in specs if spec.run not in known])
         todo = []
@@ -376,10 +377,26 @@ class _Controller:
                 self._finish(spec, note=self._states[spec.run].state != "finished")
         return todo
 
-    def _note_planned(self, specs: Sequence[RunSpec]) -> None:
+    def _note_planned(self, new: Sequence[RunSpec], frozen: Sequence[RunSpec]) -> None:
+        """Those that are new, and those whose specification is now another than the ledger has."""
+        checksums = {spec.run: spec.checksum() for spec in (*new, *frozen)}
+        changed = [
+            spec
+            for spec in frozen
+            if spec.run in self._states and self._states[spec.run].checksum != checksums[spec.run]
+        ]
         self._note(
             "planned",
-            [{"run": spec.run, "recipe": spec.recipe, "seed": spec.seed, "curve": spec.curve} for spec in specs],
+            [
+                {
+                    "run": spec.run,
+                    "recipe": spec.recipe,
+                    "seed": spec.seed,
+                    "curve": spec.curve,
+                    "checksum": checksums[spec.run],
+                }
+                for spec in (*new, *changed)
+            ],
         )
 
     def _is_done(self, spec: RunSpec) -> bool:
@@ -432,7 +449,9 @@ class _Controller:
             out = self._nodes.out(self._ledger.now())  # by now; when the member failed it may have been one node less
             waiting = [self._keep_off(launch, out) for launch in waiting]
         while waiting and (size := self._executor.next_batch(waiting)) > 0:
-            batch, waiting = waiting[:size], waiting[size:]
+            batch, waiting = self._unchanged(waiting[:size]), waiting[size:]
+            if not batch:
+                continue
             submission = uuid.uuid4().hex[:12]
             if self._executor.outlives:
                 self._note("submitting", [{"run": launch.run, "submission": submission} for launch in batch])
@@ -456,6 +475,18 @@ class _Controller:
             waiting = [launch for launch in batch if launch.run not in jobs] + waiting
             self._look()
         return waiting
+
+    def _unchanged(self, batch: Sequence[Launch]) -> list[Launch]:
+        """Those whose specification is as it was frozen, perhaps days ago; the others have failed."""
+        sound = []
+        for launch in batch:
+            try:
+                _frozen(launch.run_dir, self._states[launch.run])
+                sound.append(launch)
+            except UserError as error:
+                self._note("failed", [{"run": launch.run, "kind": "error", "reason": str(error)}])
+                self._given_up(self._specs[launch.run])
+        return sound
 
     def _let_go_on(self, run_dir: Path) -> None:
         """Whoever submits a member wants it, whatever was asked of it before."""
@@ -541,6 +572,13 @@ class _Controller:
         active = [self._specs[run] for run in running if run not in queued]
         for observer in self._observers:
             observer.tick(active, len(queued), self.done, len(self._failed))
+
+
+def _frozen(run_dir: Path, state: MemberState, known: dict[str, Any] | None = None) -> RunSpec:
+    """The specification in a member's directory, if it is as the ledger has it; see `RunSpec.read`."""
+    spec = RunSpec.read(run_dir, known)
+    spec.check_checksum(run_dir, state.checksum)
+    return spec
 
 
 def make_private(directory: Path) -> None:

@@ -92,6 +92,30 @@ class RunSpec:
             "settings": dict(self.settings),
         }
 
+    def checksum(self) -> str:
+        """Sixteen hexadecimal digits of what is frozen for good: all but the budget, which may grow, and what is
+        operational. The same of a specification as it was composed and as it is read back.
+        """
+        frozen = {key: value for key, value in self.__dict__.items() if key not in ("steps", "overrides")}
+        frozen |= {"config": science(self.config), "reference": science(self.reference)}
+        return hashlib.sha256(json.dumps(frozen, separators=(",", ":")).encode()).hexdigest()[:16]
+
+    def check_checksum(self, run_dir: Path, expected: str | None) -> None:
+        """Refuse a specification that was changed since it was frozen.
+
+        Args:
+            run_dir: it was read from there.
+            expected: its checksum when it was frozen; None for a study of an earlier version, which kept none.
+
+        Raises:
+            UserError: it is another one.
+        """
+        if expected is not None and self.checksum() != expected:
+            raise UserError(
+                f"{run_dir / SPEC_FILE}: changed since the study was launched, for its checksum is {self.checksum()} "
+                f"and {expected} in the ledger; restore the file, or launch what you want under its own identity"
+            )
+
     def write(self, run_dir: Path, texts: Texts | None = None) -> bytes | None:
         """Freeze the spec in the run's directory, atomically; in order, for the first held-out set is the default.
 
@@ -254,6 +278,16 @@ def _canonical(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def identities(lasting: Mapping[str, Any], seed: int) -> tuple[str, str]:
+    """Return the identities of a run and of its curve.
+
+    Args:
+        lasting: what decides what a run learns, in a form that lasts, without its seed.
+        seed: of the run.
+    """
+    return digest({"science": lasting, "seed": seed}), digest({"science": lasting})
+
+
 def make_spec(
     config: Mapping[str, Any],
     reference: Mapping[str, Any],
@@ -298,9 +332,10 @@ def make_spec(
             "in an environment variable"
         )
     config, reference = _without_secrets(config), _without_secrets(reference)
+    run, curve = identities(lasting, seed)
     return RunSpec(
-        run=digest({"science": lasting, "seed": seed}),
-        curve=digest({"science": lasting}),
+        run=run,
+        curve=curve,
         recipe=label,
         baseline=baseline,
         seed=seed,

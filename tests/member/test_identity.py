@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ import pytest
 import lightning_scalerl
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.member.identify import plan_members
-from lightning_scalerl.member.identity import identity_of
+from lightning_scalerl.member.identity import check_identity, identity_of
 from sweeps.executor.script import JOB_COMMAND
 from tests.paths import ROOT
 
@@ -104,7 +105,10 @@ def identities(cases: list[str]) -> dict[str, list[str]]:
     """Run and curve of each case."""
     # The toy's scale, on another model: what the table was begun with.
     lists = [[*case.split(), *(("scaled_for=null",) if "model=path" in case else QUICK)] for case in cases]
-    return {case: [spec.run, spec.curve] for case, spec in zip(cases, plan_members(lists), strict=True)}
+    specs = plan_members(lists)
+    for spec in specs:
+        check_identity(spec, Path())  # what was composed is what it says
+    return {case: [spec.run, spec.curve] for case, spec in zip(cases, specs, strict=True)}
 
 
 @pytest.fixture
@@ -119,6 +123,27 @@ def test_no_identity_has_changed(place: Path) -> None:
     frozen = json.loads(TABLE.read_text())
     assert len(frozen) >= 30 and set(CASES) <= set(frozen), "new cases: python -m tests.member.test_identity"
     assert identities(list(frozen)) == frozen
+
+
+def test_a_specification_that_is_not_what_it_names_is_refused(place: Path) -> None:
+    task = ["task=jsonl", "task.train=train.jsonl", "task.heldout={a:heldout.jsonl}"]
+    (spec,) = plan_members([["variant=loss_dapo", *task, *QUICK]])
+    check_identity(spec, place)
+    faster = {**spec.config, "optimizer": {**spec.config["optimizer"], "lr": 1.0}}
+    other_loss = {**spec.reference, "advantage": {**spec.reference["advantage"], "choice": "another"}}
+    for changed in (
+        replace(spec, config=faster),
+        replace(spec, seed=1),
+        replace(spec, run=spec.curve),
+        replace(spec, departures={}),
+        replace(spec, reference=other_loss),
+    ):
+        with pytest.raises(ConfigurationError, match=rf"^{place / 'spec.json'}: .*restore what was changed"):
+            check_identity(changed, place)
+    check_identity(replace(spec, steps=9, config={**spec.config, "budget": {"steps": 9}}), place)
+    (place / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "3"}\n')
+    with pytest.raises(ConfigurationError, match=r"a file was that it names"):
+        check_identity(spec, place)
 
 
 def test_the_table_tells_curves_apart() -> None:

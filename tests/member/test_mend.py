@@ -13,6 +13,7 @@ from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.run import run_member
 from sweeps.errors import UserError
+from sweeps.run.files import dump_line, parse_line
 from sweeps.run.journal import JOURNAL_FILE, read_journal
 from sweeps.run.progress import is_done
 from sweeps.run.spec import SPEC_FILE
@@ -139,7 +140,8 @@ def test_a_run_that_is_done_stays_done_with_a_broken_line(run_dir: Path, capfd: 
 
 def test_a_journal_of_another_run_is_refused_and_not_touched(run_dir: Path) -> None:
     path = run_dir / JOURNAL_FILE
-    raw = path.read_bytes().replace(run_dir.name.encode(), b"somebody")
+    header, rest = path.read_bytes().split(b"\n", 1)
+    raw = dump_line({**(parse_line(header) or {}), "run": "somebody"}, checksum=True) + rest
     path.write_bytes(raw)
     before = names(run_dir)
     assert (run_dir / SPEC_FILE).exists()

@@ -27,6 +27,7 @@ from sweeps.executor.slurm import ClusterExecutor
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.nodes import MOST_FREE, OUT_S
 from sweeps.launch.status import overview
+from sweeps.run.files import dump_line, parse_line
 from sweeps.run.journal import JOURNAL_FILE
 from sweeps.run.lease import Lease, LeaseLostError
 from sweeps.run.spec import RunSpec
@@ -325,7 +326,8 @@ def test_a_journal_that_cannot_be_read_is_no_budget_that_grew(
         if damage == "a line":  # and the end is lost
             path.write_bytes(b"".join([*lines[:3], b"<<<\n", *lines[4:-1]]))
         else:
-            path.write_bytes(b"".join(lines).replace(spec.run.encode(), b"somebody", 1))
+            header = {**(parse_line(lines[0]) or {}), "run": "somebody"}
+            path.write_bytes(b"".join([dump_line(header, checksum=True), *lines[1:]]))
         return judge(executor, each)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ClusterExecutor, "_outcome", spoil_and_judge)

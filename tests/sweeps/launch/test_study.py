@@ -7,6 +7,7 @@ import json
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -221,6 +222,47 @@ def test_the_frozen_spec_is_there_before_the_member_starts(tmp_path: Path, specs
             return super().submit(submission, members)
 
     Study(tmp_path, specs).run(Checking())
+
+
+def change(spec_file: Path, key: str, value: object) -> None:
+    """Edit a frozen specification, as a hand or a disk would."""
+    content = json.loads(spec_file.read_text())
+    (content["config"] if key in content["config"] else content)[key] = value
+    spec_file.write_text(json.dumps(content))
+
+
+def test_a_specification_that_was_changed_runs_nothing(tmp_path: Path, specs: list[RunSpec]) -> None:
+    """Under the identity of what it was it would be another experiment."""
+    study, executor, observer = Study(tmp_path, specs), ScriptedExecutor(max_parallel=1), Recorder()
+    other = study.run_dir(specs[2]) / "spec.json"
+    executor.during_poll = lambda: change(other, "loss", {"choice": "cispo"})
+    states = study.run(executor, [observer])
+    assert executor.submitted == [spec.run for spec in specs if spec is not specs[2]]
+    reason = states[specs[2].run].reason
+    assert states[specs[2].run].state == "failed" and reason is not None
+    assert reason.startswith(f"{other}: changed since the study was launched") and observer.closed == [1]
+    with pytest.raises(UserError, match=f"^{other}: changed since"):
+        Study.read(tmp_path)
+    # The command that made it freezes it as it was; a budget that has grown is nothing that was changed.
+    longer = [replace(spec, steps=6) for spec in specs]
+    assert {each.state for each in Study(tmp_path, longer).run(ScriptedExecutor()).values()} == {"finished"}
+    assert [spec.steps for spec in Study.read(tmp_path).specs] == [6] * 4
+    assert events(study, specs[0]).count("planned") == 1
+
+
+def test_a_specification_that_is_frozen_otherwise_has_its_checksum_written_down(tmp_path: Path) -> None:
+    spec = member("cispo")
+    Study(tmp_path, [spec]).run(ScriptedExecutor({spec.run: [ends(1)]}))
+    ledger = tmp_path / "ledger.jsonl"
+    # By an earlier version, which kept no checksum, and by another command, to which it is a departure from another.
+    ledger.write_text(re.sub(r',"checksum":"\w+"', "", ledger.read_text()))
+    assert Study.read(tmp_path).specs == [spec] and Ledger(tmp_path).fold()[spec.run].checksum is None
+    for again in (spec, replace(spec, departures={"loss": "cispo"})):
+        study = Study(tmp_path, [again])
+        study.run(ScriptedExecutor({spec.run: [ends(1)]}))
+        assert Study.read(tmp_path).specs == [again]
+        assert study.ledger.fold()[spec.run].checksum == again.checksum()
+    assert events(study, spec).count("planned") == 3
 
 
 def test_a_member_named_twice_runs_once(tmp_path: Path, specs: list[RunSpec]) -> None:

@@ -197,6 +197,24 @@ def test_a_spec_comes_back_from_its_directory(tmp_path: Path) -> None:
     assert departs_on(written) == ("loss",)
 
 
+def test_a_checksum_is_of_all_but_the_budget_and_what_is_operational(tmp_path: Path) -> None:
+    first = spec({**CONFIG, "odd": {1: (2, 0.1), "ü": None}})
+    first.write(tmp_path)
+    read = RunSpec.read(tmp_path)
+    assert read.checksum() == first.checksum()
+    longer = replace(read, steps=9, overrides=("budget.steps=9",), config={**read.config, "budget": {"steps": 9}})
+    assert longer.checksum() == first.checksum()
+    changes = [
+        {"config": {**read.config, "loss": {}}},
+        {"reference": {**read.reference, "loss": {}}},
+        *({name: "another"} for name in ("run", "curve", "recipe", "baseline", "seed", "folders", "departures")),
+    ]
+    assert len({replace(read, **change).checksum() for change in (*changes, {})}) == len(changes) + 1
+    read.check_checksum(tmp_path, None)
+    with pytest.raises(UserError, match=f"{tmp_path / SPEC_FILE}: changed since .* and 0123 in the ledger; restore"):
+        read.check_checksum(tmp_path, "0123")
+
+
 def test_a_spec_that_was_read_has_its_old_identity(tmp_path: Path) -> None:
     spec().write(tmp_path)
     read = RunSpec.read(tmp_path)
