@@ -209,6 +209,36 @@ def next_look(
     return ()
 
 
+def result(curves: Sequence[Curve], rules: Rules, stopped: Mapping[str, Look]) -> list[str]:
+    """Describe how a race that is over has ended, in lines: the ranking at its budget, and the winner if there is one.
+
+    Args:
+        curves: of the recipes that were not stopped, with all their evaluations.
+        rules: of the race: who has this chance of ending ahead of the favourite may still be the best.
+        stopped: by recipe, the look that stopped it.
+    """
+    lines = [f"over; ranking by the reward at {rules.budget:.4g}:"]
+    names: list[str] = []
+    if curves:
+        fits = fit_curves(curves, regions=False)
+        look = judged(rules.budget, fits, joint_rewards(fits, rules.budget), rules, {})
+        order = sorted(look.chances, key=lambda each: -each.p_best)
+        names = [each.recipe for each in order if each.p_ahead is None or each.p_ahead >= rules.p_ahead]
+        lines += [
+            f"{place}. {each.recipe}: {_shown(each.R)}, {chance(each.p_best)} of being best"
+            for place, each in enumerate(order, start=1)
+        ]
+    for name, last in sorted(stopped.items(), key=lambda each: -each[1].compute):
+        lines.append(f"-  {name}: stopped at compute {last.compute:.4g}, forecast at {_shown(last.of(name).R)}")
+    if len(names) == 1:
+        lines.append(f"winner: {names[0]}")
+    elif names:
+        lines.append(f"undecided between {', '.join(names)}: none is surely ahead of the others")
+    else:
+        lines.append("undecided: no recipe that was not stopped has been evaluated")
+    return lines
+
+
 def _between(curve: Curve, last: float, level: float) -> bool:
     """Whether it has been evaluated beyond the one and up to the other."""
     return bool(((curve.compute > last) & (curve.compute <= level)).any())

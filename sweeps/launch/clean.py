@@ -18,8 +18,8 @@ from pathlib import Path
 from sweeps.errors import UserError, naming
 from sweeps.executor.attempts import ATTEMPTS_DIR
 from sweeps.executor.submission import JOBS_DIR
-from sweeps.launch.ledger import Ledger, MemberState
-from sweeps.launch.study import LEASE_NAME, RUNS_DIR
+from sweeps.launch.ledger import RUNS_DIR, Ledger, MemberState
+from sweeps.launch.study import LEASE_NAME
 from sweeps.run.journal import LOG_FILE
 from sweeps.run.lease import Lease, LeaseHeldError, alive, held
 from sweeps.run.progress import is_done

@@ -24,10 +24,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sweeps.errors import UserError
 from sweeps.redact import redact
-from sweeps.run.files import append_lines, parse_lines
+from sweeps.run.files import append_lines, parse_line
+from sweeps.run.spec import SPEC_FILE, RunSpec
 
 LEDGER_FILE = "ledger.jsonl"
+RUNS_DIR = "runs"  # beside it: a folder a member, named by its identity
 FULL_DISK_PAUSE_S = 5.0
 EVENTS = ("planned", "submitting", "started", "retried", "finished", "failed", "stopped")
 
@@ -118,25 +121,63 @@ class Ledger:
 
     def entries(self) -> list[dict[str, Any]]:
         """All entries, in order; torn lines and what is no entry are passed over."""
+        return self._read()[0]
+
+    def damaged(self) -> list[int]:
+        """Numbers of the lines, from 1, that are torn or damaged."""
+        return self._read()[1]
+
+    def _read(self) -> tuple[list[dict[str, Any]], list[int]]:
         if not self.path.exists():
-            return []
-        return [
-            entry
-            for entry in parse_lines(self.path.read_bytes())
-            if isinstance(entry.get("run"), str) and entry.get("event") in EVENTS
-        ]
+            return [], []
+        entries, damaged = [], []
+        for number, line in enumerate(self.path.read_bytes().split(b"\n"), start=1):
+            entry = parse_line(line)
+            if entry is None:
+                damaged += [number] if line.strip() else []
+            elif isinstance(entry.get("run"), str) and entry.get("event") in EVENTS:
+                entries.append(entry)
+        return entries, damaged
 
     def fold(self) -> dict[str, MemberState]:
-        """The state of every run the ledger knows, in order of planning."""
+        """The state of every run the ledger knows, in order of planning.
+
+        A run whose `planned` line is lost is known by its frozen specification: from its first other entry on, or last
+        of all where it has none and lines are damaged.
+        """
+        entries, damaged = self._read()
         states: dict[str, MemberState] = {}
-        for entry in self.entries():
+        strangers: set[str] = set()
+        for entry in entries:
             run, event = entry["run"], entry["event"]
-            if event == "planned":
-                new = MemberState(run, entry.get("recipe", ""), int(entry.get("seed", 0)), curve=entry.get("curve"))
-                states[run] = after(states.setdefault(run, new), event, entry)
-            elif run in states:
+            if event == "planned" and run not in states:
+                states[run] = MemberState(
+                    run, entry.get("recipe", ""), int(entry.get("seed", 0)), curve=entry.get("curve")
+                )
+            elif run not in states and run not in strangers:
+                if (found := self._frozen(run)) is None:
+                    strangers.add(run)
+                else:
+                    states[run] = found
+            if run in states:
                 states[run] = after(states[run], event, entry)
+        if damaged:
+            for folder in sorted((self.path.parent / RUNS_DIR).glob(f"*/{SPEC_FILE}")):
+                run = folder.parent.name
+                if run not in states and (found := self._frozen(run)) is not None:
+                    states[run] = found
         return states
+
+    def _frozen(self, run: str) -> MemberState | None:
+        """A member as its own specification has it, before anything happened to it; None if it has none."""
+        run_dir = self.path.parent / RUNS_DIR / run
+        if run_dir.name != run or not (run_dir / SPEC_FILE).is_file():
+            return None
+        try:
+            spec = RunSpec.read(run_dir)
+        except UserError:
+            return None
+        return MemberState(run, spec.recipe, spec.seed, curve=spec.curve) if spec.run == run else None
 
 
 def after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberState:

@@ -16,8 +16,8 @@ from sweeps.as_json import AsJson, as_json
 from sweeps.errors import UserError
 from sweeps.executor.attempts import Attempt, attempts
 from sweeps.executor.scheduler import ENDED, QUEUED, JobInfo, Scheduler
-from sweeps.launch.ledger import LEDGER_FILE, Ledger, MemberState
-from sweeps.launch.study import LEASE_NAME, RUNS_DIR
+from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, MemberState
+from sweeps.launch.study import LEASE_NAME
 from sweeps.redact import redact
 from sweeps.run.code import said
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs

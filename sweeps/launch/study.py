@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from sweeps.executor.base import Executor, Launch, Outcome
 from sweeps.executor.failure import BLAMES_NODE, NEVER, may_retry
 from sweeps.launch.conductor import Conductor, Wish
 from sweeps.launch.labels import check_labels
-from sweeps.launch.ledger import Ledger, MemberState, after
+from sweeps.launch.ledger import RUNS_DIR, Ledger, MemberState, after
 from sweeps.launch.nodes import Nodes
 from sweeps.launch.observer import Observer
 from sweeps.launch.refusal import Before
@@ -27,8 +28,9 @@ from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError
 from sweeps.run.progress import check_own, is_done, why_failed, written
 from sweeps.run.spec import SPEC_FILE, RunSpec, Texts, check_distinct, check_form
 
+_log = logging.getLogger(__name__)
+
 LEASE_NAME = "controller"
-RUNS_DIR = "runs"
 WRITERS = 8  # of specifications, at a time
 
 
@@ -44,6 +46,7 @@ class Study:
         self.directory = directory
         self.specs = check_distinct(specs)
         self.ledger = Ledger(directory)
+        self.gathered = False  # from the folder: several launches may have shared it
 
     @classmethod
     def read(cls, directory: Path) -> Study:
@@ -52,10 +55,17 @@ class Study:
         Raises:
             UserError: there is none, or a specification was changed since it was frozen.
         """
-        states = Ledger(directory).fold()
+        study = cls(directory, [])
+        study.gathered = True
+        states = study.ledger.fold()
         if not states:
             raise UserError(f"{directory}: no ledger of a study here; give the folder that a --multirun wrote to")
-        study = cls(directory, [])
+        if damaged := study.ledger.damaged():
+            _log.warning(
+                "%s: line %s torn or damaged; what only stood there is lost, but for members that have a folder",
+                study.ledger.path,
+                ", ".join(map(str, damaged)),
+            )
         # Several sweeps may have shared the folder, under labels that only together are ambiguous.
         known: dict[str, Any] = {}
         study.specs = [_frozen(directory / RUNS_DIR / run, state, known) for run, state in states.items()]

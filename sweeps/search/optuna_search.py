@@ -27,9 +27,9 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curves
 from sweeps.fit.predict import within
 from sweeps.launch.conductor import Wish
-from sweeps.launch.ledger import MemberState
+from sweeps.launch.ledger import RUNS_DIR, MemberState
 from sweeps.launch.planning import PlannerLostError
-from sweeps.launch.study import RUNS_DIR, Study
+from sweeps.launch.study import Study
 from sweeps.redact import redact_override
 from sweeps.run.files import append_lines
 from sweeps.run.spec import RunSpec

@@ -3,8 +3,11 @@
 Decisions are those of `sweeps.decide.race`: they rest on the evaluations up to a look's compute, whoever looks, and
 when. Each look is in `race.jsonl` before anything is stopped for it, and a later process goes on from there.
 
-    race.jsonl   {"kind": "race", "rules", "axis", "metric", ...}, a {"kind": "look", ...} a look, and at the end what
+    race.jsonl   {"kind": "members", "runs": [...]}, who races, in their order, for whoever goes on with it;
+                 {"kind": "race", "rules", "axis", "metric", ...}, a {"kind": "look", ...} a look, and at the end what
                  the freed compute went to: {"kind": "freed", "compute", "steps": [{"recipe", "action", "members"}]}
+
+A folder that launches share may hold several races: what follows a line of members is theirs.
 """
 
 from __future__ import annotations
@@ -17,13 +20,13 @@ from typing import Any
 
 from sweeps.curve import Curve
 from sweeps.decide.next_run import choice_of, split_budget
-from sweeps.decide.race import Look, next_look
+from sweeps.decide.race import Look, next_look, result
 from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
 from sweeps.launch.conductor import Wish
-from sweeps.launch.ledger import MemberState
+from sweeps.launch.ledger import RUNS_DIR, MemberState
 from sweeps.launch.planning import PlannerLostError
-from sweeps.launch.study import RUNS_DIR, Study
+from sweeps.launch.study import Study
 from sweeps.run.files import append_lines
 from sweeps.run.spec import RunSpec
 from sweeps.search.journals import Journals, how_far
@@ -63,7 +66,12 @@ class LiveRace:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._study, self._settings, self._planned, self._clock = study, settings, planned, clock
-        self._record = RaceRecord.read(study.directory)
+        # A launch races its own members; whoever goes on with the folder, those that the newest race has written down.
+        newest = RaceRecord.read(study.directory).members
+        here = [spec.run for spec in study.specs]
+        self._members = [run for run in newest if run in here] if study.gathered and newest is not None else here
+        self._record = RaceRecord.read(study.directory, self._members)
+        self._told_members = newest == tuple(self._members)
         self._check_rules()
         self._live = settings.mode == "live"
         self._journals = Journals(study.directory / RUNS_DIR)
@@ -76,6 +84,8 @@ class LiveRace:
         self._over = False  # no further look will be taken
         self._refused: list[str] = []  # of what freed compute was to pay for; to be said
         self._seen: object = None
+        self._worked = False  # a member has been at work since this process looks
+        self._ended: list[str] = []  # what was said of the end
         self._wish = Wish()
 
     def _check_rules(self) -> None:
@@ -94,7 +104,11 @@ class LiveRace:
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> Wish:
         """See `Conductor.wish`: who is behind comes first, who is ahead of a look waits for the others."""
+        everybody = states
         now, states = self._clock(), self._own(states)
+        if not self._told_members:
+            self._write({"kind": "members", "runs": self._members})
+            self._told_members = True
         for run in states:
             if run in at_work or states[run].state not in ("started", "submitting"):
                 self._queued_since.pop(run, None)
@@ -103,20 +117,26 @@ class LiveRace:
         waits = {run for run, since in self._queued_since.items() if now - since >= _QUEUED_S}
         ended = {run for run, state in states.items() if state.state in ("finished", "failed")}
         fresh = self._journals.watch(states, at_work)
-        seen = (frozenset(ended), frozenset(at_work), frozenset(waits), tuple(states))
+        seen = (frozenset(ended), frozenset(at_work), frozenset(waits), tuple(everybody))
         if not fresh and seen == self._seen:
             return replace(self._wish, said=())
         self._seen = seen
         said = self._look(states, ended)
         if self._over and not at_work and not self._freed_done and (dead := self._dead(states)):
             said.append(f"race: what was freed is kept for {', '.join(dead)}, of which every run has failed")
-        said, self._refused = [*said, *self._refused], []
-        self._wish = Wish(*self._wanted(states, ended, at_work, waits), said=tuple(said))
+        go_on, later, over = self._wanted(states, ended, at_work, waits)
+        said, self._refused = [*said, *self._refused, *self._end(states, over, at_work)], []
+        others = {
+            spec.run: everybody[spec.run] for spec in self._study.specs if spec.run in everybody.keys() - states.keys()
+        }
+        go_on += [run for run, state in others.items() if state.state not in ("finished", "stopped")]
+        over |= {run: state.reason or "stopped" for run, state in others.items() if state.state == "stopped"}
+        self._wish = Wish(go_on, later, over, said=tuple(said))
         return self._wish
 
     def _own(self, states: Mapping[str, MemberState]) -> dict[str, MemberState]:
-        """Of the members that race: others may share the folder, of which this launch knows nothing."""
-        return {spec.run: states[spec.run] for spec in self._study.specs if spec.run in states}
+        """Of the members that race, and of what freed compute pays for: others may share the folder."""
+        return {run: states[run] for run in dict.fromkeys([*self._members, *self._extra]) if run in states}
 
     def _wanted(
         self,
@@ -168,7 +188,7 @@ class LiveRace:
 
     def _curves(self) -> list[Curve]:
         """Of the evaluations so far, in the order of the study, not of who came first: sums depend on it."""
-        runs = [spec.run for spec in self._study.specs if spec.run not in self._extra]
+        runs = [run for run in self._members if run not in self._extra]
         return self._journals.curves(runs, self._record.metric, self._record.axis)
 
     def _cost(self, run: str) -> float | None:
@@ -208,8 +228,9 @@ class LiveRace:
         own = [(state, run) for run, state in states.items() if run not in self._extra]
         reached, failed = how_far((state.recipe, state.state, self._reached.get(run, 0.0)) for state, run in own)
         while isinstance(found := next_look(curves, rules, reached, self._record.looks, failed=failed), Look):
-            self._write({"kind": "look", "mode": self._settings.mode, "look": found.to_json()})
-            self._record = replace(self._record, looks=(*self._record.looks, found))
+            at = self._write({"kind": "look", "mode": self._settings.mode, "look": found.to_json()})
+            taken = (*self._record.taken, (at, self._settings.mode))
+            self._record = replace(self._record, looks=(*self._record.looks, found), taken=taken)
             if not self._live:
                 said += [f"would be {found.why(name, rules)} ({name})" for name in found.stopped]
         self._over = found == ()
@@ -241,8 +262,33 @@ class LiveRace:
         self._record = replace(self._record, rules=rules, axis=first.axis, metric=first.metric)
         return [f"to {budget:.4g} {first.unit} a run ({source}); the first look is at {rules.first * budget:.4g}"]
 
-    def _write(self, line: Mapping[str, Any]) -> None:
-        append_lines(self._study.directory / RACE_FILE, [{"time": time.time(), **line}], durable=True)
+    def _write(self, line: Mapping[str, Any]) -> float:
+        """Returns when: seconds, by the clock of the ledger's entries."""
+        now = self._study.ledger.now()
+        append_lines(self._study.directory / RACE_FILE, [{"time": now, **line}], durable=True)
+        return now
+
+    def _end(self, states: Mapping[str, MemberState], over: Collection[str], at_work: Collection[str]) -> list[str]:
+        """How the race has ended, once nobody races any more: ranking, winner, and what was spared."""
+        self._worked = self._worked or bool(at_work)
+        racing = [run for run in self._members if run in states and run not in over and states[run].state != "finished"]
+        given_up = self._worked and all(states[run].state == "failed" for run in racing)
+        rules = self._record.rules
+        if rules is None or at_work or (racing and not given_up):
+            return []
+        try:
+            curves = self._curves()
+        except UserError:  # it has been said
+            return []
+        spared = sum(self._spared(states).values())
+        full = rules.budget * sum(run in states for run in self._members)
+        stopped = self._record.stopped if self._live else {}
+        said = result([each for each in curves if each.recipe not in stopped], rules, stopped)
+        verb = "spared" if self._live else "a race that stops would have spared"
+        said.append(f"{verb} {spared:.4g} of the {full:.4g} that all runs to the budget take ({spared / full:.0%})")
+        said = [f"race: {line}" for line in said]
+        before, self._ended = self._ended, said
+        return said if said != before else []
 
     # --- freed compute -------------------------------------------------------------------------------------------
 
@@ -296,8 +342,7 @@ class LiveRace:
         """What `scalerl plan --budget` makes of the compute that was freed, for runs of the recipes that are left."""
         rules, stopped = self._record.rules, self._record.stopped
         assert rules is not None
-        # As the looks have it: how far a run came before it was really stopped is a matter of time.
-        freed = sum(rules.budget - stopped[each.recipe].compute for each in states.values() if each.recipe in stopped)
+        freed = sum(self._spared(states).values())
         curves = [curve for curve in self._curves() if curve.recipe not in stopped]
         line: dict[str, Any] = {"kind": "freed", "compute": freed, "steps": [], "sentence": "nothing was freed"}
         if not curves or freed <= 0:
@@ -315,6 +360,30 @@ class LiveRace:
             members = self._longer([run], to)
             steps.append({"recipe": split.winner, "action": "commit", "compute": to, "members": members})
         return {**line, "steps": steps, "sentence": split.sentence}
+
+    def _spared(self, states: Mapping[str, MemberState]) -> dict[str, float]:
+        """Compute that each stopped member was really spared; in a dry run, that it would have been."""
+        record = self._record
+        assert record.rules is not None
+        started: dict[str, float] = {}
+        for entry in self._study.ledger.entries() if self._live and record.stopped else []:
+            if entry["event"] == "started":
+                started[entry["run"]] = float(entry.get("time", 0.0))
+        when = {name: taken for look, taken in zip(record.looks, record.taken, strict=True) for name in look.stopped}
+        found = {}
+        for run in (run for run in self._members if run in states and states[run].recipe in record.stopped):
+            name = states[run].recipe
+            spent = record.stopped[name].compute
+            if self._live:
+                at, mode = when[name]
+                if states[run].state == "finished":
+                    spent = record.rules.budget
+                elif mode != "live" or started.get(run, at) > at:
+                    # A dry run stopped nothing, and a launch without a race has let it go on.
+                    spent = max(spent, self._reached.get(run, 0.0))
+                # Else as the look has it: how far it came before it was really stopped is a matter of time.
+            found[run] = max(0.0, record.rules.budget - spent)
+        return found
 
     def _seed(self, run: str) -> tuple[str, str]:
         """One more seed of a recipe: the run that it is like, and what is another."""

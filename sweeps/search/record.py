@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ class RaceRecord:
     """What `race.jsonl` holds. rules, axis and metric are None before the race has begun.
 
     mode: of the last look. freed: what the freed compute went to. pruned: by run, why a trial of a search was stopped.
+    taken: of each look, when it was written down (seconds) and in which mode. members: identities of those that race,
+    in their order; None where an earlier version began it.
     """
 
     rules: Rules | None = None
@@ -29,21 +31,38 @@ class RaceRecord:
     freed: Mapping[str, Any] | None = None
     mode: str = "live"
     pruned: Mapping[str, str] = field(default_factory=dict)
+    taken: tuple[tuple[float, str], ...] = ()
+    members: tuple[str, ...] | None = None
 
     @classmethod
-    def read(cls, study: Path) -> RaceRecord:
-        """The record of the study in a folder; an empty one where there was no race."""
+    def read(cls, study: Path, members: Collection[str] | None = None) -> RaceRecord:
+        """The record of the study in a folder; an empty one where there was no race.
+
+        Args:
+            study: folder of the study.
+            members: identities; races of others that share the folder are left out. None: those of the newest race.
+        """
         path = study / RACE_FILE
-        found = cls()
-        for line in parse_lines(path.read_bytes()) if path.exists() else []:
-            if line.get("kind") == "race":
+        lines = parse_lines(path.read_bytes()) if path.exists() else []
+        if members is None:
+            members = next((line["runs"] for line in reversed(lines) if line.get("kind") == "members"), None)
+        found, theirs = cls(), False
+        for line in lines:
+            kind = line.get("kind")
+            if kind == "members":
+                theirs = members is not None and not set(members) & set(line["runs"])
+                found = found if theirs else replace(found, members=tuple(line["runs"]))
+            elif theirs:
+                continue
+            elif kind == "race":
                 found = replace(found, rules=Rules(**line["rules"]), axis=line["axis"], metric=line["metric"])
-            elif line.get("kind") == "look":
-                looks = (*found.looks, Look.of_json(line["look"]))
-                found = replace(found, looks=looks, mode=line.get("mode", found.mode))
-            elif line.get("kind") == "freed":
+            elif kind == "look":
+                mode = line.get("mode", found.mode)
+                looks, taken = (*found.looks, Look.of_json(line["look"])), (*found.taken, (line.get("time", 0.0), mode))
+                found = replace(found, looks=looks, mode=mode, taken=taken)
+            elif kind == "freed":
                 found = replace(found, freed=line)
-            elif line.get("kind") == "pruned":
+            elif kind == "pruned":
                 found = replace(found, pruned={**found.pruned, line["run"]: line["why"]})
         return found
 

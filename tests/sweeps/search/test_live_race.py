@@ -104,6 +104,14 @@ def test_losers_are_stopped_and_the_others_run_to_the_end(tmp_path: Path) -> Non
     assert reason is not None and "of ending ahead of scalerl+a=0." in reason and "stopped at compute" in reason
     assert ("stopped", "scalerl+a=0.35 seed 0", reason) in told.heard
     assert told.closed == [0], "a member that was stopped has not failed"
+    # How it has ended: who comes in which place, who wins, and what the others were spared.
+    end = told.said[-told.said[::-1].index("race: over; ranking by the reward at 1:") - 1 :]
+    named = [line.split(": ")[1].split(". ")[-1].removeprefix("-  ") for line in end[1:5]]
+    assert set(named[:2]) == WINNERS and set(named[2:]) == LOSERS
+    assert all("of being best" in line for line in end[1:3]) and "stopped at compute" in end[3]
+    assert end[5].startswith(("race: winner: scalerl+a=0.7", "race: undecided between scalerl+a=0.7"))
+    spared = sum(2 * (1 - look["compute"]) * len(look["stopped"]) for look in looks(tmp_path))
+    assert end[6:] == [f"race: spared {spared:.4g} of the 8 that all runs to the budget take ({spared / 8:.0%})"]
     view = next(each for each in overview(tmp_path) if each.recipe == "scalerl+a=0.35")
     assert (view.state, view.reason) == ("stopped", reason)
 
@@ -124,7 +132,14 @@ def test_a_dry_run_stops_nothing_and_says_what_it_would_have(tmp_path: Path) -> 
     assert looks(tmp_path / "dry") == looks(tmp_path / "live")
     assert sum("would be stopped at compute" in line for line in told.said) == 2
     # And then in earnest: what was decided holds, and there is nothing left to stop.
-    assert recipes(raced(tmp_path / "dry", four()), "stopped") == set()
+    assert "race: a race that stops would have spared" in told.said[-1]
+    told = Told()
+    states = raced(tmp_path / "dry", four(), rules=replace(LIVE, freed="plan"), told=told)
+    assert recipes(states, "stopped") == set()
+    # All was spent: nothing was spared, and there is nothing to spend a second time.
+    freed = RaceRecord.read(tmp_path / "dry").freed
+    assert freed is not None and freed["compute"] == 0 and freed["steps"] == []
+    assert "race: spared 0 of the 8 that" in told.said[-1]
 
 
 def test_where_all_are_alike_nobody_is_stopped(tmp_path: Path) -> None:
@@ -280,6 +295,38 @@ def test_members_of_another_launch_in_the_same_folder_take_no_part(tmp_path: Pat
     assert recipes(states, "finished") == WINNERS
 
 
+def test_whoever_goes_on_with_a_shared_folder_decides_as_the_launch_did(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, specs = tmp_path / "a", four()
+    raced(tmp_path / "undisturbed", specs)
+    # Another launch without a race, of which one failed; then the race, killed as it began, and a line that is lost.
+    others = [member(0.9), member(0.95)]
+    Study(here, others).run(Runners(slots=2, fails={others[0].run: 4}), [])
+    killed(here, Runners(slots=2, killed_after=2))
+    ledger = here / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    for number, spec in ((0, specs[7]), (1, specs[0])):  # one that has not begun, one that has
+        at = next(at for at, line in enumerate(lines) if f'"planned","run":"{spec.run}"' in line)
+        lines[at] = "\0" * 30 + "\n" if number else lines[at][:20] + "\n"
+    ledger.write_text("".join(lines))
+    study = Study.read(here)
+    assert {spec.run for spec in study.specs} == {spec.run for spec in (*specs, *others)}
+    assert f"{ledger}: line" in caplog.text and "damaged" in caplog.text
+    states = study.run(Runners(slots=2), [], conductor=LiveRace(study, LIVE, planned))
+    assert looks(here) == looks(tmp_path / "undisturbed")
+    assert recipes(states, "stopped") <= LOSERS
+    assert recipes(states, "finished") >= WINNERS | {spec.recipe for spec in others}
+    assert recipes(states, "failed") == set()
+    assert RaceRecord.read(here).members == tuple(spec.run for spec in specs)
+    # What was lost was written down again, and another race in the folder is another race.
+    ledger.write_text("".join(line for line in ledger.read_text().splitlines(keepends=True) if line[:1] == "{"))
+    assert len(Study.read(here).specs) == 10
+    raced(here, [member(0.3), member(0.8)])
+    assert RaceRecord.read(here).stopped.keys() == {"scalerl+a=0.3"}
+    assert RaceRecord.read(here, [specs[0].run]).stopped.keys() == LOSERS
+
+
 def test_an_evaluation_that_cannot_be_read_ends_no_study(tmp_path: Path) -> None:
     specs, told = four(), Told()
     executor = Runners(slots=8)
@@ -311,6 +358,19 @@ def test_a_stopped_run_is_continued_by_a_launch_without_a_race(tmp_path: Path) -
     states = study.run(executor, [])
     assert recipes(states, "finished") == {spec.recipe for spec in four()}
     assert len(executor.started) == 4
+    raced(tmp_path, four(), rules=replace(LIVE, freed="plan"))
+    freed = RaceRecord.read(tmp_path).freed
+    assert freed is not None and freed["compute"] == 0, "what was continued has not been freed"
+
+
+def test_of_a_run_that_a_dry_run_took_further_only_the_rest_is_freed(tmp_path: Path) -> None:
+    killed(tmp_path, Runners(slots=8, killed_after=14), replace(LIVE, mode="dry_run"))
+    assert RaceRecord.read(tmp_path).stopped.keys() == LOSERS
+    states = raced(tmp_path, four(), rules=replace(LIVE, freed="plan"))
+    assert recipes(states, "stopped") == LOSERS
+    spent = [last_metrics(tmp_path / "runs" / run)["step"] / STEPS for run in states if states[run].state == "stopped"]
+    freed = RaceRecord.read(tmp_path).freed
+    assert freed is not None and 0 < freed["compute"] == pytest.approx(sum(1 - each for each in spent))
 
 
 def test_a_race_goes_on_by_the_rules_that_it_was_begun_with(tmp_path: Path) -> None:
