@@ -28,7 +28,8 @@ class Race(Recorder):
     before the first look decide by the same evaluations, and so alike; one that begins later looks at rivals that the
     others did not see. A stopped run ends as by Lightning's `EarlyStopping` (`trainer.should_stop`), is saved, and can
     be continued with `fit(ckpt_path=...)` without this callback. Each look is in `race.jsonl` in the run's directory.
-    Where the journals cannot be compared a warning says why, and no look is taken.
+    Where the journals cannot be compared a warning says why, and no look is taken. Runs of one label are seeds of one
+    recipe and do not race each other; a warning says so of those that nothing else tells apart.
 
     Args:
         study: folder that holds the directories of all runs that race, this one's among them.
@@ -65,7 +66,7 @@ class Race(Recorder):
             raise ConfigurationError(f"Race: {str(error).removeprefix('--')}") from error
         self.study, self.dry_run, self._metric, self._axis = Path(study), dry_run, metric, axis
         self._onlooker: Onlooker | None = None
-        self._due = self._said = False
+        self._due = self._said = self._told_namesakes = False
         self._trouble: str | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -96,6 +97,9 @@ class Race(Recorder):
         if self._onlooker.trouble not in (None, self._trouble):
             log.warning("race: no look: %s", self._onlooker.trouble)
         self._trouble = self._onlooker.trouble
+        if self._onlooker.namesakes is not None and not self._told_namesakes:
+            self._told_namesakes = True
+            log.warning("race: %s", self._onlooker.namesakes)
         why = run_of(pl_module).ranks.agree(why)
         if why is None:
             return

@@ -291,7 +291,10 @@ def settle(choice: Choice, limit: float | None = None) -> Settlement:
         return _settlement(standing, cures, "nothing to compare: only one recipe", settled=False)
     if standing.decided:
         # What is settled needs no more of the recipes compared; those without a curve may still change it.
-        return _settlement(standing, cures, f"settled: {standing.sentence}", settled=True)
+        # Which to choose is known though its asymptote is not: "settled" would say both.
+        named = standing.leader in standing.ranked
+        said = "settled" if named else "no further run is needed to choose"
+        return _settlement(standing, cures, f"{said}: {standing.sentence}", settled=True)
     sentence = f"not settled: {standing.sentence.removeprefix('undecided: ')}"
     steps = [_best_step(choice.future, list(fits).index(fit), limit) for fit in contenders]
     chosen = sorted((s for s in steps if s is not None), key=lambda s: (-(s.expected_gain or 0) / s.cost, s.recipe))

@@ -14,7 +14,7 @@ import numpy as np
 from sweeps.as_json import AsJson
 from sweeps.decide.reach import first_above
 from sweeps.decide.standing import best_chances
-from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.fit import Fit, Interval, shown
 from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import paths_over_seeds, quantiles, readable, within
 
@@ -43,15 +43,22 @@ class RewardRow(AsJson):
 
 @dataclass(frozen=True)
 class Rewards(AsJson):
-    """All recipes, the highest reward first. compute: spent by all. reward: reached by all; None if none is."""
+    """All recipes, the highest reward first. compute: spent by all. reward: reached by all; None if none is. fastest:
+    the recipe that reaches it with the least compute; None where that is not known.
+    """
 
     compute: float
     reward: float | None
     budget: float | None
     sentence: str
     rows: tuple[RewardRow, ...]
+    fastest: str | None = None
 
-    JSON: ClassVar = {"compute": "common_compute", "reward": "common_reward"}
+    JSON: ClassVar = {"compute": "common_compute", "reward": "common_reward", "fastest": None}
+
+    def times_the_least(self, row: RewardRow) -> str:
+        """How many times the least compute a recipe takes, as text; `-` where that is not known."""
+        return "1" if row.recipe == self.fastest else shown(row.ratio, ".2f")
 
 
 def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
@@ -96,8 +103,11 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
         )
     order = sorted(range(len(rows)), key=lambda i: (-(rows[i].R.value or 0.0), rows[i].recipe))
     ordered = tuple(rows[i] for i in order)
-    first = None if fastest is None else known[fastest].recipe
-    return Rewards(compute, reward if times else None, budget, _sentence(ordered, compute, reward, first), ordered)
+    # Where even the fastest need not get there nobody is known to take the least.
+    known_time = fastest is not None and quantiles(times[fastest]).value is not None
+    first = known[fastest].recipe if fastest is not None and known_time else None
+    sentence = _sentence(ordered, compute, reward, first)
+    return Rewards(compute, reward if times else None, budget, sentence, ordered, first)
 
 
 def _at_budget(fit: Fit, budget: float | None) -> Array | None:

@@ -35,6 +35,7 @@ class TrackingObserver:
         self._tracker = Tracker(uri, experiment=study.directory.resolve().name, axis=axis)
         self._shipper: Shipper | None = None
         self._statuses: dict[str, str] = {}
+        self._were_stopped: set[str] = set()  # and may have gone on since
         self._next_try = 0.0
         self._unmade: list[RunSpec] = []  # members that are not in the store yet
 
@@ -56,6 +57,7 @@ class TrackingObserver:
 
     def _open(self) -> None:
         study = self._study
+        self._were_stopped |= {entry["run"] for entry in study.ledger.entries() if entry["event"] == "stopped"}
         name = study.directory.resolve().name
         sweep = self._tracker.open_sweep(study.directory, self._members(study.specs), name=name)
         self._shipper = Shipper(self._tracker, sweep)
@@ -66,7 +68,7 @@ class TrackingObserver:
     def _members(self, specs: Sequence[RunSpec]) -> list[Member]:
         return [Member(spec.run, spec.recipe, spec.seed, self._study.run_dir(spec), spec.baseline) for spec in specs]
 
-    def _set(self, run: str, status: str, tags: Mapping[str, str] | None = None) -> None:
+    def _set(self, run: str, status: str, tags: Mapping[str, str | None] | None = None) -> None:
         """Of a member, or of the sweep (""); kept as long as there is nobody to tell."""
         self._statuses[run] = status
         if self._shipper is not None and (not run or run in self._shipper.sweep.members):
@@ -95,8 +97,8 @@ class TrackingObserver:
         self._set(spec.run, "SCHEDULED")
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
-        """RUNNING."""
-        self._set(spec.run, "RUNNING")
+        """RUNNING; why it was stopped before is no longer true."""
+        self._set(spec.run, "RUNNING", {STOPPED_TAG: None} if spec.run in self._were_stopped else None)
 
     def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
         """SCHEDULED again."""
@@ -108,7 +110,10 @@ class TrackingObserver:
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
         """FINISHED, FAILED or KILLED; why a member was stopped is a tag of its run."""
-        self._set(spec.run, STATUS[state], {STOPPED_TAG: reason or ""} if state == "stopped" else None)
+        if state == "stopped":
+            self._were_stopped.add(spec.run)
+        tags = {STOPPED_TAG: (reason or "") if state == "stopped" else None}
+        self._set(spec.run, STATUS[state], tags if spec.run in self._were_stopped else None)
 
     def say(self, line: str) -> None:
         """For people at the terminal."""

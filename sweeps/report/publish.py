@@ -59,6 +59,8 @@ def publish(sources: Sequence[str], uri: str, ranked: Callable[[Ranking], None] 
             tracker.set_tags(member.mlflow_run_id, {STOPPED_TAG: state.reason or ""})
         elif status := STATUS.get(read_journal(member.member.run_dir).status):
             tracker.set_status(member.mlflow_run_id, status)
+            with tracker.reaching("removing a tag"):
+                tracker.remove_tag(member.mlflow_run_id, STOPPED_TAG)
     ranking = rank(fits)
     link = publish_into(tracker, sweep, loaded, fits, ranking)
     ranked(ranking)

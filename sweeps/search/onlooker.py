@@ -7,13 +7,14 @@ others saw. None can make another wait: a look is taken when all that are there 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from sweeps.decide.race import Look, next_look
 from sweeps.decide.rules import Rules
 from sweeps.errors import UserError
 from sweeps.run.files import append_lines, parse_lines
-from sweeps.run.journal import find_runs
+from sweeps.run.journal import JournalView, find_runs
 from sweeps.search.journals import Journals, how_far
 from sweeps.search.record import RACE_FILE
 
@@ -47,16 +48,19 @@ class Onlooker:
             self._looks.append(Look.of_json(line["look"]))
         self.waits_for: tuple[str, ...] = ()
         self.trouble: str | None = None
+        self.namesakes: str | None = None
 
     def look(self) -> str | None:
         """Take the looks that can be taken now; why this run's recipe is stopped, or None.
 
         Where evaluations cannot be compared no look is taken, and `trouble` says why: a rival's journal ends no fit.
+        `namesakes` says of runs that share this one's label that they are no rivals of it.
         """
         run_dirs = find_runs(self._study)
         names = {str(run_dir.resolve().relative_to(self._study)): run_dir for run_dir in run_dirs}
         self._journals.update(list(names))
         views = {name: view for name in names if (view := self._journals.view(name)) is not None}
+        self.namesakes = self._share_a_label(views)
         try:
             curves, self.trouble = self._journals.curves(list(views), self._metric, self._axis), None
         except UserError as error:
@@ -79,3 +83,18 @@ class Onlooker:
         self.waits_for = found
         mine = views[str(self._run_dir.relative_to(self._study))].header.get("recipe", self._run_dir.name)
         return next((look.why(str(mine), self._rules) for look in self._looks if mine in look.stopped), None)
+
+    def _share_a_label(self, views: Mapping[str, JournalView]) -> str | None:
+        """Of runs that do not race for their common label: all there are, or two that not even a seed tells apart."""
+        name = str(self._run_dir.relative_to(self._study))
+        told = {each: (str(view.header.get("recipe", each)), view.header.get("seed")) for each, view in views.items()}
+        if name not in told:
+            return None
+        label, seed = told[name]
+        same = [each for each, (theirs, _) in told.items() if theirs == label]
+        if len(same) < 2 or (len(same) < len(told) and [told[each] for each in same].count((label, seed)) < 2):
+            return None
+        return (
+            f"{len(same)} runs in {self._study} have the label {label!r}, and do not race each other: runs of one "
+            "label are seeds of one recipe; give each recipe its own, RunLog(run_dir, {'recipe': NAME})"
+        )

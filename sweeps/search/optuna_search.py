@@ -8,6 +8,7 @@ finds in the journal what was proposed, and in the ledger and the runs' own jour
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,6 +46,9 @@ _REFUSED = 10
 
 # Trials on which a sampler is tried: more than most of them draw at random before they look at what was told.
 _REHEARSED = 12
+
+# A lock on Optuna's journal that nobody releases for so long has no owner: it is held for one write.
+_LOCK_GRACE_S = 1.0
 
 # The journal holds how far these have come in a sequence that their seed alone decides.
 _NUMBERED = (optuna.samplers.GridSampler, optuna.samplers.QMCSampler)
@@ -94,6 +98,7 @@ class Search:
             self._rehearse()
             optuna.logging.set_verbosity(optuna.logging.WARNING)
             path = self._study.directory / TRIALS_FILE
+            _break_stale_lock(path)
             _cut_torn_line(path)
             found = _opened(path)
             try:
@@ -404,6 +409,30 @@ def _seen_at_least(fit: Fit, compute: float) -> float:
 
 def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _break_stale_lock(path: Path) -> None:
+    """Remove the lock (a link, `optuna.jsonl.lock`) that a killed process has left: Optuna itself waits 30 s for it.
+
+    Whoever runs the study alone writes there, and this process does; who only looks at the trials (a dashboard) holds
+    the lock for the time of one write, and is waited for.
+    """
+    lock = path.with_name(path.name + ".lock")
+
+    def held_as() -> tuple[int, int] | None:
+        try:
+            status = lock.lstat()
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    before = held_as()
+    deadline = time.monotonic() + _LOCK_GRACE_S
+    while before is not None and held_as() == before:
+        if time.monotonic() >= deadline:
+            lock.unlink(missing_ok=True)
+            return
+        time.sleep(_LOCK_GRACE_S / 10)
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -47,7 +47,7 @@ class Shipper:
         self.outage: str | None = None
         self.troubles: dict[str, str] = {}
         self._seen: dict[str, tuple[int, ...]] = {}
-        self._statuses: dict[str, tuple[str, int, dict[str, str]]] = {}
+        self._statuses: dict[str, tuple[str, int, dict[str, str | None]]] = {}
         self._axes: dict[str, str] = {}
         self._tails: dict[str, JournalTail] = {}
         self._lock = threading.Lock()
@@ -91,8 +91,10 @@ class Shipper:
             _log.warning("MLflow: not everything was sent (%s); `scalerl publish` sends the rest", reason)
         return complete
 
-    def set_status(self, run: str, status: str, tags: Mapping[str, str] | None = None) -> None:
+    def set_status(self, run: str, status: str, tags: Mapping[str, str | None] | None = None) -> None:
         """Ask for a status of a member (by identity hash) or of the sweep (by its key), and tags; set in the next pass.
+
+        A tag that is None is removed.
 
         Raises:
             UserError: no such status or run: a mistake of the caller, found at once.
@@ -204,8 +206,10 @@ class Shipper:
         done = True
         try:
             self.tracker.set_status(run_id, *wanted[:2])
-            if wanted[2]:
-                self.tracker.set_tags(run_id, wanted[2])
+            if tags := {name: value for name, value in wanted[2].items() if value is not None}:
+                self.tracker.set_tags(run_id, tags)
+            for name in wanted[2].keys() - tags.keys():
+                self.tracker.remove_tag(run_id, name)
         except UserError as error:
             if getattr(error.__cause__, "error_code", None) not in _ABOUT_THE_RUN:
                 raise

@@ -269,6 +269,11 @@ class Tracker:
         for start in range(0, len(items), 100):
             self.client.log_batch(mlflow_run_id, tags=items[start : start + 100])
 
+    def remove_tag(self, mlflow_run_id: str, name: str) -> None:
+        """Remove a tag of a run, if it has it."""
+        if name in self.client.get_run(mlflow_run_id).data.tags:
+            self.client.delete_tag(mlflow_run_id, name)
+
 
 # Of a member that its study has stopped: why.
 STOPPED_TAG = "stopped.reason"

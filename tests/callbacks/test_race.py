@@ -96,6 +96,31 @@ def test_a_rival_that_cannot_be_compared_ends_no_fit(
     assert caplog.text.count("race: no look: ") == 1 and not (tmp_path / "mine" / "race.jsonl").exists()
 
 
+def test_scripts_that_share_a_label_do_not_race_and_are_told_once(
+    tiny_model_path: str, study: tuple[Path, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, budget = study
+    rival(tmp_path, folder / "whole", "scalerl_core", 0.9)
+    with caplog.at_level(logging.WARNING):
+        fit(tiny_model_path, tmp_path / "mine", 12, [Race(tmp_path, budget)])
+    (said,) = [record.message for record in caplog.records if record.message.startswith("race: ")]
+    assert said.startswith(f"race: 2 runs in {tmp_path.resolve()} have the label 'scalerl_core', and do not race")
+    assert said.endswith("give each recipe its own, RunLog(run_dir, {'recipe': NAME})")
+
+
+def test_of_one_label_are_seeds_where_seeds_tell_them_apart(tmp_path: Path) -> None:
+    mine, rules = begun(tmp_path, 0.7, 4), Rules(1.0, 0.05)
+    onlooker = Onlooker(tmp_path, mine, rules)
+    onlooker.look()
+    assert onlooker.namesakes is None, "alone it has nobody to race"
+    for name, recipe, seed in (("b", "scalerl+a=0.7", 1), ("c", "other", 0), ("d", "scalerl+a=0.7", 0)):
+        journal = Journal(tmp_path / name)
+        journal.header(**{**member(0.7).header(), "run": name, "recipe": recipe, "seed": seed})
+        journal.close()
+        onlooker.look()
+        assert (onlooker.namesakes is None) == (name == "c"), "those of another label are rivals"
+
+
 def test_a_trial_of_a_script_takes_no_looks(tiny_model_path: str, study: tuple[Path, float], tmp_path: Path) -> None:
     folder, budget = study
     rival(tmp_path, folder / "whole", "rival", 0.9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from benchmarks.ranking import KINDS, Recipe, run, study
 from sweeps.curve import Curve, make_curve
 from sweeps.decide.next_run import choice_of, settle, split_budget
 from sweeps.decide.rank import rank
-from sweeps.decide.reward import rewards
+from sweeps.decide.reward import RewardRow, Rewards, rewards
 from sweeps.decide.standing import joint, stand
-from sweeps.fit.fit import fit_curve, fit_curves
+from sweeps.fit.fit import Interval, fit_curve, fit_curves
+from sweeps.report.text import reward_rows
 from tests.sweeps.fit.simulate import curve, law
 
 
@@ -76,6 +78,8 @@ def test_what_is_surely_best_is_chosen_though_its_asymptote_is_open() -> None:
     ranking, choice = rank(fits), choice_of(fits)
     assert not ranking.undecided and ranking.leader == fits[1].recipe == settle(choice).leader
     assert "though it may not be named yet" in ranking.sentence and (choice.standing.p_wrong or 0.0) <= 0.05
+    settlement = settle(choice)
+    assert settlement.settled and settlement.sentence == f"no further run is needed to choose: {ranking.sentence}"
     # Nothing is decided where it could still lie below.
     fits = fit_curves(simulated(Recipe(0.6, 1.8, 1.0, 6.0), Recipe(0.62, 1.5, 3.0, 6.0)))
     assert not fits[1].identifiable and rank(fits).undecided and stand(fits).leader == fits[0].recipe
@@ -139,3 +143,13 @@ def test_the_same_reward_for_more_compute() -> None:
 
 def test_nothing_to_read_is_no_answer() -> None:
     assert rewards([fit_curve(curve("few", points=2))]) is None
+
+
+def test_what_takes_the_least_is_known_or_not_said() -> None:
+    row = RewardRow("a", Interval(0.5, 0.4, 0.6), 0.5, None, None, None, None)
+    others = [replace(row, recipe="b", C=Interval(2.0, 1.0, 3.0)), replace(row, recipe="c", ratio=Interval(2.0, 1, 3))]
+    known = Rewards(10.0, 0.4, None, "", (row, *others), fastest="b")
+    head, rows = reward_rows(known)
+    assert [each[head.index("times the least")] for each in rows] == ["-", "1", "2.00 [1.00, 3.00]"]
+    assert [each[-1] for each in reward_rows(replace(known, fastest=None))[1]] == ["-", "-", "2.00 [1.00, 3.00]"]
+    assert "fastest" not in known.to_json()

@@ -20,6 +20,7 @@ from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.planning import PlannerLostError
 from sweeps.launch.study import Study
 from sweeps.run.spec import RunSpec
+from sweeps.search import optuna_search
 from sweeps.search.optuna_search import TRIALS_FILE, Search
 from sweeps.search.settings import Axis, SearchSettings
 from tests.sweeps.search.runners import STEPS, KilledError, Runners, planned, uneven
@@ -143,6 +144,20 @@ def test_an_interrupted_search_counts_what_is_not_done(tmp_path: Path) -> None:
     open_now = sum(each.state != "finished" for each in states)
     assert len(states) > 4 > open_now > 0
     assert told.closed == [open_now]
+
+
+def test_a_lock_that_a_killed_process_left_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, lock = tmp_path / TRIALS_FILE, tmp_path / f"{TRIALS_FILE}.lock"
+    monkeypatch.setattr(optuna_search, "_LOCK_GRACE_S", 0.05)
+    lock.symlink_to(journal)  # as Optuna's own lock
+    optuna_search._break_stale_lock(journal)
+    assert not lock.is_symlink()
+    # One that its owner releases meanwhile, and takes again, is not touched.
+    lock.symlink_to(journal)
+    taken = iter([lock.unlink, lambda: lock.symlink_to(tmp_path)])
+    monkeypatch.setattr(optuna_search.time, "sleep", lambda seconds: (next(taken)(), next(taken)()))
+    optuna_search._break_stale_lock(journal)
+    assert lock.readlink() == tmp_path
 
 
 def test_a_larger_number_goes_on_with_the_same_study(tmp_path: Path) -> None:

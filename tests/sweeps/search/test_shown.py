@@ -57,5 +57,9 @@ def test_mlflow_knows_who_was_stopped_and_why_and_whom_the_race_added(schema: Pa
     assert tracked() == expected and {status for status, _ in expected.values()} == {"KILLED", "FINISHED"}
     assert main(["publish", str(tmp_path / "study"), "--mlflow", uri]) == 0
     assert tracked() == expected, "whoever publishes it afterwards says the same"
+    # Whoever is continued, and done, is no longer one that was stopped.
+    more = Study(tmp_path / "study", four())
+    more.run(Runners(slots=8), [TrackingObserver(more, uri, AXIS)])
+    assert set(tracked().values()) == {("FINISHED", None)}
     (parent,) = tracker.client.search_runs([experiment], "tags.kind = 'sweep'")
     assert "race.jsonl" in {file.path for file in tracker.client.list_artifacts(parent.info.run_id)}
