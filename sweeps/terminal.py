@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TextIO
 
 # Seconds between two lines where there is no terminal: a log file that is read afterwards needs no more.
 EVERY_S = 30.0
+
+_KEPT_BYTES = 1 << 16  # of lines that nobody has read yet
+
+
+class NeverBlocking:
+    """Writes to a stream whose reader may be slow or gone for good, and never waits for him.
+
+    What a pipe has no room for is kept for the next line, the newest of it; the rest is dropped.
+
+    Args:
+        stream: text; one without a file descriptor of its own is written to as it is.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._kept = b""
+        self._poll: select.poll | None = None
+        with suppress(OSError, ValueError, AttributeError):
+            self._descriptor = stream.fileno()
+            self._poll = select.poll()
+            self._poll.register(self._descriptor, select.POLLOUT)
+
+    def write(self, text: str) -> None:
+        """Write as much as there is room for."""
+        if self._poll is None:
+            self._stream.write(text)
+            return
+        self._kept += text.encode(errors="replace")
+        if len(self._kept) > _KEPT_BYTES:
+            _, _, self._kept = self._kept[-_KEPT_BYTES:].partition(b"\n")
+        # Up to PIPE_BUF bytes a pipe that is ready takes at once, and without blocking.
+        while self._kept and any(event & select.POLLOUT for _, event in self._poll.poll(0)):
+            self._kept = self._kept[os.write(self._descriptor, self._kept[: select.PIPE_BUF]) :]
 
 
 class Bar:

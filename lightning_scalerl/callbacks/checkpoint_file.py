@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,6 +125,9 @@ def damage(path: Path) -> str | None:
     Raises:
         OSError: it cannot be read.
     """
+    # Opening a FIFO waits for a writer that never comes.
+    if not stat.S_ISREG(path.stat().st_mode):
+        return "no regular file"
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()

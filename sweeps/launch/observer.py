@@ -10,7 +10,7 @@ from typing import Protocol, TextIO
 
 from sweeps.run.progress import last_metrics
 from sweeps.run.spec import RunSpec
-from sweeps.terminal import duration
+from sweeps.terminal import NeverBlocking, duration
 
 SHOWN = 6  # members a line of progress
 LOOKS = 32  # journals opened at a time: a cluster may run a thousand members, on files that are far away
@@ -73,7 +73,8 @@ class Progress:
         steps: budget of a member, on average: what is left is told from it.
         every_s: seconds between lines, or between looks on a terminal.
         metric: shown for each running member, as it was last evaluated.
-        write: takes a line; by default stderr, so that what is piped stays data, and a table if that is a terminal.
+        write: takes a line; by default stderr, so that what is piped stays data, and a table if that is a terminal. A
+            pipe that nobody reads holds nobody up.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Progress:
         self._total = total
         self._steps = steps
         self._live = _Live(sys.stderr) if write is None and sys.stderr.isatty() else None
-        self._write = write or sys.stderr.write
+        self._write = write or NeverBlocking(sys.stderr).write
         self._every_s = every_s if every_s is not None else (2.0 if self._live else 10.0)
         self._metric = metric
         self._begin = self._last = time.monotonic()

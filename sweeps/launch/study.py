@@ -257,6 +257,7 @@ class _Controller:
         if not waiting:
             self._accept()
         while waiting or self._executor.running():
+            self._still_ours()  # before a folder is made where the study no longer is
             waiting = self._submit(waiting)
             for outcome in self._executor.poll(timeout_s=1.0):
                 waiting += self._settle(outcome)

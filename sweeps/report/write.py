@@ -27,6 +27,9 @@ from sweeps.search.record import RaceRecord
 # Fits a recipe in `histories`, about: they are most of a report's time.
 _PREFIXES = 12
 
+# With one of these a spreadsheet begins a formula.
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
+
 
 def write_report(
     path: str | Path,
@@ -129,6 +132,8 @@ def histories(fits: Sequence[Fit]) -> dict[str, list[Snapshot]]:
 def write_ranking_csv(path: str | Path, fits: Sequence[Fit], ranking: Ranking) -> Path:
     """A row a recipe, in the ranking's order; an open bound, or what may not be named, is an empty cell.
 
+    A text that a spreadsheet would take for a formula has an apostrophe before it.
+
     Raises:
         UserError: the file cannot be written.
     """
@@ -137,7 +142,7 @@ def write_ranking_csv(path: str | Path, fits: Sequence[Fit], ranking: Ranking) -
     rows = [_csv_row(by_recipe[entry.recipe], ranking, at) for at, entry in enumerate(ranking.ranking)]
     writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else ["recipe"], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({name: _inert(value) for name, value in row.items()} for row in rows)
     _write(Path(path), text.getvalue().encode("utf-8", errors="replace"))
     return Path(path)
 
@@ -170,6 +175,11 @@ def _csv_row(fit: Fit, ranking: Ranking, at: int) -> dict[str, Any]:
         "compute_axis": fit.curve.axis,
         "reason": entry.reason,
     }
+
+
+def _inert(value: Any) -> Any:
+    """A cell that no spreadsheet evaluates: labels and reasons may be somebody else's."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA_STARTS) else value
 
 
 def _cells(name: str, interval: Interval) -> dict[str, float | None]:

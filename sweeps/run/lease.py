@@ -284,6 +284,11 @@ class Lease:
             time.sleep(_READ_PAUSE_S)  # a file server that is away for a moment
         if self._lost or facts.get("token") != self._token:
             self._lost = self._lost or not facts.get("unreadable")
+            if not self._file.exists():
+                raise LeaseLostError(
+                    f"{self._directory}: renamed or removed while this process was at work in it, which therefore "
+                    "stops; give the command again, with the new place, to go on there"
+                )
             raise LeaseLostError(f"{self._directory}: taken over by {self.holder()}, or not to be read")
         self._checked = now
 

@@ -336,6 +336,14 @@ def test_what_is_beyond_a_step_is_passed_over(whole_run: Path) -> None:
     assert newest_checkpoint(directory, at_most=4).passed_over == ()
     nothing = newest_checkpoint(directory, at_most=1)
     assert nothing.path is None and len(nothing.passed_over) == 2
+    pipe = directory / "step-00000008.ckpt"
+    os.mkfifo(pipe)  # whoever opened it would wait for ever
+    try:
+        assert [(each.checkpoint, each.why) for each in newest_checkpoint(directory).passed_over] == [
+            (pipe.name, "no regular file")
+        ]
+    finally:
+        pipe.unlink()
 
 
 def test_what_the_journal_beside_does_not_record_is_passed_over(whole_run: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, Journal, read_journal
 from sweeps.run.lease import LeaseLostError
 from sweeps.run.progress import is_done, last_metrics, why_failed
 from sweeps.run.spec import RunSpec, make_spec
+from sweeps.terminal import NeverBlocking
 
 # What a member does between its start and its end: writes into its directory, returns its exit code.
 Behaviour = Callable[[Path], int]
@@ -765,6 +767,31 @@ def test_a_controller_that_lost_the_study_to_another_writes_nothing_more(tmp_pat
     entries = Ledger(tmp_path).entries()
     assert [entry["event"] for entry in entries] == ["planned"] * len(specs) + ["started"]
     assert observer.closed == [0], "none is called failed"
+
+
+def test_a_study_that_is_renamed_while_it_runs_leaves_nothing_behind(tmp_path: Path, specs: list[RunSpec]) -> None:
+    here, executor = tmp_path / "here", ScriptedExecutor({specs[0].run: [ends(0)]}, max_parallel=1)
+    executor.during_poll = lambda: here.rename(tmp_path / "there") and None
+    with pytest.raises(LeaseLostError, match=f"^{here}: renamed or removed while .* with the new place"):
+        Study(here, specs).run(executor)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"] and executor.submitted == [specs[0].run]
+
+
+def test_a_pipe_that_nobody_reads_holds_no_controller_up(tmp_path: Path, specs: list[RunSpec]) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as reader, os.fdopen(writing, "w") as stream:
+        os.set_blocking(writing, False)
+        with pytest.raises(BlockingIOError):
+            while True:
+                os.write(writing, b"x" * 65536)
+        os.set_blocking(writing, True)
+        progress = Progress(4, 4, every_s=0, write=NeverBlocking(stream).write)
+        states = Study(tmp_path, specs).run(ScriptedExecutor(), [progress])
+        assert {state.state for state in states.values()} == {"finished"}
+        # Once somebody reads, the newest lines are there.
+        reader.read1(1 << 20)
+        progress.say("that is all")
+        assert b"4/4 done\n" in (said := reader.read1(1 << 20)) and said.endswith(b"that is all\n")
 
 
 def test_a_study_of_another_version_is_refused_before_anything_is_written(tmp_path: Path) -> None:

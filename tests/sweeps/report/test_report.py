@@ -310,6 +310,11 @@ def test_ranking_csv(tmp_path: Path) -> None:
     assert {"verdict", "A", "A_low", "A_high", "B", "C_mid", "p_best"} <= set(rows[0])
     assert float(rows[0]["A_low"]) < float(rows[0]["A"]) < float(rows[0]["A_high"])
     assert rows[1]["A_high"] == "" and float(rows[1]["p_best"]) > 0.05
+    # What a spreadsheet would run stands there as text; numbers stay numbers.
+    evil = replace(fits[0], curve=replace(fits[0].curve, recipe="=cmd|'/C calc'!A1"))
+    with write_ranking_csv(path, [evil, fits[1]], rank([evil, fits[1]])).open(newline="") as handle:
+        first = next(csv.DictReader(handle))
+    assert first["recipe"] == "'=cmd|'/C calc'!A1" and float(first["A"]) == float(rows[0]["A"])
 
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
