@@ -2,7 +2,7 @@
 
 `interruption` acts while a rollout is generated: if its thinking has not ended by a point drawn at random, a
 phrase that ends it is forced into the completion, token by token. Forced tokens were not sampled: they are in
-neither loss nor ratio. `penalty` acts on the reward of a correct rollout that comes close to the limit.
+neither loss nor ratio. `penalty` acts on the reward of a rollout that comes close to the limit.
 """
 
 from __future__ import annotations
@@ -121,26 +121,42 @@ class Interruption(LengthControl):
 
 
 class Penalty(LengthControl):
-    """Soft length penalty on correct rollouts.
+    """Soft length penalty, on correct rollouts or on all of them.
 
     Args:
         limit: the completion limit, in tokens (14,336 in the paper).
         buffer: tokens before the limit over which the penalty grows to -1 (2,048 in the paper).
+        only_correct: spare incorrect rollouts, as ScaleRL does; DAPO (arXiv 2503.14476, section 3.4) penalises all.
     """
 
-    def __init__(self, limit: int = 14_336, buffer: int = 2_048) -> None:
+    added: ClassVar[Mapping[str, Any]] = {"only_correct": True}
+
+    def __init__(self, limit: int = 14_336, buffer: int = 2_048, only_correct: bool = True) -> None:
         self.limit = whole_number("length_control.limit", limit)
         self.buffer = whole_number("length_control.buffer", buffer)
         if buffer > limit:
             raise ConfigurationError(f"length_control.buffer: {buffer!r} exceeds length_control.limit, {limit!r}")
+        if not isinstance(only_correct, bool):
+            raise ConfigurationError(f"length_control.only_correct: {only_correct!r} must be true or false")
+        self.only_correct = only_correct
 
     def reward(self, reward: float, correct: bool, tokens: int) -> float:
-        """With `overlong_penalty` added, if correct."""
-        return reward + overlong_penalty(tokens, self.limit, self.buffer) if correct else reward
+        """Add `overlong_penalty` to the reward of a rollout that the penalty applies to."""
+        applies = correct or not self.only_correct
+        return reward + overlong_penalty(tokens, self.limit, self.buffer) if applies else reward
+
+    def differs(self, theirs: LengthControl, step: ObservedStep) -> bool:
+        """Return whether a rollout's reward would be another; of another kind of control, whether one of the two acted."""
+        if not isinstance(theirs, Penalty):
+            return super().differs(theirs, step)
+        rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]
+        lengths = {(rollout.correct, len(rollout.tokens)) for rollout in rollouts}
+        return any(self.reward(0.0, *each) != theirs.reward(0.0, *each) for each in lengths)
 
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
-        """A correct rollout of a penalised length."""
-        return rollout.correct and overlong_penalty(len(rollout.tokens), self.limit, self.buffer) < 0
+        """Return whether the penalty applies to the rollout and its length is a penalised one."""
+        applies = rollout.correct or not self.only_correct
+        return applies and overlong_penalty(len(rollout.tokens), self.limit, self.buffer) < 0
 
 
 class NoLengthControl(LengthControl):

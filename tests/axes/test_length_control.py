@@ -87,6 +87,10 @@ def test_penalty_at_its_corners(tokens: int, penalty: float) -> None:
     assert choice.reward(-1.0, False, tokens) == -1.0
     assert choice.acts_on(rollout(tokens, correct=True), decode) is (penalty < 0)
     assert not choice.acts_on(rollout(tokens, correct=False), decode)
+    everywhere = Penalty(LIMIT, BUFFER, only_correct=False)
+    for correct, reward in ((True, 1.0), (False, -1.0)):
+        assert everywhere.reward(reward, correct, tokens) == reward + penalty
+        assert everywhere.acts_on(rollout(tokens, correct=correct), decode) is (penalty < 0)
 
 
 @given(tokens=st.integers(1, 300), limit=st.integers(1, 200), part=st.floats(0.01, 1))
@@ -159,6 +163,8 @@ def test_bad_penalties(limit: Any, buffer: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as error:
         Penalty(limit, buffer)
     assert "\n" not in str(error.value)
+    with pytest.raises(ConfigurationError, match=r"length_control\.only_correct: 'no' must be true or false"):
+        Penalty(20, 5, only_correct="no")  # type: ignore[arg-type]
 
 
 def test_bounds_that_are_just_valid() -> None:

@@ -22,6 +22,7 @@ from lightning_scalerl.axes.entropy import EntropyByDifficulty, FixedEntropy, No
 from lightning_scalerl.axes.epochs import Epochs
 from lightning_scalerl.axes.filter import DynamicSampling, NoFilter, ZeroVariance
 from lightning_scalerl.axes.kl import FixedKL, KLByDifficulty, NoKL
+from lightning_scalerl.axes.length_control import Penalty
 from lightning_scalerl.axes.loss import CISPO, DAPO, PPO, Reinforce
 from lightning_scalerl.axes.normalization import (
     BatchNormalization,
@@ -176,6 +177,13 @@ CASES: dict[str, tuple[str, Row, Row, dict[str, Any], dict[str, Any]]] = {
     ),
     "stages": ("curriculum", (StagedLength([0.5, 1.0], 3),), (), {"completed_steps": 3}, {"completed_steps": 2}),
     "no stages": ("curriculum", (NoCurriculum(),), (StagedLength([0.5, 1.0], 3),), {"completed_steps": 3}, {}),
+    "penalty of all": (
+        "length_control",
+        (Penalty(1, 1, only_correct=False),),
+        (Penalty(1, 1),),
+        {"groups": groups_of([CONSTANT[0]])},
+        {},
+    ),
     "epochs": ("epochs", (Epochs(2), ZeroVariance()), (ZeroVariance(),), {"groups": groups_of(CONSTANT)}, {}),
     "refilling": ("filter", (DynamicSampling(),), (ZeroVariance(),), {}, {"dropped_for_batch": 1}),
     "refilling not dropping": ("filter", (DynamicSampling(),), (NoFilter(),), {}, {"dropped_for_batch": 1}),
