@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytest
 from hydra import initialize_config_dir
+from omegaconf import OmegaConf
 
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import build_recipe, compose
@@ -74,6 +76,165 @@ def test_a_recipe_names_every_axis_that_it_could_leave_open(recipe: str) -> None
     left = [axis for axis in AXES if f"/{axis}:" not in named]
     grown = ["curriculum", "critic", "kl", "entropy", "epochs"]
     assert left == (grown if recipe in ("scalerl", "scalerl_core") else [])
+
+
+# What each recipe's file says of its source, at the scale that goes with it; `variant` and the like left out.
+SCALERL = {
+    "resampling": "no_positive",
+    "curriculum": "none",
+    "allocation": "fixed",
+    "async_mode": "pipeline",
+    "length_control": "interruption",
+    "truncated": "mask",
+    "filter": "zero_variance",
+    "advantage": "group",
+    "normalization": "batch",
+    "precision": "bf16",
+    "correction": "behaviour",
+    "critic": "none",
+    "loss": "cispo",
+    "kl": "none",
+    "entropy": "none",
+    "aggregation": "prompt",
+    "epochs": "default",
+    "reward": "plus_minus_one",
+}
+RESOLVED: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
+    "scalerl": (
+        "paper",
+        SCALERL,
+        {
+            "reward.correct": 1.0,
+            "reward.incorrect": -1.0,
+            "loss.max_ratio": 5.0,
+            "async_mode.k": 8,
+            "async_mode.kv_on_update": "stale",
+            "batch.prompts": 48,
+            "batch.completions": 16,
+            "optimizer.lr": 5e-7,
+            "optimizer.eps": 1e-15,
+            "optimizer.weight_decay": 0.01,
+            "schedule.warmup_steps": 100,
+            "context.max_prompt_tokens": 2048,
+            "context.max_new_tokens": 14336,
+            "length_control.low": 10_000,
+            "length_control.high": 12_000,
+            "evaluation.every_n_steps": 100,
+            "evaluation.samples": 16,
+        },
+    ),
+    "scalerl_core": (
+        "paper",
+        {
+            **SCALERL,
+            "resampling": "uniform",
+            "async_mode": "ppo_off_policy",
+            "length_control": "none",
+            "truncated": "keep",
+            "precision": "fp32",
+        },
+        {"reward.incorrect": -1.0},
+    ),
+    # 10,000 to 12,000 of 12,288 in proportion; what follows the last point holds the phrase and the solution.
+    "scalerl_32k": (
+        "scalerl_32k",
+        SCALERL,
+        {
+            "length_control.low": round(10_000 * 32_768 / 12_288),
+            "length_control.high": round(12_000 * 32_768 / 12_288),
+            "context.max_new_tokens": 34_816,
+            "evaluation.every_n_steps": 100,
+            "evaluation.samples": 16,
+        },
+    ),
+    "magistral": (
+        "dapo_qwen",
+        {**SCALERL, "resampling": "uniform", "precision": "bf16_head", "loss": "dapo"},
+        {"loss.clip_high": 0.26, "batch.prompts": 80, "evaluation.every_n_steps": 100, "evaluation.samples": 16},
+    ),
+    "dr_grpo": (
+        "paper",
+        {
+            **SCALERL,
+            "resampling": "uniform",
+            "async_mode": "ppo_off_policy",
+            "length_control": "none",
+            "truncated": "keep",
+            "filter": "none",
+            "normalization": "none",
+            "precision": "bf16_head",
+            "loss": "ppo",
+            "aggregation": "constant",
+            "reward": "zero_one",
+        },
+        {"async_mode.k": 8, "loss.clip": 0.2},
+    ),
+    "dapo": (
+        "dapo",
+        {
+            **SCALERL,
+            "resampling": "uniform",
+            "async_mode": "ppo_off_policy",
+            "length_control": "penalty",
+            "truncated": "keep",
+            "filter": "dynamic_sampling",
+            "normalization": "prompt",
+            "precision": "bf16_head",
+            "loss": "dapo",
+        },
+        {
+            "async_mode.k": 16,
+            "loss.clip_low": 0.2,
+            "loss.clip_high": 0.28,
+            "length_control.limit": 20_480,
+            "length_control.buffer": 4_096,
+            "length_control.only_correct": False,
+            "batch.prompts": 32,
+            "batch.completions": 16,
+            "optimizer.lr": 1e-6,
+            "schedule.warmup_steps": 320,
+            "context.max_new_tokens": 20_480,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", RESOLVED)
+def test_a_recipe_resolves_to_what_its_source_says(recipe: str) -> None:
+    scale, chosen, values = RESOLVED[recipe]
+    config = compose([f"recipe={recipe}", f"scale={scale}"])
+    build_recipe(config, recipe)
+    for group, name in chosen.items():
+        file = OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml")
+        assert config[group]._target_ == file._target_, group
+        assert set(config[group]) == set(file), group
+        if group in ("normalization", "precision"):
+            assert config[group] == file, group
+    assert {key: OmegaConf.select(config, key) for key in values} == pytest.approx(values)
+
+
+def test_what_a_source_leaves_open_is_said_in_the_file() -> None:
+    """In a comment on the line that had to be chosen."""
+    said = {
+        ("baseline", "async_mode"): "k is not given",
+        ("grpo_deepseek", "kl"): "DeepSeek's own has one",
+        ("magistral", "normalization"): "2506.10910",
+        ("dr_grpo", "async_mode"): "8 updates a buffer",
+        ("ppo", "epochs"): "one update of the whole batch",
+        ("ppo_large", "epochs"): "one update of the whole batch",
+        ("dapo", "aggregation"): "token",
+    }
+    for (recipe, axis), words in said.items():
+        text = (ROOT / "conf" / "recipe" / f"{recipe}.yaml").read_text()
+        (line,) = (each for each in text.splitlines() if f"/{axis}:" in each)
+        assert words in line, (recipe, axis)
+
+
+def test_scales_of_the_paper_evaluate_as_the_paper_does() -> None:
+    """arXiv 2510.13786, A.3: every 100 steps, 16 completions a prompt; the same in all that stand for its runs."""
+    for scale in ("paper", "8b", "dapo_qwen", "scalerl_32k"):
+        config = compose([f"scale={scale}"])
+        assert (config.evaluation.every_n_steps, config.evaluation.samples) == (100, 16), scale
 
 
 @pytest.mark.slow

@@ -1,5 +1,9 @@
 """Identities outlive versions: what stands in identities.json stays as it is, and may only grow.
 
+A row stands for a command as it was understood when the row was made. A recipe or scale that has been corrected since is
+given what it was, by explicit overrides: so an old identity stays within reach. `COMMAND @2` is a row that was made after
+the corrections of the form 2, and so on.
+
 python -m tests.member.test_identity     adds what is new in CASES; what is there it never changes
 """
 
@@ -39,6 +43,28 @@ RECIPES = (
     "scalerl_32k",
 )
 VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
+
+# Form by form, what a recipe or a scale was before it was corrected.
+_EVALUATED = ("evaluation.every_n_steps=10", "evaluation.samples=4")
+CORRECTED: dict[int, dict[str, tuple[str, ...]]] = {
+    2: {
+        "recipe=scalerl": ("reward=zero_one",),
+        "recipe=scalerl_core": ("reward=zero_one",),
+        "recipe=magistral": ("normalization=prompt",),
+        "recipe=dr_grpo": ("async_mode=on_policy",),
+        "scale=paper": _EVALUATED,
+        "scale=8b": _EVALUATED,
+    },
+}
+
+
+def in_its_form(case: str) -> list[str]:
+    """The overrides of a row: its command, and what has been corrected since the row was made."""
+    command, _, form = case.partition(" @")
+    words = command.split()
+    named = words if any(word.startswith("recipe=") for word in words) else [*words, "recipe=scalerl"]
+    since = [was for number, was in CORRECTED.items() if number > int(form or 1)]
+    return [*words, *(override for was in since for what in named for override in was.get(what, ()))]
 
 
 def _case(variant: str) -> str:
@@ -86,6 +112,9 @@ CASES = [
     "task=dataset task.train=train.jsonl task.heldout={a:heldout.jsonl} task.leaks=keep",
     "task=verl task.train=rows.jsonl task.heldout={a:rows.jsonl} task.rewards=rewards.py:score task.leaks=keep",
     *(f"scale={name} scaled_for=null" for name in ("0.6b", "1.7b", "8b", "trial")),
+    *(f"{what}{' scaled_for=null' if what == 'scale=8b' else ''} @2" for what in CORRECTED[2]),
+    "recipe=dapo @2",
+    "length_control=penalty length_control.only_correct=false @2",
 ]
 
 
@@ -104,7 +133,7 @@ def in_a_place(folder: Path) -> None:
 def identities(cases: list[str]) -> dict[str, list[str]]:
     """Run and curve of each case."""
     # The toy's scale, on another model: what the table was begun with.
-    lists = [[*case.split(), *(("scaled_for=null",) if "model=path" in case else QUICK)] for case in cases]
+    lists = [[*in_its_form(case), *(("scaled_for=null",) if "model=path" in case else QUICK)] for case in cases]
     specs = plan_members(lists)
     for spec in specs:
         check_identity(spec, Path())  # what was composed is what it says
@@ -152,7 +181,9 @@ def test_the_table_tells_curves_apart() -> None:
     same = {"variant=none", "cluster=slurm", "budget.steps=9 study=elsewhere", "health=stop"}
     assert len({tuple(frozen[case]) for case in same}) == 1
     assert frozen["seed=7"][1] == frozen["variant=none"][1] and frozen["seed=7"][0] != frozen["variant=none"][0]
-    others = [frozen[case][1] for case in frozen if case not in same | {"seed=7"}]
+    # The recipe of the run with long thinking is ScaleRL's; what is its own is its scale.
+    assert frozen["recipe=scalerl @2"] == frozen["recipe=scalerl_32k"]
+    others = [frozen[case][1] for case in frozen if case not in same | {"seed=7", "recipe=scalerl_32k"}]
     assert len(set(others)) == len(others) and frozen["variant=none"][1] not in others
 
 
