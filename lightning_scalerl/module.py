@@ -12,6 +12,7 @@ it, and their gradients add up to the batch's (distributed).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -108,7 +109,8 @@ class ScaleRL(Lifecycle):
         totals = self.ranks.sum(totals)
         gathered = self.ranks.gather_parts(batch, parts)
         self.loss_scale.unscale(self.parameters())
-        clip = self.recipe.optimizer.clip_norm
+        # A bound that nothing reaches: the norm is measured, and the gradient stays as it is.
+        clip = math.inf if self.recipe.optimizer.clip_norm is None else self.recipe.optimizer.clip_norm
         norms = {"gradient_norm": nn.utils.clip_grad_norm_(self.policy.parameters(), clip)}
         if self.critic is not None:
             norms["value_gradient_norm"] = nn.utils.clip_grad_norm_(self.critic.parameters(), clip)
@@ -136,11 +138,14 @@ class ScaleRL(Lifecycle):
     def _step_metrics(self, batch: TrainBatch, passes: Sequence[Pass]) -> dict[str, Any]:
         """What the step on `batch` looked like, on rank 0."""
         metrics = step_metrics(batch, passes, self.choices, self.completed_steps - 1, self.stream.dropped_for_batch)
+        clip = self.recipe.optimizer.clip_norm
+        clipped = [clip is not None and float(each.norms["gradient_norm"]) > clip for each in passes]
         return {
             "train/learning_rate": self.optimizers().param_groups[0]["lr"],  # type: ignore[union-attr]
             "train/epoch": self.prompts.epoch,
             "train/prompts_retired": self.prompts.retired,
             **metrics,
+            "train/gradient_clipped": sum(clipped) / len(clipped),
             **self.meter.reward_rate(sum(float(group.rewards.sum()) for group in batch.groups)),
             **self.stream.watch.metrics(),
             **self.skipped.metrics(),

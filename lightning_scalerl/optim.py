@@ -20,6 +20,8 @@ class AdamW:
     The paper's rate is 5e-7 for 8 billion parameters, with eps 1e-15 and weight decay 0.01; betas and clip are
     not stated there.
 
+    `clip_norm` bounds the norm of the whole gradient; None leaves it as it is, and it is measured all the same.
+
     `dropout` lets the model's own dropout act in training. It is off: the policy that is trained would be another one
     than the policy that sampled, in every step.
     """
@@ -31,7 +33,7 @@ class AdamW:
     beta2: float
     eps: float
     weight_decay: float
-    clip_norm: float
+    clip_norm: float | None
     dropout: bool = False
 
     def __post_init__(self) -> None:
@@ -41,7 +43,11 @@ class AdamW:
         if not isinstance(self.dropout, bool):
             raise ConfigurationError(f"optimizer.dropout: {self.dropout!r} must be true or false")
         positive("optimizer.eps", self.eps)
-        positive("optimizer.clip_norm", self.clip_norm)
+        clip = self.clip_norm
+        if clip is not None and (
+            isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf
+        ):
+            raise ConfigurationError(f"optimizer.clip_norm: {clip!r} must be a number above 0, or null for no clipping")
         for field in ("beta1", "beta2"):
             if not 0 <= getattr(self, field) < 1:
                 raise ConfigurationError(f"optimizer.{field}: {getattr(self, field)!r} must be in [0, 1)")

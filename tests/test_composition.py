@@ -24,6 +24,8 @@ from sweeps.run.spec import science
 CONF = conf_dir()
 ROOT = CONF.parent
 VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml") if path.stem != "none")
+# Of a setting, and no choice on an axis: the scale says whether they change anything.
+CLIPS = [variant for variant in VARIANTS if variant.startswith("clip_")]
 # Those that sweep variants of the default recipe; all others are in tests/test_recipes.py.
 OF_VARIANTS = [
     path.stem
@@ -73,6 +75,7 @@ def meanings(recipe: str) -> dict[str, dict[str, Any]]:
 PAIRS = [
     (recipe, variant)
     for variant in VARIANTS
+    if variant not in CLIPS
     for recipe in [name for name in ("scalerl", "scalerl_core", "ppo") if not is_own_choice(name, variant)][:2]
 ]
 
@@ -89,6 +92,25 @@ def test_a_variant_changes_one_choice_and_says_which(recipe: str, variant: str) 
     assert different == [axis]
     assert variant == f"{axis}_{choice}"
     assert build_recipe(config, recipe).choices.on(axis).semantics() != meanings(recipe)[axis]
+
+
+def test_a_variant_of_the_clip_changes_that_alone() -> None:
+    """Invariant 9, of a setting; at its scale's own value it changes nothing, and is refused."""
+    paper = ["scale=paper", *QUICK, "scaled_for=null"]
+    plain, none, low = plan_members([[*paper], [*paper, "variant=clip_none"], [*paper, "variant=clip_0.3"]])
+    (toy,) = plan_members([[*QUICK, "variant=clip_1.0"]])
+    assert [spec.recipe for spec in (none, low, toy)] == [
+        f"scalerl+optimizer.clip_norm={clip}" for clip in ("none", "0.3", "1.0")
+    ]
+    for spec, value in ((none, None), (low, 0.3), (toy, 1.0)):
+        assert spec.departures == {"optimizer": f"clip_norm={'none' if value is None else value}"}
+        one, two = science(spec.reference), science(spec.config)
+        assert [key for key in one if one[key] != two[key]] == ["optimizer"]
+        assert {**one["optimizer"], "clip_norm": value} == two["optimizer"]
+    assert len({spec.curve for spec in (plain, none, low, toy)}) == 4
+    for scale, variant in (("paper", "1.0"), ("arithmetic", "0.3")):
+        with pytest.raises(ConfigurationError, match=rf"variant: optimizer\.clip_norm={variant} changes nothing"):
+            plan_members([[f"scale={scale}", *QUICK, "scaled_for=null", f"variant=clip_{variant}"]])
 
 
 @pytest.mark.parametrize("experiment", OF_VARIANTS)

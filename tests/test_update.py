@@ -28,7 +28,8 @@ from lightning_scalerl.axes.normalization import BatchNormalization, PromptNorma
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, checkpoints, newest_checkpoint
 from lightning_scalerl.checks import CannotGoOnError
 from lightning_scalerl.choice import DesignChoice
-from lightning_scalerl.composition import compose
+from lightning_scalerl.composition import compose, load_recipe
+from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.optim import ConstantSchedule, CosineSchedule, SqrtBatchSchedule
 from lightning_scalerl.task.base import RewardScale
 from lightning_scalerl.update import loss_scale as loss_scale_module
@@ -108,6 +109,37 @@ TRAINED: dict[str, tuple[tuple[str, ...], set[str]]] = {
         {"value", "kl"},
     ),
 }
+
+
+class BeforeTheStep(Callback):
+    """Keeps the norm of the gradient that the optimizer is given."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        gradients = [each.grad for each in pl_module.policy.parameters() if each.grad is not None]
+        self.norms.append(float(torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients]))))
+
+
+@pytest.mark.parametrize("clip_norm", ["null", "0.01"])
+def test_a_gradient_is_measured_whether_or_not_it_is_clipped(tiny_model_path: str, clip_norm: str) -> None:
+    keep, before = Keep(), BeforeTheStep()
+    fit(tiny_model_path, steps=2, callbacks=[keep, before], overrides=[f"optimizer.clip_norm={clip_norm}"])
+    measured = keep.of("train/gradient_norm")
+    assert min(measured) > 0.01
+    clipped = clip_norm != "null"
+    assert before.norms == pytest.approx([0.01, 0.01] if clipped else measured, rel=1e-3)
+    assert keep.of("train/gradient_clipped") == [float(clipped)] * 2
+
+
+def test_a_clip_that_is_none_says_so() -> None:
+    recipe = load_recipe("scalerl_core", ["optimizer.clip_norm=null"])
+    assert resolved_choices(recipe, recipe.choices)["optimizer"]["clip"] == "none"
+    assert resolved_choices(load_recipe("scalerl_core"), recipe.choices)["optimizer"]["clip"] == "global norm"
+    for bad in ("inf", "0", "-1", "no"):
+        with pytest.raises(ConfigurationError, match=r"optimizer\.clip_norm: .* above 0, or null for no clipping"):
+            load_recipe("scalerl_core", [f"optimizer.clip_norm={bad}"])
 
 
 @pytest.mark.parametrize(("overrides", "others"), TRAINED.values(), ids=TRAINED)

@@ -46,7 +46,7 @@ def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
         "optimizer": {
             "name": type(recipe.optimizer).__name__,
             **asdict(recipe.optimizer),
-            "clip": "global norm",
+            "clip": "none" if recipe.optimizer.clip_norm is None else "global norm",
         },
         "schedule": {"name": type(recipe.schedule).__name__, **asdict(recipe.schedule)},
         "batch": asdict(recipe.batch),
