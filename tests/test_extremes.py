@@ -71,7 +71,7 @@ def test_a_model_that_always_stops_at_once_learns_nothing_and_harms_nothing(
         assert same_weights(all_weights(module), all_weights(ScaleRL(always_stops, overrides=["scaled_for=null"])))
     for row in finite_steps(tmp_path):
         assert row["train/completion_tokens"] == 1 and row["train/zero_variance"] == 1
-        assert row["train/truncated"] == row["train/reward"] == 0
+        assert (row["train/truncated"], row["train/pass_rate"], row["train/reward"]) == (0, 0, -1)
         if "filter=none" not in overrides:
             assert row["train/credited_rollouts"] == 0 and row["train/loss"] == 0
 

@@ -146,7 +146,7 @@ class Penalty(LengthControl):
         return reward + overlong_penalty(tokens, self.limit, self.buffer) if applies else reward
 
     def differs(self, theirs: LengthControl, step: ObservedStep) -> bool:
-        """Return whether a rollout's reward would be another; of another kind of control, whether one of the two acted."""
+        """Return whether a rollout's reward would be another; for other kinds of control, whether one acted."""
         if not isinstance(theirs, Penalty):
             return super().differs(theirs, step)
         rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]

@@ -21,7 +21,7 @@ def test_a_run_prints_what_its_names_come_to() -> None:
         "normalization: BatchNormalization (ddof=1, eps=1e-06, centre=False)",
         "kv_cache_on_update=stale in flight",
         "order: reward -> length control -> filter -> advantage -> normalization -> truncated",
-        "reward 0 to 1",
+        "reward -1 to 1",
         "anchor=the generator, at sampling time",
         "neutral: allocation, critic, curriculum, entropy, epochs, kl",
     ):
