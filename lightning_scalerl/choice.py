@@ -61,6 +61,11 @@ class ObservedStep(Protocol):
         """Rollouts a group, on average."""
         ...
 
+    @property
+    def reward_sums(self) -> Sequence[Sequence[str]]:
+        """Names of the rewards in each weighted sum that the task grades by, the one that decides a pass first."""
+        ...
+
     def histories(self) -> Sequence[Sequence[float]]:
         """Of every prompt: the pass rates of its groups so far."""
         ...

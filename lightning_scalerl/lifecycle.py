@@ -58,7 +58,7 @@ from lightning_scalerl.stream.prompts import PromptSet, PromptSource, fitting
 from lightning_scalerl.stream.random_streams import PROMPT_STREAM
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.arithmetic_base import is_arithmetic_base
-from lightning_scalerl.task.base import Task, passes
+from lightning_scalerl.task.base import Task, check_curriculum, passes
 from lightning_scalerl.update.health import HealthWatch
 from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
 from lightning_scalerl.update.terms import Term, terms
@@ -204,6 +204,7 @@ class Lifecycle(LightningModule):
             # Evaluation asks the stream for the step alone; what a fit has left behind stays for the next one.
             self.stream = vars(self).get("stream", Follower())
             return
+        check_curriculum(self.task, chosen.curriculum)
         meaning = self._meant(resolved)
         before = self._trained(meaning)
         self._build_update(anew=before is None)

@@ -35,7 +35,8 @@ class Rollout:
     t, and `forced[t]` marks tokens that were inserted, not sampled (in neither loss nor ratio).
     `finish_reason` is "stop" (end of sequence) or "length" (truncated). `outcome` is what became of its grading:
     "score", "abstain" or "error"; `grade` is its verifier's own reward, before anything is made of it; `parts` and
-    `extra` are the numbers and texts that its grader gave beside it.
+    `extra` are the numbers and texts that its grader gave beside it, `terms` those of a weighted sum of rewards.
+    `staged`: the curriculum has weighed these terms otherwise than the task.
     """
 
     tokens: list[int]
@@ -49,6 +50,8 @@ class Rollout:
     grade: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     extra: dict[str, str] = field(default_factory=dict)
+    terms: dict[str, float] = field(default_factory=dict)
+    staged: bool = False
 
     @property
     def truncated(self) -> bool:
@@ -60,7 +63,7 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Rollouts as few flat tensors: nested lists of millions of numbers take a checkpoint half a minute.
 
     Per token, of all rollouts one after the other: tokens, weight_versions, generator_logprobs, forced; per rollout:
-    lengths, reward, correct, finish_reason, outcome, parts.
+    lengths, reward, correct, finish_reason, outcome, grade, parts, extra, terms, staged.
     """
     every = {
         name: torch.from_numpy(np.fromiter(chain.from_iterable(getattr(rollout, name) for rollout in rollouts), kind))
@@ -76,6 +79,8 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "grade": [rollout.grade for rollout in rollouts],
         "parts": [dict(rollout.parts) for rollout in rollouts],
         "extra": [dict(rollout.extra) for rollout in rollouts],
+        "terms": [dict(rollout.terms) for rollout in rollouts],
+        "staged": [rollout.staged for rollout in rollouts],
     }
 
 
@@ -86,6 +91,7 @@ def unpacked(state: dict[str, Any]) -> list[Rollout]:
     count = len(lengths)
     outcomes, grades = state.get("outcome", ["score"] * count), state.get("grade", [0.0] * count)
     parts_of, extra_of = state.get("parts", [{}] * count), state.get("extra", [{}] * count)
+    terms_of, staged = state.get("terms", [{}] * count), state.get("staged", [False] * count)
     return [
         Rollout(
             **{name: of_all[number] for name, of_all in parts.items()},
@@ -96,6 +102,8 @@ def unpacked(state: dict[str, Any]) -> list[Rollout]:
             grade=grades[number],
             parts=dict(parts_of[number]),
             extra=dict(extra_of[number]),
+            terms=dict(terms_of[number]),
+            staged=staged[number],
         )
         for number, reason in enumerate(state["finish_reason"])
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import build_recipe, compose
 from lightning_scalerl.member.identify import plan_members
@@ -41,9 +43,9 @@ def members(experiment: str) -> list[list[str]]:
     return [[f"experiment={experiment}", *point] for point in grid]
 
 
-def train(overrides: list[str], tmp_path: Path, moves: bool = True) -> None:
+def train(overrides: list[str], tmp_path: Path, moves: bool = True, scale: str = "tiny") -> None:
     """Ten steps, as `scalerl train` makes them; everything in the journal is finite, and the weights move."""
-    given = [*overrides, "scale=tiny", f"budget.steps={STEPS}", f"output_dir={tmp_path}"]
+    given = [*overrides, f"scale={scale}", f"budget.steps={STEPS}", f"output_dir={tmp_path}"]
     (spec,) = plan_members([given])
     run_dir = tmp_path / "runs" / spec.run
     spec.write(run_dir)
@@ -261,10 +263,56 @@ def test_every_experiment_trains(experiment: str, tmp_path: Path) -> None:
     train(last, tmp_path, moves)
 
 
+SMALL = ["model.width=32", "model.layers=1", "model.batches=2", "batch.prompts=2", "batch.completions=4"]
+
+
+def two_rewards(folder: Path) -> list[str]:
+    """Overrides of a task that passes what is of even length, and rewards at half weight what is short."""
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 6) for b in range(1, 6)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "held.jsonl").write_text('{"prompt": "6+1=", "answer": "7"}\n{"prompt": "1+6=", "answer": "7"}\n')
+    functions = {"even": "float(len(completion) % 2 == 0)", "short": "1 / (1 + len(completion))"}
+    texts = [f"def {name}(completion, answer):\n    return {value}\n" for name, value in functions.items()]
+    (folder / "lengths.py").write_text("\n".join(texts))
+    rewards = f"['{folder}/lengths.py:even',{{use:'{folder}/lengths.py:short',weight:0.5}}]"
+    files = [f"task.train={folder}/rows.jsonl", f"task.heldout={{a:{folder}/held.jsonl}}"]
+    return ["task=dataset", *files, f"task.rewards={rewards}", "verify.workers=0", *SMALL]
+
+
+def test_staged_rewards_act_until_the_last_stage_and_need_several_rewards(tmp_path: Path) -> None:
+    """Begun at 0, 0.3 and 0.6 of ten steps; what counts as a pass is nothing to them."""
+    journals = {}
+    for variant in ("curriculum_staged_rewards", "none"):
+        place = tmp_path / variant
+        place.mkdir()
+        given = [*two_rewards(place), "recipe=scalerl_core", "async_mode=on_policy", "optimizer.lr=0"]
+        train([*given, f"variant={variant}"], place, scale="arithmetic")
+        (run_dir,) = (place / "runs").iterdir()
+        journals[variant] = read_journal(run_dir)
+    staged, plain = (journals[name].of_kind("train") for name in ("curriculum_staged_rewards", "none"))
+    shares = [record.metrics["train/rewards_staged"] for record in staged]
+    assert any(shares[:6]) and not any(shares[6:])
+    assert staged[-1].metrics["mechanism/curriculum"] == sum(map(bool, shares)) / STEPS
+    assert "train/rewards_staged" not in plain[0].metrics
+    # At a rate of 0 both sample alike: the rewards differ by the first one's share alone.
+    for ours, theirs in zip(staged, plain, strict=True):
+        factor = 0.0 if ours.step <= 3 else 0.5 if ours.step <= 6 else 1.0
+        right = theirs.metrics["reward/even"]
+        assert ours.metrics["train/pass_rate"] == theirs.metrics["train/pass_rate"] == right
+        assert ours.metrics["train/reward"] == pytest.approx(theirs.metrics["train/reward"] - 2 * (1 - factor) * right)
+    with pytest.raises(ConfigurationError, match=r"curriculum: StagedRewards .* this task has one; give task\.rewards"):
+        plan_members([["variant=curriculum_staged_rewards", *SMALL]])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", sorted(set(names("variant")) - {"none"}))
 def test_every_variant_is_one_change_and_trains(variant: str, tmp_path: Path) -> None:
     """On the first recipe that it changes."""
+    alone = {"clip_none": [], "clip_0.3": [], "clip_1.0": SMALL, "curriculum_staged_rewards": two_rewards(tmp_path)}
+    if variant in alone:  # it takes a scale with another clip than its own, or a task with several rewards
+        scale = "arithmetic" if alone[variant] else "tiny"
+        train([*alone[variant], f"variant={variant}"], tmp_path, scale=scale)
+        return
     changed = compose([f"variant={variant}"])
     axis = str(changed.label).partition("=")[0]
     recipes = ("scalerl", "baseline", "ppo", "dr_grpo") if not variant.endswith("_value") else ("ppo",)

@@ -1,13 +1,14 @@
-"""Axis `curriculum`: which prompts, and how long completions, are allowed as training goes on."""
+"""Axis `curriculum`: which prompts, how long completions and which rewards count as training goes on."""
 
 from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.checks import ConfigurationError, not_negative, whole_number
 from lightning_scalerl.choice import DesignChoice, ObservedStep
 from lightning_scalerl.prompt import Prompt
 
@@ -27,16 +28,48 @@ def difficulty(prompt: Prompt) -> float:
     return float(found[0])
 
 
+# In a stage: the reward of a task that decides whether a completion passes, whatever it is called.
+FIRST = "first"
+
+
+def staged_factors(
+    progress: float, begins: Sequence[float], stages: Sequence[Mapping[str, float]], sums: Sequence[Sequence[str]]
+) -> dict[str, float]:
+    """Return by what the terms of a task's weighted rewards are multiplied at a share of the budget.
+
+    Args:
+        progress: share of the budget that is done, 0 or more.
+        begins: the share at which each stage begins, rising from 0.
+        stages: of each stage the factors by name; `first` is the first reward of each sum.
+        sums: the names of the rewards in each weighted sum of the task, see `Task.reward_sums`.
+
+    Returns:
+        Factors by name; a term that is not named counts as the task weighs it.
+    """
+    stage = stages[bisect_right(begins, progress) - 1]
+    factors = {names[0]: stage[FIRST] for names in sums} if FIRST in stage else {}
+    return factors | {name: factor for name, factor in stage.items() if name != FIRST}
+
+
+def weighed_sum(reward: float, terms: Mapping[str, float], factors: Mapping[str, float]) -> float:
+    """Return the sum of the terms, each times its factor; `reward`, their plain sum, where no factor changes any."""
+    if all(factors.get(name, 1.0) == 1.0 for name in terms):
+        return reward
+    return float(sum(factors.get(name, 1.0) * term for name, term in terms.items()))
+
+
 class Curriculum(DesignChoice):
-    """Opens the pool, or the length of completions, step by step.
+    """Opens the pool, the length of completions or what is rewarded, step by step.
 
     Attributes:
         by_difficulty: whether prompts need a number as their difficulty.
+        weighs_rewards: whether rewards may count otherwise than the task weighs them.
     """
 
     axis: ClassVar[str] = "curriculum"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "NoCurriculum"}
     by_difficulty: ClassVar[bool] = False
+    weighs_rewards: ClassVar[bool] = False
 
     def share(self, completed_steps: int) -> float:
         """Of the pool, from its easy end, that may be drawn from."""
@@ -45,6 +78,14 @@ class Curriculum(DesignChoice):
     def max_new_tokens(self, limit: int, completed_steps: int) -> int:
         """Of completions that are begun now; `limit` is the context's."""
         return limit
+
+    def reward_factors(self, sums: Sequence[Sequence[str]], completed_steps: int) -> Mapping[str, float]:
+        """Return factors on the terms of a task's weighted rewards, by name, for groups that are begun now."""
+        return {}
+
+    def check_rewards(self, sums: Sequence[Sequence[str]]) -> str | None:
+        """Return one line if a task with these weighted rewards (`Task.reward_sums`) has none to stage, else None."""
+        return None
 
     def places(self, pool: Sequence[Prompt]) -> list[int]:
         """Each prompt's place from easy to hard; prompts of one difficulty in the order of the pool.
@@ -61,10 +102,16 @@ class Curriculum(DesignChoice):
         return places
 
     def differs(self, theirs: Curriculum, step: ObservedStep) -> bool:
-        """Whether the two allow other prompts, or other lengths, at this step."""
+        """Return whether the two allow other prompts, other lengths, or reward a rollout otherwise at this step."""
         at, whole = step.completed_steps, 10**6
         limits = self.max_new_tokens(whole, at), theirs.max_new_tokens(whole, at)
-        return self.share(at) != theirs.share(at) or limits[0] != limits[1]
+        if self.share(at) != theirs.share(at) or limits[0] != limits[1]:
+            return True
+        if not (self.weighs_rewards or theirs.weighs_rewards):
+            return False
+        both = [choice.reward_factors(step.reward_sums, at) for choice in (self, theirs)]
+        rollouts = [rollout for group in step.batch.groups for rollout in group.rollouts]
+        return any(len({weighed_sum(each.grade, each.terms, factors) for factors in both}) > 1 for each in rollouts)
 
 
 class NoCurriculum(Curriculum):
@@ -140,3 +187,83 @@ class StagedLength(Curriculum):
     def semantics(self) -> dict[str, Any]:
         """With what is never cut short, and what shrinks along."""
         return {**super().semantics(), "evaluation": "whole length", "interruption": "at the same share of the limit"}
+
+
+# The first reward decides a pass, and is the hard one to earn: the others alone, both, and all as the task weighs them.
+SIMPLE_TO_COMPLEX: tuple[Mapping[str, float], ...] = ({FIRST: 0.0}, {FIRST: 0.5}, {})
+
+
+class StagedRewards(Curriculum):
+    """Simple rewards first: the weights of a task's rewards change in stages, up to those that the task gives them.
+
+    All rollouts of a group are rewarded by the stage in which the group was begun. What counts as a pass never changes.
+
+    Args:
+        stages: of each stage, factors on the task's own weights by the rewards' names; `first` is the reward that
+            decides a pass, and one that is not named has the factor 1.
+        begins: the share of the budget at which each stage begins, the first at 0.
+        total_steps: the budget in optimizer steps. The curve depends on it, so it belongs to the run's identity.
+    """
+
+    weighs_rewards: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        stages: Sequence[Mapping[str, float]] = SIMPLE_TO_COMPLEX,
+        begins: Sequence[float] = (0.0, 0.3, 0.6),
+        total_steps: int = 320,
+    ) -> None:
+        self.stages = [_stage(stage) for stage in stages]
+        self.begins = [not_negative("curriculum.begins", begin) for begin in begins]
+        self.total_steps = whole_number("curriculum.total_steps", total_steps)
+        rising = all(low < high for low, high in zip(self.begins, self.begins[1:], strict=False))
+        if not self.begins or self.begins[0] != 0 or not rising or self.begins[-1] >= 1:
+            raise ConfigurationError(f"curriculum.begins: {list(begins)!r} must rise from 0 to below 1")
+        if len(self.begins) != len(self.stages):
+            raise ConfigurationError(
+                f"curriculum.begins: {list(begins)!r} must name the beginning of each of the {len(self.stages)} "
+                "curriculum.stages"
+            )
+
+    def reward_factors(self, sums: Sequence[Sequence[str]], completed_steps: int) -> Mapping[str, float]:
+        """See `staged_factors`."""
+        return staged_factors(completed_steps / self.total_steps, self.begins, self.stages, sums)
+
+    def check_rewards(self, sums: Sequence[Sequence[str]]) -> str | None:
+        """Return one line if the task has one reward only, lacks one that is named, or is left with none in a stage."""
+        if not any(len(names) > 1 for names in sums):
+            return (
+                "curriculum: StagedRewards weighs several rewards of a task by stage, and this task has one; give "
+                "task.rewards two or more (docs/rewards.md), or choose curriculum=none"
+            )
+        known = [name for names in sums for name in names]
+        for number, (begin, stage) in enumerate(zip(self.begins, self.stages, strict=True)):
+            unknown = sorted(stage.keys() - {FIRST, *known})
+            if unknown:
+                return (
+                    f"curriculum.stages: stage {number} names {unknown[0]!r}, which is no reward of the task; its "
+                    f"rewards: {', '.join(known)}; or {FIRST}, the one that decides a pass"
+                )
+            factors = staged_factors(begin, self.begins, self.stages, sums)
+            empty = [names for names in sums if not any(factors.get(name, 1.0) for name in names)]
+            if empty:
+                return (
+                    f"curriculum.stages: stage {number} leaves nothing of {', '.join(empty[0])}; give one of them a "
+                    "factor above 0"
+                )
+        return None
+
+    def semantics(self) -> dict[str, Any]:
+        """Return the parameters with what the factors are on, and what no stage changes."""
+        return {**super().semantics(), "factors_on": "the task's own weights", "pass": "as without a curriculum"}
+
+
+def _stage(given: Mapping[str, float]) -> dict[str, float]:
+    """A stage's factors as plain numbers.
+
+    Raises:
+        ConfigurationError: no mapping of names to numbers of 0 or more.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(f"curriculum.stages: {given!r} must give factors by the rewards' names, such as {{}}")
+    return {str(name): float(not_negative(f"curriculum.stages.{name}", factor)) for name, factor in given.items()}

@@ -148,6 +148,10 @@ class _Step:
     def dropped(self) -> int:
         return self.stream.dropped_for_batch
 
+    @property
+    def reward_sums(self) -> Sequence[Sequence[str]]:
+        return self.stream.reward_sums
+
     def histories(self) -> Sequence[Sequence[float]]:
         return list(self.stream.prompts.histories())
 

@@ -60,7 +60,7 @@ def step_metrics(
     constant = sum(not has_variance(group.rewards) for group in batch.groups)
     sampled = len(batch.groups) + dropped
     metrics = {
-        **(_reward_metrics(rollouts) if rollouts else {}),
+        **(_reward_metrics(rollouts, choices) if rollouts else {}),
         **_length_metrics(everything, choices, batch),
         **_part_metrics(rollouts),
         **({"train/ungraded": ungraded / len(everything)} if ungraded else {}),
@@ -79,11 +79,13 @@ def step_metrics(
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def _reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def _reward_metrics(rollouts: Sequence[Rollout], choices: Choices) -> dict[str, float]:
     """Means over the rollouts that have a score."""
+    staged = sum(rollout.staged for rollout in rollouts) / len(rollouts)
     return {
         "train/pass_rate": sum(rollout.correct for rollout in rollouts) / len(rollouts),
         "train/reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
+        **({"train/rewards_staged": staged} if choices.curriculum.weighs_rewards else {}),
     }
 
 

@@ -274,12 +274,12 @@ def _check(spec: RunSpec, builder: _Builder) -> None:
             f"study: {study[:60] + '...'!r} is a name of {len(study.encode())} bytes; file systems take {_LONGEST_NAME}"
         )
     _check_place(spec.config)
-    from lightning_scalerl.task.base import check_task
+    from lightning_scalerl.task.base import check_curriculum, check_task
 
     recipe = build_recipe(spec.config, spec.recipe, builder)
     recipe.check_scale(spec.config["model"]["_target_"] == recipe.scaled_for)
     recipe.check(recipe.choices)
     for choice in recipe.choices.own.values():
         choice.neutral_choice()
-    check_task(builder(spec.config, "task"))
+    check_curriculum(check_task(builder(spec.config, "task")), recipe.choices.curriculum)
     builder(spec.config, "evaluation")

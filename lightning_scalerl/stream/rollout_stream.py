@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_scalerl.axes.curriculum import weighed_sum
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.prompt import Prompt
@@ -35,6 +36,7 @@ class _OpenGroup:
     version: int  # of the weights at admission: no token of the group can be older
     rollouts: list[Rollout | None]  # those whose outcome is known
     history: tuple[float, ...]  # pass rates of the prompt's earlier groups, as known at admission
+    admitted_at: int  # optimizer steps then: all rollouts of a group are rewarded by one stage of the curriculum
 
 
 @dataclass
@@ -83,6 +85,8 @@ class RolloutStream:
 
     def __post_init__(self) -> None:
         self.watch = ErrorWatch(self.verification)
+        # What the curriculum may weigh.
+        self.reward_sums = self.task.reward_sums()
 
     def step_completed(self) -> None:
         """The optimizer step on the last batch is computed; a driver says when the trainer is done with it."""
@@ -119,7 +123,7 @@ class RolloutStream:
         history = tuple(self.prompts.history(prompt.prompt_id))
         count = self.choices.allocation.completions(self.completions, history, self.surplus)
         self.surplus += count - self.completions
-        self._open[key] = _OpenGroup(prompt, tokens, version, [None] * count, history)
+        self._open[key] = _OpenGroup(prompt, tokens, version, [None] * count, history, self.completed_steps)
         self.admitted += 1
         limit = self.choices.curriculum.max_new_tokens(self.max_new_tokens, self.completed_steps)
         points = self.choices.length_control.interrupt_at(count, (self.seed, INTERRUPTION_STREAM, key))
@@ -166,7 +170,10 @@ class RolloutStream:
         if scored:
             rollout.grade = outcome.reward
             rollout.correct = outcome.kind == "score" and passes(self.task, outcome)
-            scaled = self.reward.scale(outcome.reward)
+            factors = self.choices.curriculum.reward_factors(self.reward_sums, group.admitted_at)
+            weighed = weighed_sum(outcome.reward, outcome.terms, factors)
+            rollout.terms, rollout.staged = dict(outcome.terms), weighed != outcome.reward
+            scaled = self.reward.scale(weighed)
             rollout.reward = self.choices.length_control.reward(scaled, rollout.correct, len(rollout.tokens))
             for own in self.choices.own.values():
                 rollout.reward = own.adjust_reward(rollout.reward, rollout)
@@ -250,6 +257,7 @@ class RolloutStream:
                 key: {
                     "prompt_id": group.prompt.prompt_id,
                     "version": group.version,
+                    "admitted_at": group.admitted_at,
                     "history": list(group.history),
                     "finished": [rollout is not None for rollout in group.rollouts],
                     "ended": [[index, at] for (place, index), (_, at) in self._ungraded.items() if place == key],
@@ -296,7 +304,8 @@ class RolloutStream:
             prompt = self.prompts.by_id(entry["prompt_id"])
             own = [next(rollouts) if finished else None for finished in entry["finished"]]
             history = tuple(entry["history"])
-            self._open[key] = _OpenGroup(prompt, self.encode(prompt), entry["version"], own, history)
+            at = entry.get("admitted_at", entry["version"])
+            self._open[key] = _OpenGroup(prompt, self.encode(prompt), entry["version"], own, history, at)
             self._ungraded |= {(key, index): (next(ended), at) for index, at in entry.get("ended", ())}
         self._ready = []
         for entry in state["ready"]:

@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.verify.grade import Grade, Grader, Known, Outcome, Sample
+
+if TYPE_CHECKING:
+    from lightning_scalerl.axes.curriculum import Curriculum
 
 
 class Task(ABC):
@@ -51,6 +54,13 @@ class Task(ABC):
 
     def notes(self) -> Sequence[str]:
         """What is to be said of it at the start, a line each."""
+        return ()
+
+    def reward_sums(self) -> Sequence[Sequence[str]]:
+        """Return the names of the rewards in each weighted sum that it grades by, the one that decides a pass first.
+
+        A task that grades by single rewards, whose grader gives no `Grade.terms`, has none.
+        """
         return ()
 
     def is_correct(self, reward: float) -> bool:
@@ -118,6 +128,17 @@ def _digest(path: Path, size: int, changed_ns: int) -> str:
     """Once for a file as it is: a grid asks for every row."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def check_curriculum(task: Task, curriculum: Curriculum) -> None:
+    """Refuse a curriculum that weighs rewards which the task does not have.
+
+    Raises:
+        ConfigurationError: which, in one line.
+    """
+    problem = curriculum.check_rewards(task.reward_sums())
+    if problem:
+        raise ConfigurationError(problem)
 
 
 def passes(task: Task, outcome: Outcome) -> bool:

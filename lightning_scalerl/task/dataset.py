@@ -116,6 +116,11 @@ class DatasetTask(Task):
         """The rewards alone: their processes have no use for the prompts."""
         return self._rewards
 
+    def reward_sums(self) -> Sequence[Sequence[str]]:
+        """Return the names of its rewards, if it has several."""
+        names = [each.name for each in self._rewards.rewards]
+        return [names] if len(names) > 1 else []
+
     def known(self) -> Sequence[Known]:
         """A few rows' answers, right and wrong."""
         return self._known

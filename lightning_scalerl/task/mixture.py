@@ -42,7 +42,10 @@ class MixtureGrader:
         grade = self.graders[source].grade(sample)
         if grade.correct is None and grade.reward is not None:
             grade = replace(grade, correct=self.correct[source](float(grade.reward)))
-        return replace(grade, parts={f"{source}/{name}": value for name, value in grade.parts.items()})
+        parts, terms = (
+            {f"{source}/{name}": value for name, value in numbers.items()} for numbers in (grade.parts, grade.terms)
+        )
+        return replace(grade, parts=parts, terms=terms)
 
 
 class MixtureTask(Task):
@@ -132,6 +135,12 @@ class MixtureTask(Task):
             for name, task in self._tasks.items()
         }
         return MixtureGrader(graders, correct)
+
+    def reward_sums(self) -> Sequence[Sequence[str]]:
+        """Return those of all its tasks, each name behind its task's."""
+        return [
+            [f"{name}/{each}" for each in names] for name, task in self._tasks.items() for names in task.reward_sums()
+        ]
 
     def known(self) -> Sequence[Known]:
         """Of all."""

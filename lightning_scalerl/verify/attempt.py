@@ -25,7 +25,8 @@ def attempt(grader: Grader, sample: Sample) -> Outcome:
     if grade.reward is None:
         return Outcome("abstain", parts=parts, why=grade.why, seconds=seconds, extra=dict(grade.extra))
     reward, correct = float(grade.reward), None if grade.correct is None else bool(grade.correct)
-    return Outcome("score", reward, parts, seconds=seconds, correct=correct, extra=dict(grade.extra))
+    terms = {str(name): float(value) for name, value in grade.terms.items()}
+    return Outcome("score", reward, parts, seconds=seconds, correct=correct, extra=dict(grade.extra), terms=terms)
 
 
 def _problem(grade: Grade) -> str:

@@ -44,6 +44,7 @@ class Grade:
         why: of an abstention, for people.
         correct: whether the completion counts as a pass, where that does not follow from the reward.
         extra: what else is to be read beside the completion (`rollouts.jsonl`), by name.
+        terms: of a weighted sum of several rewards, its terms by their names; empty of a single reward.
     """
 
     reward: float | None
@@ -51,6 +52,7 @@ class Grade:
     why: str = ""
     correct: bool | None = None
     extra: Mapping[str, str] = field(default_factory=dict)
+    terms: Mapping[str, float] = field(default_factory=dict)
 
 
 class Grader(Protocol):
@@ -75,7 +77,7 @@ class Outcome:
         why: of an abstention or error, in one line.
         seconds: that the grader has worked, all attempts together.
         attempts: how often it was tried.
-        correct, extra: see `Grade`.
+        correct, extra, terms: see `Grade`.
     """
 
     kind: Kind
@@ -86,6 +88,7 @@ class Outcome:
     attempts: int = 1
     correct: bool | None = None
     extra: Mapping[str, str] = field(default_factory=dict)
+    terms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -294,11 +294,12 @@ class RewardSum:
             parts |= dict(grade.parts)
             if grade.reward is not None and len(grades) > 1:
                 parts[each.name] = float(grade.reward)
-        scored = [(each.weight, _number(grade.reward)) for each, grade in grades if grade.reward is not None]
+        terms = {each.name: each.weight * _number(grade.reward) for each, grade in grades if grade.reward is not None}
         extra = {name: text for _, grade in grades for name, text in grade.extra.items()}
-        if not scored:
+        if not terms:
             return Grade(None, parts, grades[0][1].why or "every reward abstains", extra=extra)
         first = next(grade for _, grade in grades if grade.reward is not None)
         assert first.reward is not None
         correct = float(first.reward) >= 1.0 if first.correct is None else first.correct
-        return Grade(sum(weight * reward for weight, reward in scored), parts, correct=correct, extra=extra)
+        reward = sum(terms.values())
+        return Grade(reward, parts, correct=correct, extra=extra, terms=terms if len(grades) > 1 else {})

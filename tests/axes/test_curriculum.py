@@ -18,16 +18,23 @@ from lightning_scalerl.axes.curriculum import (
     LinearCurriculum,
     NoCurriculum,
     StagedLength,
+    StagedRewards,
     difficulty,
+    staged_factors,
+    weighed_sum,
 )
-from lightning_scalerl.axes.length_control import Interruption
+from lightning_scalerl.axes.length_control import Interruption, Penalty
 from lightning_scalerl.axes.resampling import NoPositiveResampling, Resampling, UniformResampling
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choice import DesignChoice
-from lightning_scalerl.rollout import Prompt
+from lightning_scalerl.generator.base import FinishedRollout
+from lightning_scalerl.rollout import Prompt, Rollout, packed, unpacked
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
 from lightning_scalerl.stream.rollout_stream import RolloutStream
-from tests.helpers import CountingTask, row, sampler
+from lightning_scalerl.task.base import RewardScale, Task, check_curriculum
+from lightning_scalerl.verify.grade import Grade, Grader, Sample
+from lightning_scalerl.verify.rewards import RewardSum, Weighted
+from tests.helpers import CountingTask, grade, row, sampler
 
 KEY = (7, 2)
 
@@ -84,6 +91,106 @@ def test_bad_steps(bad: Any) -> None:
 def test_bad_stages(bad: list[float]) -> None:
     with pytest.raises(ConfigurationError, match=r"curriculum\.shares: .* must rise from above 0 to 1"):
         StagedLength(shares=bad)
+
+
+# --- rewards -------------------------------------------------------------------------------------------------
+
+TWO = [["math", "format"]]
+MIXED = [["a/math", "a/format"], ["b/code"], ["c/math", "c/short"]]
+
+
+@pytest.mark.parametrize(
+    ("progress", "sums", "factors"),
+    [
+        (0.0, TWO, {"math": 0.0}),
+        (0.299, TWO, {"math": 0.0}),
+        (0.3, TWO, {"math": 0.5}),
+        (0.6, TWO, {}),
+        (1.0, TWO, {}),
+        (7.0, TWO, {}),
+        (0.5, MIXED, {"a/math": 0.5, "b/code": 0.5, "c/math": 0.5}),
+        (0.5, [], {}),
+    ],
+)
+def test_factors_by_hand(progress: float, sums: Any, factors: dict[str, float]) -> None:
+    stages: list[dict[str, float]] = [{"first": 0.0}, {"first": 0.5}, {}]
+    assert staged_factors(progress, [0.0, 0.3, 0.6], stages, sums) == factors
+    assert StagedRewards(total_steps=1000).reward_factors(sums, round(1000 * progress)) == factors
+
+
+def test_a_name_goes_before_what_it_is_the_first_of() -> None:
+    staged = StagedRewards([{"first": 0.0, "math": 0.25, "format": 2.0}, {}], [0.0, 0.5], 10)
+    assert [staged.reward_factors(TWO, step) for step in (4, 5)] == [{"math": 0.25, "format": 2.0}, {}]
+
+
+def test_a_sum_is_weighed_by_hand_and_left_alone_where_nothing_changes() -> None:
+    terms = {"math": 1.0, "format": 0.2}
+    assert weighed_sum(1.2, terms, {"math": 0.5}) == pytest.approx(0.7)
+    assert weighed_sum(1.2, {"format": 0.2}, {"math": 0.0}) == 1.2, "it has abstained: what is there is as it was"
+    assert weighed_sum(0.1 + 0.2, {"a": 0.1, "b": 0.2}, {"a": 1.0}) == 0.1 + 0.2
+    for choice in (NoCurriculum(), LinearCurriculum(), StagedLength()):
+        assert choice.reward_factors(TWO, 0) == {} and choice.check_rewards([]) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"stages": []}, r"curriculum\.begins: .* each of the 0 curriculum\.stages"),
+        ({"stages": [{}, {}]}, r"curriculum\.begins: .* each of the 2 curriculum\.stages"),
+        ({"stages": ["math", {}, {}]}, r"curriculum\.stages: 'math' must give factors by the rewards' names"),
+        ({"stages": [{"math": -1}, {}, {}]}, r"curriculum\.stages\.math: -1 must be a number, 0 or more"),
+        ({"stages": [{"math": True}, {}, {}]}, r"curriculum\.stages\.math: True must be"),
+        ({"begins": [0.1, 0.3, 0.6]}, r"curriculum\.begins: .* must rise from 0 to below 1"),
+        ({"begins": [0.0, 0.3, 0.3]}, r"curriculum\.begins: .* must rise"),
+        ({"begins": [0.0, 0.3, 1.0]}, r"curriculum\.begins: .* must rise"),
+        ({"begins": []}, r"curriculum\.begins: .* must rise"),
+        ({"begins": [0.0, "half", 0.6]}, r"curriculum\.begins: 'half' must be a number"),
+        ({"total_steps": 0}, r"curriculum\.total_steps: 0 must be a whole number"),
+    ],
+)
+def test_bad_stages_of_rewards(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as error:
+        StagedRewards(**given)
+    assert "\n" not in str(error.value)
+
+
+class TwoRewards(CountingTask):
+    """Graded by the share of the digit 1, which decides a pass, and at half weight by that of 2."""
+
+    def grader(self) -> Grader:
+        return RewardSum((Weighted("ones", ShareOf("1")), Weighted("twos", ShareOf("2"), 0.5)))
+
+    def reward_sums(self) -> Sequence[Sequence[str]]:
+        return [["ones", "twos"]]
+
+
+class ShareOf:
+    """The share of a digit in the completion; of 3 in it, an abstention."""
+
+    def __init__(self, digit: str) -> None:
+        self.digit = digit
+
+    def grade(self, sample: Sample) -> Grade:
+        if self.digit == "2" and "3" in sample.completion:
+            return Grade(None)
+        share = sample.completion.count(self.digit) / max(1, len(sample.completion))
+        return Grade(share, correct=share >= 0.5)
+
+
+@pytest.mark.parametrize(
+    ("task", "choice", "message"),
+    [
+        (CountingTask(), StagedRewards(), r"^curriculum: StagedRewards .* this task has one; give task\.rewards two"),
+        (TwoRewards(), StagedRewards([{"one": 0.5}], [0.0]), r"^curriculum\.stages: stage 0 names 'one', .*ones, twos"),
+        (TwoRewards(), StagedRewards([{"first": 0.0, "twos": 0.0}, {}], [0.0, 0.5]), r"stage 0 leaves nothing of ones"),
+    ],
+)
+def test_a_task_without_the_rewards_is_refused(task: Task, choice: Curriculum, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as error:
+        check_curriculum(task, choice)
+    assert "\n" not in str(error.value)
+    check_curriculum(TwoRewards(), StagedRewards())
+    check_curriculum(task, NoCurriculum())
 
 
 # --- difficulty ----------------------------------------------------------------------------------------------
@@ -272,13 +379,13 @@ def test_a_stop_in_the_middle_changes_no_draw(
 # --- in the stream -------------------------------------------------------------------------------------------
 
 
-def stream_of(choice: Curriculum, *more: DesignChoice) -> RolloutStream:
-    task = CountingTask(prompts=23)
+def stream_of(choice: Curriculum, *more: DesignChoice, task: Task | None = None) -> RolloutStream:
+    task = task or CountingTask(prompts=23)
     return RolloutStream(
         prompts=PromptSource(task.train_prompts(), KEY, UniformResampling(), choice),
         task=task,
         encode=lambda prompt: [1, 2],
-        sample=sampler(lambda tokens: "1"),
+        sample=sampler(lambda tokens: "".join(map(str, tokens))),
         choices=row(choice, *more),
         groups_per_step=2,
         completions=2,
@@ -335,3 +442,50 @@ def test_a_group_is_of_a_prompt_that_the_step_allows() -> None:
     for _ in range(20):
         stream.admit(0)
     assert {group.prompt.difficulty for group in stream._open.values()} == {"0", "1"}
+
+
+SAMPLED = {"1122": (0.5, 0.25), "1111": (1.0, 0.0), "2222": (0.0, 0.5), "1123": (0.5, None)}
+
+
+def ended(key: int, index: int, digits: str) -> FinishedRollout:
+    count = len(digits)
+    return FinishedRollout(
+        key, index, Rollout([*map(int, digits)], [0.0] * count, [0] * count, [False] * count, "stop")
+    )
+
+
+@pytest.mark.parametrize("step", [0, 3, 6])
+def test_a_group_is_rewarded_by_the_stage_that_it_was_begun_in_also_across_a_stop(step: int) -> None:
+    """Of the terms that there are, before their scale and the length penalty; and a pass is a pass in every stage."""
+    factor = {0: 0.0, 3: 0.5, 6: 1.0}[step]
+    stream, again = (stream_of(StagedRewards(total_steps=10), Penalty(9, 5), task=TwoRewards()) for _ in range(2))
+    for each in (stream, again):
+        each.reward, each.completions = RewardScale(1.0, -1.0), len(SAMPLED)
+    stream.completed_steps = step
+    key = stream.admit(0).key
+    texts = list(SAMPLED)
+    grade(stream, ended(key, 0, texts[0]))
+    again.load_state_dict(pickle.loads(pickle.dumps(stream.state_dict())))
+    again.completed_steps = 9  # of the last stage, which is nothing to a group that was begun before
+    for index, text in enumerate(texts[1:], 1):
+        grade(again, ended(key, index, text))
+    (group,) = again._ready
+    for rollout, (ones, twos) in zip(group.rollouts, SAMPLED.values(), strict=True):
+        assert rollout.reward == pytest.approx(-1 + 2 * (factor * ones + (twos or 0.0)))
+        assert rollout.grade == ones + (twos or 0.0) and rollout.correct is (ones >= 0.5)
+        assert rollout.staged is (factor < 1 and ones > 0)
+    assert group.pass_rate == 0.75
+    assert unpacked(packed(group.rollouts)) == group.rollouts
+
+
+def test_a_checkpoint_of_before_goes_on_as_if_nothing_were_staged() -> None:
+    stream, again = (stream_of(StagedRewards(total_steps=10), task=TwoRewards()) for _ in range(2))
+    grade(stream, ended(stream.admit(0).key, 0, "1122"))
+    state = stream.state_dict()
+    for name in ("terms", "staged"):
+        del state["rollouts"][name], state["ungraded"][name]
+    for entry in state["open"].values():
+        del entry["admitted_at"]
+    again.load_state_dict(state)
+    (group,) = again._open.values()
+    assert group.admitted_at == 0 and group.rollouts[0] is not None and group.rollouts[0].terms == {}

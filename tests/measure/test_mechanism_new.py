@@ -17,7 +17,13 @@ from lightning_scalerl.axes.allocation import AllocationByDifficulty, FixedAlloc
 from lightning_scalerl.axes.async_mode import OnPolicy
 from lightning_scalerl.axes.correction import Behaviour, Proximal
 from lightning_scalerl.axes.critic import ValueNetwork
-from lightning_scalerl.axes.curriculum import ExponentialCurriculum, LinearCurriculum, NoCurriculum, StagedLength
+from lightning_scalerl.axes.curriculum import (
+    ExponentialCurriculum,
+    LinearCurriculum,
+    NoCurriculum,
+    StagedLength,
+    StagedRewards,
+)
 from lightning_scalerl.axes.entropy import EntropyByDifficulty, FixedEntropy, NoEntropyBonus
 from lightning_scalerl.axes.epochs import Epochs
 from lightning_scalerl.axes.filter import DynamicSampling, NoFilter, ZeroVariance
@@ -86,6 +92,7 @@ class Watched:
             "dropped_for_batch": 0,
             "max_new_tokens": 8,
             "prompts": prompts,
+            "reward_sums": [["math", "format"]],
             **stream,
         }
         self.counters = MechanismCounters(ours, theirs, SimpleNamespace(**given), policy, str)  # type: ignore[arg-type]
@@ -132,6 +139,14 @@ def one_token_in_all() -> list[Group]:
 
 def sizes(*counts: int, history: tuple[float, ...]) -> list[Group]:
     return groups_of([[1.0] + [0.0] * (count - 1) for count in counts], history)
+
+
+def of_two_rewards() -> list[Group]:
+    """Groups whose rewards are sums of two."""
+    groups = groups_of()
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        rollout.grade, rollout.terms = rollout.reward + 0.2, {"math": rollout.reward, "format": 0.2}
+    return groups
 
 
 CONSTANT = ((1.0, 1.0, 1.0), (0.0, 0.0, 0.0))
@@ -183,6 +198,20 @@ CASES: dict[str, tuple[str, Row, Row, dict[str, Any], dict[str, Any]]] = {
         (Penalty(1, 1),),
         {"groups": groups_of([CONSTANT[0]])},
         {},
+    ),
+    "staged rewards": (
+        "curriculum",
+        (StagedRewards(total_steps=10),),
+        (),
+        {"completed_steps": 6, "groups": of_two_rewards()},
+        {"completed_steps": 5, "groups": of_two_rewards()},
+    ),
+    "no staged rewards": (
+        "curriculum",
+        (),
+        (StagedRewards(total_steps=10),),
+        {"groups": groups_of([(0.0, 0.0, 0.0)])},
+        {"groups": of_two_rewards()},
     ),
     "epochs": ("epochs", (Epochs(2), ZeroVariance()), (ZeroVariance(),), {"groups": groups_of(CONSTANT)}, {}),
     "refilling": ("filter", (DynamicSampling(),), (ZeroVariance(),), {}, {"dropped_for_batch": 1}),

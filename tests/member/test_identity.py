@@ -1,8 +1,8 @@
 """Identities outlive versions: what stands in identities.json stays as it is, and may only grow.
 
-A row stands for a command as it was understood when the row was made. A recipe or scale that has been corrected since is
-given what it was, by explicit overrides: so an old identity stays within reach. `COMMAND @2` is a row that was made after
-the corrections of the form 2, and so on.
+A row stands for a command as it was understood when the row was made. A recipe or scale that has been corrected since
+is given what it was, by explicit overrides: so an old identity stays within reach. `COMMAND @2` is a row that was made
+after the corrections of the form 2, and so on.
 
 python -m tests.member.test_identity     adds what is new in CASES; what is there it never changes
 """
@@ -67,8 +67,22 @@ def in_its_form(case: str) -> list[str]:
     return [*words, *(override for was in since for what in named for override in was.get(what, ()))]
 
 
+TWO_REWARDS = (
+    "task=dataset task.train=train.jsonl task.heldout={a:heldout.jsonl} task.leaks=keep task.rewards=[exact_match,math]"
+)
+# Of variants that the recipe alone does not make one.
+CASE_OF = {
+    "clip_none": "variant=clip_none @2",
+    "clip_0.3": "scale=8b scaled_for=null variant=clip_0.3 @2",
+    "clip_1.0": "variant=clip_1.0 @2",
+    "curriculum_staged_rewards": f"{TWO_REWARDS} variant=curriculum_staged_rewards @2",
+}
+
+
 def _case(variant: str) -> str:
     """On the first recipe whose own choice it is not: that would be no variant of it."""
+    if variant in CASE_OF:
+        return CASE_OF[variant]
     text = (CONF / "variant" / f"{variant}.yaml").read_text()
     lines = [line for line in text.splitlines() if line.startswith("  - override /")]
     values = any(line.startswith("  ") and line not in lines for line in text.splitlines())
@@ -115,6 +129,7 @@ CASES = [
     *(f"{what}{' scaled_for=null' if what == 'scale=8b' else ''} @2" for what in CORRECTED[2]),
     "recipe=dapo @2",
     "length_control=penalty length_control.only_correct=false @2",
+    f"{TWO_REWARDS} curriculum=staged_rewards budget.steps=64 @2",
 ]
 
 
