@@ -47,7 +47,7 @@ _HOMES = {
     "member.identify": ["plan_members"],
     "member.run": ["run_member"],
     "model.chat": ["Chat"],
-    "model.load": ["model_path"],
+    "model.place": ["model_path"],
     "module": ["ScaleRL"],
     "optim": ["AdamW", "ConstantSchedule", "CosineSchedule", "SqrtBatchSchedule"],
     "recipe": ["BatchSettings", "ContextSettings", "Recipe"],

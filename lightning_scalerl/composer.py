@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -15,7 +14,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.composition import Folders, build_recipe, compose, conf_dir, use_folders
+from lightning_scalerl.composition import Folders, build_recipe, compose, is_group, use_folders
 
 if TYPE_CHECKING:
     from lightning_scalerl.recipe import Recipe
@@ -127,7 +126,7 @@ class Composer:
 
     def _is_group(self, key: str) -> bool:
         if key not in self._groups:
-            self._groups[key] = any((Path(folder) / key).is_dir() for folder in (conf_dir(), *self.folders))
+            self._groups[key] = is_group(key, self.folders)
         return self._groups[key]
 
     def _base(self, groups: tuple[str, ...], settings: Sequence[tuple[str, Override]]) -> _Base:

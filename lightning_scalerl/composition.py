@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, check_arguments, did_you_mean
 from lightning_scalerl.choices import AXES, Choices
 
 if TYPE_CHECKING:
@@ -44,6 +43,13 @@ SETTINGS = frozenset(
 SINCE = ("driver", "reward", "health", "chat", "verify")
 
 Folders = Sequence[str | Path]
+
+_DEVICE = (
+    "a run trains on the GPU that its process sees, else on the CPU: CUDA_VISIBLE_DEVICES=1 picks one, "
+    "CUDA_VISIBLE_DEVICES= none; several by torchrun, or by cluster=slurm hydra.launcher.gpus_per_node=N"
+)
+# Settings of Lightning's Trainer that a user looks for here, and where it is decided instead.
+ELSEWHERE = dict.fromkeys(("accelerator", "device", "devices", "gpus", "num_gpus"), _DEVICE)
 
 
 def conf_dir() -> Path:
@@ -96,6 +102,7 @@ def compose(overrides: Sequence[str], folders: Folders = ()) -> Any:
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
+        check_choices(overrides, folders)
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             return hydra_compose("train", overrides=[*_searchpath(folders), *overrides])
     except (HydraException, OmegaConfBaseException) as error:
@@ -105,18 +112,61 @@ def compose(overrides: Sequence[str], folders: Folders = ()) -> Any:
         GlobalHydra.instance().hydra = outer
 
 
+def is_group(key: str, folders: Folders = ()) -> bool:
+    """Return whether a key is a configuration group: a folder in `conf/` or in one of the user's."""
+    return bool(key) and any((Path(folder) / key).is_dir() for folder in (conf_dir(), *folders))
+
+
+def names_in(group: str, folders: Folders = ()) -> list[str]:
+    """Return the choices of a configuration group, by name."""
+    return sorted({path.stem for folder in (conf_dir(), *folders) for path in (Path(folder) / group).glob("*.yaml")})
+
+
+def check_choices(overrides: Sequence[str], folders: Folders = ()) -> None:
+    """Refuse overrides of groups that name no file, which Hydra answers with an error of its own program.
+
+    Raises:
+        ConfigurationError: which group, and its choices.
+        HydraException: an override that cannot be parsed.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    for parsed in OverridesParser.create().parse_overrides(list(overrides)):
+        group, value = parsed.key_or_group, None if parsed.is_sweep_override() else parsed.value()
+        if not group:
+            raise ConfigurationError(f"{parsed.input_line}: no key before the =; write KEY=VALUE")
+        # A mapping sets values in a group; `~GROUP` alone has no value.
+        if isinstance(value, str | Mapping) or parsed.is_sweep_override() or not is_group(group, folders):
+            continue
+        if parsed.is_delete() and value is None:
+            continue
+        if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
+            raise ConfigurationError(no_choice(group, parsed.input_line.partition("=")[2], names_in(group, folders)))
+
+
+def no_choice(group: str, name: str, valid: Sequence[str], where: str = "") -> str:
+    """Return the line for a name that is none of a group's choices."""
+    return f"{group}={name}{where}: no such choice{did_you_mean(name, valid, f'{group}=')}; valid: {', '.join(valid)}"
+
+
 def _searchpath(folders: Folders) -> list[str]:
     quoted = ["'" + f"file://{folder}".replace("\\", "\\\\").replace("'", "\\'") + "'" for folder in folders]
     return [f"hydra.searchpath=[{','.join(quoted)}]"] if quoted else []
 
 
+def _unknown_key(error: Exception) -> str:
+    """Return the key that an override asks for and that does not exist; empty if the error is another."""
+    unknown = re.search(r"Could not override '([^']+)'", str(error))
+    return unknown[1] if unknown else ""
+
+
 def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) -> str:
     """For a key that does not exist: the keys that do, at the deepest place that does, the nearest first."""
-    unknown = re.search(r"Could not override '([^']+)'", str(error))
+    unknown = _unknown_key(error)
     if not unknown:
         return ""
     # Without the one that fails, and those of the same key: a group that was picked has other keys than the default.
-    others = [entry for entry in overrides if entry.lstrip("+~").split("=")[0] != unknown[1]]
+    others = [entry for entry in overrides if entry.lstrip("+~").split("=")[0] != unknown]
     node: Any
     try:
         node = compose(others if len(others) < len(overrides) else [], folders)
@@ -124,21 +174,33 @@ def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) ->
         node = compose([], folders)
     path: list[str] = []
     wrong = ""
-    for part in unknown[1].split("."):
+    for part in unknown.split("."):
         if not hasattr(node, "keys") or part not in node:
             wrong = part
             break
         path.append(part)
         node = node[part]
     keys = [str(key) for key in node] if hasattr(node, "keys") else []
-    close = get_close_matches(wrong, keys, n=1)
-    meant = f"; did you mean {'.'.join([*path, close[0]])}?" if close else ""
-    return f"{meant}; valid here: {', '.join(keys)}" if keys else f"; {'.'.join(path)} is a value, not a group"
+    if not keys:
+        return f"; {'.'.join(path)} is a value, not a group"
+    # A recipe, a scale, ... are chosen at the top and leave no key of their own.
+    groups = [] if path else [each.name for each in conf_dir().iterdir() if each.is_dir() and each.name != "hydra"]
+    return f"{did_you_mean(wrong, [*keys, *groups], '.'.join([*path, '']))}; valid here: {', '.join(keys)}"
 
 
 def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = ()) -> str:
     """Hydra's error in one line: what was wrong, with what would be valid beside these overrides."""
+    from hydra.errors import MissingConfigException
+
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    unknown = _unknown_key(error)
+    if (hint := ELSEWHERE.get(unknown.rpartition(".")[2])) is not None:
+        return f"{unknown}: no setting of a run; {hint}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        asking = re.match(r"In '([^']+)'", lines[0])
+        where = f" (in {asking[1]}.yaml)" if asking and asking[1] not in ("train", "hydra/config") else ""
+        return no_choice(group, name, sorted(error.options), where)
     cause = error.__cause__
     if cause is not None:
         lines += [line.strip() for line in str(cause).splitlines() if line.strip() and line.strip() not in lines]
@@ -153,6 +215,35 @@ def axes_of(config: Mapping[str, Any]) -> list[str]:
     return [*(axis for axis in AXES if axis in config), *own]
 
 
+def chosen(config: Any, group: str) -> Any:
+    """Return a group of a composed configuration.
+
+    Raises:
+        ConfigurationError: no file was chosen for it, or one that says nothing of what to build.
+    """
+    node = config.get(group)
+    if not isinstance(node, Mapping) or "_target_" not in node:
+        raise ConfigurationError(
+            f"{group}: nothing chosen; select one of the files in conf/{group}/: {', '.join(names_in(group))}"
+        )
+    return node
+
+
+def _check_types(field: str, node: Any) -> None:
+    """Check a group's settings, and those of what it is made of, against what they are given to."""
+    from hydra._internal.utils import _locate
+
+    if isinstance(node, Mapping) and "_target_" in node:
+        try:
+            target = _locate(str(node["_target_"]))
+        except Exception:  # instantiating it says why
+            return
+        check_arguments(field, target, node)
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            _check_types(f"{field}.{name}", value)
+
+
 def build(config: Any, group: str) -> Any:
     """Instantiate one group of a composed configuration.
 
@@ -163,13 +254,12 @@ def build(config: Any, group: str) -> Any:
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
-    node = config.get(group)
-    if not node or "_target_" not in node:
-        raise ConfigurationError(f"{group}: nothing chosen; select one of the files in conf/{group}/")
+    node = chosen(config, group)
     missing = sorted(OmegaConf.missing_keys(node)) if OmegaConf.is_config(node) else []
     if missing:
         raise ConfigurationError(f"{missing[0]}: needs a value; give {missing[0]}=...")
     try:
+        _check_types(group, OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node)
         built = instantiate(node, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.checks import ConfigurationError, check_scale, whole_number
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.model.chat import Chat
@@ -100,13 +100,7 @@ class Recipe:
         Raises:
             ConfigurationError: with how to ask for it.
         """
-        if self.scaled_for is not None and not made_for_it:
-            raise ConfigurationError(
-                "scale: the settings (learning rate, batch, context, thinking) were made for "
-                f"{self.scaled_for.rpartition('.')[2]}, and this is another model; choose scale=0.6b, 1.7b, 8b or one "
-                "of yours in a folder scale/, or say scaled_for=null if you mean them (in a script "
-                'overrides=["scale=..."])'
-            )
+        check_scale(self.scaled_for, made_for_it)
 
     def check(self, choices: Choices) -> None:
         """Whether these choices can run with these settings.

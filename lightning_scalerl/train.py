@@ -9,16 +9,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
-from lightning_scalerl.composition import conf_dir, explain
+from lightning_scalerl.composition import check_choices, conf_dir, explain
 from sweeps.errors import UserError, naming, of_the_system
 from sweeps.run.folders import user_folders
 from sweeps.run.interruption import RunInterruptedError, interruption
@@ -33,10 +35,14 @@ HERE = ("cluster=local", "cluster=debug")
 def main() -> None:
     """The command line; what a user did wrong is one line and exit code 1, never a traceback."""
     # Ours, not Hydra's: short for the launcher's setting.
-    sys.argv[1:] = ["hydra.launcher.detach=true" if word == "--detach" else word for word in sys.argv[1:]]
+    words = ["hydra.launcher.detach=true" if word == "--detach" else word for word in sys.argv[1:]]
+    sys.argv[1:] = _options_first(words)
     # Hydra prints tracebacks of its own and exits unless told to pass exceptions on.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    _single_runs.clear()
     try:
+        folders, overrides = _given()
+        check_choices(overrides, folders)
         if any(word in ("--cfg", "-c") or word.startswith("--cfg=") for word in sys.argv[1:]):
             _check_shown()
         _hydra_main()
@@ -68,6 +74,27 @@ def _check_shown() -> None:
     folders, overrides = _given()
     if not any(word in ("--multirun", "-m") for word in sys.argv[1:]):
         check_shown(overrides, folders)
+
+
+def _options_first(words: Sequence[str]) -> list[str]:
+    """Return a command line with its options before its overrides: Hydra takes all overrides in one place only."""
+    options: list[str] = []
+    overrides: list[str] = []
+    taking = {name: action for action in get_args_parser()._actions for name in action.option_strings}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            overrides.append(word)
+            continue
+        options.append(word)
+        if (action := taking.get(word)) is None or not rest:
+            continue
+        if action.nargs is None or (action.nargs == "?" and rest[0] in (action.choices or ())):
+            options.append(rest.pop(0))
+        elif action.nargs == "?":  # or it would take the first override
+            options[-1] = f"{action.option_strings[0]}={action.const}"
+    return [*options, *overrides]
 
 
 def _given() -> tuple[list[str], list[str]]:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_scalerl import RolloutDataModule, train
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, check_arguments
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composer import load_recipe
 from lightning_scalerl.composition import build_recipe, compose, conf_dir
@@ -184,6 +185,19 @@ def with_recipe(folder: Path, name: str, **choices: str) -> Path:
             ["loss=dapo", "loss.clip_hgh=0.3"],
             r"did you mean loss.clip_high\?; valid here: _target_, clip_low, clip_high",
         ),
+        (["optimizer.lr=abc"], "optimizer.lr: 'abc' must be a number"),
+        (["optimizer.lr=null"], "optimizer.lr: null must be a number"),
+        (["optimizer.dropout=1"], "optimizer.dropout: 1 must be true or false"),
+        (["task.train=[true]"], "task\\.train: true must be a whole number"),
+        (["batch.rollouts=true"], "batch.rollouts: true must be a whole number, or null"),
+        (["variant=loss_dapo", "loss.clip_high=true"], "loss.clip_high: true must be a number"),
+        (["rollouts.groups=true"], "rollouts.groups: True must be a whole number, 0 or more"),
+        (["launch.threads=true"], "launch.threads: True must be a whole number"),
+        (["mlflow.uri=1e999"], "mlflow.uri: inf must be an address"),
+        (["+optimizer.clip=1"], "optimizer.clip: no such setting; did you mean optimizer.clip_norm\\?"),
+        (["budget=3"], "budget: 3 must be a group of settings; give budget.steps=..."),
+        (["recipy=scalerl"], "did you mean recipe\\?"),
+        (["+trainer.accelerator=gpu"], "trainer: neither a setting nor an axis"),
         (["optimizer.lr.deeper=1"], "optimizer.lr is a value, not a group"),
     ],
 )
@@ -211,30 +225,93 @@ def test_a_task_without_its_files_says_what_to_give() -> None:
         RolloutDataModule("jsonl")
 
 
+def refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: Path
+) -> str:
+    """What `scalerl train` says in its one line before it exits with 1, in a folder where it leaves nothing."""
+    monkeypatch.chdir(where)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `main` sets it; it is put back
+    monkeypatch.setattr(sys, "argv", ["scalerl train", *words])
+    with pytest.raises(SystemExit) as exit:
+        train.main()
+    told = capsys.readouterr().err
+    assert exit.value.code == 1 and len(told.strip().splitlines()) == 1, told
+    assert not list(where.glob("outputs/**/runs"))
+    return told
+
+
+MULTIRUN = ["--multirun", "cluster=debug", "seed=0,1"]
+DEVICE = "accelerator: no setting of a run; a run trains on the GPU that its process sees"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["loss=foo"], "cispo; dapo"),
+        (["loss=foo"], "loss=foo: no such choice; valid: cispo, dapo"),
         (["nonsense=1"], "valid here: "),
         (["async_mode.k=0"], "async_mode.k: 0 must be"),
         (["task=jsonl"], "task.heldout: needs a value"),
         (["task=jsonl", "task.train=/nothing", "task.heldout={a:/nothing}"], "task.train: cannot read '/nothing'"),
-        (["--multirun", "variant=none,loss_foo"], "loss_dapo"),
+        ([*MULTIRUN, "variant=none,loss_foo"], "loss_dapo"),
         (["budget.steps=0"], "budget.steps: 0"),
+        # What Hydra answers with a traceback of its own.
+        (["task=true"], "task=true: no such choice; valid: aime"),
+        (["scale=8"], "scale=8: no such choice; did you mean scale=8b?"),
+        (["~loss=1"], "loss=1: no such choice; valid: cispo"),
+        (["loss=null"], "loss=null: no such choice; valid: cispo"),
+        (["model=[]"], "model=[]: no such choice; valid: arithmetic_base, path"),
+        (["model=[1]"], "model=[1]: no such choice"),
+        (["=3"], "=3: no key before the ="),
+        # A near name.
+        (["recipe=scalrl"], "recipe=scalrl: no such choice; did you mean recipe=scalerl?"),
+        (["variant=loss_dappo"], "did you mean variant=loss_dapo?"),
+        ([*MULTIRUN, "variant=none,loss_dappo"], "did you mean variant=loss_dapo?"),
+        (["accelerator=gpu"], DEVICE),
+        # No truth value is a number, and no text.
+        (["optimizer.lr=true"], "optimizer.lr: true must be a number"),
+        ([*MULTIRUN, "mlflow.uri=1e999"], "mlflow.uri: inf must be an address"),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_line_and_exit_code_1(arguments: list[str], message: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_scalerl.train", *arguments, *QUICK],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert not list(tmp_path.glob("outputs/**/runs"))
+def test_bad_input_is_one_line_and_exit_code_1(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = refused([*arguments, *QUICK], monkeypatch, capsys, tmp_path)
+    assert told.startswith("scalerl train: ") and message in told
+
+
+def test_options_may_stand_between_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hydra's parser takes overrides in one place only, and called those behind an option unrecognized."""
+    told = refused(["seed=0,1", "--multirun", "cluster=debug", *QUICK, "budget.steps=0"], monkeypatch, capsys, tmp_path)
+    assert "budget.steps: 0" in told
+    monkeypatch.setattr(sys, "argv", ["scalerl train", "seed=7", "--cfg", "job", "study=mine", "--resolve"])
+    train.main()
+    shown = capsys.readouterr().out
+    assert "seed: 7\n" in shown and "output_dir: outputs/mine\n" in shown
+
+
+def test_settings_are_compared_with_annotations() -> None:
+    class Own:
+        def __init__(self, share: float | None, weights: Mapping[str, float], steps: int = 1, free: Any = 0) -> None:
+            pass
+
+    good = {"_target_": "x.Own", "share": None, "weights": {"a": 1, "b": 0.5}, "steps": 2, "free": True}
+    check_arguments("own", Own, good)
+    for bad, told in (
+        ({"share": False}, "own.share: false must be a number, or null"),
+        ({"weights": {"a": 1, "b": True}}, "own.weights.b: true must be a number"),
+        ({"steps": "2"}, "own.steps: '2' must be a whole number"),
+        ({"stepps": 2}, "own.stepps: no such setting; did you mean own.steps?; valid: share, weights, steps, free"),
+    ):
+        with pytest.raises(ConfigurationError) as error:
+            check_arguments("own", Own, {**good, **bad})
+        assert str(error.value) == told
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.checks import whole_number
 from lightning_scalerl.rollout import Group, Rollout, TrainBatch
 from lightning_scalerl.run import Run, run_of
 from lightning_scalerl.verify.grade import Sample
@@ -30,10 +30,8 @@ class RolloutLog(Callback):
     def __init__(
         self, run_dir: str | Path, groups: int = 1, every_n_steps: int = 8, guard: Callable[[], None] | None = None
     ) -> None:
-        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 0:
-            raise ConfigurationError(f"rollouts.groups: {groups!r} must be a whole number, 0 or more")
         self.run_dir = Path(run_dir)
-        self.groups = groups
+        self.groups = whole_number("rollouts.groups", groups, least=0)
         self.every_n_steps = whole_number("rollouts.every_n_steps", every_n_steps)
         self._guard = guard or (lambda: None)
 

@@ -15,14 +15,33 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_scalerl.checks import ConfigurationError, whole_number
+from lightning_scalerl.checks import ConfigurationError, check_scale, shown, whole_number
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composer import Composer
-from lightning_scalerl.composition import SETTINGS, Folders, axes_of, build, build_recipe, compose, use_folders
+from lightning_scalerl.composition import (
+    SETTINGS,
+    Folders,
+    axes_of,
+    build,
+    build_recipe,
+    chosen,
+    compose,
+    use_folders,
+)
 from sweeps.run.activity import Patience
 from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, make_spec, science
 
 _LONGEST_NAME = 255  # bytes of a folder's name
+# Operational settings, with the least that each may be.
+_WHOLE_NUMBERS = {
+    "checkpoint.every_n_steps": 1,
+    "rollouts.groups": 0,
+    "rollouts.every_n_steps": 1,
+    "launch.max_parallel": 1,
+    "launch.threads": 1,
+}
+# Settings whose classes import torch at most: seconds less to say what is wrong with them.
+_WITHOUT_LIGHTNING = ("reward", "health", "verify", "optimizer", "schedule")
 DEFAULT_RECIPE = "scalerl"  # as in conf/train.yaml
 # Groups that never name a curve: its recipe does already, its seed does not, and the rest is not science.
 UNLABELLED = OPERATIONAL_KEYS | {"recipe", "experiment", "variant", "cluster"}
@@ -46,6 +65,9 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     # All of them first: what Hydra has to complain about is answered before anything heavy is imported.
     drafts = [_draft(list(overrides), everywhere, composer) for overrides in override_lists]
     builder = _Builder()
+    for draft in drafts:
+        _check_settings(draft.values)
+        _check_light_parts(draft.values, builder)
     known: dict[bytes, dict[str, Any]] = {}
     clean: dict[tuple[str, int], Any] = {}
     specs = [
@@ -97,8 +119,59 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
         good = False
     if not good:
         raise ConfigurationError(f"seed: {seed!r} must be a whole number; give seed=0, or several: seed=0,1,2")
-    budget = values.get("budget")
-    whole_number("budget.steps", budget.get("steps") if isinstance(budget, Mapping) else budget)
+    whole_number("budget.steps", _setting(values, "budget.steps"))
+
+
+def _setting(config: Mapping[str, Any], field: str) -> Any:
+    """Return what stands at `GROUP.NAME`; None if the group is there and has no such name.
+
+    Raises:
+        ConfigurationError: the group is a value, or was taken away.
+    """
+    group, _, name = field.partition(".")
+    part = config.get(group)
+    if not isinstance(part, Mapping):
+        raise ConfigurationError(f"{group}: {shown(part)} must be a group of settings; give {field}=...")
+    return part.get(name)
+
+
+def _check_settings(config: Mapping[str, Any]) -> None:
+    """Check what is no part of an identity: where and how a member runs. Needs no torch."""
+    for field, least in _WHOLE_NUMBERS.items():
+        whole_number(field, _setting(config, field), least)
+    Patience.of(config)
+    strict = _setting(config, "launch.strict_code")
+    if not isinstance(strict, bool | None):
+        raise ConfigurationError(f"launch.strict_code: {strict!r} must be true or false")
+    address = _setting(config, "mlflow.uri")
+    if not isinstance(address, str | None):
+        raise ConfigurationError(
+            f"mlflow.uri: {address!r} must be an address such as sqlite:///outputs/mlflow.db, or null for none"
+        )
+    study = str(config["study"])
+    if Path(study).name != study or not study.isprintable() or study in ("", "..") or config["study"] is None:
+        raise ConfigurationError(
+            f"study: {study!r} is not the name of one folder; choose a plain name, or say where with output_dir=..."
+        )
+    if len(study.encode()) > _LONGEST_NAME:
+        raise ConfigurationError(
+            f"study: {study[:60] + '...'!r} is a name of {len(study.encode())} bytes; file systems take {_LONGEST_NAME}"
+        )
+    _check_place(config)
+
+
+def _check_light_parts(config: Mapping[str, Any], builder: _Builder) -> None:
+    """Check data, scale and a model's place before the axes are built: importing Lightning for those takes seconds."""
+    from lightning_scalerl.member.identity import part_of
+    from lightning_scalerl.task.base import check_task
+
+    check_task(builder(config, "task"))
+    model = chosen(config, "model")
+    check_scale(config.get("scaled_for"), model["_target_"] == config.get("scaled_for"))
+    part_of("model", model)
+    for group in _WITHOUT_LIGHTNING:
+        if group in config:
+            builder(config, group)
 
 
 def _check_place(config: Mapping[str, Any]) -> None:
@@ -255,31 +328,11 @@ class _Builder:
 
 
 def _check(spec: RunSpec, builder: _Builder) -> None:
-    fields = ("budget.steps", "checkpoint.every_n_steps", "launch.max_parallel", "launch.threads")
-    tops = {field.split(".")[0] for field in fields} & spec.config.keys()
-    numbers = OmegaConf.create({top: spec.config[top] for top in tops})
-    for field in fields:
-        whole_number(field, OmegaConf.select(numbers, field))
-    Patience.of(spec.config)
-    strict = OmegaConf.select(numbers, "launch.strict_code")
-    if not isinstance(strict, bool | None):
-        raise ConfigurationError(f"launch.strict_code: {strict!r} must be true or false")
-    study = str(spec.config["study"])
-    if Path(study).name != study or not study.isprintable() or study in ("", "..") or spec.config["study"] is None:
-        raise ConfigurationError(
-            f"study: {study!r} is not the name of one folder; choose a plain name, or say where with output_dir=..."
-        )
-    if len(study.encode()) > _LONGEST_NAME:
-        raise ConfigurationError(
-            f"study: {study[:60] + '...'!r} is a name of {len(study.encode())} bytes; file systems take {_LONGEST_NAME}"
-        )
-    _check_place(spec.config)
-    from lightning_scalerl.task.base import check_curriculum, check_task
-
     recipe = build_recipe(spec.config, spec.recipe, builder)
-    recipe.check_scale(spec.config["model"]["_target_"] == recipe.scaled_for)
     recipe.check(recipe.choices)
     for choice in recipe.choices.own.values():
         choice.neutral_choice()
+    from lightning_scalerl.task.base import check_curriculum, check_task
+
     check_curriculum(check_task(builder(spec.config, "task")), recipe.choices.curriculum)
     builder(spec.config, "evaluation")

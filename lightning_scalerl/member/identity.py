@@ -34,18 +34,23 @@ def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: something that a group names cannot be found or read, or bears a public name of ours.
     """
-    parts = {}
-    for key, value in science(config).items():
-        try:
-            part = _part(value)
-        except ConfigurationError:
-            raise
-        except Exception as error:  # of Hydra's look-up, of imports, of a user's `content`
-            said = " ".join(str(error.__cause__ or error).split())
-            raise ConfigurationError(f"{key}: {type(error).__name__}: {said}") from error
-        if part is not None:
-            parts[key] = part
-    return parts
+    parts = {key: part_of(key, value) for key, value in science(config).items()}
+    return {key: part for key, part in parts.items() if part is not None}
+
+
+def part_of(group: str, value: Any) -> Any:
+    """Return the lasting form of one group of a configuration; None for a group at its neutral choice.
+
+    Raises:
+        ConfigurationError: something that it names cannot be found or read, or bears a public name of ours.
+    """
+    try:
+        return _part(value)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # of Hydra's look-up, of imports, of a user's `content`
+        said = " ".join(str(error.__cause__ or error).split())
+        raise ConfigurationError(f"{group}: {type(error).__name__}: {said}") from error
 
 
 def check_identity(spec: RunSpec, run_dir: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,46 +10,7 @@ import torch
 from torch import nn
 
 from lightning_scalerl.checks import ConfigurationError
-
-
-def model_path(path: str) -> str:
-    """The path itself: what `model=path` builds, as other files in `conf/model/` build one that they make.
-
-    Raises:
-        ConfigurationError: it looks like a local path and nothing is there.
-    """
-    local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if local and not (Path(path).expanduser() / "config.json").is_file():
-        raise ConfigurationError(f"model.path: {path!r} holds no config.json; give a folder saved by save_pretrained")
-    return str(Path(path).expanduser()) if local else path
-
-
-def _content(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands for a model in an identity: of a local one a fingerprint of its files, wherever they lie."""
-    folder = Path(model_path(str(parameters["path"])))
-    if not folder.is_dir():
-        return {}
-    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    about = {path: path.stat() for path in files}
-    return {"path": {path.name: _fingerprint(path, a.st_size, a.st_mtime_ns) for path, a in about.items()}}
-
-
-model_path.content = _content  # type: ignore[attr-defined]
-
-# Weights are many gigabytes: of a larger file only this many samples of this many bytes are read.
-_SAMPLES, _SAMPLE = 256, 2**16
-
-
-@lru_cache(maxsize=256)
-def _fingerprint(path: Path, size: int, changed_ns: int) -> str:
-    """Of a file's size and bytes, of a large file's bytes at even distances, its first and last among them."""
-    whole = size <= _SAMPLES * _SAMPLE
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as handle:
-        for number in range(1 if whole else _SAMPLES):
-            handle.seek(0 if whole else (size - _SAMPLE) * number // (_SAMPLES - 1))
-            digest.update(handle.read(size if whole else _SAMPLE))
-    return digest.hexdigest()
+from lightning_scalerl.model.place import load_options, model_path
 
 
 def load_model(path: str) -> nn.Module:
@@ -63,10 +22,12 @@ def load_model(path: str) -> nn.Module:
     Raises:
         ConfigurationError: nothing loadable there.
     """
+    # Before transformers, which takes seconds to import.
+    options, path = load_options(path), model_path(path)
     from transformers import AutoModelForCausalLM
 
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
     except (OSError, ValueError) as error:
         raise ConfigurationError(_unusable("model", path, error)) from error
     return model
@@ -101,10 +62,12 @@ def load_tokenizer(path: str) -> Any:
     Raises:
         ConfigurationError: nothing loadable there, or it has no end-of-sequence token.
     """
+    # Before transformers, which takes seconds to import.
+    options, path = load_options(path), model_path(path)
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
         raise ConfigurationError(_unusable("tokenizer", path, error)) from error
     if tokenizer.eos_token_id is None:

@@ -41,10 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Hydra's own options (--multirun, --cfg) must arrive untouched, so argparse does not see them.
     # Its help lists the configuration groups, which Hydra knows.
     if arguments[:1] == ["train"]:
-        return train_command(arguments[1:])
-    if not arguments:
-        arguments = ["--help"]
-    options = make_parser().parse_args(arguments)
+        options = argparse.Namespace(handler=lambda options: train_command(options.overrides), overrides=arguments[1:])
+    else:
+        options = make_parser().parse_args(arguments or ["--help"])
     handler: Handler = options.handler
     try:
         code = handler(options)

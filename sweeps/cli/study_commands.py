@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sweeps.cli.output import show_chart, show_ranking, warn
-from sweeps.errors import UserError
+from sweeps.errors import UserError, require
 from sweeps.executor.base import load_entry
 from sweeps.report.plain import one_line, table
 from sweeps.terminal import duration
@@ -25,7 +25,13 @@ FAILURES = 3  # members whose logs are shown
 
 
 def train_command(overrides: Sequence[str]) -> int:
-    """Become the training process, so that signals and the exit code are its own."""
+    """Become the training process, so that signals and the exit code are its own.
+
+    Raises:
+        UserError: this installation only looks at curves (docs/sources.md, "Without training").
+    """
+    for package in ("hydra", "torch", "lightning", "transformers"):
+        require(package, "scalerl train", "lightning-scalerl, without --no-deps")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "lightning_scalerl.train", *overrides])
 

@@ -61,6 +61,15 @@ def plan_with_torch(lists: Sequence[Sequence[str]], folders: Sequence[str] = ())
     return light.plan(lists, folders)
 
 
+# Rows that can be read, of a task that is built before anything that trains.
+DATA = [
+    "task=dataset",
+    "task.format=columns",
+    "task.train=rows.jsonl",
+    "task.heldout={test: rows.jsonl}",
+    "task.fields={prompt: q, answer: a}",
+    "task.rewards=exact_match",
+]
 # Arguments, exit code, words of the answer, heavy packages that it may take, and modules in all.
 CASES: list[tuple[list[str], int, str, set[str], int]] = [
     ([], 0, "commands:", set(), 150),
@@ -80,6 +89,10 @@ CASES: list[tuple[list[str], int, str, set[str], int]] = [
     (["train", "--help"], 0, "configuration groups", {"hydra"}, 500),
     (["train", "optimiser.lr=3"], 1, "did you mean optimizer?", {"hydra"}, 500),
     (["train", "loss=dapoo"], 1, "dapo", {"hydra"}, 500),
+    (["train", *DATA, "task.train=/nothing"], 1, "task.train: cannot read '/nothing'", {"hydra"}, 550),
+    (["train", *DATA, "task.fields={prompt: question, answer: a}"], 1, "no column question", {"hydra"}, 550),
+    (["train", *DATA, "model=path", "model.path=/nothing", "scale=8b"], 1, "'/nothing' holds no config", {"hydra"}, 550),
+    (["train", *DATA, "model=path", "model.path=/nothing"], 1, "scale: the settings", {"hydra"}, 550),
     (["train", "--multirun", "optimiser.lr=3", "seed=0,1"], 1, "did you mean optimizer?", {"hydra"}, 500),
     (["train", "--multirun", "optimiser.lr=3,4"], 1, "did you mean optimizer?", {"hydra"}, 500),
 ]
@@ -92,6 +105,7 @@ def test_little_is_imported(
     tmp_path: Path, arguments: list[str], code: int, words: str, allowed: set[str], most: int
 ) -> None:
     (tmp_path / "wrong.txt").write_text("hello\n")
+    (tmp_path / "rows.jsonl").write_text('{"q": "1+1=", "a": "2"}\n{"q": "1+2=", "a": "3"}\n')
     found, said, count, packages = answer(tmp_path, *arguments)
     assert found == code and words in said, said
     assert packages & HEAVY <= allowed

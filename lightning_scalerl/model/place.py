@@ -1,0 +1,108 @@
+"""Where a model is: a local folder or a hub id, told apart before anything is imported that could load it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lightning_scalerl.checks import ConfigurationError, said
+
+
+# Seconds for one answer of the hub, and how often it is asked: transformers asks for each file six times, in vain for
+# minutes where there is no network.
+HUB_TIMEOUT_S = 10.0
+HUB_TRIES = 2
+
+
+def model_path(path: str) -> str:
+    """The path itself: what `model=path` builds, as other files in `conf/model/` build one that they make.
+
+    Raises:
+        ConfigurationError: it looks like a local path and nothing is there.
+    """
+    first, _, rest = path.partition("/")
+    beside = bool(rest) and Path(first).is_dir()
+    local = path.startswith((".", "/", "~")) or "/" in rest or beside
+    if local and not (Path(path).expanduser() / "config.json").is_file():
+        why = f", and {first}/ is a folder here, so no model of the hub is meant" if beside and first != "." else ""
+        raise ConfigurationError(
+            f"model.path: {path!r} holds no config.json{why}; give a folder saved by save_pretrained"
+        )
+    return str(Path(path).expanduser()) if local else path
+
+
+def load_options(path: str) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that keep it from waiting for a hub that does not answer.
+
+    Args:
+        path: a folder or a hub id.
+
+    Raises:
+        ConfigurationError: a folder without a model, a hub id that is unknown there, or no hub and nothing downloaded.
+    """
+    if Path(model_path(path)).is_dir():
+        return {}
+    from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        address = hf_hub_url(path, "config.json")
+        downloaded = isinstance(try_to_load_from_cache(path, "config.json"), str)
+    except HFValidationError as error:
+        raise ConfigurationError(f"model.path: {path!r} is neither a folder nor a hub id ({error})") from error
+    if constants.HF_HUB_OFFLINE:
+        return {"local_files_only": True}
+    status, why = _ask(address)
+    if status is None and not downloaded:
+        raise ConfigurationError(
+            f"model.path: {path!r} is no folder here, has not been downloaded, and {constants.ENDPOINT} does not answer "
+            f"({why}); give a folder, or a hub id where there is a network"
+        )
+    if status == 404:
+        raise ConfigurationError(f"model.path: {path!r} is neither a folder here nor a model on {constants.ENDPOINT}")
+    return {"local_files_only": True} if status is None else {}
+
+
+def _ask(address: str) -> tuple[int | None, str]:
+    """Return the status of the hub's answer; None and the reason if it does not answer."""
+    from huggingface_hub import get_session
+    from huggingface_hub.utils import build_hf_headers
+
+    why = ""
+    for _ in range(HUB_TRIES):
+        try:
+            return get_session().head(address, headers=build_hf_headers(), timeout=HUB_TIMEOUT_S).status_code, ""
+        except Exception as error:  # of whichever library it asks with
+            why = said(error)
+    return None, why
+
+
+def _content(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands for a model in an identity: of a local one a fingerprint of its files, wherever they lie."""
+    folder = Path(model_path(str(parameters["path"])))
+    if not folder.is_dir():
+        return {}
+    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    about = {path: path.stat() for path in files}
+    return {"path": {path.name: _fingerprint(path, a.st_size, a.st_mtime_ns) for path, a in about.items()}}
+
+
+model_path.content = _content  # type: ignore[attr-defined]
+
+# Weights are many gigabytes: of a larger file only this many samples of this many bytes are read.
+_SAMPLES, _SAMPLE = 256, 2**16
+
+
+@lru_cache(maxsize=256)
+def _fingerprint(path: Path, size: int, changed_ns: int) -> str:
+    """Of a file's size and bytes, of a large file's bytes at even distances, its first and last among them."""
+    whole = size <= _SAMPLES * _SAMPLE
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as handle:
+        for number in range(1 if whole else _SAMPLES):
+            handle.seek(0 if whole else (size - _SAMPLE) * number // (_SAMPLES - 1))
+            digest.update(handle.read(size if whole else _SAMPLE))
+    return digest.hexdigest()
