@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 
@@ -130,6 +131,15 @@ def did_you_mean(name: str, valid: Sequence[str] | Mapping[str, Any], before: st
     """Return `; did you mean ...?` with the nearest valid name, behind `before`; empty if none is near."""
     close = get_close_matches(name, list(valid), n=1)
     return f"; did you mean {before}{close[0]}?" if close else ""
+
+
+def looks_local(path: str) -> bool:
+    """Return whether a path can be meant for this machine's files only, and for no name on a hub.
+
+    A name there is one word, or two with a slash; of two, the first may also be a folder that is here.
+    """
+    first, _, rest = path.partition("/")
+    return path.startswith((".", "/", "~")) or "/" in rest or (bool(rest) and Path(first).is_dir())
 
 
 def check_scale(scaled_for: str | None, made_for_it: bool) -> None:

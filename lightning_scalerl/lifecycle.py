@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpoint_file import IDENTITY
-from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
+from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, check_whole
 from lightning_scalerl.callbacks.evaluate import evaluation_of, owed, validate_now
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.callbacks.trainer import (
@@ -604,6 +604,7 @@ class Lifecycle(LightningModule):
         `Trainer.fit(ckpt_path=...)` goes on with the run. `load_from_checkpoint` and `Trainer.validate` take its
         weights alone, and a later fit begins with them.
         """
+        check_whole(self._trainer.ckpt_path if self._trainer is not None else None)
         if self.critic is None:
             # Who only evaluates, or begins anew with these weights, has no use for the critic's.
             weights = checkpoint["state_dict"]

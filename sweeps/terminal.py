@@ -47,6 +47,11 @@ class NeverBlocking:
             self._kept = self._kept[os.write(self._descriptor, self._kept[: select.PIPE_BUF]) :]
 
 
+# The time left is said after so many updates at least, and if the pace of the last ones is steady within this factor.
+LEAST_SEEN = 8
+STEADY = 2.0
+
+
 class Bar:
     """Steps done of steps to do, what is known of them, and the time left.
 
@@ -74,7 +79,8 @@ class Bar:
         self._stream = stream or sys.stderr
         self._every_s = every_s
         self._clock = clock
-        self._begun_s = self._written_s = clock()
+        self._written_s = clock()
+        self._seen: list[tuple[int, float]] = []  # steps done, and when: of every update that made some
         self._text = ""
         self._rich: Any = None
         self._task: Any = None
@@ -101,6 +107,8 @@ class Bar:
 
     def update(self, done: int, text: str | None = None) -> None:
         """So far; `text` stays until it is replaced."""
+        if done > self._done:
+            self._seen.append((done, self._clock()))
         self._done = done
         self._text = self._text if text is None else text
         if self._rich is not None:
@@ -118,12 +126,24 @@ class Bar:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds, at the pace of this process so far; None before its first step."""
-        steps = self._done - self._begun_at
-        return (self._clock() - self._begun_s) / steps * (self._total - self._done) if steps > 0 else None
+        """Seconds at the pace of the later half of what this process has seen; None while the pace is not known.
+
+        It is once both halves of that agree within a factor of `STEADY`. The first steps are in neither: they also load
+        and compile, and minutes of that would be taken for the pace of all.
+        """
+        if self._done >= self._total:
+            return 0.0
+        if len(self._seen) < LEAST_SEEN:
+            return None
+        seen = self._seen
+        first, middle, last = seen[len(seen) // 2], seen[3 * len(seen) // 4], seen[-1]
+        earlier, later = _seconds_a_step(first, middle), _seconds_a_step(middle, last)
+        if max(earlier, later) > STEADY * min(earlier, later):
+            return None
+        return _seconds_a_step(first, last) * (self._total - self._done)
 
     def _said(self) -> str:
-        left = f"{duration(self.left_s)} left" if self.left_s and self._done < self._total else ""
+        left = f"{duration(left_s)} left" if (left_s := self.left_s) else ""
         return ", ".join(part for part in (self._text, left) if part)
 
     def _write(self) -> None:
@@ -131,6 +151,15 @@ class Bar:
         said = self._said()
         self._stream.write(f"{self._what} {self._done}/{self._total}{': ' if said else ''}{said}\n")
         self._stream.flush()
+
+
+def _seconds_a_step(begin: tuple[int, float], end: tuple[int, float]) -> float:
+    return (end[1] - begin[1]) / (end[0] - begin[0])
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: `1 group`, `3 groups`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:

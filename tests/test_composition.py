@@ -225,9 +225,7 @@ def test_a_task_without_its_files_says_what_to_give() -> None:
         RolloutDataModule("jsonl")
 
 
-def refused(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: Path
-) -> str:
+def refused(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: Path) -> str:
     """What `scalerl train` says in its one line before it exits with 1, in a folder where it leaves nothing."""
     monkeypatch.chdir(where)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `main` sets it; it is put back

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning_scalerl.callbacks.checkpoint_file import IDENTITY, damage, fsync_folder, written_directly
 from lightning_scalerl.callbacks.evaluate import owed
 from lightning_scalerl.callbacks.run_log import PassedOver, RunLog
-from lightning_scalerl.checks import said, whole_number
+from lightning_scalerl.checks import ConfigurationError, said, whole_number
 from lightning_scalerl.distributed.start import process_rank
 from lightning_scalerl.run import Run, run_of
 from sweeps.run.interruption import RunInterruptedError
@@ -113,7 +113,7 @@ class ResumableCheckpoint(Checkpoint):
             run.ranks.share(self._make_room)
             try:
                 with written_directly(trainer):
-                    trainer.save_checkpoint(unfinished)
+                    trainer.save_checkpoint(unfinished, weights_only=False)  # said, or Lightning says so each time
             except Exception as error:
                 # The others wait at the barrier that Lightning has after the writing, before they can be told.
                 failure = error
@@ -142,6 +142,22 @@ def checkpoints(directory: Path) -> list[Path]:
     """Complete checkpoints, newest first."""
     found = [path for path in directory.glob("step-*.ckpt") if NAME.fullmatch(path.name)]
     return sorted(found, reverse=True)
+
+
+def check_whole(path: Any) -> None:
+    """Refuse what is left of a save that was broken off, and what a run has fallen back from.
+
+    Args:
+        path: of a checkpoint that is to be loaded by name; None if there is none.
+
+    Raises:
+        ConfigurationError: it is one of these.
+    """
+    if str(path or "").endswith((".part", VOID)):
+        raise ConfigurationError(
+            f"ckpt_path: {str(path)!r} is what a broken save has left, or was found damaged; give a whole checkpoint, "
+            "step-N.ckpt (newest_checkpoint finds the newest)"
+        )
 
 
 def set_aside(directory: Path, step: int, suffix: str = VOID) -> None:

@@ -7,6 +7,7 @@ metric of training (`train/...`) acts at every optimizer step.
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable
@@ -14,12 +15,22 @@ from functools import wraps
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    ModelSummary,
+    RichModelSummary,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+from lightning.pytorch.utilities.model_summary.model_summary import _format_summary_table
 
 from lightning_scalerl.callbacks.evaluate import evaluation_of
 from lightning_scalerl.callbacks.progress import StepProgress
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.distributed.ranks import check_strategy
+
+log = logging.getLogger("lightning.pytorch.callbacks.model_summary")  # where the user has set how loud it is
 
 # Lightning's default, made for steps of milliseconds; here it means every step.
 LOG_EVERY = 50
@@ -134,6 +145,8 @@ def prepare_trainer(trainer: Trainer) -> None:
     for place, callback in enumerate(callbacks):
         if type(callback) in (RichProgressBar, TQDMProgressBar):
             callbacks[place] = StepProgress()
+        if type(callback) in (ModelSummary, RichModelSummary):
+            callbacks[place] = ParameterSummary(callback._max_depth)
 
 
 def _at_every_step(callback: Any) -> None:
@@ -149,6 +162,31 @@ def count_from(trainer: Trainer, steps: int) -> None:
     loop = trainer.fit_loop.epoch_loop
     total = loop.manual_optimization.optim_step_progress.total
     total.ready = total.completed = loop._batches_that_stepped = max(total.completed, steps)
+
+
+class ParameterSummary(ModelSummary):
+    """Lightning's table of the module's parts without its FLOPs.
+
+    Lightning counts them on an example input, which a module that samples its own has not: it prints 0 for each part.
+    Those of a run are `compute/flops`.
+    """
+
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int,
+        **summarize_kwargs: Any,
+    ) -> None:
+        """Log the table, as Lightning's own does."""
+        columns = [column for column in summary_data if column[0] != "FLOPs"]
+        table = _format_summary_table(
+            total_parameters, trainable_parameters, model_size, total_training_modes, total_flops, *columns
+        )
+        log.info("\n" + "\n".join(line for line in table.splitlines() if not line.endswith("Total Flops")))
 
 
 class StepHooks(Callback):

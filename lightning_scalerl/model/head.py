@@ -33,7 +33,9 @@ def head_sizes(config: Any) -> tuple[int, int]:
 def backbone(model: nn.Module) -> nn.Module:
     """The model without its head."""
     base: nn.Module = model.base_model  # type: ignore[assignment]
-    return base
+    inner = getattr(model, "model", None)
+    # The text model of Llama 4 bears the name that it has inside of the whole one, and transformers finds itself.
+    return inner if base is model and isinstance(inner, nn.Module) else base
 
 
 def output_head(model: nn.Module) -> nn.Linear:
@@ -83,6 +85,13 @@ def check_head(model: nn.Module) -> None:
         ConfigurationError: the architecture treats its logits in a way we do not know; training on would
             optimise another distribution than the one the model defines.
     """
+    if any(kind.__module__.partition(".")[0] == "peft" for kind in type(model).__mro__) or getattr(
+        model, "_hf_peft_config_loaded", False
+    ):
+        raise ConfigurationError(
+            f"model: {type(model).__name__} has adapters of PEFT, and here all weights are trained and sent to the "
+            "generator as one model; merge them first: model.merge_and_unload()"
+        )
     head = output_head(model)
     tokens = torch.arange(4, device=head.weight.device).unsqueeze(0)
     try:

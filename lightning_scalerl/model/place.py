@@ -8,8 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.checks import ConfigurationError, said
-
+from lightning_scalerl.checks import ConfigurationError, looks_local, said
 
 # Seconds for one answer of the hub, and how often it is asked: transformers asks for each file six times, in vain for
 # minutes where there is no network.
@@ -23,13 +22,16 @@ def model_path(path: str) -> str:
     Raises:
         ConfigurationError: it looks like a local path and nothing is there.
     """
-    first, _, rest = path.partition("/")
-    beside = bool(rest) and Path(first).is_dir()
-    local = path.startswith((".", "/", "~")) or "/" in rest or beside
-    if local and not (Path(path).expanduser() / "config.json").is_file():
-        why = f", and {first}/ is a folder here, so no model of the hub is meant" if beside and first != "." else ""
+    local = looks_local(path)
+    if local and (Path(path).expanduser() / "adapter_config.json").is_file():
         raise ConfigurationError(
-            f"model.path: {path!r} holds no config.json{why}; give a folder saved by save_pretrained"
+            f"model.path: {path!r} holds an adapter of PEFT, and here all weights are trained; merge it into its model "
+            "(merge_and_unload), and give the folder that save_pretrained makes of that"
+        )
+    if local and not (Path(path).expanduser() / "config.json").is_file():
+        raise ConfigurationError(
+            f"model.path: {path!r} is a place on this machine and holds no config.json; give a folder saved by "
+            "save_pretrained, or a hub id: OWNER/NAME"
         )
     return str(Path(path).expanduser()) if local else path
 
@@ -58,8 +60,8 @@ def load_options(path: str) -> dict[str, Any]:
     status, why = _ask(address)
     if status is None and not downloaded:
         raise ConfigurationError(
-            f"model.path: {path!r} is no folder here, has not been downloaded, and {constants.ENDPOINT} does not answer "
-            f"({why}); give a folder, or a hub id where there is a network"
+            f"model.path: {path!r} is no folder here, has not been downloaded, and {constants.ENDPOINT} does not "
+            f"answer ({why}); give a folder, or a hub id where there is a network"
         )
     if status == 404:
         raise ConfigurationError(f"model.path: {path!r} is neither a folder here nor a model on {constants.ENDPOINT}")

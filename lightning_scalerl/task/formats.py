@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import pickle
 import re
 import zlib
@@ -18,6 +17,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from lightning_scalerl.verify.mathematics import last_boxed
+from sweeps.run.files import parse_json
 
 Row = Mapping[str, Any]
 
@@ -49,7 +49,7 @@ def no_answer(answer: Any) -> bool:
         return any(name in answer and not answer[name] for name in ("tests", "calls", "cases", "true"))
     if isinstance(answer, list | tuple):
         return all(map(no_answer, answer))
-    return answer is None or (isinstance(answer, str) and not answer.strip())
+    return answer is None or answer != answer or (isinstance(answer, str) and not answer.strip())
 
 
 def _first(row: Row, *names: str) -> Any:
@@ -128,7 +128,7 @@ def livecodebench(row: Row) -> Problem:
     """livecodebench/code_generation: question_content, starter_code, public and private test cases, metadata."""
     cases = _cases(_first(row, "public_test_cases")) + _cases(row.get("private_test_cases") or "[]")
     metadata = row.get("metadata") or "{}"
-    function = (json.loads(metadata) if isinstance(metadata, str) else metadata).get("func_name")
+    function = (parse_json(metadata) if isinstance(metadata, str) else metadata).get("func_name")
     starter = _optional(row, "starter_code")
     text = str(_first(row, "question_content"))
     if starter:
@@ -137,14 +137,14 @@ def livecodebench(row: Row) -> Problem:
     if function is None:
         answer = {"cases": [[str(case["input"]), str(case["output"])] for case in cases]}
     else:
-        calls = [[_arguments(case["input"]), json.loads(case["output"])] for case in cases]
+        calls = [[_arguments(case["input"]), parse_json(case["output"])] for case in cases]
         answer = {"calls": calls, "entry_point": f"Solution().{function}"}
     return Problem(text, answer, difficulty=_optional(row, "difficulty"), name=_optional(row, "question_id"))
 
 
 def _arguments(text: str) -> list[Any]:
     """One JSON value a line."""
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+    return [parse_json(line) for line in text.splitlines() if line.strip()]
 
 
 def _cases(given: Any) -> list[dict[str, Any]]:
@@ -152,10 +152,10 @@ def _cases(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, str):
         return list(given)
     try:
-        cases: list[dict[str, Any]] = json.loads(given)
+        cases: list[dict[str, Any]] = parse_json(given)
     except ValueError:
         text = _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(given)))).load()
-        cases = json.loads(text)
+        cases = parse_json(text)
     return cases
 
 

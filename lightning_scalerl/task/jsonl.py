@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, shown
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.base import Task, file_digest
 from lightning_scalerl.verify.grade import Grade, Grader, Sample
+from sweeps.run.files import parse_json
 
 Verifier = Callable[[str, str], float | None]
 
@@ -121,19 +122,37 @@ def read_prompts(field: str, path: str) -> list[Prompt]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
-            prompts.append(
-                Prompt(
-                    prompt_id=str(entry.get("id", number)),
-                    text=str(entry["prompt"]),
-                    answer=str(entry["answer"]),
-                    difficulty=str(entry.get("difficulty", "")),
-                )
-            )
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            entry = parse_json(line)
+            if not isinstance(entry, dict):
+                raise ValueError(f"{line[:40]!r} is no object")
+            if not (text := _text(entry, "prompt")).strip():
+                raise ValueError("prompt: is empty")
+            name, difficulty = _text(entry, "id", str(number)), _text(entry, "difficulty", "")
+            prompts.append(Prompt(prompt_id=name, text=text, answer=_text(entry, "answer"), difficulty=difficulty))
+        except ValueError as error:
             raise ConfigurationError(
-                f"{field}: {path}, line {number}: {error!r}; each line is an object with prompt and answer"
+                f"{field}: {path}, line {number}: {error}; each line is an object with prompt and answer"
             ) from error
     if not prompts:
         raise ConfigurationError(f"{field}: {path!r} holds no prompts")
     return prompts
+
+
+def _text(entry: Mapping[str, Any], name: str, default: str | None = None) -> str:
+    """Return a field of a line as text: a number as it is written, nothing else that would be its Python repr.
+
+    Raises:
+        ValueError: the field is missing and has no default, or is neither a text nor a finite number.
+    """
+    value = entry.get(name)
+    if default is not None and value is None:
+        return default
+    if name not in entry:
+        raise ValueError(f"{name}: is missing")
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or not _is_finite(value):
+        raise ValueError(f"{name}: {shown(value)} must be a text or a finite number")
+    return str(value)
+
+
+def _is_finite(value: str | float) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

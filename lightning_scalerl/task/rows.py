@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.checks import ConfigurationError, said, whole_number
+from lightning_scalerl.checks import ConfigurationError, looks_local, said, whole_number
 from lightning_scalerl.task.base import file_digest
+from sweeps.run.files import parse_json
 
 Row = dict[str, Any]
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
@@ -84,6 +84,11 @@ class RowSource:
             for file in sorted(each for each in folder.rglob("*") if each.is_file()):
                 digest.update(f"{file.relative_to(folder)} {file_digest(self.field, file)}\n".encode())
             return {**about, "digest": digest.hexdigest()}
+        if looks_local(self.path):
+            raise ConfigurationError(
+                f"{self.field}: cannot read {self.path!r} (no such file or folder); give a file that ends in "
+                f"{', '.join(SUFFIXES)}, or a folder"
+            )
         if self.revision is None or not _COMMIT.fullmatch(self.revision):
             raise ConfigurationError(
                 f"{self.field}: {self.path!r} is no file, so it is taken for a data set on the hub, and "
@@ -125,7 +130,7 @@ class RowSource:
 
     def _list(self, text: str) -> list[Row]:
         try:
-            rows = json.loads(text)
+            rows = parse_json(text)
         except ValueError as error:
             raise ConfigurationError(f"{self.field}: {self.path!r} is no JSON ({said(error)})") from error
         if not all(isinstance(row, dict) for row in rows):
@@ -139,7 +144,7 @@ class RowSource:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as error:
                 raise ConfigurationError(f"{self.field}: {self.path}, line {number}: {said(error)}") from error
             if not isinstance(row, dict):

@@ -19,6 +19,7 @@ from sweeps.fit.names import METHOD
 from sweeps.report.plain import one_line, table
 from sweeps.run.journal import JournalView, read_journal
 from sweeps.source import LoadedStudy, load
+from sweeps.terminal import counted
 
 if TYPE_CHECKING:
     from sweeps.decide.watch import News
@@ -365,7 +366,7 @@ def _print_news(news: News, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**snapshot.to_json(), "warning": news.warning}, allow_nan=False), flush=True)
     else:
-        parts = [f"{snapshot.n} evaluations", snapshot.verdict, f"A {shown(snapshot.A, '.3f')}"]
+        parts = [counted(snapshot.n, "evaluation"), snapshot.verdict, f"A {shown(snapshot.A, '.3f')}"]
         if check is not None:
             parts.append(
                 f"came {check.actual:.3f}, predicted {check.predicted:.3f} [{check.low:.3f}, {check.high:.3f}] "

@@ -15,6 +15,7 @@ from sweeps.executor.base import load_entry
 from sweeps.report.plain import one_line, table
 from sweeps.run.rollouts import Group, read_groups
 from sweeps.run.spec import run_folder
+from sweeps.terminal import counted
 
 # Lines of a prompt and of a completion, unless all of them are asked for.
 LINES = 6
@@ -34,7 +35,7 @@ def rollouts_command(options: argparse.Namespace) -> int:
     for group in shown:
         print("\n".join(_lines(group, width, None if options.full else LINES)), end="\n\n")
     left = len(groups) - len(shown)
-    print(f"{len(shown)} groups{f', and {left} before them (--limit 0)' if left else ''}")
+    print(f"{counted(len(shown), 'group')}{f', and {left} before them (--limit 0)' if left else ''}")
     return 0
 
 

@@ -29,6 +29,7 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import reward_at
+from sweeps.terminal import counted
 
 # Recipes with a curve. Where A is not identifiable its draws are wide: enough to say that the recipe may still be
 # best and what an extension would tell, not to choose it.
@@ -324,7 +325,7 @@ def _judged(fit: Fit, step: Step, gain: float) -> Step:
     """A step with its expected gain, and that in words."""
     assert fit.window is not None
     what = (
-        f"{step.compute / fit.window[1]:.2g} x its window, each of {fit.seeds} runs"
+        f"{step.compute / fit.window[1]:.2g} x its window, each of {counted(fit.seeds, 'run')}"
         if step.action == "extend"
         else f"a run like the {fit.seeds} it has"
     )

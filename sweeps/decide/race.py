@@ -25,6 +25,7 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curves
 from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import chance, quantiles
+from sweeps.terminal import counted
 
 # Of a compute, for sums of steps that should be it.
 _ABOUT = 1 - 1e-9
@@ -301,7 +302,7 @@ def _told(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits_fo
     if not looks:
         sentence = f"no look yet: the first is at compute {rules.first * rules.budget:.4g}"
     else:
-        sentence = f"{len(stopped)} of {len(curves)} recipes stopped after {len(looks)} looks; "
+        sentence = f"{len(stopped)} of {len(curves)} recipes stopped after {counted(len(looks), 'look')}; "
         sentence += f"{leader} leads" if leader is not None else "nobody leads"
         sentence += (
             f"; they are spared {saved:.4g} of the {full:.4g} that all runs to the budget take ({saved / full:.0%})"

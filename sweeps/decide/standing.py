@@ -317,14 +317,15 @@ def _outcome(
 ) -> tuple[bool, str]:
     """Whether the data decide, and one sentence that says so."""
     total, refused = len(fits), len(fits) - len(ordered)
-    unranked = f"; {refused} of {total} recipes cannot be ranked" if refused else ""
+    unranked = f"; {refused} of {total} recipes cannot be ranked" if refused and total > 1 else ""
     if rivals:
         could = ", ".join(f"{name} ({chance(p_best[name])})" for name in rivals[:4])
         unranked += f", and of these {could}{' and others' if len(rivals) > 4 else ''} could be best"
-    elif refused:
+    elif unranked:
         unranked += ", and none of them is likely to be best"
     if not ordered:
-        return False, f"undecided: the asymptote of none of the {total} recipes is identifiable{unranked}"
+        whose = f"none of the {total} recipes is" if total > 1 else f"{fits[0].recipe}, the only recipe, is not"
+        return False, f"undecided: the asymptote of {whose} identifiable{unranked}"
     leader = ordered[0]
     if p_wrong is None:
         return True, f"{leader.recipe} is the only recipe: nothing to compare"

@@ -9,7 +9,6 @@ handler would save in the middle of a step, and requeue as well.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import socket
@@ -29,6 +28,7 @@ from sweeps.executor.signs import OF_A_PEER
 from sweeps.executor.submission import MANIFEST_FILE
 from sweeps.redact import redact
 from sweeps.run.activity import activity
+from sweeps.run.files import parse_json
 from sweeps.run.gpu import REQUIRED, check_gpu
 from sweeps.run.interruption import RunInterruptedError, interruption, stop_asked
 from sweeps.run.journal import LOG_FILE, covered_step
@@ -203,7 +203,7 @@ def _wait_for(path: Path) -> dict[str, Any]:
                 f"{path} is not there; the study's output_dir must be on a file system that every node sees"
             )
         time.sleep(1)
-    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    manifest: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
     return manifest
 
 

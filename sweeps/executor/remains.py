@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from functools import cached_property
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from sweeps.executor.script import STARTED
 from sweeps.executor.submission import JOBS_DIR, MANIFEST_FILE
+from sweeps.run.files import parse_json
 
 # <job>_<rank>_log.out; a task of an array has an underscore of its own.
 _LOG = re.compile(r"(.+)_[^_]+_log\..*")
@@ -48,7 +48,7 @@ class Remains:
     @cached_property
     def _places(self) -> dict[str, int]:
         try:
-            members = json.loads((self._folder / MANIFEST_FILE).read_text())["members"]
+            members = parse_json((self._folder / MANIFEST_FILE).read_text())["members"]
         except (OSError, ValueError, KeyError):
             return {}
         return {run: number for number, run in enumerate(members)}

@@ -133,7 +133,7 @@ class Ledger:
         entries, damaged = [], []
         for number, line in enumerate(self.path.read_bytes().split(b"\n"), start=1):
             entry = parse_line(line)
-            if entry is None:
+            if entry is None or not _is_seed(entry.get("seed", 0)):
                 damaged += [number] if line.strip() else []
             elif isinstance(entry.get("run"), str) and entry.get("event") in EVENTS:
                 entries.append(entry)
@@ -152,7 +152,7 @@ class Ledger:
             run, event = entry["run"], entry["event"]
             if event == "planned" and run not in states:
                 states[run] = MemberState(
-                    run, entry.get("recipe", ""), int(entry.get("seed", 0)), curve=entry.get("curve")
+                    run, entry.get("recipe", ""), entry.get("seed", 0), curve=entry.get("curve")
                 )
             elif run not in states and run not in strangers:
                 if (found := self._frozen(run)) is None:
@@ -178,6 +178,10 @@ class Ledger:
         except UserError:
             return None
         return MemberState(run, spec.recipe, spec.seed, curve=spec.curve) if spec.run == run else None
+
+
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberState:

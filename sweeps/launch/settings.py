@@ -23,7 +23,7 @@ from sweeps.launch.ledger import MemberState
 from sweeps.launch.observer import Observer, Progress
 from sweeps.launch.study import Study
 from sweeps.redact import MASK, redact
-from sweeps.run.files import write_atomically
+from sweeps.run.files import parse_json, write_atomically
 
 LAUNCH_FILE = "launch.json"
 
@@ -80,7 +80,7 @@ class LaunchSettings:
         """
         try:
             known = {each.name for each in fields(cls)}
-            read = json.loads((study / LAUNCH_FILE).read_text())
+            read = parse_json((study / LAUNCH_FILE).read_text())
             values = {name: value for name, value in read.items() if name in known}
             values["settings"] = JobSettings.of(values["settings"])
             values["preload"] = tuple(values["preload"])
@@ -107,7 +107,7 @@ class LaunchSettings:
     def kind_of(study: Path) -> str | None:
         """Where a study was launched, or None if nobody knows."""
         try:
-            kind = json.loads((study / LAUNCH_FILE).read_text())["kind"]
+            kind = parse_json((study / LAUNCH_FILE).read_text())["kind"]
         except (OSError, ValueError, TypeError, KeyError):
             return None
         return str(kind)
@@ -116,7 +116,7 @@ class LaunchSettings:
     def clusters_of(study: Path) -> str:
         """The clusters of a federation on which a study was launched; empty for the own one."""
         try:
-            return str(json.loads((study / LAUNCH_FILE).read_text())["settings"].get("clusters") or "")
+            return str(parse_json((study / LAUNCH_FILE).read_text())["settings"].get("clusters") or "")
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return ""
 

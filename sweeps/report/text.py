@@ -12,6 +12,7 @@ from sweeps.decide.sizes import Sizes
 from sweeps.fit.fit import shown
 from sweeps.fit.sensitivity import Row as SensitivityRow
 from sweeps.fit.sensitivity import signed
+from sweeps.terminal import counted
 
 # A heading, the head of a table and its rows; a table without rows is a line of text.
 Section = tuple[str, list[str], list[list[str]]]
@@ -70,7 +71,7 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
     law = sizes.law
     yield (
         f"{sizes.recipe}: log loss = E(N) - k(N) log compute, k(N) = k_max / (1 + N_0 / N): "
-        f"k_max {shown(law.k_max, '.3f')}, N_0 {shown(law.N_0, '.3g')}; {law.points} points",
+        f"k_max {shown(law.k_max, '.3f')}, N_0 {shown(law.N_0, '.3g')}; {counted(law.points, 'point')}",
         [],
         [],
     )
@@ -112,7 +113,7 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
     else:
         yield (
             f"the last quarter held out: error {held.power_law:.4f} (power law), {held.sigmoid:.4f} (sigmoid) over "
-            f"{held.runs} runs; predicts better: {held.better.replace('_', ' ')}",
+            f"{counted(held.runs, 'run')}; predicts better: {held.better.replace('_', ' ')}",
             [],
             [],
         )

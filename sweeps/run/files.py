@@ -41,10 +41,22 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file we wrote; empty if missing or unreadable (the caller then asks MLflow)."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a JSON text stands for.
+
+    Raises:
+        ValueError: it is no JSON, or nested deeper than it can be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep to be read") from None
 
 
 # --- a JSON object a line -----------------------------------------------------------------------------------
@@ -129,8 +141,8 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     if has_wrong_checksum(line):
         return None
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
+        entry = parse_json(line)
+    except ValueError:
         return None
     if not isinstance(entry, dict):
         return None

@@ -25,7 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sweeps.errors import UserError
+from sweeps.errors import UserError, of_the_system
+from sweeps.run.files import parse_json
 
 BEAT_S = 5.0
 EXPIRY_S = 30.0
@@ -71,8 +72,12 @@ class _Flock:
 
         Raises:
             OSError: the file server's trouble.
+            UserError: a folder is in the place of the lock's file.
         """
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        except IsADirectoryError as error:
+            raise UserError(f"{of_the_system(error)}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             ours = os.fstat(descriptor).st_ino == self._path.stat().st_ino
@@ -372,7 +377,7 @@ class Lease:
 
     def _read(self) -> dict[str, Any]:
         try:
-            facts = json.loads(self._file.read_text())
+            facts = parse_json(self._file.read_text())
         except FileNotFoundError:
             return {}
         except (OSError, ValueError):
@@ -397,7 +402,7 @@ def alive(directory: Path, name: str = "writer") -> dict[str, Any] | None:
     """The facts of a lease that was not released, or None; whether its holder lives is not said."""
     for _ in range(3):
         try:
-            facts = json.loads((directory / f".{name}.json").read_bytes())
+            facts = parse_json((directory / f".{name}.json").read_bytes())
         except OSError:
             return None
         except ValueError:

@@ -19,7 +19,7 @@ from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.redact import redact_config
-from sweeps.run.files import write_atomically
+from sweeps.run.files import parse_json, write_atomically
 
 SPEC_FILE = "spec.json"
 # The form of frozen specifications. The first had module paths in its identities, and no number.
@@ -149,7 +149,7 @@ class RunSpec:
             UserError: there is none, it cannot be read, or it is of another form.
         """
         try:
-            values = json.loads((run_dir / SPEC_FILE).read_text())
+            values = parse_json((run_dir / SPEC_FILE).read_text())
             if values.pop("form", 1) != FORM:
                 raise UserError(_OTHER_FORM.format(run_dir / SPEC_FILE))
             overrides = tuple(values.get("overrides", ()))
@@ -215,7 +215,7 @@ def check_form(run_dirs: Iterable[Path]) -> None:
         try:
             with (run_dir / SPEC_FILE).open("rb") as handle:
                 first = _FORM_FIRST.match(handle.read(64))
-            form = int(first[1]) if first else json.loads((run_dir / SPEC_FILE).read_text()).get("form", 1)
+            form = int(first[1]) if first else parse_json((run_dir / SPEC_FILE).read_text()).get("form", 1)
         except (OSError, ValueError, AttributeError):
             continue  # nothing frozen, or nothing that can be read: another matter
         if form != FORM:
@@ -227,7 +227,7 @@ def budget_of(run_dir: Path) -> int | None:
     try:
         text = (run_dir / SPEC_FILE).read_text()
         told = _STEPS.search(text)
-        return int(told[1]) if told else int(json.loads(text)["steps"])
+        return int(told[1]) if told else int(parse_json(text)["steps"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -237,7 +237,7 @@ def curve_of(run_dir: Path) -> str | None:
     try:
         text = (run_dir / SPEC_FILE).read_text()
         told = _CURVE.search(text)
-        return told[1] if told else str(json.loads(text)["curve"])
+        return told[1] if told else str(parse_json(text)["curve"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -11,6 +11,7 @@ from sweeps.curve import UNITS
 from sweeps.decide.race import Look
 from sweeps.decide.rules import Rules
 from sweeps.run.files import parse_lines
+from sweeps.terminal import counted
 
 RACE_FILE = "race.jsonl"
 
@@ -79,8 +80,9 @@ class RaceRecord:
         verb = "would be stopped (a dry run)" if self.mode == "dry_run" else "stopped"
         unit = UNITS.get(self.axis or "", self.axis or "")
         last = f", the last at {self.looks[-1].compute:.4g}" if self.looks else ""
+        gone = counted(len(self.stopped), "recipe")
         return (
-            f"a race to {self.rules.budget:.4g} {unit} a run: {len(self.stopped)} recipes {verb} at {len(self.looks)} "
-            f"looks{last}; below a chance of {self.rules.p_ahead:g} of ending ahead of the favourite, from "
-            f"{self.rules.first:.0%} of the budget on"
+            f"a race to {self.rules.budget:.4g} {unit} a run: {gone} {verb} at "
+            f"{counted(len(self.looks), 'look')}{last}; below a chance of {self.rules.p_ahead:g} of ending ahead "
+            f"of the favourite, from {self.rules.first:.0%} of the budget on"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 
 from sweeps.curve import Array
 from sweeps.errors import UserError, require
+from sweeps.run.files import parse_json
 from sweeps.run.journal import finite
 from sweeps.source.text import File, short
 
@@ -242,8 +242,8 @@ def _json_lines(file: File) -> Rows | None:
     lines = [(number, line) for number, line in enumerate(file.text.split("\n"), start=1) if line.strip()]
     for number, line in lines:
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            record = parse_json(line)
+        except ValueError as error:
             said = f"{file.path}: line {number} is not JSON ({short(str(error))}); repair or remove it"
             if number == lines[-1][0] and records:
                 torn = said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,10 +9,12 @@ from typing import Any
 
 from sweeps.curve import FLOPS, default_axis
 from sweeps.errors import UserError, require
+from sweeps.run.files import parse_json
 from sweeps.run.journal import CONFIG_FILE, JournalError, JournalView, Record, finite, read_journal
 from sweeps.source.collected import ALL, Collected, CurvePoints
 from sweeps.source.namesakes import tell_apart
 from sweeps.source.text import listed, short
+from sweeps.terminal import counted
 
 _PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
 
@@ -22,8 +23,8 @@ def is_journal(path: Path) -> bool:
     """Whether a `metrics.jsonl` is ours: other frameworks use the name for rows without a `kind`."""
     try:
         with path.open("rb") as handle:
-            first = json.loads(handle.readline(1 << 20))
-    except (OSError, ValueError, RecursionError):
+            first = parse_json(handle.readline(1 << 20))
+    except (OSError, ValueError):
         return True  # empty, torn or damaged: the journal's own reader says what is wrong
     return not isinstance(first, dict) or "kind" in first
 
@@ -98,7 +99,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
     study.note(
         f"journals; compute <- {axis} ({rule}); reward <- {short(', '.join(names), 400)} ({chosen}); "
         f"recipe <- the header's label{''.join(f', {factor}' for factor in asked.factors)}; seed <- the header's; "
-        f"sd <- the evaluation's standard error; {len(study.runs)} runs: {count} points",
+        f"sd <- the evaluation's standard error; {counted(len(study.runs), 'run')}: {counted(count, 'point')}",
         shown=False,
     )
 

@@ -12,6 +12,7 @@ from sweeps.source import event_files, journals, mlflow_runs
 from sweeps.source.collected import Asked, Collected, LoadedStudy
 from sweeps.source.readers import READERS
 from sweeps.source.text import File, short
+from sweeps.terminal import counted
 
 
 def load(
@@ -100,7 +101,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         raise UserError(f"--seed-from {text!r}: {error}; give a regular expression such as 'ppo-s(\\d+)'") from error
     if pattern.groups != 1:
         raise UserError(
-            f"--seed-from {text!r}: has {pattern.groups} groups; put what is the seed in one: 'ppo-s(\\d+)'"
+            f"--seed-from {text!r}: has {counted(pattern.groups, 'group')}; put what is the seed in one: 'ppo-s(\\d+)'"
         )
     return pattern
 

@@ -17,7 +17,8 @@ from sweeps.errors import UserError
 from sweeps.source.cells import Rows, is_empty, numbers
 from sweeps.source.collected import ALL, Collected
 from sweeps.source.text import listed, short
-from sweeps.source.vocabulary import STEP_NAMES, Vocabulary, first_match, vocabulary_of
+from sweeps.source.vocabulary import SCALERL, STEP_NAMES, Vocabulary, first_match, vocabulary_of
+from sweeps.terminal import counted
 
 # Columns that tell the runs of one file apart, in W&B's exports of several runs.
 RUN_COLUMNS = ("run_name", "run", "name", "run_id")
@@ -201,7 +202,11 @@ def _compute(names: Sequence[str], vocabulary: Vocabulary | None, step: str, whe
         return Column(asked, rule, summed=asked in per_step)
     found = {} if vocabulary is None else first_match(vocabulary.compute, names)
     if len(found) > 1:
-        raise UserError(f"{where}: {len(found)} compute axes could be meant ({listed(found)}); choose one with --x")
+        ours = vocabulary is SCALERL
+        folder = ", or give the run's folder: its metrics.jsonl has a default" if ours else ""
+        raise UserError(
+            f"{where}: {len(found)} compute axes could be meant ({listed(found)}); choose one with --x{folder}"
+        )
     for name in found:
         project = f"{vocabulary.project}'s name" if vocabulary else ""
         rule = f"{project}, running sum over the steps" if name in per_step else project
@@ -278,8 +283,9 @@ def _add_reward(
         )
     read_of = [f"{used} of {len(logs)} runs"] if len(logs) > 1 else []
     if counts["rows"]:
-        read_of.append(f"{counts['rows']} rows")
-    parts = [f"{', '.join(read_of)}: {counts['points']} points" if read_of else f"{counts['points']} points"]
+        read_of.append(counted(counts["rows"], "row"))
+    points = counted(counts["points"], "point")
+    parts = [f"{', '.join(read_of)}: {points}" if read_of else points]
     for number, said_of in (
         (counts["absent"], f"rows without {reward.name}"),
         (counts["bad"], "values not finite"),

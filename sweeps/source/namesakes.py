@@ -6,12 +6,12 @@ written the same one. What a run is, its header says: the identity of its curve.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sweeps.run.files import parse_json
 from sweeps.run.journal import JournalView
 from sweeps.run.spec import SPEC_FILE, leaves, science
 from sweeps.source.collected import LoadedStudy
@@ -102,6 +102,6 @@ def _like(view: JournalView, base: _Apart, label: str) -> str:
 def _values(run_dir: Path) -> dict[str, Any]:
     """What of a run's frozen configuration decides what it learns, by dotted key; nothing if that cannot be read."""
     try:
-        return leaves(science(json.loads((run_dir / SPEC_FILE).read_text())["config"]))
+        return leaves(science(parse_json((run_dir / SPEC_FILE).read_text())["config"]))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return {}

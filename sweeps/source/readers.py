@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from sweeps.source import event_files, table, trl, verl, wandb_export, wide
+from sweeps.source import event_files, foreign, table, trl, verl, wandb_export, wide
 from sweeps.source.collected import Collected
 from sweeps.source.text import File
 
@@ -26,6 +26,7 @@ class Reader(Protocol):
 
 
 READERS: Sequence[Reader] = (
+    foreign,
     event_files,
     trl,
     verl,

@@ -21,6 +21,7 @@ from sweeps.source.columns import cells_of, column_named, counter_named, not_neg
 from sweeps.source.text import File, listed, short
 from sweeps.source.vocabulary import order_warning
 from sweeps.source.wide import how_wide
+from sweeps.terminal import counted
 
 NAME = "table"
 
@@ -164,9 +165,10 @@ def _note(file: File, into: Collected, columns: Columns, rows: Rows, points: int
 
     optional = [f"{key} <- {used.get(key, 'none')}" for key in ("seed", "sd")]
     recipe = rule("recipe", "--by", asked.by) if "recipe" in used else "recipe <- the file's name"
+    counts = f"{counted(rows.count, 'row')}: {counted(points, 'point')}"
     line = (
         f"{file.path}: {NAME}; {rule('compute', '--x', asked.x)}; {rule('reward', '--y', asked.y)}; {recipe}; "
-        f"{'; '.join(optional)}; {', '.join([f'{rows.count} rows: {points} points', *rows.notes])}"
+        f"{'; '.join(optional)}; {', '.join([counts, *rows.notes])}"
     )
     into.study.note(short(line, 2000), shown="recipe" not in used or columns.fallback or bool(rows.notes))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError
+from sweeps.run.files import parse_json
 from sweeps.source.run_names import is_bare_seed
 
 # Names that say which file this is, not which run: the run is the directory.
@@ -115,8 +115,8 @@ class File:
         if self.start[:1] not in (b"{", b"["):
             return None
         try:
-            return json.loads(self.content.decode("utf-8-sig"))
-        except (ValueError, RecursionError):
+            return parse_json(self.content.decode("utf-8-sig"))
+        except ValueError:
             return None
 
 

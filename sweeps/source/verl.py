@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from sweeps.errors import UserError
+from sweeps.run.files import parse_json
 from sweeps.run.journal import finite
 from sweeps.source.cells import is_parquet
 from sweeps.source.collected import Collected
@@ -35,12 +36,10 @@ def matches(file: File, into: Collected) -> bool:
 
 
 def _first_object(file: File) -> bool:
-    import json
-
     line = file.content.removeprefix(b"\xef\xbb\xbf").lstrip().split(b"\n", 1)[0]
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parse_json(line)
+    except ValueError:
         return False
     return isinstance(record, dict) and isinstance(record.get("data"), dict) and "step" in record
 
@@ -94,15 +93,13 @@ def _console(file: File) -> tuple[Records, int, list[str]]:
 
 
 def _jsonl(file: File) -> tuple[Records, int, list[str]]:
-    import json
-
     records: Records = []
     torn = unread = 0
     lines = [(number, line) for number, line in enumerate(file.text.split("\n"), start=1) if line.strip()]
     for number, line in lines:
         try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            entry = parse_json(line)
+        except ValueError as error:
             if number == lines[-1][0]:
                 torn = 1
                 break

@@ -21,6 +21,7 @@ from sweeps.source.log import RUN_COLUMNS, Log, Series, recipe_of
 from sweeps.source.run_names import is_bare_seed, labels_in
 from sweeps.source.text import File, listed, short
 from sweeps.source.vocabulary import STEP_NAMES, counters, order_warning
+from sweeps.terminal import counted
 
 NAME = "table with a column a run"
 
@@ -151,7 +152,7 @@ def read(file: File, into: Collected) -> None:
     if no_compute.any():
         into.study.warnings.append(f"{file.path}: {no_compute.sum()} rows without compute were skipped")
     left_out = [name for name in rows.names if name not in (x, *runs)]
-    parts = [f"{rows.count} rows: {points_read} points", *rows.notes]
+    parts = [f"{counted(rows.count, 'row')}: {counted(points_read, 'point')}", *rows.notes]
     parts += [f"cells without a reward: {blank}"] if blank else []
     parts += [f"columns left out: {listed(left_out)}"] if left_out else []
     how = "given by --x" if asked.x else "default" if x.casefold() == "compute" else "for want of a column compute"

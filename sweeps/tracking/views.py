@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sweeps.run.files import parse_json
 from sweeps.tracking.common import resolve_uri, without_credentials
 from sweeps.tracking.store import SWEEP_TAG
 
@@ -152,10 +153,10 @@ def decode_view(value: str) -> dict[str, Any]:
     Raises:
         ValueError: not a view.
     """
-    state = json.loads(value)["state"]
+    state = parse_json(value)["state"]
     if state.startswith(_DEFLATE):
         state = zlib.decompress(base64.b64decode(state[len(_DEFLATE) :])).decode()
-    decoded = json.loads(state)
+    decoded = parse_json(state)
     if not isinstance(decoded, dict):
         raise ValueError("the view's state is no object")
     return decoded

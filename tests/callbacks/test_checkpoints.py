@@ -200,6 +200,20 @@ def whole_run(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) ->
     return run_dir
 
 
+def test_what_a_broken_save_has_left_is_not_loaded_by_its_name(whole_run: Path, tiny_model_path: str) -> None:
+    """It may be whole: nobody knows, for it has not taken its place."""
+    (newest, _) = sorted((whole_run / "checkpoints").glob("*.ckpt"), reverse=True)
+    for suffix in (".1a2b3c4d.part", ".void"):
+        left = newest.with_suffix(suffix)
+        shutil.copy(newest, left)
+        module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
+        with pytest.raises(ConfigurationError, match=f"ckpt_path: .*{suffix}' is what a broken save has left"):
+            Trainer(max_steps=5, **quiet()).fit(
+                module, datamodule=RolloutDataModule(CountingTask()), ckpt_path=left, weights_only=True
+            )
+        left.unlink()
+
+
 def same(one: Any, other: Any) -> bool:
     """Bit for bit, types and order included."""
     if type(one) is not type(other):

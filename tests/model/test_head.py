@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.generator.decodable import check_decodable
 from lightning_scalerl.generator.torch_policy import GeneratorPolicy
+from lightning_scalerl.model import place
 from lightning_scalerl.model.head import check_head, eval_mode
-from lightning_scalerl.model.load import load_model, stop_tokens
+from lightning_scalerl.model.load import load_model, load_tokenizer, stop_tokens
 from lightning_scalerl.task.arithmetic_base import tokenizer
 from tests.generator.test_architectures import AGREE, tiny
 from tests.helpers import CountingTask, fit
@@ -64,3 +69,56 @@ def test_completions_stop_at_every_end_of_the_generation_configuration(tiny_mode
     assert module.stop_tokens == [2, 14] and module._rendering.decode([5, 6, 2]) == "45"
     # Token 2 is the digit 1: it can only have been the end.
     assert any(len(text) < 9 for text in seen) and not any("1" in text for text in seen)
+
+
+def test_a_model_that_transformers_takes_for_its_own_backbone_is_run() -> None:
+    """Llama 4's text model: its `base_model` is itself, head and all, which was taken for no language model."""
+    small = {"attention_chunk_size": 64, "num_local_experts": 2, "intermediate_size_mlp": 64}
+    config = transformers.Llama4TextConfig(**{**AGREE["Llama"], **small})
+    torch.manual_seed(1)
+    model = transformers.Llama4ForCausalLM(config).float()
+    check_head(model)
+    check_decodable(model, 24)
+
+
+def test_adapters_are_refused_as_such(tmp_path: Path) -> None:
+    class PeftModel(nn.Module):
+        __module__ = "peft.peft_model"
+
+    with pytest.raises(ConfigurationError, match=r"PeftModel has adapters of PEFT.*merge_and_unload"):
+        check_head(PeftModel())
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"holds an adapter of PEFT"):
+        load_model(str(tmp_path))
+
+
+def test_a_place_on_this_machine_is_not_asked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "_ask", lambda address: pytest.fail(f"asked for {address}"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for path in ("/nothing/here", "./here", "../here", "~/nothing-here", "some/where/else", "models/here"):
+        with pytest.raises(ConfigurationError, match=r"is a place on this machine and holds no config\.json"):
+            load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "downloaded", "told"),
+    [
+        ((None, "ConnectError: no network"), False, "does not answer \\(ConnectError: no network\\); give a folder"),
+        ((404, ""), False, "is neither a folder here nor a model on"),
+        ((None, "ConnectError: no network"), True, None),
+        ((200, ""), False, None),
+    ],
+)
+def test_a_hub_that_does_not_answer_is_not_waited_for(
+    answer: tuple[int | None, str], downloaded: bool, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "_ask", lambda address: answer)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    kept = "/cache/config.json" if downloaded else None
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: kept)
+    if told is None:
+        assert place.load_options("owner/name") == ({"local_files_only": True} if answer[0] is None else {})
+    else:
+        with pytest.raises(ConfigurationError, match=told):
+            place.load_options("owner/name")

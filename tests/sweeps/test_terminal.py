@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from sweeps.terminal import Bar, duration
+from sweeps.terminal import Bar, counted, duration
 
 
 class Clock:
@@ -46,12 +46,42 @@ def test_time_left_is_at_the_pace_of_this_process() -> None:
     """What an earlier one has done says nothing of how fast this one is."""
     clock = Clock()
     bar = Bar("training", 100, done=60, stream=io.StringIO(), clock=clock)
-    assert bar.left_s is None
-    clock.now += 20
-    bar.update(70)
-    assert bar.left_s == 60
+    for step in range(61, 69):
+        assert bar.left_s is None
+        clock.now += 2
+        bar.update(step)
+    assert bar.left_s == 64
     bar.update(100)
     assert bar.left_s == 0
+
+
+def test_time_left_is_withheld_until_it_is_known() -> None:
+    """A first step that loads and compiles for a minute, then 0.5 s each: "73 min left", and done in one."""
+    clock, said = Clock(), io.StringIO()
+    bar = Bar("training", 100, stream=said, every_s=0, clock=clock)
+    for step in range(1, 101):
+        clock.now += 60.0 if step == 1 else 0.5
+        bar.update(step)
+    lines = said.getvalue().splitlines()
+    assert not any("left" in line for line in lines[:8]) and lines[8] == "training 8/100: 46 s left"
+    assert lines[50] == "training 50/100: 25 s left"
+
+
+def test_time_left_is_withheld_while_the_pace_changes() -> None:
+    clock = Clock()
+    bar = Bar("training", 100, stream=io.StringIO(), clock=clock)
+    for step in range(1, 11):
+        clock.now += 10.0 if step < 9 else 1.0
+        bar.update(step)
+    assert bar.left_s is None
+    for step in range(11, 20):
+        clock.now += 1.0
+        bar.update(step)
+    assert bar.left_s == 81
+
+
+def test_a_count_has_its_noun() -> None:
+    assert [counted(count, "group") for count in (0, 1, 2)] == ["0 groups", "1 group", "2 groups"]
 
 
 def test_on_a_terminal_it_is_a_bar() -> None:

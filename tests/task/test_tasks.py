@@ -17,7 +17,7 @@ from lightning_scalerl.rollout import Prompt
 from lightning_scalerl.stream.prompts import PromptSource
 from lightning_scalerl.task.arithmetic import STOP, ArithmeticTask, problem, solution
 from lightning_scalerl.task.arithmetic_base import arithmetic_base_model, corrupted, tokenizer
-from lightning_scalerl.task.jsonl import JsonlTask
+from lightning_scalerl.task.jsonl import JsonlTask, read_prompts
 
 
 @given(st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), *[st.integers(0, 10**n - 1)] * 2)))
@@ -83,6 +83,36 @@ def test_the_base_model_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"prompt": "1+1=", "answer": null}', "answer: null must be a text or a finite number"),
+        ('{"prompt": "1+1=", "answer": NaN}', "answer: nan must be a text or a finite number"),
+        ('{"prompt": "1+1=", "answer": 1e999}', "answer: inf must be a text or a finite number"),
+        ('{"prompt": "1+1=", "answer": ["2", "two"]}', r"answer: \['2', 'two'\] must be a text or a finite number"),
+        ('{"prompt": "1+1=", "answer": true}', "answer: true must be"),
+        ('{"prompt": "  ", "answer": "2"}', "prompt: is empty"),
+        ('{"prompt": ["1+1="], "answer": "2"}', r"prompt: \['1\+1='\] must be"),
+        ('{"prompt": "1+1=", "answer": "2", "id": [1]}', r"id: \[1\] must be"),
+        ('{"prompt": "1+1="}', "answer: is missing"),
+        ("[" * 100_000, "nested too deep"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_line_that_would_be_read_as_something_else_is_refused(tmp_path: Path, row: str, message: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{{"prompt": "1+2=", "answer": 3}}\n{row}\n')
+    with pytest.raises(ConfigurationError, match=f"task.train: .*rows.jsonl, line 2: {message}.*; each line is"):
+        read_prompts("task.train", str(file))
+
+
+def test_numbers_are_texts_as_they_are_written(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1+2=", "answer": 3, "id": null, "difficulty": null}\n{"prompt": "p", "answer": 0.5}\n')
+    first, second = read_prompts("task.train", str(file))
+    assert (first.answer, first.prompt_id, first.difficulty, second.answer) == ("3", "1", "", "0.5")
+
+
+@pytest.mark.parametrize(
     ("wrong", "says"),
     [
         ({"width": 16}, r"model\.width: 16 is no multiple of 32.*say 32"),
@@ -135,7 +165,7 @@ def test_jsonl(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "match"),
     [
-        ([{"prompt": "a"}], r"train.jsonl, line 1: KeyError\('answer'\)"),
+        ([{"prompt": "a"}], r"train.jsonl, line 1: answer: is missing"),
         ([{"prompt": "a", "answer": "b"}, "{broken"], "line 2"),
         ([[1, 2]], "line 1"),
         ([], "holds no prompts"),

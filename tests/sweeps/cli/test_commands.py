@@ -239,6 +239,39 @@ def test_a_refusal_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert code == 0 and "undecided" in out and "too_few_points" in out
 
 
+@pytest.mark.parametrize("missing", ["hydra", "torch", "lightning"])
+def test_without_training_installed_train_says_what_to_install(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("nothing there that could train"))
+    code, _, err = run(capsys, "train", "seed=1")
+    told = f"scalerl: scalerl train: needs the package {missing}, which is not installed; pip install lightning-scalerl"
+    assert code == 1 and err.startswith(told) and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "words"),
+    [
+        ("run-1.wandb", b":W&B\x01\x02\x00abc", "the log of an offline run of W&B, which is not read"),
+        ("study.xlsx", b"PK\x03\x04\x14\x00", "a spreadsheet, which is not read; save its sheet as CSV"),
+        ("step-00000004.ckpt", b"PK\x03\x04\x14\x00", "a checkpoint, which holds no curve; give the run's folder"),
+        (
+            "metrics.csv",
+            b"compute/device_hours,compute/flops,eval/a/pass_rate,step\n1,2,0.5,1\n2,4,0.6,2\n",
+            "2 compute axes could be meant (compute/device_hours, compute/flops); choose one with --x, or give the "
+            "run's folder: its metrics.jsonl has a default",
+        ),
+    ],
+)
+def test_a_source_that_is_not_read_says_what_to_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, raw: bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(raw)
+    code, _, err = run(capsys, "fit", tmp_path / name)
+    assert code == 1 and words in err and err.count("\n") == 1, err
+
+
 def test_train_becomes_the_training_process(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[list[str]] = []
 

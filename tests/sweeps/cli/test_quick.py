@@ -66,7 +66,7 @@ DATA = [
     "task=dataset",
     "task.format=columns",
     "task.train=rows.jsonl",
-    "task.heldout={test: rows.jsonl}",
+    "task.heldout={test: test.jsonl}",
     "task.fields={prompt: q, answer: a}",
     "task.rewards=exact_match",
 ]
@@ -91,7 +91,7 @@ CASES: list[tuple[list[str], int, str, set[str], int]] = [
     (["train", "loss=dapoo"], 1, "dapo", {"hydra"}, 500),
     (["train", *DATA, "task.train=/nothing"], 1, "task.train: cannot read '/nothing'", {"hydra"}, 550),
     (["train", *DATA, "task.fields={prompt: question, answer: a}"], 1, "no column question", {"hydra"}, 550),
-    (["train", *DATA, "model=path", "model.path=/nothing", "scale=8b"], 1, "'/nothing' holds no config", {"hydra"}, 550),
+    (["train", *DATA, "model=path", "model.path=/nothing", "scale=8b"], 1, "holds no config.json", {"hydra"}, 550),
     (["train", *DATA, "model=path", "model.path=/nothing"], 1, "scale: the settings", {"hydra"}, 550),
     (["train", "--multirun", "optimiser.lr=3", "seed=0,1"], 1, "did you mean optimizer?", {"hydra"}, 500),
     (["train", "--multirun", "optimiser.lr=3,4"], 1, "did you mean optimizer?", {"hydra"}, 500),
@@ -105,7 +105,8 @@ def test_little_is_imported(
     tmp_path: Path, arguments: list[str], code: int, words: str, allowed: set[str], most: int
 ) -> None:
     (tmp_path / "wrong.txt").write_text("hello\n")
-    (tmp_path / "rows.jsonl").write_text('{"q": "1+1=", "a": "2"}\n{"q": "1+2=", "a": "3"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"q": "1+1=", "a": "2"}\n')
+    (tmp_path / "test.jsonl").write_text('{"q": "1+2=", "a": "3"}\n')
     found, said, count, packages = answer(tmp_path, *arguments)
     assert found == code and words in said, said
     assert packages & HEAVY <= allowed

@@ -174,3 +174,10 @@ def test_any_history_folds_run_by_run(history: list[tuple[str, Any]]) -> None:
         expected[run] = MemberState(run, f"recipe {run}", ord(run), state, attempts, reason)
     assert folded == expected
     assert list(folded) == list(expected)
+
+
+@pytest.mark.parametrize("seed", ["Infinity", "NaN", "1e999", "true", "[1]", "null", '"one"'])
+def test_a_line_whose_seed_is_no_whole_number_is_passed_over(ledger: Ledger, seed: str) -> None:
+    add_bytes(ledger, b'{"time": 1, "event": "planned", "run": "a", "recipe": "r", "seed": %s}\n' % seed.encode())
+    ledger.append("planned", "b", recipe="r", seed=3)
+    assert {run: state.seed for run, state in ledger.fold().items()} == {"b": 3}

@@ -12,15 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sweeps.errors import UserError
+from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 from sweeps.run.files import (
     append_lines,
     lines_from_end,
+    parse_json,
+    parse_line,
     parse_lines,
     read_json,
     whole_lines,
     write_atomically,
     write_json,
 )
+from sweeps.run.lease import Lease, alive
+from sweeps.run.spec import SPEC_FILE, RunSpec, budget_of, check_form, curve_of
 
 
 def test_lines_come_back_in_order_whoever_wrote_them(tmp_path: Path) -> None:
@@ -113,3 +119,27 @@ def test_json_is_replaced_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> 
     assert read_json(path) == {"a": 1} and list(tmp_path.iterdir()) == [path]
     path.write_text("[1]")
     assert read_json(path) == {} and read_json(tmp_path / "none") == {}
+
+
+DEEP = "[" * 100_000 + "]" * 100_000  # what Python's parser answers with a RecursionError
+
+
+def test_json_that_is_nested_too_deep_is_no_json(tmp_path: Path) -> None:
+    """Whatever file it stands in: what is said of it is what is said of any that cannot be read."""
+    with pytest.raises(ValueError, match="nested too deep"):
+        parse_json(DEEP)
+    assert parse_line(DEEP.encode()) is None
+    for name in (SPEC_FILE, LAUNCH_FILE, ".writer.json"):
+        (tmp_path / name).write_text(DEEP)
+    assert read_json(tmp_path / SPEC_FILE) == {}
+    with pytest.raises(UserError, match="not a run's frozen specification"):
+        RunSpec.read(tmp_path)
+    check_form([tmp_path])
+    assert budget_of(tmp_path) is None and curve_of(tmp_path) is None
+    with pytest.raises(UserError, match="does not say how the study was launched"):
+        LaunchSettings.read(tmp_path)
+    assert LaunchSettings.kind_of(tmp_path) is None and LaunchSettings.clusters_of(tmp_path) == ""
+    assert (alive(tmp_path) or {}).get("token") is None
+    lease = Lease(tmp_path)
+    lease.acquire(0)  # whoever wrote that does not hold the lock
+    lease.release()

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from sweeps.errors import UserError
 from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError, alive, held, here
 
 BEAT_S = 0.05
@@ -610,3 +611,11 @@ def test_without_locks_one_that_stands_still_is_followed_after_its_time_and_is_t
 @pytest.mark.usefixtures("no_locks")
 def test_without_locks_many_contenders_never_hold_it_together(tmp_path: Path) -> None:
     test_many_contenders_never_hold_it_together(tmp_path)
+
+
+def test_a_folder_in_the_place_of_the_lock_is_said(tmp_path: Path) -> None:
+    (tmp_path / ".writer.lock").mkdir()
+    with pytest.raises(UserError) as error:
+        Lease(tmp_path).acquire(0)
+    told = f"{tmp_path}/.writer.lock: Is a directory; a folder is in the way of a file; move it, or give another place"
+    assert str(error.value) == told

@@ -1,0 +1,39 @@
+"""Files that hold runs and that no reader reads yet: told what to export instead, before they are taken for text."""
+
+from __future__ import annotations
+
+from sweeps.errors import UserError
+from sweeps.source.collected import Collected
+from sweeps.source.text import File
+
+# First bytes: of W&B's own log, and of the documents of Office before 2007.
+_WANDB, _OLE = b":W&B", b"\xd0\xcf\x11\xe0"
+_SPREADSHEETS = (".xlsx", ".xlsm", ".ods", ".xls")
+
+
+def matches(file: File, into: Collected) -> bool:
+    """Return whether the file is one of these, by its mark or its ending."""
+    return _remedy(file) is not None
+
+
+def read(file: File, into: Collected) -> None:
+    """Say what to give in its place.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(f"{file.path}: {_remedy(file)}")
+
+
+def _remedy(file: File) -> str | None:
+    head = file.raw[:4]
+    if head == _WANDB or file.suffix == ".wandb":
+        return (
+            "the log of an offline run of W&B, which is not read; upload it with `wandb sync` and give the export of "
+            "its history (CSV), or the file that the framework itself has written"
+        )
+    if file.suffix in _SPREADSHEETS or head == _OLE:
+        return "a spreadsheet, which is not read; save its sheet as CSV (UTF-8) and give that file"
+    if file.suffix == ".ckpt":
+        return "a checkpoint, which holds no curve; give the run's folder, with its metrics.jsonl"
+    return None
