@@ -145,7 +145,7 @@ def prepare_trainer(trainer: Trainer) -> None:
     for place, callback in enumerate(callbacks):
         if type(callback) in (RichProgressBar, TQDMProgressBar):
             callbacks[place] = StepProgress()
-        if type(callback) in (ModelSummary, RichModelSummary):
+        if isinstance(callback, ModelSummary) and type(callback) in (ModelSummary, RichModelSummary):
             callbacks[place] = ParameterSummary(callback._max_depth)
 
 

@@ -71,7 +71,7 @@ def load_options(path: str) -> dict[str, Any]:
 def _ask(address: str) -> tuple[int | None, str]:
     """Return the status of the hub's answer; None and the reason if it does not answer."""
     from huggingface_hub import get_session
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
     why = ""
     for _ in range(HUB_TRIES):

@@ -284,8 +284,8 @@ def _add_reward(
     read_of = [f"{used} of {len(logs)} runs"] if len(logs) > 1 else []
     if counts["rows"]:
         read_of.append(counted(counts["rows"], "row"))
-    points = counted(counts["points"], "point")
-    parts = [f"{', '.join(read_of)}: {points}" if read_of else points]
+    of_all = counted(counts["points"], "point")
+    parts = [f"{', '.join(read_of)}: {of_all}" if read_of else of_all]
     for number, said_of in (
         (counts["absent"], f"rows without {reward.name}"),
         (counts["bad"], "values not finite"),

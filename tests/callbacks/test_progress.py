@@ -11,6 +11,7 @@ import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from lightning_scalerl.callbacks.progress import StepProgress
+from lightning_scalerl.callbacks.trainer import ParameterSummary
 from sweeps.run.journal import read_journal
 from sweeps.terminal import Bar
 from tests.helpers import fit
@@ -59,3 +60,11 @@ def test_making_the_base_model_says_how_far_it_is(
     said = [line for line in capfd.readouterr().err.splitlines() if "base model" in line]
     assert said == ["making the base model (once) 0/3", "making the base model (once) 3/3"]
     assert is_arithmetic_base(path) and not is_arithmetic_base(str(tmp_path))
+
+
+def test_the_models_table_has_no_flops_of_zero(caplog: pytest.LogCaptureFixture) -> None:
+    """Lightning counts them on an example input, of which a module that samples its own has none."""
+    columns = [("Name", ["policy"]), ("Params", ["27.8 K"]), ("FLOPs", ["0"])]
+    with caplog.at_level("INFO", logger="lightning.pytorch.callbacks.model_summary"):
+        ParameterSummary.summarize(columns, 27_800, 27_800, 0.1, {"train": 1, "eval": 0}, 0)
+    assert "Trainable params" in caplog.text and "flops" not in caplog.text.lower()
