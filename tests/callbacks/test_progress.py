@@ -17,7 +17,7 @@ from sweeps.terminal import Bar
 from tests.helpers import fit
 
 
-def test_steps_of_steps_pass_rate_reward_compute_and_time_left(
+def test_steps_of_steps_pass_rate_reward_and_compute(
     tiny_model_path: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_scalerl.callbacks.progress.Bar", partial(Bar, every_s=0.0))
@@ -27,7 +27,7 @@ def test_steps_of_steps_pass_rate_reward_compute_and_time_left(
     number = r"\d\.\d{3}"
     spent = r"\d\.\d\de\+\d\d FLOPs, \d+\.\d\d device hours"
     assert re.fullmatch(rf"training 0/3: heldout {number} \(step 0\), {spent}", lines[1])
-    pattern = rf"training 2/3: heldout {number} \(step 0\), pass rate {number}, reward {number}, {spent}, \d+ s left"
+    pattern = rf"training 2/3: heldout {number} \(step 0\), pass rate {number}, reward {number}, {spent}"  # of so few steps no time left is known
     assert any(re.fullmatch(pattern, line) for line in lines), lines
     last = read_journal(tmp_path).records[-1].metrics
     assert lines[-1].startswith(f"training 3/3: heldout {last['eval/heldout/pass_rate']:.3f} (step 3)")
