@@ -36,9 +36,13 @@ _PERCENT = re.compile(r"\s*\\?%$")
 _WORDED = re.compile(r"([-+]?\d[\d,.]*)\s+[A-Za-z]{2}[A-Za-z .]*")
 _FACTOR = re.compile(r"(?<=\d)\s+(?=[A-Za-z](?![A-Za-z]))")
 # GSM8K's mark with a number or an expression behind it; Markdown's headings look the same, with words.
-_MARKED = re.compile(r"#{4,}+\s*+(?![A-Za-z]{2})(\S[^\n]*)")
+# Both patterns begin at the first # of a run and stop at the next mark, so that no character is looked at from each
+# of the marks before it.
+_MARKED = re.compile(r"(?<!#)#{4,}+\s*+(?![A-Za-z]{2})(\S[^\n]*)")
 # Words behind the mark, and nothing more: an answer that is one.
-_MARKED_WORD = re.compile(r"#{4,}+\s*+([A-Za-z][^\n:]*)\Z")
+_MARKED_WORD = re.compile(r"(?<!#)#{4,}+\s*+([A-Za-z](?:[^\n:#]|#(?!###))*+)\Z")
+# Equal signs with another meaning: a congruence, and numerals of two bases, which sympy reads as decimal.
+_NO_EQUATION = re.compile(r"\\equiv|\d_\{?\d")
 
 
 class TooCostlyError(BaseException):
@@ -69,13 +73,13 @@ class Mathematics:
         expected, problem = _gold(gold, self.cpu_s)
         if problem:
             raise ValueError(problem)
-        said, marked = stated(sample.answer)
-        if not said or len(said) > MAX_CHARACTERS:
-            return Grade(0.0, {"math_unstated": 1.0})
-        if _same(said, gold):
-            return Grade(1.0, {"math_unstated": 0.0})
         try:
             with _limited(self.cpu_s):
+                said, marked = stated(sample.answer)
+                if not said or len(said) > MAX_CHARACTERS:
+                    return Grade(0.0, {"math_unstated": 1.0})
+                if _same(said, gold):
+                    return Grade(1.0, {"math_unstated": 0.0})
                 return Grade(float(_equal(gold, expected, said, marked)), {"math_unstated": 0.0})
         except (TooCostlyError, MemoryError, RecursionError, OverflowError):
             return Grade(0.0, {"math_unstated": 0.0, "math_too_costly": 1.0})
@@ -164,7 +168,7 @@ def _equal(gold: str, expected: Any, said: str, marked: bool) -> bool:
     if expected is None:
         return _tidy(said) == _tidy(gold)
     found = _read(said) if marked else _found_in(said)
-    if not found:
+    if not found or _contradicts_itself(said, found[0]) and not _contradicts_itself(gold, expected[0]):
         return False
     if marked:
         for telling in (_base, _brackets):
@@ -188,6 +192,19 @@ def _brackets(text: str) -> str | None:
     if "," not in bare:
         return None
     return "set" if bare.startswith("\\{") else "order" if bare.startswith(("(", "[")) else None
+
+
+def _contradicts_itself(text: str, expression: Any) -> bool:
+    """Return whether an equation in it has two numbers for its sides that differ, such as 41=42.
+
+    math-verify takes the right side of an equation for the answer, whatever the left one is.
+    """
+    import sympy
+
+    if not isinstance(expression, sympy.Basic) or _NO_EQUATION.search(text):
+        return False
+    parts = sympy.preorder_traversal(expression)
+    return any(isinstance(part, sympy.Equality) and not _near(part.lhs, part.rhs) for part in parts)
 
 
 def _near(expected: Any, found: Any) -> bool:

@@ -86,6 +86,7 @@ EQUAL = [
     ("x^2+2x+1", "(x+1)^2"), ("2\\sqrt{2}", "\\sqrt{8}"), ("\\sqrt{2}/2", "\\frac{1}{\\sqrt{2}}"), ("5", "x=5"),
     ("x=5", "5"), ("y=2x+3", "y = 3+2x"), ("3+4i", "4i+3"), ("10!", "3628800"), ("\\binom{5}{2}", "10"),
     ("2^{10}", "1024"), ("102_3", "102_{3}"), ("10^{-7}", "0.0000001"), ("2\\pi", "\\pi\\cdot 2"),
+    ("42", "6\\cdot 7=42"), ("42", "x=6\\cdot 7=42"), ("125/3", "41.66667=125/3"), ("1010_2", "10=1010_2"), ("1", "7\\equiv 1"),
     # Words.
     ("\\text{(A)}", "A"), ("\\text{even}", "\\text{even}"),
 ]  # fmt: skip
@@ -107,6 +108,7 @@ DIFFERENT = [
     ("102_3", "102_4"), ("102_3", "11"), ("x", "y"), ("x^2", "x^3"), ("x=5", "x=6"), ("x=5", "y=5"), ("x>3", "x<3"),
     ("x>3", "x\\ge 3"), ("3+4i", "3-4i"), ("10!", "10"), ("7", "7!"), ("12", "12^2"), ("2", "2x"), ("10", "10i"),
     ("\\infty", "-\\infty"), ("A", "B"), ("even", "odd"), ("\\text{even}", "\\text{odd}"), ("5", "\\text{five}"),
+    ("42", "41=42"), ("42", "1+1=42"), ("42", "x=41=42"), ("42", "\\{41=42\\}"), ("x=42", "41=42"),
     ("5", ""), ("5", "x"), ("0.0000001", "0.0000002"), ("3\\times 10^{-8}", "0.00000004"), ("0.0000012", "0.0000013"),
     pytest.param("3 1/2", "31/2"),
     pytest.param("(1,2)", "\\{1,2\\}"),
@@ -187,6 +189,8 @@ def test_another_answer_is_another(answer: str) -> None:
         ("#### 72 dollars", "72 dollars"),
         ("So yes.\n#### yes", "yes"),
         ("##### 42", "42"),
+        ("#### yes\n#### no", "no"),
+        ("#### C# or F#", "C# or F#"),
         # Markdown's headings
         ("#### Final Answer\n\nThe answer is 42.", "#### Final Answer\n\nThe answer is 42."),
         ("#### Final Answer: 42", "#### Final Answer: 42"),
@@ -368,6 +372,24 @@ def test_boxes_that_never_close_do_not_take_the_square_of_their_number() -> None
     began = time.process_time()
     assert last_boxed("\\boxed{" * 1000) is None
     assert time.process_time() - began < 0.1
+
+
+@pytest.mark.parametrize("text", ["#" * 100_000 + "\n", "#" * 100_000 + "ab:", "####ab" * 10_000 + ":"])
+def test_marks_without_an_answer_take_time_in_proportion_to_their_number(text: str) -> None:
+    began = time.process_time()
+    assert not stated(text)[1]
+    assert time.process_time() - began < 0.5
+
+
+def test_what_is_stated_is_looked_for_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(text: str) -> tuple[str, bool]:
+        until = time.process_time() + 2.0
+        while time.process_time() < until:
+            pass
+        return "42", True
+
+    monkeypatch.setattr("lightning_scalerl.verify.mathematics.stated", slow)
+    assert Mathematics(cpu_s=0.05).grade(sample("42", "42")).parts["math_too_costly"] == 1.0
 
 
 @pytest.mark.slow

@@ -23,10 +23,12 @@ from lightning_scalerl.verify.sandbox.plain import Handle, MalformedError, decod
 _LENDERS = ("math", "collections", "itertools", "functools", "typing", "copy", "heapq", "bisect", "string", "re")
 _LENT_AS = {"np": "numpy", "numpy": "numpy"}
 _LONGEST_REASON = 300
+# In the tests' own `map` or `iter`, these would not be a failure but the end of a loop, whose asserts then never run.
+_ENDS_A_LOOP = (StopIteration, StopAsyncIteration)
 
 
 class ProgramError(Exception):
-    """Raised in the tests where the program raised something that is no ordinary built-in exception."""
+    """Raised in the tests where the program raised what is no ordinary built-in exception, or ends a loop of theirs."""
 
 
 class ProgramGoneError(BaseException):
@@ -136,7 +138,7 @@ def _handle_of(thing: Any) -> Handle | None:
 def _as_raised(kind: str, args: tuple[Any, ...]) -> Exception:
     """The same built-in exception, if it is an ordinary one."""
     known = getattr(builtins, kind, None)
-    if isinstance(known, type) and issubclass(known, Exception):
+    if isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, _ENDS_A_LOOP):
         try:
             return known(*args)
         except Exception:

@@ -20,6 +20,8 @@ from lightning_scalerl.verify.sandbox.walls import Protections
 _ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\(\))?(\.[A-Za-z_]\w*(\(\))?)*")
 _TOLERANCE = Decimal("1e-6")
 _FRACTION = re.compile(r"[.eE]")
+# What a C program would read: Python's own numbers may have underscores and the digits of other scripts, too.
+_NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _REPORT_BYTES = 4096
 _SPARE_KIB = 64  # beyond what is expected: other white space
 
@@ -110,7 +112,7 @@ def judge_stdio(
     """Run a program once for each case, until one fails, and compare what it prints.
 
     Outputs are equal if they have the same tokens (split at white space); two tokens that differ as text are equal if
-    both are finite numbers, one of them at least with a point or an exponent, that differ by 1e-6 at most.
+    both are decimal numbers in ASCII, one of them at least with a point or an exponent, that differ by 1e-6 at most.
 
     Args:
         program: untrusted source.
@@ -154,10 +156,9 @@ def same_output(printed: str, expected: str) -> bool:
 
 def _close(one: str, other: str) -> bool:
     # Not as floats: those make neighbours of large whole numbers equal.
-    if not _FRACTION.search(one + " " + other):
+    if not _FRACTION.search(one + " " + other) or not (_NUMBER.fullmatch(one) and _NUMBER.fullmatch(other)):
         return False
     try:
-        a, b = Decimal(one), Decimal(other)
-        return a.is_finite() and b.is_finite() and abs(a - b) <= _TOLERANCE
+        return abs(Decimal(one) - Decimal(other)) <= _TOLERANCE
     except ArithmeticError:
         return False

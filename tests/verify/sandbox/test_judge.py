@@ -247,6 +247,10 @@ def test_exceptions(any_place: Place) -> None:
     fails(any_place, program, tests.format(5, "ValueError", "True"), why="Own")
     ok(any_place, program, tests.format(5, "Exception", "'Own' in str(error)"))
     fails(any_place, program, tests.format(6, "SystemExit", "True"), why="SystemExit")
+    # Where a loop of the tests asks, it would end the loop, and with it the tests.
+    stops = "def f(x):\n    raise StopIteration"
+    fails(any_place, stops, "for given in map(f, [1, 2]):\n    assert given == 2", why="StopIteration")
+    fails(any_place, stops, "for given in iter(lambda: f(1), 0):\n    assert given == 2", why="StopIteration")
 
 
 def test_a_program_that_dies_fails_though_the_tests_catch_everything(any_place: Place) -> None:
@@ -390,6 +394,10 @@ def test_what_a_program_is_to_print_it_may_print(any_place: Place) -> None:
         ("", "1", False),
         ("yes", "YES", False),
         ("1e999999999999999999999", "1.0", False),
+        ("+.5", "0.5", True),
+        ("1_0.0", "10.0", False),
+        ("\u0661\u0660.0", "10.0", False),
+        ("\uff11.0", "1.0", False),
     ],
 )
 def test_same_output(printed: str, expected: str, same: bool) -> None:
