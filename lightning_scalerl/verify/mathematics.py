@@ -168,7 +168,7 @@ def _equal(gold: str, expected: Any, said: str, marked: bool) -> bool:
     if expected is None:
         return _tidy(said) == _tidy(gold)
     found = _read(said) if marked else _found_in(said)
-    if not found or _contradicts_itself(said, found[0]) and not _contradicts_itself(gold, expected[0]):
+    if not found or (_contradicts_itself(said, found[0]) and not _contradicts_itself(gold, expected[0])):
         return False
     if marked:
         for telling in (_base, _brackets):
