@@ -96,6 +96,11 @@ def _axes() -> dict[str, str]:
     return found
 
 
+def axis_names() -> frozenset[str]:
+    """Public classes of the axes: the choices that a configuration may name."""
+    return frozenset(_axes())
+
+
 def public_names() -> frozenset[str]:
     """What this package may be asked for by name: what frozen studies rely on."""
     return frozenset({*_HOME_OF, *_axes()})

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint, unusable
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, use_folders
+from lightning_scalerl.member.trust import check_run
 from lightning_scalerl.model.chat import Chat, Rendering, told_of
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.model.save import free, save_model
@@ -22,7 +23,9 @@ from sweeps.run.spec import RunSpec
 _PREFIX = "policy.model."
 
 
-def export_run(run_dir: Path, directory: Path, dtype: str = "fp32", step: int | None = None) -> str:
+def export_run(
+    run_dir: Path, directory: Path, dtype: str = "fp32", step: int | None = None, trust: bool = False
+) -> str:
     """Write the model of a checkpoint of a run that `scalerl train` has made.
 
     Args:
@@ -30,14 +33,18 @@ def export_run(run_dir: Path, directory: Path, dtype: str = "fp32", step: int | 
         directory: to be made.
         dtype: see `save_model`.
         step: of the checkpoint; the newest that can be read if None.
+        trust: run whatever code the run names, see `member.trust`.
 
     Returns:
         One line: what was written.
 
     Raises:
-        UserError: no such run or checkpoint, or the folder is taken.
+        UserError: no such run or checkpoint, the folder is taken, or the run names code of somebody else's.
     """
-    spec, view = RunSpec.read(run_dir), read_journal(run_dir)
+    spec = RunSpec.read(run_dir)
+    if not trust:
+        check_run(run_dir, spec)
+    view = read_journal(run_dir)
     path = _checkpoint(run_dir / "checkpoints", step, spec.run)
     try:
         free(directory)  # before a large model is read for nothing

@@ -88,15 +88,12 @@ def _part(value: Any) -> Any:
     if "_target_" not in value:
         return {str(key): _part(item) for key, item in value.items()}
     name = str(value["_target_"]).rpartition(".")[2]
-    target = _found(str(value["_target_"]))
+    target = located(str(value["_target_"]))
     if name in public_names() and getattr(lightning_scalerl, name) is not target:
         raise ConfigurationError(
             f"{value['_target_']}: bears the name of lightning_scalerl.{name}, and names tell runs apart; rename it"
         )
-    parameters = {str(key): item for key, item in value.items() if key not in _HOW}
-    content = getattr(target, "content", None)
-    if content is not None:
-        parameters |= content(parameters)
+    parameters = _parameters(value) | content_of(value)
     added = getattr(target, "added", {})
     for parameter in (*added, *getattr(target, "remarks", ())):
         if parameter not in added or parameters.get(parameter) == added[parameter]:
@@ -105,8 +102,22 @@ def _part(value: Any) -> Any:
     return None if choice == getattr(target, "neutral", None) else choice
 
 
-def _found(path: str) -> Any:
-    """What a dotted path names, without the line that Hydra logs where it names nothing."""
+def content_of(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters that count by the content of files, as an identity has them; nothing of what names no such thing.
+
+    Raises:
+        ConfigurationError: a file that cannot be read.
+    """
+    content = getattr(located(str(value["_target_"])), "content", None) if "_target_" in value else None
+    return {} if content is None else dict(content(_parameters(value)))
+
+
+def _parameters(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(key): item for key, item in value.items() if key not in _HOW}
+
+
+def located(path: str) -> Any:
+    """Return what a dotted path names, without the line that Hydra logs where it names nothing."""
     from hydra._internal.utils import _locate
 
     return _locate(path)

@@ -19,18 +19,20 @@ from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.composition import build, build_recipe, compose, use_folders
 from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.member.run import hush_lightning
+from lightning_scalerl.member.trust import check_run
 from lightning_scalerl.module import ScaleRL
 from sweeps.errors import UserError
 from sweeps.run.spec import SPEC_FILE, RunSpec
 
 
-def measure_noise(model: str, overrides: Sequence[str], repeats: int) -> list[dict[str, Any]]:
+def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: bool = False) -> list[dict[str, Any]]:
     """Evaluate the same weights several times, each time with other random numbers.
 
     Args:
         model: a run's folder (its newest checkpoint), or a model's folder or hub id.
         overrides: of a run none; of a model at least its task.
         repeats: how often.
+        trust: of a run, run whatever code it names, see `member.trust`.
 
     Returns:
         A row a held-out set: prompts, samples, pass rate, the standard deviation over the repeats with its 95% interval
@@ -45,7 +47,7 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int) -> list[di
     hush_lightning()
     warnings.filterwarnings("ignore", message=".*`srun` command.*")
     try:
-        config, weights = _configured(model, overrides)
+        config, weights = _configured(model, overrides, trust)
         torch.set_num_threads(int(config.launch.threads))
         recipe = build_recipe(config, "noise")
         module = ScaleRL(model=build(config, "model"), recipe=recipe)
@@ -68,7 +70,7 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int) -> list[di
     return [_row(name, each, evaluation.samples) for name, each in found.items()]
 
 
-def _configured(model: str, overrides: Sequence[str]) -> tuple[Any, str | None]:
+def _configured(model: str, overrides: Sequence[str], trust: bool) -> tuple[Any, str | None]:
     """The configuration, and the checkpoint whose weights are evaluated."""
     if (Path(model) / SPEC_FILE).is_file():
         if overrides:
@@ -76,6 +78,8 @@ def _configured(model: str, overrides: Sequence[str]) -> tuple[Any, str | None]:
                 f"{overrides[0]}: a run is evaluated as it was trained; to change that, give a model's folder"
             )
         spec = RunSpec.read(Path(model))
+        if not trust:
+            check_run(Path(model), spec)
         use_folders(spec.folders)
         weights = newest_checkpoint(Path(model) / "checkpoints", run=spec.run).path
         if weights is None:

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, use_folders
+from lightning_scalerl.member.trust import check_run
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.base import Task, passes
 from lightning_scalerl.verify.grade import Grader, Outcome, Sample
@@ -24,24 +25,30 @@ from sweeps.run.spec import RunSpec
 REASONS = 3
 
 
-def rescore_run(run_dir: Path, reward: str | None = None, out: Path | None = None) -> list[dict[str, Any]]:
+def rescore_run(
+    run_dir: Path, reward: str | None = None, out: Path | None = None, trust: bool = False
+) -> list[dict[str, Any]]:
     """Grade the rollouts that a run has kept.
 
     Args:
         run_dir: of a run of `scalerl train`.
         reward: a name or place of a verifier (`math`, `file.py:function`); None for the task's own.
         out: where to write the groups with their new grades; None for nowhere.
+        trust: run whatever code the run names, see `member.trust`.
 
     Returns:
         A row a task: rollouts, means of the verifier's rewards before and after, how many changed from right to wrong
         or back, the most frequent reasons of errors.
 
     Raises:
-        UserError: no rollouts, no such prompt or verifier, or `out` is there already.
+        UserError: no rollouts, no such prompt or verifier, `out` is there already, or the run names code of somebody
+            else's.
     """
     spec, groups = RunSpec.read(run_dir), read_groups(run_dir)
     if out is not None and out.exists():
         raise UserError(f"--out {out}: is there already; give a new file")
+    if not trust:
+        check_run(run_dir, spec)
     try:
         use_folders(spec.folders)
         config = OmegaConf.create(dict(spec.config))

@@ -291,6 +291,7 @@ def _studying(command: Command) -> None:
     )
     collect.add_argument("study", metavar="SWEEP", help="the folder that a --multirun wrote to")
     collect.add_argument("--wait", action="store_true", help="stay until everything is done")
+    _add_trust(collect)
     collect.add_argument("--again", action="store_true", help="give members that failed another chance")
 
     clean = command(
@@ -321,6 +322,7 @@ def _studying(command: Command) -> None:
     export.add_argument(
         "--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the weights; default: %(default)s"
     )
+    _add_trust(export)
     export.add_argument("--step", type=int, metavar="N", help="of the checkpoint; default: the newest")
 
 
@@ -352,6 +354,7 @@ def _reading(command: Command) -> None:
     rescore.add_argument(
         "--reward", metavar="R", help="math, choice, ... or file.py:function; default: that of the run's task"
     )
+    _add_trust(rescore)
     rescore.add_argument("--out", metavar="FILE", help="write the groups with their new grades (JSON lines)")
     rescore.add_argument("--json", action="store_true", help="print a JSON list, an object a task")
 
@@ -363,8 +366,17 @@ def _reading(command: Command) -> None:
     )
     noise.add_argument("model", metavar="MODEL", help="a run's folder, or a model's folder or hub id")
     noise.add_argument("overrides", nargs="*", metavar="TASK OVERRIDE", help="of a model: the task, and its settings")
+    _add_trust(noise)
     noise.add_argument("--repeats", type=int, default=5, metavar="N", help="default: %(default)s")
     noise.add_argument("--json", action="store_true", help="print a JSON list, an object a held-out set")
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="run whatever code the folder names; default: ours by its public names, and your own (docs/study.md)",
+    )
 
 
 def _steps(text: str) -> tuple[int, int | None]:

@@ -98,7 +98,9 @@ def rescore_command(options: argparse.Namespace) -> int:
     """`scalerl rescore`."""
     run = run_folder(options.run)
     rescore = load_entry("lightning_scalerl.member.rescore:rescore_run")
-    found: list[dict[str, Any]] = rescore(run, options.reward, None if options.out is None else Path(options.out))
+    found: list[dict[str, Any]] = rescore(
+        run, options.reward, None if options.out is None else Path(options.out), options.trust
+    )
     if options.json:
         print_json(found)
         return 0
@@ -126,7 +128,7 @@ def noise_command(options: argparse.Namespace) -> int:
     words: Sequence[str] = options.overrides
     # The task's name may stand there by itself.
     overrides = [f"task={word}" if number == 0 and "=" not in word else word for number, word in enumerate(words)]
-    found: list[dict[str, Any]] = noise(options.model, overrides, options.repeats)
+    found: list[dict[str, Any]] = noise(options.model, overrides, options.repeats, options.trust)
     if options.json:
         print_json(found)
         return 0

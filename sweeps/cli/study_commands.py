@@ -132,7 +132,7 @@ def export_command(options: argparse.Namespace) -> int:
 
     run = run_folder(options.run)
     export = load_entry("lightning_scalerl.member.export:export_run")
-    print(export(run, Path(options.directory), options.dtype, options.step))
+    print(export(run, Path(options.directory), options.dtype, options.step, options.trust))
     return 0
 
 
@@ -142,6 +142,7 @@ def collect_command(options: argparse.Namespace) -> int:
     from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, report_failures, run_study
     from sweeps.launch.status import counts, overview
     from sweeps.launch.study import Study
+    from sweeps.launch.trust import check_study
     from sweeps.search.conductors import conductor_of
 
     directory = Path(options.study)
@@ -158,6 +159,8 @@ def collect_command(options: argparse.Namespace) -> int:
                 done_and_tracked.extend(filter(None, [tracking]))  # shown at the end, below the table
 
             # Whoever only gathers does not look: a race goes on when somebody stays.
+            if not options.trust:
+                check_study(study, plan)
             conductor = conductor_of(study, plan) if options.wait else None
             states = run_study(
                 study, plan, detach=not options.wait, again=options.again, finished=finished, conductor=conductor

@@ -249,7 +249,7 @@ def test_the_controller_is_killed_and_a_later_shell_takes_over(light: OneMember)
         process.wait()
     assert light.status()["counts"] == {"running": 1}
     with ThreadPoolExecutor(1) as shell:
-        collecting = shell.submit(light.scalerl, "collect", str(light.directory), "--wait")
+        collecting = shell.submit(light.scalerl, "collect", str(light.directory), "--wait", "--trust")
         # The job has to be under way still when somebody else looks for it.
         mine = (None, process.pid)
         eventually(lambda: (alive(light.directory, LEASE_NAME) or {}).get("pid") not in mine, "another controller")
@@ -267,7 +267,7 @@ def test_detached(light: OneMember) -> None:
     assert "scalerl collect" in light.said()
     assert light.state().state == "started"
     eventually(lambda: light.status()["counts"] == {"finished": 1}, "the end")
-    done = light.scalerl("collect", str(light.directory))
+    done = light.scalerl("collect", str(light.directory), "--trust")
     assert done.returncode == 0, done.stderr
     light.check()
 

@@ -1,0 +1,169 @@
+"""What the folder of a run or of a study may have this machine run, before anything that it names is imported.
+
+`scalerl export`, `rescore`, `noise` and `collect` build objects from a frozen specification (and `collect` starts the
+entry that `launch.json` names: `sweeps.launch.trust`): a folder that somebody else has made could name anything.
+Without `--trust` the names in it must be
+
+- choices and settings that this package offers by a public name, as the files of `conf/` do;
+- or code of the user's own: a folder of `--config-dir` that the specification has frozen, or a reward's file, which
+  belongs to the user, which nobody else may write, and which lies outside of the study's folder;
+
+and the specification must be that of its identity. An identity can be computed by anybody, so that this finds what was
+edited or damaged; that nothing foreign runs rests on the names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lightning_scalerl import axis_names
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.composition import conf_dir, use_folders
+from lightning_scalerl.member.identity import content_of, identity_of, located
+from sweeps.errors import UserError
+from sweeps.run.progress import is_done
+from sweeps.run.spec import SPEC_FILE, RunSpec, digest
+from sweeps.run.trust import REMEDY, belongs_to_user, refusal
+
+_PACKAGE = "lightning_scalerl"
+_NAMED_IN_CONF = re.compile(rf"\b_target_: *({_PACKAGE}\.\w+)")
+# Keys of a task under which a verifier is named: one of ours in one word, or file.py:function or module:function.
+_VERIFIERS = ("rewards", "use", "verifier")
+_RUNS = "runs"  # in a study's folder
+
+
+def check_run(run_dir: Path, spec: RunSpec, done: bool = False) -> None:
+    """Check that all code which a run's specification names is ours or the user's own, and that it is of its identity.
+
+    Makes the run's folders known (`use_folders`), for what they define is looked up.
+
+    Args:
+        run_dir: of the run.
+        spec: as read from there.
+        done: whether nothing will be run of it, so that its identity, for which its data is read, need not be known.
+
+    Raises:
+        UserError: something is not; one line with the field, its value and the remedy.
+    """
+    study = run_dir.resolve().parents[1] if run_dir.resolve().parent.name == _RUNS else run_dir.resolve()
+    file = run_dir / SPEC_FILE
+    for folder in spec.folders:
+        if not (Path(folder).is_absolute() and belongs_to_user(Path(folder), study) and belongs_to_user(file)):
+            raise refusal(file, "folders", folder, "a folder of yours")
+    # Before the folders are known, so that no name of ours is looked for in them.
+    theirs = [
+        (field, name)
+        for part, config in (("config", spec.config), ("reference", spec.reference))
+        for field, name in dict.fromkeys(_code_named(config, part))
+        if not _is_ours(field, name)
+    ]
+    try:
+        use_folders(spec.folders)
+        for field, name in theirs:
+            if not (belongs_to_user(file) and _is_own_code(name, spec.folders, study)):
+                raise refusal(file, field, name, "a public name of lightning_scalerl, nor code of yours")
+        if not done:
+            _check_identity(file, spec)
+    except ConfigurationError as error:
+        raise UserError(str(error)) from error
+
+
+def check_runs(words: Sequence[Sequence[str]], _: Sequence[str]) -> list[RunSpec]:
+    """Check members of a study (`check_run`), in the form of a planner, which gets a process of its own.
+
+    Args:
+        words: of each member its folder, and its identity in the ledger.
+
+    Raises:
+        UserError: see `check_run`; or a folder holds another run.
+    """
+    for place, run in words:
+        run_dir = Path(place)
+        spec = RunSpec.read(run_dir)
+        if spec.run != run:
+            raise refusal(run_dir / SPEC_FILE, "run", spec.run, f"{run!r}, as the ledger has it")
+        check_run(run_dir, spec, is_done(run_dir, spec.steps, spec.run))
+    return []
+
+
+def _code_named(config: Any, path: str) -> Iterator[tuple[str, str]]:
+    """All in a configuration that names code, with the place where it stands."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            place = f"{path}.{key}"
+            # Arguments by position: a verifier could be among them, and no file of ours has any.
+            if key in ("_target_", "_args_") or (key in _VERIFIERS and isinstance(value, str)):
+                yield place, str(value)
+            else:
+                if key in _VERIFIERS and isinstance(value, list | tuple):
+                    yield from ((place, each) for each in value if isinstance(each, str))
+                yield from _code_named(value, place)
+    elif isinstance(config, list | tuple):
+        for number, value in enumerate(config):
+            yield from _code_named(value, f"{path}[{number}]")
+
+
+def _is_ours(field: str, name: str) -> bool:
+    if field.endswith("._target_"):
+        return name in _choosable()
+    return not field.endswith("._args_") and name.isidentifier()
+
+
+@cache
+def _choosable() -> frozenset[str]:
+    """Public names that a configuration may build; not `run_member`, which would run what another folder names."""
+    files = conf_dir().rglob("*.yaml")
+    named = {name for file in files for name in _NAMED_IN_CONF.findall(file.read_text(encoding="utf-8"))}
+    return frozenset(named | {f"{_PACKAGE}.{name}" for name in axis_names()})
+
+
+def _is_own_code(name: str, folders: Sequence[str], study: Path) -> bool:
+    """Return whether a name is defined by a file of the user's, or in one of the folders, which are the user's."""
+    place, _, function = name.rpartition(":")
+    if place.endswith(".py"):
+        return function.isidentifier() and belongs_to_user(Path(place), study)
+    dotted = name.replace(":", ".")
+    if not folders or not all(part.isidentifier() for part in dotted.split(".")):
+        return False
+    try:  # where it would be imported from, without importing what is not the user's
+        about = importlib.util.find_spec(dotted.partition(".")[0])
+        places = [] if about is None else [about.origin, *(about.submodule_search_locations or [])]
+        if not any(_below(place, folders) for place in places):
+            return False
+        target = located(dotted)
+    except Exception as error:
+        raise ConfigurationError(f"{name}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    # Not what it has imported from elsewhere, such as my_choices.os.system.
+    home = sys.modules.get(str(getattr(target, "__module__", "")))
+    return _below(getattr(home, "__file__", None), folders)
+
+
+def _below(place: str | None, folders: Sequence[str]) -> bool:
+    found = None if place is None else Path(place).resolve()
+    return found is not None and any(found.is_relative_to(Path(folder).resolve()) for folder in folders)
+
+
+def _check_identity(file: Path, spec: RunSpec) -> None:
+    try:
+        identity = identity_of(spec.config)
+    except ConfigurationError:
+        return  # its data is not here: what is run says so itself, if it needs it
+    found = digest({"science": identity, "seed": spec.seed})
+    # Of files that have changed since, nobody can tell what they were.
+    if found != spec.run and not _reads_files(spec.config):
+        raise UserError(
+            f"{file}: run: {spec.run!r} is not the identity of its configuration, which is {found}: it was edited or "
+            f"damaged; {REMEDY}"
+        )
+
+
+def _reads_files(config: Any) -> bool:
+    if isinstance(config, Mapping):
+        return bool(content_of(config)) or any(_reads_files(value) for value in config.values())
+    return isinstance(config, list | tuple) and any(_reads_files(value) for value in config)

@@ -1,0 +1,47 @@
+"""What going on with a study would run, checked before it is: `launch.json` here, members by who runs them."""
+
+from __future__ import annotations
+
+from sweeps.launch.planning import plan_apart
+from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
+from sweeps.launch.study import Study
+from sweeps.run.trust import belongs_to_user, refusal
+
+# What `conf/hydra/launcher` says; by the module's name, earlier versions.
+_ENTRIES = ("lightning_scalerl:run_member", "lightning_scalerl.member.run:run_member")
+_PLANNERS = ("", "lightning_scalerl:plan_members", "lightning_scalerl.member.identify:plan_members")
+_PRELOADED = ("lightning_scalerl.", "transformers.models.")
+# Fields of `launch.json` that are commands of a job, or options that can be one.
+_COMMANDS = ("setup", "teardown", "python", "srun_args", "additional_parameters")
+_CHECKS_RUNS = "lightning_scalerl.member.trust:check_runs"
+
+
+def check_study(study: Study, plan: LaunchSettings) -> None:
+    """Check that a study names only code of ours and of the user's; nothing of it is imported by this process.
+
+    Raises:
+        UserError: it names something else; one line with the file, the field, its value and the remedy.
+    """
+    check_launch(study, plan)
+    # A process that ends: checking a member imports torch, and perhaps code of the user's.
+    plan_apart(_CHECKS_RUNS, [[str(study.run_dir(spec)), spec.run] for spec in study.specs], [])
+
+
+def check_launch(study: Study, plan: LaunchSettings) -> None:
+    """Check what `launch.json` has run: the entry of the members, the planner, and the commands of jobs.
+
+    Raises:
+        UserError: as `check_study`.
+    """
+    file = study.directory / LAUNCH_FILE
+    if plan.entry not in _ENTRIES:
+        raise refusal(file, "entry", plan.entry, "an entry of lightning_scalerl")
+    if plan.planner not in _PLANNERS:
+        raise refusal(file, "planner", plan.planner, "a planner of lightning_scalerl")
+    for module in plan.preload:
+        if not module.startswith(_PRELOADED):
+            raise refusal(file, "preload", module, "a module of lightning_scalerl or of a model")
+    given = plan.settings.given()
+    for key in _COMMANDS:
+        if given.get(key) and not belongs_to_user(file):
+            raise refusal(file, f"settings.{key}", given[key], "a setting of yours")

@@ -1,0 +1,34 @@
+"""Whether what a study's folder names may be run here without a word from the user."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from sweeps.errors import UserError
+
+REMEDY = "look at what it does, and give --trust to run it all the same"
+
+
+def belongs_to_user(path: Path, outside: Path | None = None) -> bool:
+    """Return whether a file or folder belongs to the user, and not everybody may write it.
+
+    Args:
+        path: what it is asked of; if it is not there, it is nobody's.
+        outside: a folder that it must not lie in: what a study brings along is not the user's, whoever unpacked it.
+    """
+    try:
+        found = path.expanduser().resolve(strict=True)
+        about = found.stat()
+    except OSError:
+        return False
+    # A member of the same group may often write: many systems give each user a group of his own.
+    own = about.st_uid == os.geteuid() and not about.st_mode & stat.S_IWOTH
+    return own and (outside is None or not found.is_relative_to(outside))
+
+
+def refusal(file: Path, field: str, value: Any, expected: str) -> UserError:
+    """Return the error for something that is not run, as one line with the field, its value and the remedy."""
+    return UserError(f"{file}: {field}: {str(value)[:200]!r} is not {expected} (docs/study.md); {REMEDY}")

@@ -1,0 +1,226 @@
+"""Folders that somebody else has made: nothing that they name runs unasked, and one's own study works as ever."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_scalerl.member.identify import plan_members
+from lightning_scalerl.member.trust import check_run, check_runs
+from sweeps.cli.main import main
+from sweeps.errors import UserError
+from sweeps.executor.settings import JobSettings
+from sweeps.launch.ledger import Ledger
+from sweeps.launch.settings import LaunchSettings
+from sweeps.launch.study import Study
+from sweeps.launch.trust import check_launch
+from sweeps.run.rollouts import write_groups
+from sweeps.run.spec import SPEC_FILE, RunSpec
+
+FOREIGN = """
+from pathlib import Path
+
+def run(*given, **named):
+    Path({mark!r}).touch()
+
+run()
+"""
+MINE = """
+import os
+
+from lightning_scalerl.task.arithmetic import ArithmeticTask
+
+class MyTask(ArithmeticTask):
+    pass
+"""
+
+
+def planned(place: Path, *more: str, folders: Sequence[Path] = ()) -> Path:
+    """A study of one member that was launched and has kept a group of rollouts; its run's folder."""
+    words = ["model.batches=1", "model.width=32", "model.layers=1", f"output_dir={place}/study", *more]
+    (spec,) = plan_members([words], [str(folder) for folder in folders])
+    run_dir = place / "study" / "runs" / spec.run
+    spec.write(run_dir)
+    write_groups(run_dir, [{"step": 1, "admission": 0, "prompt_id": "none", "prompt": "", "rollouts": []}])
+    Ledger(place / "study").append("planned", spec.run, recipe=spec.recipe, seed=spec.seed, curve=spec.curve)
+    launched(place / "study")
+    return run_dir
+
+
+def launched(study: Path, **others: Any) -> None:
+    values = {
+        "kind": "local", "entry": "lightning_scalerl:run_member", "preload": ("lightning_scalerl.member.run",),
+        "planner": "lightning_scalerl:plan_members", "max_parallel": 1, "threads": 1, "tracking": None,
+        "axis": "compute",
+    }  # fmt: skip
+    LaunchSettings(**{**values, **others}).write(study)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return planned(tmp_path_factory.mktemp("original"))
+
+
+@pytest.fixture
+def run_dir(original: Path, tmp_path: Path) -> Path:
+    """A run of a study that came from elsewhere, in `tmp_path / "study"`."""
+    shutil.copytree(original.parents[1], tmp_path / "study")
+    return tmp_path / "study" / "runs" / original.name
+
+
+@pytest.fixture
+def mark(run_dir: Path, tmp_path: Path) -> Iterator[Path]:
+    """What exists once foreign code has run; that code lies in the study's folder, as `foreign`."""
+    (tmp_path / "study" / "theirs").mkdir()
+    (tmp_path / "study" / "theirs" / "foreign.py").write_text(FOREIGN.format(mark=str(tmp_path / "mark")))
+    path = [*sys.path]
+    yield tmp_path / "mark"
+    sys.path[:] = path
+    sys.modules.pop("foreign", None)
+
+
+def edit(run_dir: Path, field: str, value: Any) -> None:
+    values = json.loads((run_dir / SPEC_FILE).read_text())
+    *path, last = field.split(".")
+    node = values
+    for key in path:
+        node = node[key]
+    node[last] = value
+    (run_dir / SPEC_FILE).write_text(json.dumps(values, indent=1))
+
+
+THEIRS = "{study}/theirs"
+FOREIGN_SPECS: dict[str, tuple[dict[str, Any], str]] = {
+    "a folder": ({"folders": [THEIRS]}, "folders: '{study}/theirs'"),
+    "a relative folder": ({"folders": ["theirs"]}, "folders: 'theirs'"),
+    "a module": ({"folders": [THEIRS], "config.task._target_": "foreign.run"}, "folders: '{study}/theirs'"),
+    "the system": ({"config.task": {"_target_": "os.mkdir", "path": "{mark}"}}, "config.task._target_: 'os.mkdir'"),
+    "the reference": ({"reference.loss._target_": "os.mkdir"}, "reference.loss._target_: 'os.mkdir'"),
+    "inside ours": (
+        {"config.task.x": {"_target_": "lightning_scalerl.verify.pool.os.mkdir", "path": "{mark}"}},
+        "config.task.x._target_: 'lightning_scalerl.verify.pool.os.mkdir'",
+    ),
+    "another run": (
+        {"config.task": {"_target_": "lightning_scalerl.run_member", "run_dir": "{study}"}},
+        "config.task._target_: 'lightning_scalerl.run_member'",
+    ),
+    "a reward's file": (
+        {"config.task": {"_target_": "lightning_scalerl.DatasetTask", "rewards": f"{THEIRS}/foreign.py:run"}},
+        "config.task.rewards: '{study}/theirs/foreign.py:run'",
+    ),
+    "a reward among several": (
+        {"config.task": {"_target_": "lightning_scalerl.DatasetTask", "rewards": ["math", {"use": "os:system"}]}},
+        "config.task.rewards[1].use: 'os:system'",
+    ),
+    "a verifier by position": (
+        {"config.task": {"_target_": "lightning_scalerl.JsonlTask", "_args_": ["a", {}, "os:system"]}},
+        "config.task._args_",
+    ),
+    "another configuration": ({"config.optimizer.lr": 0.5}, "run: '{run}' is not the identity of its configuration"),
+}  # fmt: skip
+
+
+def filled(value: Any, **names: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: filled(item, **names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [filled(item, **names) for item in value]
+    return value.format(**names) if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("name", FOREIGN_SPECS)
+def test_what_somebody_elses_run_names_is_not_run(
+    name: str, run_dir: Path, mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"study": tmp_path / "study", "mark": mark, "run": run_dir.name}
+    edits, said = FOREIGN_SPECS[name]
+    for field, value in edits.items():
+        edit(run_dir, field, filled(value, **names))
+    assert main(["rescore", str(run_dir)]) == 1
+    error = capsys.readouterr().err
+    assert said.format(**names) in error and "--trust" in error and error.count("\n") == 1, error
+    assert not mark.exists() and "foreign" not in sys.modules
+    with pytest.raises(UserError, match="--trust"):
+        check_runs([[str(run_dir), run_dir.name]], [])
+
+
+def test_every_command_that_would_run_it_refuses_and_trust_runs_it(
+    run_dir: Path, mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(run_dir, "config.task", {"_target_": "os.mkdir", "path": str(mark)})
+    for words in (["export", str(run_dir), str(tmp_path / "model")], ["noise", str(run_dir)]):
+        assert main(words) == 1
+        assert "config.task._target_: 'os.mkdir'" in capsys.readouterr().err
+    assert main(["export", str(run_dir), str(tmp_path / "model"), "--trust"]) == 1
+    assert "cannot read the journal" in capsys.readouterr().err
+    assert main(["collect", str(tmp_path / "study"), "--wait"]) == 1
+    assert "config.task._target_: 'os.mkdir'" in capsys.readouterr().err
+    assert not mark.exists()
+    with pytest.raises(AttributeError, match="grader"):  # what it made is no task, and made it was
+        main(["rescore", str(run_dir), "--trust"])
+    assert mark.exists()
+
+
+def test_what_somebody_elses_launch_names_is_not_run(run_dir: Path, tmp_path: Path) -> None:
+    study = tmp_path / "study"
+
+    def check() -> None:
+        check_launch(Study.read(study), LaunchSettings.read(study))
+
+    check()
+    for field, value in {"entry": "os:mkdir", "planner": "os:system", "preload": ("antigravity",)}.items():
+        launched(study, **{field: value})
+        with pytest.raises(UserError, match=f"launch.json: {field}: .*--trust"):
+            check()
+    jobs = JobSettings.of({"setup": ["module load cuda"]})
+    launched(study, kind="slurm", settings=jobs)
+    check()
+    (study / "launch.json").chmod(0o666)
+    with pytest.raises(UserError, match=r"settings.setup: .*module load cuda.* --trust"):
+        check()
+    with pytest.raises(UserError, match=r"run: .* as the ledger has it"):
+        check_runs([[str(run_dir), "another"]], [])
+
+
+def test_ones_own_folder_needs_no_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_task", raising=False)
+    mine = tmp_path / "mine"
+    (mine / "task").mkdir(parents=True)
+    (mine / "my_task.py").write_text(MINE)
+    own = (Path(__file__).parents[2] / "conf" / "task" / "arithmetic.yaml").read_text()
+    (mine / "task" / "mine.yaml").write_text(own.replace("lightning_scalerl.ArithmeticTask", "my_task.MyTask"))
+    run_dir = planned(tmp_path, "task=mine", folders=[mine])
+    check_runs([[str(run_dir), run_dir.name]], [])
+    # Through a module of mine, nothing of others'.
+    edit(run_dir, "config.task._target_", "my_task.os.mkdir")
+    with pytest.raises(UserError, match=r"config.task._target_: 'my_task.os.mkdir'"):
+        check_run(run_dir, RunSpec.read(run_dir))
+    edit(run_dir, "config.task._target_", "my_task.MyTask")
+    check_run(run_dir, RunSpec.read(run_dir))
+    # What anybody may write is nobody's own, nor is what belongs to somebody else.
+    mine.chmod(0o777)
+    with pytest.raises(UserError, match=r"folders: .*--trust"):
+        check_run(run_dir, RunSpec.read(run_dir))
+    mine.chmod(0o755)
+    monkeypatch.setattr("os.geteuid", lambda: mine.stat().st_uid + 1)
+    with pytest.raises(UserError, match=r"folders: .*--trust"):
+        check_run(run_dir, RunSpec.read(run_dir))
+
+
+def test_data_that_has_changed_or_is_gone_is_no_edited_configuration(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    rows = [{"id": str(n), "prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 16)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    run_dir = planned(tmp_path, "task=jsonl", f"task.train={data}", f"task.heldout={{test: {data}}}")
+    check_run(run_dir, RunSpec.read(run_dir))
+    data.write_text(json.dumps(rows[0]))
+    check_run(run_dir, RunSpec.read(run_dir))
+    data.unlink()
+    check_run(run_dir, RunSpec.read(run_dir))
