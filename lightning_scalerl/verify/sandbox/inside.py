@@ -5,8 +5,10 @@ Runs inside the child only (standard library only).
 
 from __future__ import annotations
 
+import _socket
 import builtins
 import os
+import struct
 import sys
 from typing import Any
 
@@ -24,15 +26,20 @@ def main(config: dict[str, Any]) -> None:
         if config["watched"]:
             watch_over_a_child()
         _prepare(config)
-        enter(config["jail"])
+        scratch = enter(config["jail"])
     except BaseException as error:
         os.write(status, f"{type(error).__name__}: {error}"[:1000].encode("utf-8", "replace"))
         os._exit(70)
     # Its own standard error from here on; until now it was the parent's to read.
     os.dup2(1 if config["stderr"] is None else config["stderr"], 2)
     # Fails if the parent has gone meanwhile.
-    os.write(status, READY)
-    os.close(status)
+    line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, status)
+    if scratch is None:
+        line.send(READY)
+    else:
+        line.sendmsg([READY], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", scratch))])
+        os.close(scratch)
+    line.close()
     role = config["role"]
     if role == "script":
         run_script(config["source"])

@@ -49,12 +49,12 @@ _NUMBERS = {
     "x86_64": {
         "clone": 56, "clone3": 435, "openat2": 437, "open": 2, "openat": 257, "kill": 62, "tkill": 200, "tgkill": 234,
         "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "socketpair": 53, "fcntl": 72, "ioctl": 16, "prctl": 157,
-        "prlimit64": 302, "sched_setaffinity": 203,
+        "prlimit64": 302, "sched_setaffinity": 203, "fallocate": 285, "mmap": 9,
     },
     "aarch64": {
         "clone": 220, "clone3": 435, "openat2": 437, "openat": 56, "kill": 129, "tkill": 130, "tgkill": 131,
         "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "socketpair": 199, "fcntl": 25, "ioctl": 29, "prctl": 167,
-        "prlimit64": 261, "sched_setaffinity": 122,
+        "prlimit64": 261, "sched_setaffinity": 122, "fallocate": 47, "mmap": 222,
     },
 }  # fmt: skip
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -62,7 +62,7 @@ _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _LAST_KNOWN = 462
 _X32 = 0x40000000
 
-_EPERM, _ENOSYS = 1, 38
+_EPERM, _ENOSYS, _EOPNOTSUPP = 1, 38, 95
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ABOVE, _AND, _RETURN = 0x20, 0x15, 0x35, 0x25, 0x54, 0x06
 _NR_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
@@ -87,6 +87,12 @@ _REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_REG, _MAKE_SYM = 1 << 4, 1 << 5, 1 <
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
 
 _MEBIBYTE = 1 << 20
+
+_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
+_NOSUID, _NODEV, _PRIVATE = 1 << 1, 1 << 2, 1 << 18 | 1 << 14  # the last: and all below
+# __O_TMPFILE, which O_TMPFILE has beside O_DIRECTORY; MAP_TYPE, MAP_PRIVATE, MAP_ANONYMOUS.
+_TMPFILE = 0o20000000
+_MAP_TYPE, _MAP_PRIVATE, _MAP_ANONYMOUS = 0xF, 0x2, 0x20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -126,22 +132,25 @@ def seccomp_obstacle() -> str | None:
     return None
 
 
-def enter(config: Mapping[str, Any]) -> None:
-    """Shut this process in.
+def enter(config: Mapping[str, Any]) -> int | None:
+    """Shut this process in; returns a descriptor of its bounded scratch directory, if it has one.
 
     Args:
         config: plain data of `launch.py`: `scratch`, `readable`, `devices` (paths); `limits` (cpu_s, memory_mib,
             file_mib, processes); `user` (uid and gid in one, or None); `keeps_read`; `landlock` (ABI, 0: leave out);
-            `seccomp`; `parent` (its pid as seen from here).
+            `seccomp`; `parent` (its pid as seen from here); `bounded` (bytes and entries of a file system in memory to
+            be the scratch directory, or None); `own_mounts` (whether this process has a namespace of mounts by now).
 
     Raises:
         JailError: a step that was asked for did not work.
         OSError: likewise.
     """
     os.umask(0o077)
+    # Before a namespace of users, so that they hold for the user outside of it.
+    _set_limits(config["limits"])
+    scratch = _bound_scratch(config) if config["bounded"] else None
     # Before the user changes: what is readable may lie below a folder that only root can enter.
     ruleset = _ruleset(config) if config["landlock"] else -1
-    _set_limits(config["limits"])
     _drop(config["user"], config["keeps_read"])
     os.chdir(config["scratch"])
     _prctl("no_new_privs", _PR_SET_NO_NEW_PRIVS, 1)
@@ -155,7 +164,8 @@ def enter(config: Mapping[str, Any]) -> None:
         _checked("landlock", _syscall(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(flags)))
         os.close(ruleset)
     if config["seccomp"]:
-        _filter_calls(os.uname().machine, os.getpid())
+        _filter_calls(os.uname().machine, os.getpid(), scratch is not None)
+    return scratch
 
 
 def watch_over_a_child() -> None:
@@ -175,6 +185,28 @@ def watch_over_a_child() -> None:
         if ended == child:
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
+
+
+def _bound_scratch(config: Mapping[str, Any]) -> int:
+    """Mount a file system in memory on the scratch directory, seen by this process alone; returns a descriptor of it.
+
+    Its size bounds what is written, whatever way: also to files that have no name any more, which nobody could find.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    if not config["own_mounts"]:
+        own_rights = uid == 0
+        _checked("unshare", int(_libc.unshare(_NEW_MOUNTS if own_rights else _NEW_MOUNTS | _NEW_USER)))
+        if not own_rights:
+            for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+                with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 (pathlib takes time to load)
+                    file.write(line)
+        _checked("mount", int(_libc.mount(None, b"/", None, ctypes.c_ulong(_PRIVATE), None)))
+    size, entries = config["bounded"]
+    owner = (uid, gid) if config["user"] is None else (config["user"],) * 2
+    options = f"size={size},nr_inodes={entries},mode=0700,uid={owner[0]},gid={owner[1]}".encode()
+    place = os.fsencode(config["scratch"])
+    _checked("tmpfs", int(_libc.mount(b"tmpfs", place, b"tmpfs", ctypes.c_ulong(_NOSUID | _NODEV), options)))
+    return os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def _set_limits(limits: Mapping[str, Any]) -> None:
@@ -230,7 +262,9 @@ def _ruleset(config: Mapping[str, Any]) -> int:
     _checked("landlock_create_ruleset", ruleset)
     # No right to execute: nothing is started from here, and mapping a library takes no such right.
     read = _READ_FILE | _READ_DIR
-    write = _WRITE_FILE | _REMOVE_DIR | _REMOVE_FILE | _MAKE_DIR | _MAKE_REG | _MAKE_SYM | _REFER | _TRUNCATE
+    write = _WRITE_FILE | _REMOVE_DIR | _MAKE_DIR | _MAKE_REG | _MAKE_SYM | _REFER | _TRUNCATE
+    # A file that is deleted takes room as long as it is open or mapped, and no look at the directory sees it.
+    write |= _REMOVE_FILE if config["bounded"] else 0
     _allow(ruleset, config["readable"], read)
     _allow(ruleset, config["devices"], _READ_FILE | _WRITE_FILE)
     _allow(ruleset, [config["scratch"]], (read | write) & handled)
@@ -252,8 +286,8 @@ def _allow(ruleset: int, paths: Sequence[str], rights: int) -> None:
             os.close(place)
 
 
-def _filter_calls(machine: str, own_pid: int) -> None:
-    program = seccomp_program(machine, own_pid)
+def _filter_calls(machine: str, own_pid: int, bounded: bool) -> None:
+    program = seccomp_program(machine, own_pid, bounded)
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
@@ -267,12 +301,13 @@ def _filter_calls(machine: str, own_pid: int) -> None:
 Instruction = tuple[int, int, int, int]
 
 
-def seccomp_program(machine: str, own_pid: int) -> list[Instruction]:
+def seccomp_program(machine: str, own_pid: int, bounded: bool = True) -> list[Instruction]:
     """The filter, as classic BPF: (code, jump if true, jump if false, operand).
 
     Args:
         machine: `x86_64` or `aarch64`.
         own_pid: signals may go to this process only.
+        bounded: whether the scratch directory is; otherwise what takes room unseen, or all at once, is refused.
     """
     column = 1 if machine == "x86_64" else 2
     number = _NUMBERS[machine]
@@ -287,7 +322,7 @@ def seccomp_program(machine: str, own_pid: int) -> list[Instruction]:
         (_ABOVE, 0, 1, _LAST_KNOWN),
         (_RETURN, 0, 0, _ERRNO | _ENOSYS),
     ]
-    for call, body in _by_argument(own_pid).items():
+    for call, body in _by_argument(own_pid, bounded).items():
         if call in number:
             program += [(_EQUAL, 0, len(body), number[call]), *body]
     for one in refused:
@@ -320,10 +355,24 @@ def _none_of(index: int, *values: int) -> list[Instruction]:
     return [_argument(index), *tests, _give(), _refuse()]
 
 
-def _by_argument(own_pid: int) -> dict[str, list[Instruction]]:
+def _by_argument(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]:
     """What decides on the calls that are neither given nor refused as a whole."""
     # Opened for reading only, but truncated: early versions of Landlock take that for reading.
     truncates = [(_AND, 0, 0, os.O_ACCMODE | os.O_TRUNC), (_EQUAL, 0, 1, os.O_TRUNC), _refuse(), _give()]
+    # Private mappings stay: libraries are mapped so.
+    unbounded: dict[str, list[Instruction]] = {
+        "fallocate": [_refuse(_EOPNOTSUPP)],
+        "mmap": [
+            _argument(3),
+            (_AND, 0, 0, _MAP_TYPE | _MAP_ANONYMOUS),
+            (_EQUAL, 3, 0, _MAP_PRIVATE),
+            (_AND, 0, 0, _MAP_ANONYMOUS),
+            (_EQUAL, 1, 0, _MAP_ANONYMOUS),
+            _refuse(),
+            _give(),
+        ],
+    }
+    unnamed: list[Instruction] = [(_AND, 0, 0, _TMPFILE), (_EQUAL, 0, 1, _TMPFILE), _refuse(_EOPNOTSUPP)]
     signals = _only(0, own_pid)
     thread = [
         _argument(0),
@@ -348,8 +397,9 @@ def _by_argument(own_pid: int) -> dict[str, list[Instruction]]:
         # Its flags lie in memory, where a filter cannot look; libraries fall back to clone.
         "clone3": [_refuse(_ENOSYS)],
         "openat2": [_refuse(_ENOSYS)],
-        "open": [_argument(1), *truncates],
-        "openat": [_argument(2), *truncates],
+        **({} if bounded else unbounded),
+        "open": [*([] if bounded else [_argument(1), *unnamed]), _argument(1), *truncates],
+        "openat": [*([] if bounded else [_argument(2), *unnamed]), _argument(2), *truncates],
         "kill": signals,
         "tkill": signals,
         "tgkill": signals,

@@ -17,6 +17,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -149,6 +150,7 @@ class Sandboxed:
         self.ended: int | None = None
         self._user = _new_user() if walls.own_user else None
         self._said = bytearray()
+        self._bounded: int | None = None
         self._closing = contextlib.ExitStack()
         try:
             self._scratch = _new_scratch(self._user)
@@ -169,8 +171,9 @@ class Sandboxed:
         stdout: int | None,
         stderr: int | None,
     ) -> None:
-        self.status, status_in = os.pipe()
-        self._closing.callback(os.close, self.status)
+        self._line, theirs = socket.socketpair()
+        self._closing.callback(self._line.close)
+        self.status, status_in = self._line.fileno(), theirs.detach()
         self._about, about_in = os.pipe()
         self._closing.callback(os.close, self._about)
         with os.fdopen(status_in, "wb"), os.fdopen(about_in, "wb"):
@@ -190,6 +193,9 @@ class Sandboxed:
                 "seccomp": self._walls.seccomp,
                 # In a namespace of its own there is the one that watches over it, the first.
                 "parent": 1 if self._walls.bubblewrap else os.getpid(),
+                # A little more than is looked for, so that a look sees what was too much.
+                "bounded": (self._most_bytes + _MEBIBYTE, _MOST_ENTRIES + 64) if self._walls.bounded else None,
+                "own_mounts": bool(self._walls.bubblewrap),
             }
             passed = [*pipes] if stderr is None else [*pipes, stderr]
             config = {"jail": jail, "status": status_in, "sys_path": _sys_path(), "pipes": list(pipes), **role}
@@ -230,12 +236,15 @@ class Sandboxed:
         self._closing.close()
 
     def hear(self) -> None:
-        """Read from the status pipe, which has something. Not once it is ready: foreign code could write there, too.
+        """Read from the status line, which has something. Not once it is ready: foreign code could write there, too.
 
         Raises:
             SandboxError: it has ended without ever being ready.
         """
-        part = os.read(self.status, 1 << 12)
+        part, sent, _, _ = socket.recv_fds(self._line, 1 << 12, 1, socket.MSG_CMSG_CLOEXEC)
+        for descriptor in sent:
+            self._bounded = descriptor
+            self._closing.callback(os.close, descriptor)
         self._said += part
         self.ready = READY in self._said
         if not self.ready and (not part or len(self._said) > 1 << 16):
@@ -244,7 +253,15 @@ class Sandboxed:
 
     def over_quota(self) -> bool:
         """Whether the scratch directory holds more, or is nested deeper, than it may."""
-        return _holds_more(self._scratch, self._limits.file_mib * _MEBIBYTE)
+        if self._bounded is None:
+            return _holds_more(self._scratch, self._most_bytes)
+        about = os.fstatvfs(self._bounded)  # Files without a name are among it.
+        used, entries = (about.f_blocks - about.f_bfree) * about.f_frsize, about.f_files - about.f_ffree
+        return used > self._most_bytes or entries > _MOST_ENTRIES
+
+    @property
+    def _most_bytes(self) -> int:
+        return (self._limits.file_mib + 1) * _MEBIBYTE
 
     def wait(self, options: int = 0) -> int | None:
         """Its exit code, or minus the signal that ended it; None with `os.WNOHANG` while it runs."""
@@ -325,7 +342,7 @@ def attend(
         if any(capture.full and capture.ends_at_limit for capture in captures):
             return "output_limit", since
         if done():
-            return "done", since
+            return ("disk_limit" if any(child.over_quota() for child in children) else "done"), since
         if now - looked >= _TICK_S:
             looked = now
             if any(child.over_quota() for child in children):
@@ -435,6 +452,8 @@ def _bubblewrap(walls: Walls, scratch: str, about: int) -> list[str]:
         # All namespaces but the user's: in one with a single user, root could become nobody else.
         command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
         command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    if walls.bounded:
+        command += ["--cap-add", "CAP_SYS_ADMIN"]  # for the one mount; given up with all others (`jail.py`)
     command += ["--die-with-parent", "--new-session", "--as-pid-1", "--info-fd", str(about)]
     made: set[str] = set()
     for path in _topmost(_readable()):
@@ -568,7 +587,7 @@ def _holds_more(folder: str, limit: int) -> bool:
         for count, (entry, found) in enumerate(_entries(folder), start=1):
             total += found.st_blocks * 512
             deep = len(entry.path) > len(folder) + _LONGEST_PATH
-            if total > limit + _MEBIBYTE or count > _MOST_ENTRIES or deep:
+            if total > limit or count > _MOST_ENTRIES or deep:
                 return True
     except OSError:  # Nested deeper than a path can say.
         return True

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -14,7 +15,7 @@ from lightning_scalerl.verify.sandbox.jail import landlock_abi, seccomp_obstacle
 from lightning_scalerl.verify.sandbox.launch import SandboxError, user_range
 from lightning_scalerl.verify.sandbox.limits import Limits
 from lightning_scalerl.verify.sandbox.run import run_in
-from lightning_scalerl.verify.sandbox.walls import BUBBLEWRAP, LANDLOCK, OWN_USER, SECCOMP, Protections, Walls
+from lightning_scalerl.verify.sandbox.walls import BUBBLEWRAP, LANDLOCK, OWN_USER, SCRATCH, SECCOMP, Protections, Walls
 
 Mode = Literal["auto", "bubblewrap", "landlock", "none"]
 
@@ -61,10 +62,10 @@ def check_protections(allow_unprotected: bool, mode: Mode = "auto") -> Protectio
     obstacles: dict[str, str] = {}
     found = next((w for w in _candidates(mode, obstacles) if _stands(w, obstacles)), Walls())
     if mode == "none":
-        obstacles = dict.fromkeys((BUBBLEWRAP, LANDLOCK, SECCOMP), "left out")
+        obstacles = dict.fromkeys((BUBBLEWRAP, LANDLOCK, SECCOMP, SCRATCH), "left out")
     protections = Protections(found, tuple(obstacles.items()))
     if not (found.isolated or allow_unprotected):
-        lacks = "; ".join(f"{name}: {why}" for name, why in obstacles.items() if name != OWN_USER)
+        lacks = "; ".join(f"{name}: {why}" for name, why in obstacles.items() if name not in (OWN_USER, SCRATCH))
         raise ConfigurationError(
             f"task.sandbox: this machine cannot shut foreign code in ({lacks or mode}); install bubblewrap, or use "
             "Linux 5.13 with Landlock and seccomp, or set task.sandbox.unprotected=true to run it without protection"
@@ -91,15 +92,19 @@ def _candidates(mode: Mode, obstacles: dict[str, str]) -> list[Walls]:
         obstacles[BUBBLEWRAP] = "bwrap is not installed"
     elif mode in ("auto", "bubblewrap"):
         inner = [(landlock, seccomp), (0, seccomp), (0, False)]
-        if own_user:
-            tried += [Walls(program, False, *pair, own_user=True) for pair in inner]
-        tried += [Walls(program, True, *pair) for pair in inner]
+        shut_in = [Walls(program, False, *pair, own_user=True) for pair in inner] if own_user else []
+        tried += _bounded_first([*shut_in, *(Walls(program, True, *pair) for pair in inner)])
     if mode in ("auto", "landlock") and landlock and seccomp:
-        tried += [Walls("", True, landlock, True, own) for own in ((True, False) if own_user else (False,))]
+        owners = (True, False) if own_user else (False,)
+        tried += _bounded_first([Walls("", True, landlock, True, own) for own in owners])
     if mode in ("auto", "none"):
         weaker = [(landlock, False), (0, seccomp), (0, False)] if mode == "auto" else [(0, False)]
         tried += [Walls("", True, *pair, own_user=own) for pair in weaker for own in {own_user: 0, False: 0}]
     return list(dict.fromkeys(tried))
+
+
+def _bounded_first(walls: list[Walls]) -> list[Walls]:
+    return [replace(each, bounded=bounded) for bounded in (True, False) for each in walls]
 
 
 def _stands(walls: Walls, obstacles: dict[str, str]) -> bool:
@@ -112,7 +117,10 @@ def _stands(walls: Walls, obstacles: dict[str, str]) -> bool:
         why = ", ".join(f"{what} in reach" for what in in_reach)
     except SandboxError as error:
         why = str(error).removeprefix("the sandbox does not start: ")
-    if walls.bubblewrap:
+    if walls.bounded:
+        # The same walls are tried without it, and say themselves what is in their way.
+        obstacles.setdefault(SCRATCH, f"{why}; so no file can be deleted in it")
+    elif walls.bubblewrap:
         obstacles.setdefault(BUBBLEWRAP, why + _namespace_settings())
     elif walls.isolated:
         obstacles.setdefault(LANDLOCK, why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BUBBLEWRAP, LANDLOCK, SECCOMP, OWN_USER = "bubblewrap", "Landlock", "seccomp", "a user of its own"
+SCRATCH = "a scratch of bounded size"
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class Walls:
         landlock: version of Landlock's interface; 0: do without.
         seccomp: filter system calls.
         own_user: start as root and become a user that nobody else is.
+        bounded: the scratch directory is a file system in memory, which holds no more than it may; without, it is
+            looked at from time to time, and what a look does not see is refused: deleting, O_TMPFILE, fallocate.
     """
 
     bubblewrap: str = ""
@@ -24,6 +27,7 @@ class Walls:
     landlock: int = 0
     seccomp: bool = False
     own_user: bool = False
+    bounded: bool = False
 
     @property
     def isolated(self) -> bool:
@@ -66,6 +70,7 @@ class Protections:
             LANDLOCK: f"version {walls.landlock}",
             SECCOMP: "system calls are filtered",
             OWN_USER: "one for each sandbox",
+            SCRATCH: "in memory",
         }
         missing = dict(self.obstacles)
         used = {
@@ -73,6 +78,7 @@ class Protections:
             LANDLOCK: walls.landlock > 0,
             SECCOMP: walls.seccomp,
             OWN_USER: walls.own_user,
+            SCRATCH: walls.bounded,
         }
         absent = {name: f"missing, {missing.get(name, 'not asked for')}" for name in used}
         said = [f"{name}: {given[name] if used[name] else absent[name]}" for name in used]

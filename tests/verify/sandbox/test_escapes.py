@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lightning_scalerl.verify.sandbox.jail import landlock_abi
 from lightning_scalerl.verify.sandbox.walls import Walls
 from tests.verify.sandbox.places import NOBODY, Place
 
@@ -354,6 +355,75 @@ def test_bombs(place: Place, name: str) -> None:
     assert not running(marker)
     assert not Path(result.stdout.split()[0]).exists()
     assert len(result.stdout) <= 256 << 10
+
+
+# Each holds up to 24 MiB of disk that no look at the scratch directory finds in time, and prints how much.
+HOLDS = """
+import mmap, os
+
+def named(n):
+    return os.open(f"f{n}", os.O_RDWR | os.O_CREAT)
+
+def nameless(n):
+    return os.open(".", os.O_RDWR | os.O_TMPFILE)
+
+def whole(file):
+    os.posix_fallocate(file, 0, 1 << 20)
+
+def written(file):
+    os.write(file, bytes(1 << 20))
+
+def through_a_page(file):
+    os.ftruncate(file, 1 << 20)
+    with mmap.mmap(file, 1 << 20) as pages:
+        pages[:] = bytes(1 << 20)
+
+def tried(make, fill, keep, flags=mmap.MAP_PRIVATE):
+    held, kept = 0, []
+    try:
+        for n in range(24):
+            file = make(n)
+            fill(file)
+            if keep:
+                kept.append(mmap.mmap(file, 4096, flags=flags, prot=mmap.PROT_READ))
+                if make is named:
+                    os.unlink(f"f{n}")
+                os.close(file)
+            held += 1
+    except OSError:
+        pass
+    if not keep:
+        for n in range(24):
+            try:
+                os.unlink(f"f{n}")
+            except OSError:
+                pass
+    return held
+
+print(*(tried(*way) for way in (
+    (named, whole, False), (named, whole, True), (nameless, whole, True), (named, written, True),
+    (nameless, written, True), (named, written, True, mmap.MAP_SHARED), (named, through_a_page, True),
+)[WAY:WAY + 1]))
+"""
+WAYS = range(7)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_more_disk_than_given(place: Place, way: int) -> None:
+    source = HOLDS.replace("WAY", str(way))
+    whole = place.protections.walls
+    assert whole.bounded, place.protections.lines()
+    unbounded = replace(whole, bubblewrap="", bounded=False, landlock=landlock_abi(), seccomp=True)
+    for result in (
+        place.run(source, file_mib=2),
+        *([place.behind(unbounded, source, file_mib=2)] if place.uid else []),
+    ):
+        # One beyond the limit is what a look takes for too much, and one more what the file system holds.
+        held = int(result.stdout or 0)
+        # A page that finds no room is a signal.
+        assert result.status in ("disk_limit", "killed") or (result.status == "ok" and held <= 4), result
+    if place.uid == 0:
+        assert place.bare(source, file_mib=2).stdout in ("24\n", ""), "it works without walls"
 
 
 def running(marker: str) -> list[int]:

@@ -11,14 +11,14 @@ import pytest
 from lightning_scalerl.verify.sandbox import jail
 from lightning_scalerl.verify.sandbox.jail import seccomp_program
 
-ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+ALLOW, KILL, EPERM, ENOSYS, EOPNOTSUPP = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026, 0x0005005F
 PID = 4321
 ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
-def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
+def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None, bounded: bool = True) -> int:
     """What the filter says of a call; classic BPF as the kernel runs it."""
-    program = seccomp_program(machine, PID)
+    program = seccomp_program(machine, PID, bounded)
     words = {0: number, 4: ARCHITECTURE[machine] if architecture is None else architecture}
     for at, argument in enumerate((*arguments, 0, 0, 0, 0, 0, 0)[:6]):
         words[16 + 8 * at] = argument & 0xFFFFFFFF
@@ -93,6 +93,27 @@ EXPECTED = [
 @pytest.mark.parametrize(("call", "arguments", "expected"), EXPECTED)
 def test_calls(machine: str, call: str, arguments: tuple[int, ...], expected: int) -> None:
     assert verdict(machine, CALLS[call][machine == "aarch64"], *arguments) == expected
+
+
+# Without a scratch directory of bounded size: what takes room at once, or where no look at it sees it.
+SHARED, PRIVATE, NOBODYS, FIXED = 1, 2, 0x20, 0x10
+UNBOUNDED = [
+    ("fallocate", (3, 0, 0, 4096), EOPNOTSUPP), ("openat", (-100, 0, 0o20200002), EOPNOTSUPP), ("openat", (-100, 0, 0o200000), ALLOW),
+    ("openat", (-100, 0, 0o1000), EPERM), ("openat", (-100, 0, 0o1002), ALLOW),
+    ("mmap", (0, 4096, 1, PRIVATE, 3), ALLOW), ("mmap", (0, 4096, 5, PRIVATE | FIXED | 0x800, 3), ALLOW),
+    ("mmap", (0, 4096, 3, SHARED, 3), EPERM), ("mmap", (0, 4096, 3, 3, 3), EPERM), ("mmap", (0, 4096, 3, SHARED | FIXED, 3), EPERM),
+    ("mmap", (0, 4096, 3, SHARED | NOBODYS, -1), ALLOW), ("mmap", (0, 4096, 3, PRIVATE | NOBODYS, -1), ALLOW),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("machine", ARCHITECTURE)
+@pytest.mark.parametrize(("call", "arguments", "expected"), UNBOUNDED)
+def test_calls_where_the_scratch_is_not_bounded(
+    machine: str, call: str, arguments: tuple[int, ...], expected: int
+) -> None:
+    number = {**CALLS, "fallocate": (285, 47)}[call][machine == "aarch64"]
+    assert verdict(machine, number, *arguments, bounded=False) == expected
+    assert verdict(machine, number, *arguments) == (EPERM if expected == EPERM and call == "openat" else ALLOW)
 
 
 @pytest.mark.parametrize("call", ["fork", "vfork", "open", "chmod"])

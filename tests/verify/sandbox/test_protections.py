@@ -20,9 +20,10 @@ def test_lines_say_what_is_given(place: Place) -> None:
     found = place.protections
     assert found.network and found.files and found.processes
     lines = found.lines()
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert lines[0].startswith("bubblewrap: missing") == (place.mode == "landlock")
     assert ("a user of its own: missing, only root" in lines[3]) == (place.uid != 0)
+    assert lines[4] == "a scratch of bounded size: in memory"
 
 
 def test_none_is_said_and_must_be_wanted() -> None:
