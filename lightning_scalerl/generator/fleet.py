@@ -267,7 +267,7 @@ class Fleet:
         """What has ended since, and what was computed."""
         self._hear()
         finished, self._inbox = self._inbox, []
-        report = StepReport(finished, *self._computed, self._lost_tokens)
+        report = replace(StepReport(finished, *self._computed), lost_tokens=self._lost_tokens)
         self._computed, self._lost_tokens = nothing_computed(), 0
         return report
 

@@ -151,9 +151,7 @@ class Ledger:
         for entry in entries:
             run, event = entry["run"], entry["event"]
             if event == "planned" and run not in states:
-                states[run] = MemberState(
-                    run, entry.get("recipe", ""), entry.get("seed", 0), curve=entry.get("curve")
-                )
+                states[run] = MemberState(run, entry.get("recipe", ""), entry.get("seed", 0), curve=entry.get("curve"))
             elif run not in states and run not in strangers:
                 if (found := self._frozen(run)) is None:
                     strangers.add(run)
