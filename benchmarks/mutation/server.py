@@ -108,11 +108,14 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"code": None, "failed": None, "passed": 0, "skipped": 0}
     deadline = began + request["timeout"]
     end = None
-    while end is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-        end = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    while (end is None or end.si_pid != process) and time.monotonic() < deadline:
+        if end is None:
+            time.sleep(0.05)
+        else:
+            os.waitpid(end.si_pid, 0)  # an orphan: tests look whether such a process is gone
+        end = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     _end_all()
-    ended = end is not None and end.si_status != signal.SIGXCPU
+    ended = end is not None and end.si_pid == process and end.si_status != signal.SIGXCPU
     with os.fdopen(reading, "rb") as pipe:
         said = pipe.read() if ended else b""
     if ended:
