@@ -157,7 +157,8 @@ def run(tree: Path, out: Path, only: Sequence[str], again: Sequence[str]) -> Non
         copy = Path(place) / "tree"
         ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".hypothesis")
         shutil.copytree(tree, copy, symlinks=True, ignore=ignored)
-        torch = "\nimport torch" in (copy / "tests/conftest.py").read_text()
+        shared = copy / "tests/conftest.py"
+        torch = shared.exists() and "\nimport torch" in shared.read_text()
         servers: dict[tuple[str, ...], Server] = {}
         for name in names:
             packages = LIGHTNING if GROUPS[name].torch else HEAVY if torch else LIGHT
