@@ -130,6 +130,8 @@ def _child(
         if lead:
             os.setsid()
         _forget_pytest(out, err)
+        if "hydra.core.plugins" in sys.modules:
+            _forget_hydra()
         if env is not None:
             os.environ.clear()
             os.environ.update(env)
@@ -178,6 +180,19 @@ def _forget_pytest(out: int, err: int) -> None:
     ):
         for name in names:
             setattr(helper, name, None)
+
+
+def _forget_hydra() -> None:
+    """Let Hydra look for its plugins anew: it loads each module again, and its classes must not be two."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.plugins import Plugins
+    from hydra.core.singleton import Singleton
+
+    for kind in (GlobalHydra, HydraConfig, Plugins):
+        Singleton._instances.pop(kind, None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "hydra_plugins"]:
+        del sys.modules[name]
 
 
 def _run(words: list[str]) -> int:

@@ -74,10 +74,12 @@ def meanings(recipe: str) -> dict[str, dict[str, Any]]:
 
 # PPO for what is neutral elsewhere; a recipe more would show nothing new of a variant.
 PAIRS = [
-    (recipe, variant)
+    pytest.param(recipe, variant, marks=pytest.mark.full if again else ())
     for variant in VARIANTS
     if variant not in CLIPS
-    for recipe in [name for name in ("scalerl", "scalerl_core", "ppo") if not is_own_choice(name, variant)][:2]
+    for again, recipe in enumerate(
+        [name for name in ("scalerl", "scalerl_core", "ppo") if not is_own_choice(name, variant)][:2]
+    )
 ]
 
 

@@ -36,6 +36,7 @@ from lightning_scalerl.update import loss_scale as loss_scale_module
 from lightning_scalerl.update.health import Health, HealthWatch, UnhealthyError
 from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
 from sweeps.run.journal import read_journal
+from tests.examples import examples
 from tests.helpers import SMALL, CountingTask, fit, quiet
 from tests.test_module import Keep, weights_of
 
@@ -700,7 +701,7 @@ def test_fp16_scales_nothing_but_the_way_there(tiny_model_path: str) -> None:
     assert curves[2.0**6] == pytest.approx(exact, rel=0.05)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(finite=st.lists(st.booleans(), max_size=40))
 def test_the_factor_moves_as_torchs_own(finite: list[bool]) -> None:
     """torch.amp.GradScaler as the oracle, with an interval of three so that growth is seen."""

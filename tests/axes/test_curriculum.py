@@ -34,6 +34,7 @@ from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import RewardScale, Task, check_curriculum
 from lightning_scalerl.verify.grade import Grade, Grader, Sample
 from lightning_scalerl.verify.rewards import RewardSum, Weighted
+from tests.examples import examples
 from tests.helpers import CountingTask, grade, row, sampler
 
 KEY = (7, 2)
@@ -325,7 +326,7 @@ CURRICULA = st.one_of(
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=9)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(levels=SIZES, choice=CURRICULA, events=EVENTS)
 def test_prompts_come_as_in_the_plain_model(levels: list[int], choice: Curriculum, events: list[Any]) -> None:
     source, plain = source_of(levels, choice, NoPositiveResampling(0.9)), Plain(levels, choice)
@@ -347,7 +348,7 @@ def test_prompts_come_as_in_the_plain_model(levels: list[int], choice: Curriculu
             before = source.epoch
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(levels=SIZES, choice=CURRICULA, events=EVENTS, stop=st.integers(0, 30))
 def test_a_stop_in_the_middle_changes_no_draw(
     levels: list[int], choice: Curriculum, events: list[Any], stop: int

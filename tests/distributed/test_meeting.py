@@ -25,6 +25,7 @@ from lightning_scalerl.distributed.ranks import LeaderFailedError, Ranks
 from lightning_scalerl.rollout import TrainBatch
 from tests.axes.test_contract import batch_of
 from tests.distributed.test_ranks import fit, on_ranks
+from tests.examples import examples
 
 
 def listening() -> set[tuple[str, int]]:
@@ -226,7 +227,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(plain)
 def test_plain_data_comes_as_it_went(value: Any) -> None:
     again = decode(encode(value))

@@ -18,6 +18,7 @@ from lightning_scalerl.choices import AXES
 from lightning_scalerl.composer import Composer
 from lightning_scalerl.composition import compose, conf_dir
 from lightning_scalerl.member.identify import plan_members
+from tests.examples import examples
 
 # A base model that is made in a moment; where only the configuration matters, not what it learns.
 QUICK = ["model.batches=1", "model.width=32", "model.layers=1"]
@@ -102,7 +103,7 @@ def composed_whole(overrides: tuple[str, ...]) -> Any:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @example(["optimizer.lr=2", "optimizer={lr: 0.5}"])
 @example(["optimizer={lr: 0.5}", "optimizer.lr=2"])
 @example(["optimizer={lr: ${seed}}", "seed=9"])

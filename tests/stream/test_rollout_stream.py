@@ -24,6 +24,7 @@ from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.stream.virtual_driver import SchedulerStuckError, VirtualDriver
 from lightning_scalerl.verify.verification import RewardError
+from tests.examples import examples
 from tests.helpers import CountingTask, inline, row, sampler
 
 
@@ -108,7 +109,7 @@ RATES = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 # Two late groups of one version, with one place left.
 @example(mode=Pipeline(4, "stale"), cost_model=rates(), slots=5, groups=1, seed=2, giant=True)
 @given(
@@ -153,7 +154,7 @@ def parts(driver: VirtualDriver) -> list[Any]:
     return [driver.stream.prompts, driver.stream, driver, driver.generator]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(mode=MODES, cost_model=RATES, seed=st.integers(0, 10**6), stop=st.integers(0, 8))
 def test_a_stream_resumes_with_everything_in_flight(
     mode: AsyncMode, cost_model: CostModel, seed: int, stop: int

@@ -17,10 +17,11 @@ from lightning_scalerl import plan_members
 from sweeps.executor.attempts import AttemptLog, attempts
 from sweeps.launch.ledger import Ledger
 from sweeps.redact import MASK, is_secret_name, redact, redact_config, redact_override
+from tests.examples import examples
 from tests.paths import ROOT
 
 CONF = ROOT / "conf"
-few = settings(max_examples=40, deadline=None, derandomize=True)
+few = settings(max_examples=examples(40), deadline=None, derandomize=True)
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 words = st.text(LETTERS + "_.-+=", min_size=1, max_size=20)
@@ -323,6 +324,7 @@ def test_no_key_of_the_projects_own_configuration_is_taken_for_a_secret(path: Pa
     assert redact(path.read_text(), {}) == path.read_text()
 
 
+@pytest.mark.slow
 def test_nothing_of_a_members_own_configuration_is_taken_for_a_secret(tmp_path: Path) -> None:
     """As it stands in its spec and at the head of its journal: a study would be refused, or would lie about it."""
     experiments = ("variant=none", "experiment=replication", "aggregation=token context.max_new_tokens=18")

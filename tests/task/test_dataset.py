@@ -16,9 +16,10 @@ from lightning_scalerl.task.dataset import DatasetTask
 from lightning_scalerl.verify.inline import InlineVerifiers
 from lightning_scalerl.verify.rewards import RewardSum
 from lightning_scalerl.verify.verification import check_verifiers
+from tests.examples import examples
 from tests.paths import ROOT
 
-QUIET = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def rows(*texts: str) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.task.rows import RowSource
+from tests.examples import examples
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ROWS = [{"question": f"What is {n} and {n}?", "answer": f"{2 * n}"} for n in range(5)]
@@ -95,7 +96,7 @@ def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 TEXTS = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\x85\u2028\u2029"), max_size=20)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.fixed_dictionaries({"q": TEXTS, "n": st.integers(-9, 9)}), min_size=1, max_size=4), st.booleans())
 def test_whatever_texts_rows_hold_they_come_back(tmp_path: Path, rows: list[dict[str, Any]], ascii_: bool) -> None:
     path = tmp_path / "a.jsonl"

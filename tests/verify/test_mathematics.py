@@ -16,6 +16,7 @@ from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.verify.grade import Grade, Outcome, Sample
 from lightning_scalerl.verify.mathematics import MAX_CHARACTERS, Mathematics, changed, last_boxed, stated
 from lightning_scalerl.verify.pool import VerifierPool
+from tests.examples import examples
 
 # Processor time that one completion may take, whatever it says: less than `verify.timeout_s` on a machine that does
 # nothing else. `cpu_s` does not count the kernel's time, of which a gigabyte takes seconds. And what a worker may hold.
@@ -133,7 +134,7 @@ NUMBERS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(NUMBERS)
 def test_a_number_is_itself_and_not_another(gold: str) -> None:
     verifier = Mathematics(cpu_s=30.0)

@@ -251,6 +251,7 @@ def trial(study: Study, recipe: int, at: int, state: TrialState) -> FrozenTrial:
     return optuna.trial.create_trial(state=state, value=value, intermediate_values=passed)
 
 
+@pytest.mark.slow
 def test_the_simulation_races_as_the_command_does() -> None:
     """But for fits of stopped recipes, by which it knows the law a little better."""
     study = make_study(SETTINGS[0], 3)

@@ -32,6 +32,7 @@ from sweeps.run.journal import JOURNAL_FILE
 from sweeps.run.lease import Lease, LeaseLostError
 from sweeps.run.spec import RunSpec
 from sweeps.run.writer import DUPLICATE_WAIT_S
+from tests.examples import examples
 from tests.sweeps.executor.fake_cluster import (
     FILLS_THE_DISK,
     FILLS_THE_DISK_SILENTLY,
@@ -882,7 +883,7 @@ kill_points = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(120), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     fates=st.lists(fates_of_a_run, min_size=1, max_size=6),
     kills=kill_points,
@@ -945,7 +946,7 @@ def test_whatever_happens_each_member_is_done_once_or_given_up_for_its_true_reas
         assert len(here.cluster.submit_times) <= 8 * len(fates) + len(order) + 5
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     fates=st.lists(
         st.lists(st.sampled_from([*HARMLESS, HAUNTS, IS_FORGOTTEN_AND_FINISHES, PREEMPTED, TIMES_OUT]), max_size=3),
@@ -1080,7 +1081,8 @@ def test_a_launch_that_fails_everywhere_is_the_users_own_and_ends_soon(tmp_path:
     assert last is None or len(last.split(",")) <= 2, "the whole cluster is not out"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@pytest.mark.slow
+@settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     bad=st.dictionaries(st.sampled_from(NODES), st.sampled_from(BLACK_HOLES), max_size=len(NODES) - 1),
     members=st.integers(len(NODES), 14),
@@ -1109,7 +1111,7 @@ def test_with_one_good_node_every_member_finishes(
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     fates=st.lists(st.sampled_from(BLACK_HOLES), min_size=len(NODES), max_size=len(NODES)),
     members=st.integers(1, 14),
@@ -1132,7 +1134,7 @@ def test_with_bad_nodes_only_every_member_ends_after_a_bounded_number_of_attempt
 # --- copies, clocks, and what a user has exported -------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     haunts_s=st.lists(st.lists(st.floats(1.0, 20_000.0, allow_nan=False), max_size=3), min_size=1, max_size=4),
     forgotten=st.booleans(),
@@ -1156,7 +1158,7 @@ def test_however_long_a_copy_works_on_none_writes_beside_it_or_waits_for_it_at_l
 clocks = st.dictionaries(st.sampled_from(NODES), st.floats(-1e6, 1e6, allow_nan=False), min_size=1)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(fates=st.lists(fates_of_a_run, min_size=1, max_size=4), ahead_s=clocks, kills=kill_points)
 def test_whatever_the_nodes_clocks_show_a_study_goes_the_same_way(
     tmp_path_factory: pytest.TempPathFactory,
@@ -1199,7 +1201,7 @@ exported = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(fates=st.lists(fates_of_a_run, min_size=1, max_size=4), exported=exported, kills=kill_points)
 def test_what_is_exported_changes_nothing(
     tmp_path_factory: pytest.TempPathFactory,

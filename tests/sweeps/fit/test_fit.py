@@ -18,6 +18,7 @@ from sweeps.fit.fit import FitOptions, fit_curve, fit_curves, refit
 from sweeps.fit.points import select, weighted
 from sweeps.fit.predict import predict, predict_mean
 from sweeps.source import load
+from tests.examples import examples
 from tests.paths import CURVES
 from tests.sweeps.fit.simulate import curve, law
 
@@ -156,6 +157,7 @@ def test_interval_opens_when_the_window_ends_before_the_bend() -> None:
     assert early.to_json()["A"]["high"] is None and early.A_total[1] is None
 
 
+@pytest.mark.slow
 def test_coverage_of_half_window_predictions() -> None:
     """The last quarter's mean, predicted from the first half, on autocorrelated curves with two seeds."""
     hits, widths, bounded = 0, [], 0
@@ -374,7 +376,7 @@ def test_plateau_observed_at_one_is_identifiable() -> None:
     assert saturated.A.high == 1.0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0, 1e100), st.floats(-1e6, 1e6), st.sampled_from("ab")), min_size=1, max_size=25),
     st.sampled_from(["first", "free", 0.3]),
@@ -391,7 +393,7 @@ def test_any_points_give_a_verdict_and_clean_json(rows: list[tuple[float, float,
         assert np.isfinite(band.low).all() and np.isfinite(band.high).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=8, max_size=30),
     st.sampled_from(["first", "free", 0.25]),

@@ -40,6 +40,7 @@ REFERENCE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("planted", "found"), REFERENCE)
 def test_reference_outputs(planted: tuple[float, ...], found: tuple[float, ...]) -> None:
     fit = fit_literal(noiseless(*planted), GIVEN)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sweeps.launch.ledger import LEDGER_FILE, Ledger, MemberState
+from tests.examples import examples
 
 
 @pytest.fixture
@@ -140,7 +141,7 @@ def test_what_is_no_entry_is_passed_over(ledger: Ledger, garbage: bytes) -> None
 EVENTS = ("planned", "started", "finished", "failed")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(
         st.one_of(

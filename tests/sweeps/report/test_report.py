@@ -295,6 +295,7 @@ def test_page_without_any_ranked_recipe(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_same_input_same_bytes(tmp_path: Path, usual_page: tuple[str, tuple[Path, ...]]) -> None:
     curves = curve("scalerl", rng=1), curve("scalerl+loss=dapo", b=1.5, rng=2), curve("short", end=1500)
     _, again = report(tmp_path, *curves, title="My study")
@@ -376,6 +377,7 @@ def test_residuals_are_about_the_fitted_curve() -> None:
     assert f"lag 1: {fit.noise.correlation:.2f}" in panel.texts[0].get_text()
 
 
+@pytest.mark.slow
 def test_a_over_time_and_departures(tmp_path: Path) -> None:
     good = curve("good", rng=1)
     late = good.compute > 11000

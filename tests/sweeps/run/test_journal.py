@@ -29,6 +29,7 @@ from sweeps.run.journal import (
 from sweeps.run.mend import find_break, mend
 from sweeps.run.progress import is_done, looks_whole, trouble
 from sweeps.run.tail import JournalTail
+from tests.examples import examples
 
 RATE = "eval/heldout/pass_rate"
 
@@ -428,7 +429,7 @@ history = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(history)
 def test_any_history_folds_like_its_definition(events: list[tuple[str, int]]) -> None:
     with journal_in_memory() as run_dir:

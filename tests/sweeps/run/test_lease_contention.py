@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from sweeps.run import lease as module
 from sweeps.run.lease import Lease, LeaseLostError, alive
+from tests.examples import examples
 
 BEAT_S, EXPIRY_S = 3.0, 12.0
 NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
@@ -178,7 +179,8 @@ def on(stage: Stage, flock: Callable[..., None]) -> Iterator[None]:
         yield
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=examples(200), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     contenders=st.integers(2, 3),

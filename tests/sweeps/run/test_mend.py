@@ -17,6 +17,7 @@ from sweeps.errors import UserError
 from sweeps.run.journal import JOURNAL_FILE, Journal, JournalError, covered_step, read_journal
 from sweeps.run.mend import find_break, mend
 from sweeps.run.progress import check_own, is_done, looks_whole, trouble
+from tests.examples import examples
 
 STEPS, EVERY = 9, 2
 
@@ -89,7 +90,7 @@ def damaged(raw: bytes, at: float, how: str, byte: int) -> bytes:
     }[how]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(stops=st.lists(st.integers(0, STEPS), max_size=3), at=st.floats(0, 1), keep=st.integers(1, 5))
 def test_an_end_that_a_power_cut_has_taken_leaves_no_hole(stops: list[int], at: float, keep: int) -> None:
     """Checkpoints are on the disk all the same."""
@@ -103,7 +104,7 @@ def test_an_end_that_a_power_cut_has_taken_leaves_no_hole(stops: list[int], at: 
         assert view.deterministic() == WHOLE and view.holes == []
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     stops=st.lists(st.integers(0, STEPS), max_size=3),
     ended=st.booleans(),

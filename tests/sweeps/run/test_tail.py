@@ -19,6 +19,7 @@ from sweeps.run.files import parse_line
 from sweeps.run.journal import JOURNAL_FILE, Journal, JournalError, JournalView, read_journal
 from sweeps.run.tail import JournalTail, Tails
 from sweeps.source import load
+from tests.examples import examples
 
 
 def told(read: Callable[[], JournalView]) -> JournalView | str:
@@ -93,7 +94,7 @@ deeds = st.lists(st.tuples(st.sampled_from((*DEEDS, *DEEDS, *RARE)), st.integers
 
 
 @given(deeds)
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @example([("train", 1, True), ("half", 40, True), ("open", 0, False), ("train", 2, True)])
 @example([("train", 1, True), ("damage", 0, True), ("train", 2, True), ("mend", 0, True), ("train", 3, True)])
 @example([("train", 1, False), ("no record", 0, True), ("train", 2, True), ("shorten", 2, True)])
@@ -112,7 +113,7 @@ def test_the_tail_says_what_the_whole_file_does(done: list[tuple[str, int, bool]
 
 
 @given(deeds, st.integers(-1, 12), st.integers(-1, 12), st.booleans())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_what_was_forgotten_is_all_that_is_missing(
     done: list[tuple[str, int, bool]], train: int, evaluation: int, first: bool
 ) -> None:

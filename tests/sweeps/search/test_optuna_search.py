@@ -107,6 +107,7 @@ def test_places_are_filled_as_they_become_free(tmp_path: Path) -> None:
     assert set(at_once) == {4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2, 3))])
 def test_sixty_trials_through_many_deaths_none_lost_and_none_run_twice(tmp_path: Path, seed: int) -> None:
     source = random.Random(seed)

@@ -19,6 +19,7 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
 from sweeps.source import LoadedStudy, load
 from sweeps.source.vocabulary import VOCABULARIES
+from tests.examples import examples
 from tests.paths import LOGS
 from tests.sweeps.source.event_log import TRL_SCALARS, events
 
@@ -413,7 +414,7 @@ HEADS = {
 }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(JUNK, st.sampled_from([b"", b"]}", b"]", b"}", b"\n"]), st.sampled_from([None, "all", "x"]))
 def test_junk_gives_every_reader_a_curve_or_one_line(
     tmp_path_factory: pytest.TempPathFactory, junk: bytes, tail: bytes, metric: str | None
