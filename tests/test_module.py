@@ -138,7 +138,7 @@ def test_trainer_settings_that_would_fight_ours(tiny_model_path: str, options: A
 @pytest.mark.parametrize(
     ("overrides", "match"),
     [
-        (["loss=foo"], "cispo; dapo"),
+        (["loss=foo"], "loss=foo: no such choice; valid: cispo, dapo"),
         (["loss.max_ration=4"], "valid here: _target_, max_ratio"),
         (["nonsense=1"], "valid here: .*async_mode.*loss"),
         (["loss.max_ratio=0"], r"loss\.max_ratio: 0 must be a number above 0"),
@@ -157,9 +157,12 @@ def test_a_bad_recipe_says_what_is_valid(tiny_model_path: str, overrides: list[s
 
 
 def test_missing_model_and_task(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"model\.path: .*neither a folder nor"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"model\.path: .* holds no config\.json; give a folder",
+    ):
         ScaleRL(str(tmp_path / "nothing"))
-    with pytest.raises(ConfigurationError, match=r"arithmetic; .*; jsonl"):
+    with pytest.raises(ConfigurationError, match=r"task=nothing: no such choice; valid: .*arithmetic, .*jsonl"):
         RolloutDataModule("nothing")
     with pytest.raises(ConfigurationError, match="object has no method for a verifier"):
         RolloutDataModule(object())  # type: ignore[arg-type]

@@ -54,6 +54,7 @@ class Evaluate(Callback):
         self._given: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if prompts is not _RECIPES:
             self._given["prompts"] = prompts
+        self._taken: dict[str, Any] = {}
         self.follow({})
         self.rates: dict[str, torch.Tensor] = {}  # of the last evaluation, by set: of each prompt (N,), float64
         self._last_step = -1
@@ -64,12 +65,15 @@ class Evaluate(Callback):
         Raises:
             ConfigurationError: a value that cannot be.
         """
+        # What was assigned since counts as given.
+        self._given |= {name: getattr(self, name) for name, was in self._taken.items() if getattr(self, name) != was}
         values = {**_DEFAULTS, **{name: settings[name] for name in _DEFAULTS if name in settings}, **self._given}
         self.every_n_steps = whole_number("evaluation.every_n_steps", values["every_n_steps"])
         self.samples = whole_number("evaluation.samples", values["samples"])
         self.seed: int = values["seed"]
         limit = values["prompts"]
         self.prompts = None if limit is None else whole_number("evaluation.prompts", limit)
+        self._taken = {name: getattr(self, name) for name in _DEFAULTS}
 
     @property
     def state_key(self) -> str:

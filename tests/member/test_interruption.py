@@ -258,7 +258,7 @@ def test_whoever_lost_the_run_writes_nothing_more(tiny_model_path: str, tmp_path
     lines = len((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines())
     assert calls >= lines == 1 + 3 + 4 + 2 + 1
     written = []
-    for kept in [0, 1, 2, 3, 5, 8, calls - 1]:
+    for kept in [0, 1, 2, 3, 5, 8, lines]:
         run_dir = tmp_path / f"kept_{kept}"
         with pytest.raises(LostError):
             guarded_fit(tiny_model_path, run_dir, Lease(kept), None)
@@ -267,7 +267,8 @@ def test_whoever_lost_the_run_writes_nothing_more(tiny_model_path: str, tmp_path
         assert not journal.exists() or '"end"' not in journal.read_text()
         assert (run_dir / "semantics.json").exists() == (kept > 1)  # the first call is for opening the journal
     assert written[0] == 0
-    assert written == sorted(written) and written[-1] >= lines - 2
+    # The meter's heartbeat asks too, as often as time passes.
+    assert written == sorted(written) and written[-1] >= lines - 4
 
 
 def test_a_checkpoint_of_a_lost_run_does_not_take_its_place(tiny_model_path: str, tmp_path: Path) -> None:

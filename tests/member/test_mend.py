@@ -96,7 +96,7 @@ def test_a_checkpoint_newer_than_the_journal_is_not_gone_on_from(
     """The machine lost power after the checkpoint was on the disk and before the journal's last lines were."""
     path = run_dir / JOURNAL_FILE
     lines = path.read_bytes().splitlines(keepends=True)
-    covered = next((n for n, line in enumerate(lines) if b'"checkpoint"' in line and b'"step":%d}' % begin in line), -1)
+    covered = next((n for n, line in enumerate(lines) if b'"checkpoint"' in line and b'"step":%d,' % begin in line), -1)
     if begin < 0:
         path.unlink()
     else:

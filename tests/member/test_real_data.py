@@ -77,6 +77,7 @@ def overrides(place: Path, *more: str, reward: str = "ones") -> list[str]:
         "task.fields.answer=gold",
         f"task.rewards={place}/rewards.py:{reward}",
         "scale=trial",
+        "reward=zero_one",
         "context.max_prompt_tokens=16",
         "context.max_new_tokens=12",
         "length_control=none",
@@ -323,7 +324,7 @@ def test_noise_is_that_of_sampling(place: Path) -> None:
     [
         ("model", [], "task: say what is evaluated"),
         ("model", ["task=arithmetic"], None),
-        ("nothing", ["task=x"], "task/x"),
+        ("nothing", ["task=x"], "task=x: no such choice; valid: aime"),
     ],
 )
 def test_noise_says_what_it_needs(place: Path, model: str, more: list[str], said: str | None) -> None:
@@ -348,7 +349,9 @@ def test_a_script_has_it_all_too(place: Path, tmp_path: Path) -> None:
     )
     fit(str(place / "model"), tmp_path, 3, task=task, callbacks=[RolloutLog(tmp_path, groups=1, every_n_steps=1)])
     record = read_journal(tmp_path).of_kind("train")[-1].metrics
-    assert record["train/reward"] == pytest.approx(record["reward/main"] + 0.1 * record["reward/ones"], abs=1e-9)
+    assert record["train/reward"] == pytest.approx(
+        2 * (record["reward/main"] + 0.1 * record["reward/ones"]) - 1, abs=1e-6
+    )
     for group in read_groups(tmp_path):
         for each in group["rollouts"]:
             assert each["correct"] == (each["parts"]["main"] >= 1.0)

@@ -185,7 +185,7 @@ def test_three_kills_before_the_first_record_are_counted(
         assert in_child(lambda: run(tiny_model_path, run_dir, "ppo_off_policy", watch, resume=True)) == -signal.SIGKILL  # noqa: B023
         assert not read_journal(run_dir).of_kind("train")
         spent.append(spent_by_heartbeat(run_dir))
-    assert spent[0]["flops"] > 0 and spent[0]["device_hours"] > 0.3 / 3600
+    assert spent[0]["flops"] > 0 and spent[0]["device_hours"] > 0.2 / 3600
     assert [each["flops"] for each in spent] == pytest.approx([spent[0]["flops"] * kills for kills in (1, 2, 3)])
     run(tiny_model_path, run_dir, "ppo_off_policy", OnEvent(run_dir), resume=True)
     for record in read_journal(run_dir).of_kind("train"):
