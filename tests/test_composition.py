@@ -116,6 +116,7 @@ def test_a_variant_of_the_clip_changes_that_alone() -> None:
             plan_members([[f"scale={scale}", *QUICK, "scaled_for=null", f"variant=clip_{variant}"]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", OF_VARIANTS)
 def test_every_experiment_of_variants_plans(experiment: str) -> None:
     own = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml")

@@ -247,7 +247,10 @@ def test_members_of_an_experiment_differ(experiment: str) -> None:
     assert len({spec.recipe for spec in specs if spec.seed == 0}) * len({s.seed for s in specs}) == len(specs)
 
 
-@pytest.mark.parametrize("recipe", names("recipe"))
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=() if name in ("scalerl", "ppo") else pytest.mark.slow) for name in names("recipe")],
+)
 def test_every_recipe_trains(recipe: str, tmp_path: Path) -> None:
     train([f"recipe={recipe}"], tmp_path)
 
@@ -279,6 +282,7 @@ def two_rewards(folder: Path) -> list[str]:
     return ["task=dataset", *files, f"task.rewards={rewards}", "verify.workers=0", *SMALL]
 
 
+@pytest.mark.slow
 def test_staged_rewards_act_until_the_last_stage_and_need_several_rewards(tmp_path: Path) -> None:
     """Begun at 0, 0.3 and 0.6 of ten steps; what counts as a pass is nothing to them."""
     journals = {}

@@ -247,6 +247,7 @@ def places(path: Path, source: random.Random) -> Iterator[int]:
         entry = raw.index(b"PK\x01\x02", entry + 4)
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_changes_what_a_run_goes_on_from(whole_run: Path, tmp_path: Path) -> None:
     """Each is seen, or does not touch what is loaded."""
     path = tmp_path / "step-00000004.ckpt"

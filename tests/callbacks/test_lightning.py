@@ -152,6 +152,7 @@ def test_every_logger_holds_the_journal_cell_by_cell_across_a_resume(
     assert shown == last
 
 
+@pytest.mark.slow
 def test_two_ranks_log_as_one(tiny_model_path: str, tmp_path: Path, schema: Path) -> None:
     shutil.copy(schema, tmp_path / "mlflow.db")
     three_loggers(tmp_path)[-1].experiment  # noqa: B018  # what it imports, the forked ranks need not

@@ -231,6 +231,7 @@ class AskedToStop(Recorder):
             interruption.request("SIGUSR2")
 
 
+@pytest.mark.slow
 def test_asked_on_any_rank_all_stop_and_go_on_bit_for_bit(tiny_model_path: str, tmp_path: Path) -> None:
     """With dropout, so that every rank's random state matters; two numbers have one sum, whatever the order."""
 
@@ -255,6 +256,7 @@ def test_asked_on_any_rank_all_stop_and_go_on_bit_for_bit(tiny_model_path: str, 
     assert view.deterministic() == read_journal(tmp_path / "whole").deterministic()
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_rank_disturbs_no_sum(tiny_model_path: str, tmp_path: Path) -> None:
     """It comes in the middle of a step, where Lightning's own handler would broadcast."""
 
@@ -275,6 +277,7 @@ def test_sigterm_to_one_rank_disturbs_no_sum(tiny_model_path: str, tmp_path: Pat
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, tmp_path / "one", 1)
     fit(tiny_model_path, tmp_path / "both", 1, steps=2)

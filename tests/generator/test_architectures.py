@@ -99,7 +99,9 @@ def train(model: Any, keep: Keep, overrides: tuple[str, ...] = (), steps: int = 
     return module
 
 
-@pytest.mark.parametrize("family", AGREE)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=pytest.mark.slow if number % 3 else ()) for number, each in enumerate(AGREE)]
+)
 def test_trainer_and_generator_agree(family: str) -> None:
     keep = Keep()
     module = train(tiny(family, AGREE[family]), keep)

@@ -140,6 +140,7 @@ def test_one_that_cannot_be_heard_and_does_not_end_is_replaced(
         assert "generator 0 closed its connection and did not end" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_schedulers_signal_is_the_trainers() -> None:
     with closing(fleet_of(silence_s=200)) as fleet:
         submit(fleet)
@@ -203,6 +204,7 @@ def test_weights_go_through_files_where_shared_memory_is_small(monkeypatch: pyte
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_only_the_weights_in_use_are_kept(fleet: Fleet) -> None:
     for version in range(1, 6):
         fleet.publish(weights_of(version), version)

@@ -108,9 +108,9 @@ class Signals(CountingTask):
     ("number", "mode", "at"),
     [
         (signal.SIGUSR2, "on_policy", 20),
-        (signal.SIGTERM, "on_policy", 60),
+        pytest.param(signal.SIGTERM, "on_policy", 60, marks=pytest.mark.slow),
         (signal.SIGTERM, "ppo_off_policy", 60),
-        (signal.SIGTERM, "pipeline_stale", 20),
+        pytest.param(signal.SIGTERM, "pipeline_stale", 20, marks=pytest.mark.slow),
         (signal.SIGTERM, "pipeline_stale", 60),
         (signal.SIGTERM, "pipeline_recompute", 60),
     ],

@@ -369,6 +369,7 @@ def test_a_verifier_that_calls_right_wrong_stops_the_run_before_its_first_step(p
     assert not (run_dir / "metrics.jsonl").exists() or not read_journal(run_dir).records
 
 
+@pytest.mark.slow
 def test_where_it_is_graded_changes_nothing(place: Path, tmp_path: Path) -> None:
     """In the trainer's process, or in one or three others, and by which of them: the curve is the same, bit for bit."""
     more = ("async_mode=pipeline", "context.max_new_tokens=9", "budget.steps=6", "cost_model.grade_s=0.01")

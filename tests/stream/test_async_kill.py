@@ -167,6 +167,7 @@ def left_alike(left: Left) -> tuple[tuple[str, bytes], ...]:
     return tuple(sorted(left.items()))
 
 
+@pytest.mark.slow
 def test_killed_with_a_pipeline_full(tiny_model_path: str, tmp_path: Path) -> None:
     """The fast version: one mode, a few events."""
     _, watch = undisturbed(tiny_model_path, tmp_path / "whole", "pipeline_stale")

@@ -203,12 +203,14 @@ def test_two_threads_may_ask() -> None:
         assert driver.generator.lost == 0
 
 
+@pytest.mark.slow
 def test_asked_to_stop_it_returns_and_goes_on_later() -> None:
     with closing(live(OnPolicy(), most_s=0.05)) as driver:
         assert driver.next_batch(lambda: True) is None
         once(train(driver, 2), driver.stream)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generators", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_is_in_flight_survives_a_checkpoint(generators: int) -> None:
     """Saved in the middle, put into other processes: every group is trained once, in all."""

@@ -246,6 +246,7 @@ def test_the_limit_is_a_whole_number(bad: Any) -> None:
         DynamicSampling(bad)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(mode=MODES, cost_model=RATES, seed=st.integers(0, 10**6), stop=st.integers(0, 8), events=st.integers(0, 40))
 def test_a_stream_with_holes_resumes(mode: AsyncMode, cost_model: CostModel, seed: int, stop: int, events: int) -> None:

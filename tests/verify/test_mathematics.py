@@ -360,6 +360,7 @@ def check_bounded(names: Sequence[str], cpu_s: float) -> None:
         assert outcome.parts["cpu_s"] < BOUND_S and outcome.parts["peak_mib"] < BOUND_MIB, (name, outcome)
 
 
+@pytest.mark.slow
 def test_some_of_what_explodes_is_wrong_in_bounded_time_and_memory() -> None:
     check_bounded(SOME, cpu_s=0.3)
 
@@ -459,6 +460,7 @@ def check_generated(count: int, cpu_s: float) -> None:
     assert 0 < sum(outcome.reward for outcome in outcomes) < count / 2
 
 
+@pytest.mark.slow
 def test_hundreds_of_texts_each_have_a_grade() -> None:
     check_generated(300, cpu_s=1.0)
 

@@ -224,6 +224,7 @@ def test_functions_of_a_script_travel_by_value() -> None:
         verifiers.close()
 
 
+@pytest.mark.slow
 def test_a_pool_leaves_no_file_open() -> None:
     def opened() -> int:
         gc.collect()
