@@ -255,10 +255,12 @@ def test_without_an_identifiable_recipe_nothing_is_committed() -> None:
     assert sum(share.compute for share in split.shares) <= 1e5
 
 
-@pytest.mark.slow
-def test_following_the_advice_beats_a_random_recipe() -> None:
+@pytest.mark.parametrize(
+    "studies", [pytest.param(24, marks=pytest.mark.slow), pytest.param(120, marks=pytest.mark.full)]
+)
+def test_following_the_advice_beats_a_random_recipe(studies: int) -> None:
     """One step of equal cost, on some of the studies of `benchmarks/advice.py`."""
-    before, advised, random, promised = np.mean([one_study(i) for i in range(120)], axis=0)
+    before, advised, random, promised = np.mean([one_study(i) for i in range(studies)], axis=0)
     assert advised < before - 0.05
     assert advised < random - 0.03
     # What was promised came, within the error of so many studies.

@@ -189,7 +189,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--first 2: give a share" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_study_that_was_run_keeps_its_best() -> None:
     """Of 92 real runs: nothing that the race would have stopped ends above all that it leaves (docs/race.md)."""
     curves = load([ROOT / "docs/replication/curves.csv"]).curves

@@ -184,8 +184,13 @@ def test_good_runs_stay_silent_and_collapses_ring() -> None:
     assert all(rings(fallen(data, RAMP), live.GROWTH) for data in runs[2:])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", range(len(RUNS)), ids=[run.name for run in RUNS])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(number, id=run.name, marks=pytest.mark.full if number else pytest.mark.slow)
+        for number, run in enumerate(RUNS)
+    ],
+)
 def test_false_alarms_and_misses(place: int) -> None:
     """Some of the runs of `benchmarks/watch.py`, looked at less often; with room for chance."""
     runs = [evaluated(RUNS[place], 900 + number) for number in range(12)]
