@@ -173,6 +173,9 @@ def _forget_pytest(out: int, err: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     atexit._clear()
+    if (torch := sys.modules.get("torch")) is not None:
+        # Its pool of threads is made anew at the first use after a fork: here, where no second thread can see it half made.
+        torch.set_num_threads(1)
     # The helpers of `multiprocessing` are children of the process before the fork, which this one cannot wait for.
     for helper, names in (
         (multiprocessing.forkserver._forkserver, ("_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid")),  # type: ignore[attr-defined]

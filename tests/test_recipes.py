@@ -312,7 +312,12 @@ def test_staged_rewards_act_until_the_last_stage_and_need_several_rewards(tmp_pa
 @pytest.mark.parametrize("variant", sorted(set(names("variant")) - {"none"}))
 def test_every_variant_is_one_change_and_trains(variant: str, tmp_path: Path) -> None:
     """On the first recipe that it changes."""
-    alone = {"clip_none": [], "clip_0.3": [], "clip_1.0": SMALL, "curriculum_staged_rewards": two_rewards(tmp_path)}
+    alone = {
+        "clip_none": [],
+        "clip_0.3": [],
+        "clip_1.0": two_rewards(tmp_path),
+        "curriculum_staged_rewards": two_rewards(tmp_path),
+    }
     if variant in alone:  # it takes a scale with another clip than its own, or a task with several rewards
         scale = "arithmetic" if alone[variant] else "tiny"
         train([*alone[variant], f"variant={variant}"], tmp_path, scale=scale)
