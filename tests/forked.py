@@ -174,7 +174,7 @@ def _forget_pytest(out: int, err: int) -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     atexit._clear()
     if (torch := sys.modules.get("torch")) is not None:
-        # Its pool of threads is made anew at the first use after a fork: here, where no second thread can see it half made.
+        # Its pool of threads is made anew at the first use after a fork: here, where no other thread sees it half made.
         torch.set_num_threads(1)
     # The helpers of `multiprocessing` are children of the process before the fork, which this one cannot wait for.
     for helper, names in (
