@@ -332,7 +332,7 @@ def _check(spec: RunSpec, builder: _Builder) -> None:
     recipe.check(recipe.choices)
     for choice in recipe.choices.own.values():
         choice.neutral_choice()
-    from lightning_scalerl.task.base import check_curriculum, check_task
+    from lightning_scalerl.task.base import check_curriculum
 
-    check_curriculum(check_task(builder(spec.config, "task")), recipe.choices.curriculum)
+    check_curriculum(builder(spec.config, "task"), recipe.choices.curriculum)
     builder(spec.config, "evaluation")
