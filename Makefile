@@ -1,5 +1,7 @@
 # The two commands a new user types. Each makes .venv first if it is not there or out of date.
 PYTHON ?= python3
+# Containers often forbid it, and then each process compiles what it imports anew: eight seconds for Lightning.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)

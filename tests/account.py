@@ -108,17 +108,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 # --- in the process that prints ------------------------------------------------------------------------------
 
 
-class _FromWorkers:
-    """Receives what xdist's workers counted. Each collects everything, so one of them is enough."""
-
-    def pytest_testnodedown(self, node: Any) -> None:
-        _left_out.update(Counter(getattr(node, "workeroutput", {}).get("left_out", {})) - _left_out)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Listen to xdist's workers, if there are any."""
-    if config.pluginmanager.hasplugin("dsession"):
-        config.pluginmanager.register(_FromWorkers())
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Receive what an xdist worker counted. Each collects everything, so one of them is enough."""
+    _left_out.update(Counter(getattr(node, "workeroutput", {}).get("left_out", {})) - _left_out)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
