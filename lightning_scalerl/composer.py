@@ -196,11 +196,16 @@ def _shipped() -> Composer:
     return Composer()
 
 
+def shared_composer(folders: Folders = ()) -> Composer:
+    """Return the process's composer of `conf/`, or a new one: a user's folders may have been edited in between.
+
+    Hydra takes half a second of CPU to compose `conf/`, so each row of groups is composed once a process.
+    """
+    return Composer(folders) if folders else _shipped()
+
+
 def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ()) -> Recipe:
     """Build the recipe `recipe/<name>.yaml` of `conf/` or a folder of the user's.
-
-    Hydra takes half a second of CPU to compose `conf/`, so a process that builds many modules composes each row of
-    groups once. A user's folders are read anew each time: they may have been edited in between.
 
     Args:
         name: of the recipe's file.
@@ -212,5 +217,5 @@ def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ())
     """
     folders = use_folders(folders)
     words = [f"recipe={name}", *overrides]
-    values = None if folders else _shipped().known(words)
+    values = shared_composer(folders).known(words)
     return build_recipe(compose(words, folders) if values is None else values, name)

@@ -61,6 +61,7 @@ NO_CREDIT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", NO_CREDIT.values(), ids=NO_CREDIT)
 def test_a_model_that_always_stops_at_once_learns_nothing_and_harms_nothing(
     always_stops: str, tmp_path: Path, overrides: tuple[str, ...]
@@ -81,6 +82,7 @@ def test_a_refilling_filter_gives_up_on_a_model_that_always_stops(always_stops: 
         fit(always_stops, steps=STEPS, overrides=["filter=dynamic_sampling"])
 
 
+@pytest.mark.slow
 def test_of_a_model_that_never_stops_all_is_truncated_and_nothing_credited(never_stops: str, tmp_path: Path) -> None:
     module = fit(
         never_stops, tmp_path, steps=17, overrides=["length_control=none", "resampling=uniform"], recipe="scalerl"
@@ -96,6 +98,7 @@ def test_thinking_that_never_ends_is_ended(never_stops: str, tmp_path: Path) -> 
     assert all(row["train/interrupted"] == 1 and row["train/forced_tokens"] > 0 for row in finite_steps(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_critic_sees_a_model_that_never_stops(never_stops: str, tmp_path: Path) -> None:
     """What is kept is credited: the limit ends an episode."""
     fit(never_stops, tmp_path, steps=STEPS, overrides=[*WITH_CRITIC, "truncated=keep", "length_control=none"])

@@ -243,6 +243,7 @@ def test_pipeline_swaps_weights_within_rollouts_and_stays_within_its_bound(tiny_
         assert all(0 <= share <= 1 for share in keep.of(f"virtual/{party}_idle"))
 
 
+@pytest.mark.slow
 def test_virtual_time_decides_which_weights_sample(tiny_model_path: str) -> None:
     """The cost model is science: another one, another curve. Draining modes only change their clock."""
     curves = {}
@@ -440,6 +441,7 @@ def test_nothing_recorded_is_written_over(tiny_model_path: str, tmp_path: Path) 
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_evaluation_is_on_no_compute_axis(tiny_model_path: str, tmp_path: Path) -> None:
     """Looking more often must not move the curve."""
     from lightning_scalerl.callbacks.evaluate import Evaluate

@@ -168,6 +168,7 @@ def test_it_trains(tiny_model_path: str, overrides: tuple[str, ...], others: set
         assert keep.of("train/kl")[0] < 1e-6 < metrics["train/kl"]
 
 
+@pytest.mark.slow
 def test_what_a_step_costs_is_what_its_passes_cost(tiny_model_path: str) -> None:
     """The first batch is the same whatever is done with it."""
 
@@ -201,6 +202,7 @@ def test_completions_are_as_long_as_the_stage_says(tiny_model_path: str) -> None
     assert lengths[0] <= 3 and 3 < lengths[1] <= 5 and 5 < lengths[2] <= 9 and 5 < lengths[3] <= 9
 
 
+@pytest.mark.slow
 def test_rewards_of_minus_one_to_one_are_the_same_under_a_normalization(tiny_model_path: str) -> None:
     weights, rewards = [], []
     for reward in ("zero_one", "plus_minus_one"):
@@ -315,6 +317,7 @@ def test_resume_is_exact(tiny_model_path: str, tmp_path: Path, name: str, monkey
     assert name not in SEEN or SEEN[name](keep)
 
 
+@pytest.mark.slow
 def test_counters_of_what_was_taken_away_go_on_after_a_stop(tiny_model_path: str, tmp_path: Path) -> None:
     """The recipe's own statistics, which the counters keep beside a run that has none, are a part of its state."""
     journals = []
@@ -344,6 +347,7 @@ def go_on(module: ScaleRL, steps: int, **options: Any) -> list[dict[str, float]]
     return curve_of(keep)
 
 
+@pytest.mark.slow
 def test_the_same_module_goes_on(tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a checkpoint from where it is, with one from there: the steps of a run that did not stop.
 
@@ -360,6 +364,7 @@ def test_the_same_module_goes_on(tiny_model_path: str, tmp_path: Path, monkeypat
     assert go_on(module, 4, ckpt_path=first) == expected[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -392,6 +397,7 @@ class Fails(Callback):
             raise RuntimeError("a disk, a driver, a bug")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [(*WITH_CRITIC, "normalization=running"), ("kl=fixed",)], ids=["memory", "kl"])
 def test_a_module_that_failed_goes_on_from_its_checkpoint(
     tiny_model_path: str, tmp_path: Path, overrides: tuple[str, ...]
@@ -407,6 +413,7 @@ def test_a_module_that_failed_goes_on_from_its_checkpoint(
     assert go_on(module, 5, ckpt_path=tmp_path / "step-00000002.ckpt") == curve_of(keep)[2:]
 
 
+@pytest.mark.slow
 def test_a_run_that_began_with_a_checkpoints_weights_goes_on(tiny_model_path: str, tmp_path: Path) -> None:
     """KL is measured from what this run began with: neither its last weights nor what the module was made of."""
     fit(tiny_model_path, tmp_path / "first", steps=2, overrides=["kl=fixed"])
@@ -432,6 +439,7 @@ def test_a_run_that_began_with_a_checkpoints_weights_goes_on(tiny_model_path: st
 ANEW: dict[str, tuple[str, ...]] = {"gae": WITH_CRITIC, "kl": ("kl=fixed",), "running": ("normalization=running",)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", ANEW.values(), ids=ANEW)
 def test_weights_alone_begin_another_run(tiny_model_path: str, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """`Trainer.validate` of a checkpoint takes its weights, and a later fit begins with them: as a new module would."""
@@ -453,6 +461,7 @@ def test_one_choice_in_two_runs_remembers_nothing_of_the_first(tiny_model_path: 
     assert curves[0] == curves[1]
 
 
+@pytest.mark.slow
 def test_a_critic_is_in_the_checkpoint_and_in_nobodys_way(tiny_model_path: str, tmp_path: Path) -> None:
     """Who evaluates, or begins anew, takes the policy's weights alone; in evaluation they are those that were saved."""
     overrides = [*WITH_CRITIC, "optimizer.lr=1e-2"]
@@ -675,6 +684,7 @@ def test_a_forward_pass_that_is_not_finite_is_left_out_too(
 # --- FP16 ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fp16_finds_its_factor_and_goes_on(
     tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from lightning_scalerl.checks import ConfigurationError, check_scale, shown, whole_number
 from lightning_scalerl.choices import AXES
-from lightning_scalerl.composer import Composer
+from lightning_scalerl.composer import Composer, shared_composer
 from lightning_scalerl.composition import (
     SETTINGS,
     Folders,
@@ -61,9 +61,9 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     """
     own = use_folders(folders)
     everywhere = set.intersection(*(set(overrides) for overrides in override_lists))
-    composer = Composer(own)
+    composed = shared_composer(own)
     # All of them first: what Hydra has to complain about is answered before anything heavy is imported.
-    drafts = [_draft(list(overrides), everywhere, composer) for overrides in override_lists]
+    drafts = [_draft(list(overrides), everywhere, composed) for overrides in override_lists]
     builder = _Builder()
     for draft in drafts:
         _check_settings(draft.values)
@@ -187,13 +187,13 @@ def _check_place(config: Mapping[str, Any]) -> None:
             )
 
 
-def _draft(overrides: list[str], everywhere: set[str], composer: Composer) -> _Draft:
-    values = composer.resolved(overrides)
+def _draft(overrides: list[str], everywhere: set[str], composed: Composer) -> _Draft:
+    values = composed.resolved(overrides)
     _check_numbers(values)
     axes = axes_of(values)
     _check_keys(values, overrides, axes)
     departing = [entry for entry in overrides if _group(entry) in (*axes, "variant")]
-    reference = composer.resolved([entry for entry in overrides if entry not in departing]) if departing else values
+    reference = composed.resolved([entry for entry in overrides if entry not in departing]) if departing else values
     by_hand: dict[str, list[str]] = {}
     for entry in departing:
         if _group(entry) != "variant":
@@ -207,7 +207,7 @@ def _draft(overrides: list[str], everywhere: set[str], composer: Composer) -> _D
                 f"{entry}: a run is named after what it changes in its recipe; leave it out, or give a file of yours "
                 "in a folder variant/ the label (docs/extend.md)"
             )
-    return _Draft(values, reference, recipe, _label(values, overrides, composer.folders), by_hand, settings)
+    return _Draft(values, reference, recipe, _label(values, overrides, composed.folders), by_hand, settings)
 
 
 def check_shown(overrides: Sequence[str], folders: Folders = ()) -> None:
@@ -216,7 +216,7 @@ def check_shown(overrides: Sequence[str], folders: Folders = ()) -> None:
     Raises:
         ConfigurationError: it cannot be composed, or its label and its choices contradict each other.
     """
-    _check_label(_draft(list(overrides), set(overrides), Composer(use_folders(folders))))
+    _check_label(_draft(list(overrides), set(overrides), shared_composer(use_folders(folders))))
 
 
 def _check_label(draft: _Draft) -> None:

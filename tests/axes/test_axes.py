@@ -11,6 +11,7 @@ import lightning_scalerl
 from lightning_scalerl import Choices, ConfigurationError, DesignChoice
 from lightning_scalerl.choices import AXES, axis_class
 from lightning_scalerl.composition import build_recipe, compose, conf_dir
+from tests.examples import every
 from tests.helpers import row
 
 IN_CONF = [(axis, path.stem) for axis in AXES for path in sorted((conf_dir() / axis).glob("*.yaml"))]
@@ -32,7 +33,7 @@ def test_an_axis_is_a_field_a_module_a_folder_and_a_class(axis: str) -> None:
         assert neutral.semantics() | dict(kind.neutral or {}) == neutral.semantics()
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", every(4, AXES))
 def test_every_choice_in_conf_builds_and_means_what_its_class_does(axis: str) -> None:
     """In a whole recipe; and a default of a class and that of its file, with the paper's settings, are one."""
     built = []

@@ -421,6 +421,7 @@ def check_two_ranks(
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_a_critic_as_one(tiny_model_path: str, tmp_path: Path, one_thread: None) -> None:
     check_two_ranks(tiny_model_path, tmp_path, LIKE_PPO)
     view = read_journal(tmp_path / "two")
@@ -431,6 +432,7 @@ def test_two_ranks_train_a_critic_as_one(tiny_model_path: str, tmp_path: Path, o
     assert start.abs().max() > 1e-3, "the critic has learnt, or its weights would say nothing"
 
 
+@pytest.mark.slow
 def test_two_ranks_share_running_statistics_and_penalties_in_the_reward(
     tiny_model_path: str, tmp_path: Path, one_thread: None
 ) -> None:
@@ -438,11 +440,13 @@ def test_two_ranks_share_running_statistics_and_penalties_in_the_reward(
     check_two_ranks(tiny_model_path, tmp_path, [*LIKE_PPO, *others], steps=3)
 
 
+@pytest.mark.slow
 def test_a_rank_without_rows_trains_a_critic_too(tiny_model_path: str, tmp_path: Path, one_thread: None) -> None:
     """One rollout for two ranks."""
     check_two_ranks(tiny_model_path, tmp_path, [*LIKE_PPO, "batch.prompts=1", "batch.completions=1"], steps=3)
 
 
+@pytest.mark.slow
 def test_an_empty_batch_is_recorded_alike(tiny_model_path: str, tmp_path: Path, one_thread: None) -> None:
     class Constant(CountingTask):
         def reward(self, prompt: Any, completion: str) -> float:

@@ -200,6 +200,7 @@ def whole_run(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) ->
     return run_dir
 
 
+@pytest.mark.slow
 def test_what_a_broken_save_has_left_is_not_loaded_by_its_name(whole_run: Path, tiny_model_path: str) -> None:
     """It may be whole: nobody knows, for it has not taken its place."""
     (newest, _) = sorted((whole_run / "checkpoints").glob("*.ckpt"), reverse=True)
@@ -305,6 +306,7 @@ def saves_in(run_dir: Path, every: int) -> ResumableCheckpoint:
     return ResumableCheckpoint(run_dir / "checkpoints", every)
 
 
+@pytest.mark.slow
 def test_falling_back_again_and_again_leaves_nothing_lying(tiny_model_path: str, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     fit(tiny_model_path, tmp_path, steps=2, checkpoint_every=1)
@@ -501,6 +503,7 @@ def test_going_on_with_other_code_is_said_and_written_down(
     ]
 
 
+@pytest.mark.slow
 def test_strict_code_refuses_and_touches_nothing(
     tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

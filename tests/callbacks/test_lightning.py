@@ -215,6 +215,7 @@ def test_early_stopping_looks_at_every_evaluation(tiny_model_path: str, tmp_path
     assert view.checkpoint_step == 6
 
 
+@pytest.mark.slow
 def test_early_stopping_on_training_metrics_looks_at_every_step(tiny_model_path: str) -> None:
     stopping = EarlyStopping("train/reward", mode="max", patience=3, min_delta=10.0)
     module = fit(tiny_model_path, steps=20, callbacks=[stopping, Evaluate(2, 1)])
@@ -225,6 +226,7 @@ def test_early_stopping_on_training_metrics_looks_at_every_step(tiny_model_path:
     assert patient.wait_count == 2 + 5, "one step is one look, also at the end, and with another module"
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_that_of_the_best_evaluation(tiny_model_path: str, tmp_path: Path) -> None:
     """And a checkpoint that Lightning wrote goes on bit for bit, EarlyStopping's patience included."""
     best = ModelCheckpoint(tmp_path / "best", filename="{step}", monitor=RATE, mode="max", save_top_k=1)
@@ -335,6 +337,7 @@ def test_validate_evaluates(tiny_model_path: str) -> None:
     assert 0 <= start[RATE] <= 1
 
 
+@pytest.mark.slow
 def test_validate_before_a_fit_takes_nothing_from_it(tiny_model_path: str, tmp_path: Path) -> None:
     evaluation, log = Evaluate(2, 2), RunLog(tmp_path)
     module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
@@ -400,6 +403,7 @@ def test_fit_again_as_another_run_is_refused(tiny_model_path: str) -> None:
     assert module.completed_steps == 4
 
 
+@pytest.mark.slow
 def test_a_fit_that_failed_is_not_gone_on_from_without_a_checkpoint(tiny_model_path: str, tmp_path: Path) -> None:
     module = ScaleRL(tiny_model_path, "scalerl_core", overrides=[*SMALL, *STRICT])
 
@@ -441,6 +445,7 @@ def test_hyper_parameters_reach_the_loggers(tiny_model_path: str, tmp_path: Path
     assert found["optimizer"]["lr"] == 3e-3 and found["seed"] == 0 and found["recipe"] == "scalerl_core"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_into_a_module(tiny_model_path: str, tmp_path: Path) -> None:
     trained = fit(tiny_model_path, steps=3, enable_checkpointing=True, default_root_dir=tmp_path)
     (path,) = tmp_path.rglob("*.ckpt")
@@ -522,6 +527,7 @@ def test_without_logs_it_trains(tiny_model_path: str, options: Any) -> None:
     assert fit(tiny_model_path, steps=2, **more).completed_steps == 2
 
 
+@pytest.mark.slow
 def test_the_other_packages_trainer_is_refused_by_name(tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other = pytest.importorskip("pytorch_lightning")
     module = ScaleRL(tiny_model_path, "scalerl_core", overrides=SMALL)
@@ -563,6 +569,7 @@ class Record(Recorder):
         self.steps.append(step)
 
 
+@pytest.mark.slow
 def test_a_toys_settings_do_not_run_on_another_model_in_silence(tiny_model_path: str) -> None:
     from lightning_scalerl.member.identify import plan_members
 

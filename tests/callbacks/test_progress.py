@@ -17,6 +17,7 @@ from sweeps.terminal import Bar
 from tests.helpers import fit
 
 
+@pytest.mark.slow
 def test_steps_of_steps_pass_rate_reward_and_compute(
     tiny_model_path: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

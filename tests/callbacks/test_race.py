@@ -45,6 +45,7 @@ def study(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> tup
     return folder, read_journal(folder / "whole").of_kind("eval")[-1].metrics[AXIS]
 
 
+@pytest.mark.slow
 def test_a_run_that_will_not_be_best_ends_is_saved_and_goes_on_without_the_race(
     tiny_model_path: str, study: tuple[Path, float], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -97,6 +98,7 @@ def test_a_rival_that_cannot_be_compared_ends_no_fit(
     assert caplog.text.count("race: no look: ") == 1 and not (tmp_path / "mine" / "race.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_scripts_that_share_a_label_do_not_race_and_are_told_once(
     tiny_model_path: str, study: tuple[Path, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -64,6 +64,7 @@ class Listens(Callback):
         self.ports |= {port for _, port in own}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [None, "localhost"])
 def test_on_one_node_nothing_listens_to_other_machines(tiny_model_path: str, tmp_path: Path, named: str | None) -> None:
     """Rank 0's store among it; ranks listen for each other (gloo) as well."""
@@ -82,6 +83,7 @@ def test_on_one_node_nothing_listens_to_other_machines(tiny_model_path: str, tmp
     assert on_ranks(2, work) == ["['127.0.0.1'] lo"] * 2
 
 
+@pytest.mark.slow
 def test_a_user_may_name_the_interface(tiny_model_path: str, tmp_path: Path) -> None:
     def work(rank: int) -> str:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=mine0"}

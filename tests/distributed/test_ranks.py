@@ -192,6 +192,7 @@ def test_two_ranks_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
     assert any(record.metrics["mechanism/loss"] for record in read_journal(tmp_path / "two").of_kind("train"))
 
 
+@pytest.mark.slow
 def test_a_rank_without_rows_takes_part(tiny_model_path: str, tmp_path: Path) -> None:
     """Two rollouts for three ranks, and steps in which there are none for any."""
 
@@ -286,6 +287,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tiny_model_path: str, tmp_pa
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "both"), steps=4)
 
 
+@pytest.mark.slow
 def test_when_rank_0_fails_all_stop(tiny_model_path: str, tmp_path: Path) -> None:
     class Breaks(CountingTask):
         calls = 0
@@ -304,6 +306,7 @@ def test_when_rank_0_fails_all_stop(tiny_model_path: str, tmp_path: Path) -> Non
     assert view.status == "failed" and str(view.reason).startswith("RewardError")
 
 
+@pytest.mark.slow
 def test_what_only_rank_0_sees_stops_all(tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, tmp_path, 1, steps=1)
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -313,6 +316,7 @@ def test_what_only_rank_0_sees_stops_all(tiny_model_path: str, tmp_path: Path) -
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_all_ranks(tiny_model_path: str, tmp_path: Path) -> None:
     from lightning_scalerl.callbacks.checkpoint_file import DirectCheckpointIO
 
@@ -335,6 +339,7 @@ def test_a_full_disk_stops_all_ranks(tiny_model_path: str, tmp_path: Path) -> No
     assert "No space left" in str(read_journal(tmp_path).reason)
 
 
+@pytest.mark.slow
 def test_ranks_that_read_different_checkpoints_write_nothing(tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, tmp_path, 1, steps=2)
     before = (tmp_path / "metrics.jsonl").read_bytes()

@@ -176,6 +176,7 @@ def test_names_are_never_given_twice(fleet: Fleet) -> None:
         assert len(drained(other)) == len(saved["finished"]) + len(saved["open"][0][2]) + SIZE
 
 
+@pytest.mark.slow
 def test_one_that_cannot_start_says_why_at_once() -> None:
     def broken(**arguments: Any) -> None:
         raise AssertionError("never called here")

@@ -124,6 +124,7 @@ def stale_logprobs(model: Any, weights: Any, prompt: tuple[int, ...], rollout: R
 
 
 # Every example puts the model's weights back.
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     recompute=st.booleans(),

@@ -104,6 +104,7 @@ class Signals(CountingTask):
         return super().reward(prompt, completion)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "mode", "at"),
     [
@@ -136,6 +137,7 @@ def test_a_signal_in_a_generation_is_honoured_there(
     assert all(map(torch.equal, whole, weights(parts)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("evaluation", "steps"), [(0, 5), (2, 5), (4, 5), (5, 5)])
 def test_a_request_in_an_evaluation_is_honoured_there(
     tiny_model_path: str, tmp_path: Path, evaluation: int, steps: int
@@ -168,6 +170,7 @@ def test_a_request_in_an_evaluation_is_honoured_there(
     assert not any(record.metrics["compute/wasted_flops"] for record in parts.records), "no step was lost"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["train", "eval"])
 def test_a_scripts_own_sigterm_is_honoured_at_a_border_too(tiny_model_path: str, tmp_path: Path, kind: str) -> None:
     """Nobody has asked for signals: Lightning takes this one, and with `ResumableCheckpoint` the run goes on later."""
@@ -192,6 +195,7 @@ def test_lightnings_own_signal_is_honoured_there_too(tiny_model_path: str) -> No
         Trainer(max_steps=5, **quiet()).fit(module, datamodule=RolloutDataModule(task))
 
 
+@pytest.mark.slow
 def test_asked_before_the_first_step_it_does_not_train(tiny_model_path: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "parts"
     with pytest.raises(RunInterruptedError, match="step 0: SIGUSR2"):
@@ -250,6 +254,7 @@ def guarded_fit(model_path: str, run_dir: Path, log_guard: Any, checkpoint_guard
     trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
 
 
+@pytest.mark.slow
 def test_whoever_lost_the_run_writes_nothing_more(tiny_model_path: str, tmp_path: Path) -> None:
     """At every single write: the journal is a prefix of the undisturbed one, and says nothing of an end."""
     free = Lease(1000)
@@ -292,6 +297,7 @@ def half_written(monkeypatch: pytest.MonkeyPatch, from_step: int) -> None:
     monkeypatch.setattr(DirectCheckpointIO, "save_checkpoint", full)
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_a_checkpoint(tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "parts"
     with monkeypatch.context() as patch:
@@ -305,6 +311,7 @@ def test_a_full_disk_at_a_checkpoint(tiny_model_path: str, tmp_path: Path, monke
     assert read_journal(run_dir).deterministic() == undisturbed(tiny_model_path, 6, checkpoint_every=2)[0]
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_the_journal(tiny_model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Not even the end can be written: the error is still the disk's, and the run goes on once there is room."""
     run_dir = tmp_path / "parts"

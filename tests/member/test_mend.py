@@ -63,6 +63,7 @@ def names(run_dir: Path) -> list[str]:
     return sorted(each.name for each in run_dir.rglob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "begin"), [(-4, STEPS - 3), (4, -1)], ids=["near the end", "near the start"])
 def test_a_run_with_a_broken_line_goes_on_from_the_last_checkpoint_before_it(
     whole: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], line: int, begin: int

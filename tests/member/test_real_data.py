@@ -150,6 +150,7 @@ def test_what_was_written_beyond_a_checkpoint_is_made_again_and_not_there_twice(
     assert asked == ["guard"]
 
 
+@pytest.mark.slow
 def test_another_reward_has_the_columns_and_ids_that_it_asks_for(place: Path, tmp_path: Path) -> None:
     """The run's own verifier needs neither, so its prompts have left them behind."""
     run_dir = train(place, tmp_path, "task.rewards=exact_match", "reward=plus_minus_one")
@@ -167,6 +168,7 @@ def test_another_reward_has_the_columns_and_ids_that_it_asks_for(place: Path, tm
     assert same["before"] == same["after"]
 
 
+@pytest.mark.slow
 def test_a_mixture_is_graded_anew_with_its_columns_and_errors_say_why(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,6 +214,7 @@ def test_a_run_without_rollouts_says_so(place: Path, tmp_path: Path) -> None:
         read_groups(run_dir)
 
 
+@pytest.mark.slow
 def test_abstentions_and_errors_are_counted_shown_and_leave_their_group(place: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]
     for number in (0, 3, 6, 9):
@@ -236,6 +239,7 @@ def test_abstentions_and_errors_are_counted_shown_and_leave_their_group(place: P
     assert any(record.metrics.get("train/ungraded", 0) == 0.5 for record in trained)
 
 
+@pytest.mark.slow
 def test_a_verifier_that_always_abstains_ends_the_run(place: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]
     silent = tmp_path / "silent.jsonl"
@@ -258,6 +262,7 @@ def test_a_reward_file_that_changes_under_a_run_is_refused(place: Path, tmp_path
         pool.close()
 
 
+@pytest.mark.slow
 def test_a_batch_without_any_score_moves_nothing_and_the_run_goes_on(place: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]
     silent = tmp_path / "silent.jsonl"
@@ -309,6 +314,7 @@ def test_a_verifier_that_sleeps_for_ever_in_one_prompt_costs_that_prompt_and_not
     assert metrics["verify/scored"] + 4 == one.of_kind("train")[-1].metrics["verify/scored"]
 
 
+@pytest.mark.slow
 def test_noise_is_that_of_sampling(place: Path) -> None:
     more = [entry for entry in overrides(place, "evaluation.samples=2", reward="odd") if not entry.startswith("model")]
     (row,) = measure_noise(f"{place}/model", [each for each in more if "rollouts" not in each], repeats=12)
@@ -380,6 +386,7 @@ def test_where_it_is_graded_changes_nothing(place: Path, tmp_path: Path) -> None
     assert journals[0] == journals[1] == journals[2] and len(journals[0]) > 6
 
 
+@pytest.mark.slow
 def test_a_point_measured_on_other_weights_is_refused(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,6 +206,7 @@ def test_tokens_of_many_prompts_are_those_of_each_and_are_kept(tmp_path: Path, m
     assert rendering._key(prompts) != rendering._key(prompts[:-1])
 
 
+@pytest.mark.slow
 def test_ten_thousand_prompts_take_seconds() -> None:
     """A guard against rendering them one by one through slow paths; far from the edge on any machine."""
     rendering = Rendering(tokenizer(TEMPLATE), Chat())

@@ -174,6 +174,7 @@ def test_killed_with_a_pipeline_full(tiny_model_path: str, tmp_path: Path) -> No
     check(tiny_model_path, tmp_path, "pipeline_stale", range(3, len(watch.seen), 8), watch)
 
 
+@pytest.mark.slow
 def test_three_kills_before_the_first_record_are_counted(
     tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,7 @@ def test_one_that_never_comes_back_ends_the_run_with_its_last_words() -> None:
         train(driver, 9)
 
 
+@pytest.mark.slow
 def test_a_verifiers_failure_reaches_the_trainer() -> None:
     class Failing(CountingTask):
         def reward(self, prompt: Any, completion: str) -> float:

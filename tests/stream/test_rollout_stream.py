@@ -154,6 +154,7 @@ def parts(driver: VirtualDriver) -> list[Any]:
     return [driver.stream.prompts, driver.stream, driver, driver.generator]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(mode=MODES, cost_model=RATES, seed=st.integers(0, 10**6), stop=st.integers(0, 8))
 def test_a_stream_resumes_with_everything_in_flight(

@@ -26,6 +26,7 @@ from lightning_scalerl.task.formats import FORMATS, livecodebench
 from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.inline import InlineVerifiers
 from lightning_scalerl.verify.verification import check_verifiers
+from tests.examples import every
 from tests.paths import ROOT
 
 ROWS = ROOT / "tests" / "data" / "tasks"
@@ -133,7 +134,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", every(2, [".jsonl", ".parquet"]))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fixture)
 def test_right_answers_are_right_and_others_wrong(case: Case, suffix: str, tmp_path: Path) -> None:
     task = loaded(case.task, case.fixture, tmp_path, suffix=suffix)
@@ -160,6 +161,7 @@ def test_every_format_has_a_configuration_and_a_fixture() -> None:
     assert set(FORMATS) - tried == {"humaneval", "mbpp", "livecodebench"}, "these are below"
 
 
+@pytest.mark.slow
 def test_what_a_prompt_is_made_of(tmp_path: Path) -> None:
     task = loaded("gsm8k", "gsm8k", tmp_path)
     first, second, _ = task.train_prompts()

@@ -260,6 +260,7 @@ def test_thinking_is_no_answer(verifier: Mathematics) -> None:
     assert verifier.grade(replace(thought, answer="")).reward == 0.0, "it has not ended"
 
 
+@pytest.mark.slow
 def test_a_gold_answer_that_cannot_be_read_is_an_error() -> None:
     for outcome in graded(Mathematics(), [(gold, box("42")) for gold in ("", " ")]):
         assert outcome.kind == "error" and "the gold answer is empty" in outcome.why

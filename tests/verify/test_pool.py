@@ -277,6 +277,7 @@ def passes(outcome: Outcome) -> bool:
     return outcome.reward >= 1.0
 
 
+@pytest.mark.slow
 def test_the_trial_tells_a_good_verifier_from_bad_ones(pool: VerifierPool) -> None:
     assert "1 completions known to be right and 1 known to be wrong" in check_verifiers(
         pool, known("is 1", "is 0"), passes

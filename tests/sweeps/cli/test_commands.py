@@ -198,6 +198,7 @@ def test_names_on_the_command_line_are_those_of_the_fit() -> None:
     assert list(FAMILIES) == list(FAMILY_NAMES)
 
 
+@pytest.mark.slow
 def test_help_of_train_lists_groups_and_choices(tmp_path: Path) -> None:
     (tmp_path / "loss").mkdir()
     (tmp_path / "loss" / "mine.yaml").write_text("_target_: mine.Loss\n")
@@ -297,6 +298,7 @@ def test_train_becomes_the_training_process(monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_error() -> None:
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {sys.executable} -m sweeps.cli.main fit {EXAMPLE} --json | head -n 1"],

@@ -74,6 +74,7 @@ def test_a_reader_that_has_seen_enough_is_still_no_error(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -138,6 +139,7 @@ def test_an_error_of_the_users_own_program_keeps_its_traceback(
         train_command(monkeypatch, error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

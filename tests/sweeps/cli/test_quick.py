@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from sweeps.run.spec import RunSpec
+from tests.examples import every
 from tests.paths import ROOT
 
 HEAVY = frozenset({"numpy", "scipy", "pandas", "pyarrow", "matplotlib", "mlflow", "hydra", "torch", "lightning"})
@@ -99,7 +100,9 @@ CASES: list[tuple[list[str], int, str, set[str], int]] = [
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words", "allowed", "most"), CASES, ids=[" ".join(case[0]) or "bare" for case in CASES]
+    ("arguments", "code", "words", "allowed", "most"),
+    every(3, CASES),
+    ids=[" ".join(case[0]) or "bare" for case in CASES],
 )
 def test_little_is_imported(
     tmp_path: Path, arguments: list[str], code: int, words: str, allowed: set[str], most: int
@@ -118,6 +121,7 @@ SMALL = ["study=x", "seed=0,1", "budget.steps=2", "model.batches=1", "model.widt
 REAL = "lightning_scalerl:plan_members"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "planner", [f"{__name__}:plan_with_torch", pytest.param(REAL, marks=pytest.mark.slow)], ids=["light", "real"]
 )

@@ -117,6 +117,7 @@ def test_this_machines_launcher_changes_nothing_in_a_clusters_study(tmp_path: Pa
     assert LaunchSettings.kind_of(on_a_cluster) == "slurm"
 
 
+@pytest.mark.slow
 def test_what_the_cluster_refuses_changes_nothing(tmp_path: Path, on_a_cluster: Path) -> None:
     path, before = commands(tmp_path / "bin"), without_lease(on_a_cluster)
     nope = ("cluster=slurm", "hydra.launcher.partition=nope", "seed=0,1,2")
@@ -154,12 +155,14 @@ def test_what_is_refused_leaves_no_folder(tmp_path: Path, arguments: list[str], 
     assert sorted(path.name for path in tmp_path.rglob("*")) == (["notes.txt", "outputs"] if there else [])
 
 
+@pytest.mark.slow
 def test_no_cluster_here_leaves_no_folder(tmp_path: Path) -> None:
     done = launch(tmp_path, "study=x", "cluster=slurm", "seed=0,1", PATH=str(tmp_path))
     assert done.returncode == 1 and "sbatch" in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_launch_makes_its_folder_for_its_owner_alone(tmp_path: Path) -> None:
     done = launch(tmp_path, "study=x", "seed=0,1", "cluster=debug")
     assert done.returncode == 0, done.stderr

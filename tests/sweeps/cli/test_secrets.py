@@ -82,6 +82,7 @@ def test_a_local_study_writes_none_down(tmp_path: Path) -> None:
     assert private == {"multirun.yaml": 0o600, "launch.json": 0o600, "log.txt": 0o600}
 
 
+@pytest.mark.slow
 def test_a_clusters_study_writes_them_only_where_its_jobs_need_them(tmp_path: Path) -> None:
     path = commands(tmp_path / "bin")
     (tmp_path / "bin" / "sbatch").write_text(TAKES)

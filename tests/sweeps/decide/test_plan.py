@@ -338,6 +338,7 @@ def test_budget_as_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and "commit the rest to the winner" in out and "the bend is not in the window" in out
 
 
+@pytest.mark.slow
 def test_sizes_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, SIZES, "--size", "size", "--budget", "20000", "--sizes", "14B")
     assert code == 0 and "k_max" in out and "no: extrapolation" in out and "predicts better" in out
@@ -365,6 +366,7 @@ def test_example_of_sizes_is_what_its_script_makes(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == SIZES.read_text()
 
 
+@pytest.mark.slow
 def test_help_shows_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--help")
     example = out.split("example: scalerl plan ")[1].split()

@@ -118,6 +118,7 @@ def test_noise_is_even_in_reward_not_in_log_loss() -> None:
     assert abs(slope(-1) - straight) < 0.5 * abs(slope(0) - straight)
 
 
+@pytest.mark.slow
 def test_the_unit_of_compute_changes_nothing() -> None:
     here, there = fit_power_law(study()), fit_power_law(study(unit=1e18))
     assert there.k_max.value == pytest.approx(here.k_max.value, rel=1e-6)
@@ -140,6 +141,7 @@ def test_a_size_not_seen_is_predicted_and_marked() -> None:
     assert (other.high or 0) - (other.low or 0) > (ours.high or 0) - (ours.low or 0)
 
 
+@pytest.mark.slow
 def test_the_power_law_predicts_better_where_it_is_the_truth_and_the_sigmoid_where_that_is() -> None:
     assert held_out(study(sd=0.002)).better == "power_law"
     x = np.linspace(0, 16000, 60)
@@ -215,6 +217,7 @@ def test_points_without_a_logarithm_are_counted() -> None:
     assert law.left_out == 2 + 3 and law.points == 62 - 5
 
 
+@pytest.mark.slow
 def test_compute_to_a_target_by_size() -> None:
     plan = compare_sizes(study(sd=0.002), "s", target=0.75)
     for reach in plan.reach[1:]:

@@ -66,6 +66,7 @@ def test_a_loser_is_stopped_and_one_that_rises_late_is_not() -> None:
     assert min(early, key=lambda each: each.reward[each.compute == each.compute.max()].mean()).recipe == "late"
 
 
+@pytest.mark.slow
 def test_a_decision_rests_on_nothing_that_came_later() -> None:
     whole = raced(three())
     for part, look in enumerate(whole.looks):
@@ -75,6 +76,7 @@ def test_a_decision_rests_on_nothing_that_came_later() -> None:
         assert seen.looks[: part + 1] == whole.looks[: part + 1]
 
 
+@pytest.mark.slow
 def test_neither_order_nor_unit_of_compute_decides() -> None:
     race = raced(three())
     turned = raced(three()[::-1])
@@ -84,6 +86,7 @@ def test_neither_order_nor_unit_of_compute_decides() -> None:
     assert {name: at * 3600 for name, at in other.stopped.items()} == pytest.approx(race.stopped)
 
 
+@pytest.mark.slow
 def test_a_look_waits_for_the_slowest_unless_it_has_ended() -> None:
     curves = [curve("good", a=0.65, rng=1), cut(curve("bad", a=0.45, rng=2), 5000), curve("other", a=0.64, rng=3)]
     patient = replace(RULES, looks=99)
@@ -109,6 +112,7 @@ def test_before_the_first_look_nobody_leads() -> None:
     assert all(each.p_best is None and each.reason == "no look yet" for each in race.runners)
 
 
+@pytest.mark.slow
 def test_many_of_a_kind_are_not_stopped_for_being_many() -> None:
     """Each of sixty that are the same is best with a small chance, and has as good a chance against each other."""
     curves = [curve(f"r{number}", a=0.6, points=17, rng=number, seeds=1) for number in range(60)]
@@ -126,6 +130,7 @@ def test_what_cannot_be_forecast_is_not_stopped() -> None:
     assert [each.recipe for each in look_at([*three(), untried], 4000, RULES).chances] == ["good", "bad", "late"]
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.floats(0.3, 0.8), min_size=2, max_size=4), st.integers(0, 10_000))
 def test_whatever_happens_one_is_left_and_json_is_clean(tops: list[float], number: int) -> None:
@@ -161,6 +166,7 @@ def test_a_race_takes_two() -> None:
         run_race([curve()], RULES)
 
 
+@pytest.mark.slow
 def test_before_anything_can_be_compared_no_look_is_taken() -> None:
     """First evaluations beyond the first look, in a table or by --min-compute."""
     late = [make_curve(each.recipe, each.compute + 5000, each.reward, each.seed) for each in three()]
@@ -217,6 +223,7 @@ def plain(*rewards: float) -> Study:
     return Study(truth, rate, np.full_like(rate, 0.01), passed)
 
 
+@pytest.mark.slow
 def test_rivals_are_charged_for_all_that_they_saw() -> None:
     study = plain(0.8, 0.6, 0.5, 0.4)
     assert halving(study, 2, 0.25).tolist() == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]

@@ -63,6 +63,7 @@ def test_what_is_sure_is_true(each: int) -> None:
     assert np.mean([outcome.within for outcome in outcomes if outcome.decided]) >= 0.93
 
 
+@pytest.mark.slow
 def test_ranking_plan_and_budget_say_one_thing_on_the_example() -> None:
     fits = fit_curves(simulated(Recipe(0.64, 1.8, 1.0, 4.0), Recipe(0.63, 1.6, 1.0, 4.0), Recipe(0.5, 1.8, 1.0, 4.0)))
     choice = choice_of(fits)

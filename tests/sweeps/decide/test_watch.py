@@ -42,6 +42,7 @@ def until(data: Curve, compute: float) -> Curve:
 # --- snapshots ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_snapshot_holds_a_forecast_against_what_its_fit_has_not_seen() -> None:
     data = curve(points=33, wander=0.006)
     snapshots = {s.compute_end: s for s in history(data, every=1)}
@@ -60,6 +61,7 @@ def test_a_snapshot_holds_a_forecast_against_what_its_fit_has_not_seen() -> None
     assert (at.check.predicted, at.check.low, at.check.high) == pytest.approx((value, low, high))
 
 
+@pytest.mark.slow
 def test_growth_does_not_move_earlier_snapshots() -> None:
     data = curve(points=25)
     whole = history(data)
@@ -75,6 +77,7 @@ def test_growth_does_not_move_earlier_snapshots() -> None:
         )
 
 
+@pytest.mark.slow
 def test_there_are_about_a_dozen_and_the_end_is_among_them() -> None:
     for points, most in ((41, 14), (161, 24)):
         ends = [s.compute_end for s in history(curve(points=points, seeds=1, end=points - 1.0, c_mid=6.0))]
@@ -85,6 +88,7 @@ def test_there_are_about_a_dozen_and_the_end_is_among_them() -> None:
         history(curve(), every=0.5)
 
 
+@pytest.mark.slow
 def test_only_new_evaluations_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     data = curve(points=25)
     known = history(data)

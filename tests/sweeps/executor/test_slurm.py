@@ -302,6 +302,7 @@ def test_every_kind_has_its_fate_here() -> None:
     assert FATE_OF.keys() == KINDS.keys()
 
 
+@pytest.mark.slow
 def test_a_duplicate_is_tried_again_ever_later_and_never_given_up(tmp_path: Path) -> None:
     """Its copy works on: each look costs an allocation, so there are few."""
     here = place(tmp_path, {0: [IS_A_DUPLICATE] * 7})
@@ -1134,6 +1135,7 @@ def test_with_bad_nodes_only_every_member_ends_after_a_bounded_number_of_attempt
 # --- copies, clocks, and what a user has exported -------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     haunts_s=st.lists(st.lists(st.floats(1.0, 20_000.0, allow_nan=False), max_size=3), min_size=1, max_size=4),

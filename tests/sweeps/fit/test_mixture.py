@@ -97,6 +97,7 @@ def test_one_bad_seed_neither_pulls_nor_hides() -> None:
     assert early.bad_seeds == () and early.seeds == 3
 
 
+@pytest.mark.slow
 def test_honest_seeds_are_kept_and_two_that_disagree_are_not_decided_between() -> None:
     assert all(not fit.bad_seeds for fit in fitted("5 seeds"))
     x = np.linspace(0, 100, 25)
@@ -179,6 +180,7 @@ def test_the_same_points_have_the_same_future_and_travel_light() -> None:
 # --- units ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     name=st.sampled_from(["plateau seen", "window at 2 C_mid", "late rise", "straight, no ceiling", "flat"]),
     scale=st.sampled_from(["percent", "[-1, 1]", "FLOPs"]),
@@ -216,6 +218,7 @@ def test_mixtures_need_not_be_told_of_jumps() -> None:
     assert fit.lookout is not None and mixture(fit.lookout.seen).restless
 
 
+@pytest.mark.slow
 def test_what_moves_is_no_level_curve_though_wander_would_explain_it() -> None:
     """A policy that strays for long: by its sampling errors the trend is far from none, and no law is in sight."""
     truth = replace(BY_NAME["flat"], wander=0.05, memory=0.65, prompts=4000)

@@ -66,6 +66,7 @@ def test_an_early_part_that_breaks_the_law_shows() -> None:
     assert f"at most {-most.shift:.3f} (cut 20%), outside its 95% interval" in told
 
 
+@pytest.mark.slow
 def test_what_changes_nothing_is_no_row() -> None:
     data = curve(rng=1)
     # The first evaluation is at compute 0, within the window: R0 `first` and `free` are one fit.
@@ -96,6 +97,7 @@ def test_no_possible_r0_is_tried() -> None:
     assert "R0 -0.05" not in {row.short for row in rows} and "R0 +0.05" in {row.short for row in rows}
 
 
+@pytest.mark.slow
 def test_the_unit_of_compute_does_not_matter() -> None:
     data = curve(rng=2)
     small = sensitivity(data)
@@ -113,6 +115,7 @@ def test_signed_has_no_negative_zero() -> None:
     assert [signed(x) for x in (-0.0001, 0.0, 0.0123, -0.02)] == ["0.000", "0.000", "+0.012", "-0.020"]
 
 
+@pytest.mark.slow
 def test_fit_refits_only_when_asked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

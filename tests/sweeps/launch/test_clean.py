@@ -203,6 +203,7 @@ def test_whatever_has_gone_members_go_on_bit_for_bit_and_all_is_told_as_before(
             assert one.status == "finished" and one.deterministic() == other.deterministic()
 
 
+@pytest.mark.slow
 def test_the_commands_about_a_study_work_as_before(
     study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -208,6 +208,7 @@ def test_long_tables_scroll_and_short_ones_do_not(usual_page: tuple[str, tuple[P
     assert "max-height:none" in text.split("@media print")[1].split("</style>")[0]
 
 
+@pytest.mark.slow
 def test_journals_bring_counters_and_provenance(tmp_path: Path) -> None:
     for recipe in ("scalerl", "scalerl+loss=dapo"):
         data = curve(recipe, seeds=1)
@@ -230,6 +231,7 @@ def test_journals_bring_counters_and_provenance(tmp_path: Path) -> None:
     assert "abc&lt;123&gt;" in text and "2.13" in text and "Did the choices act?" in text
 
 
+@pytest.mark.slow
 def test_runs_that_went_on_with_other_code_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the page, and under a ranking."""
     code = {"commit": None, "diff": None, "files": "aa", "folders": {}, "versions": {"torch": "2.13.0"}}
@@ -253,6 +255,7 @@ def test_runs_that_went_on_with_other_code_are_named(tmp_path: Path, capsys: pyt
     assert "seed 0: from step" not in said
 
 
+@pytest.mark.slow
 def test_what_models_wrote_is_shown_and_escaped(tmp_path: Path) -> None:
     def group(step: int, *rewards: float | None) -> dict[str, object]:
         written = [
@@ -282,6 +285,7 @@ def test_what_models_wrote_is_shown_and_escaped(tmp_path: Path) -> None:
     assert "reward 1, 7 tokens, cut off" in shown
 
 
+@pytest.mark.slow
 def test_page_without_any_ranked_recipe(tmp_path: Path) -> None:
     points = np.arange(3.0)
     few = Curve("few", points, 0.1 * points, np.full(3, "0"))
@@ -409,6 +413,7 @@ def test_the_command_brings_mapping_families_and_history(tmp_path: Path, capsys:
     assert "scalerl+aggregation=token: exponential foretells" in plain
 
 
+@pytest.mark.slow
 def test_advice_is_a_command_to_paste_where_the_study_was_ours(tmp_path: Path) -> None:
     for number, (recipe, a) in enumerate((("scalerl", 0.61), ("scalerl+loss=dapo", 0.6))):
         config = {"seed": 0, "budget": {"steps": 24}, "loss": {"_target_": recipe}}

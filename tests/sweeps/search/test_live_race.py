@@ -124,6 +124,7 @@ def test_it_decides_as_the_command_does_afterwards(tmp_path: Path) -> None:
     assert looks(tmp_path) == json.loads(json.dumps([look.to_json() for look in after.looks]))
 
 
+@pytest.mark.slow
 def test_a_dry_run_stops_nothing_and_says_what_it_would_have(tmp_path: Path) -> None:
     told = Told()
     states = raced(tmp_path / "dry", four(), rules=replace(LIVE, mode="dry_run"), told=told)
@@ -142,6 +143,7 @@ def test_a_dry_run_stops_nothing_and_says_what_it_would_have(tmp_path: Path) -> 
     assert "race: spared 0 of the 8 that" in told.said[-1]
 
 
+@pytest.mark.slow
 def test_where_all_are_alike_nobody_is_stopped(tmp_path: Path) -> None:
     states = raced(tmp_path, [member(0.6, c_mid=c_mid) for c_mid in (0.24, 0.25, 0.26)])
     assert recipes(states, "stopped") == set()
@@ -193,6 +195,7 @@ def asked(directory: Path, executor: Runners) -> set[str]:
     return {run for run in executor.running() if stop_asked(directory / "runs" / run) is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [8, *(pytest.param(each, marks=pytest.mark.slow) for each in (12, 18))])
 def test_members_that_are_being_paused_when_their_controller_is_killed_are_paused(tmp_path: Path, after: int) -> None:
     first = Cluster(slots=2, killed_after=after)
@@ -230,6 +233,7 @@ def test_a_member_that_fails_is_not_waited_for(tmp_path: Path) -> None:
     assert recipes(states, "stopped") == LOSERS
 
 
+@pytest.mark.slow
 def test_the_command_waits_as_little_for_a_member_that_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,6 +245,7 @@ def test_the_command_waits_as_little_for_a_member_that_failed(
     assert {each["recipe"] for each in said["recipes"] if each["stopped_at"]} == LOSERS
 
 
+@pytest.mark.slow
 def test_a_failed_member_goes_on_when_it_is_launched_again(tmp_path: Path) -> None:
     specs = four()
     raced(tmp_path, specs, Runners(slots=2, fails={specs[0].run: 6}))
@@ -248,6 +253,7 @@ def test_a_failed_member_goes_on_when_it_is_launched_again(tmp_path: Path) -> No
     assert states[specs[0].run].state == "finished"
 
 
+@pytest.mark.slow
 def test_a_recipe_whose_runs_died_is_not_judged_by_what_it_never_came_to(tmp_path: Path) -> None:
     name, specs = "scalerl+a=0.7,c_mid=0.26", four()
     dead = {spec.run: 12 for spec in specs if spec.recipe == name}  # of 40 steps, at compute 0.3
@@ -271,6 +277,7 @@ def test_where_all_but_one_recipe_died_the_one_is_not_stopped_and_neither_are_th
     assert RaceRecord.read(tmp_path).looks == ()
 
 
+@pytest.mark.slow
 def test_a_member_stopped_by_hand_is_left_alone_and_not_waited_for(tmp_path: Path) -> None:
     specs = four()
     executor = Runners(slots=8)
@@ -287,6 +294,7 @@ def test_a_member_stopped_by_hand_is_left_alone_and_not_waited_for(tmp_path: Pat
     assert recipes(states, "stopped") == LOSERS
 
 
+@pytest.mark.slow
 def test_members_of_another_launch_in_the_same_folder_take_no_part(tmp_path: Path) -> None:
     other = [member(0.9), member(0.95)]
     Study(tmp_path, other).run(Runners(slots=2, fails={other[0].run: 4}), [])
@@ -295,6 +303,7 @@ def test_members_of_another_launch_in_the_same_folder_take_no_part(tmp_path: Pat
     assert recipes(states, "finished") == WINNERS
 
 
+@pytest.mark.slow
 def test_whoever_goes_on_with_a_shared_folder_decides_as_the_launch_did(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -352,6 +361,7 @@ def test_one_recipe_that_is_left_gets_all_that_was_freed(tmp_path: Path) -> None
     assert max(RunSpec.read(tmp_path / "runs" / run).steps for run in states) > 1.5 * STEPS
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_continued_by_a_launch_without_a_race(tmp_path: Path) -> None:
     raced(tmp_path, four())
     study, executor = Study(tmp_path, four()), Runners()
@@ -363,6 +373,7 @@ def test_a_stopped_run_is_continued_by_a_launch_without_a_race(tmp_path: Path) -
     assert freed is not None and freed["compute"] == 0, "what was continued has not been freed"
 
 
+@pytest.mark.slow
 def test_of_a_run_that_a_dry_run_took_further_only_the_rest_is_freed(tmp_path: Path) -> None:
     killed(tmp_path, Runners(slots=8, killed_after=14), replace(LIVE, mode="dry_run"))
     assert RaceRecord.read(tmp_path).stopped.keys() == LOSERS
@@ -373,6 +384,7 @@ def test_of_a_run_that_a_dry_run_took_further_only_the_rest_is_freed(tmp_path: P
     assert freed is not None and 0 < freed["compute"] == pytest.approx(sum(1 - each for each in spent))
 
 
+@pytest.mark.slow
 def test_a_race_goes_on_by_the_rules_that_it_was_begun_with(tmp_path: Path) -> None:
     raced(tmp_path, four())
     with pytest.raises(UserError, match=r"race.p_ahead: 0.2, and the race in .* was begun with 0.05"):
@@ -384,6 +396,7 @@ def test_a_race_goes_on_by_the_rules_that_it_was_begun_with(tmp_path: Path) -> N
 # --- freed compute -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_freed_compute_goes_to_what_the_plan_names_and_only_once(tmp_path: Path) -> None:
     rules, executor, told = replace(LIVE, freed="plan"), Runners(slots=8), Told()
     states = raced(tmp_path, four(), executor, rules, told)
@@ -405,6 +418,7 @@ def test_freed_compute_goes_to_what_the_plan_names_and_only_once(tmp_path: Path)
     assert told.ticks == [] or told.ticks[-1][1] == len(finished)
 
 
+@pytest.mark.slow
 def test_a_run_that_died_before_its_first_step_is_made_no_longer(tmp_path: Path) -> None:
     specs = four()
     states = raced(tmp_path, specs, Runners(slots=8, fails={specs[0].run: 1}), replace(LIVE, freed="plan"))
@@ -419,6 +433,7 @@ def freed_by_hand(directory: Path, members: Sequence[tuple[str, str]]) -> None:
         file.write(json.dumps({"kind": "freed", "compute": 1.0, "steps": steps}) + "\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budgets", [(60, 80), (80, 60)])
 def test_a_run_that_the_plan_names_twice_has_one_budget_the_larger(tmp_path: Path, budgets: tuple[int, int]) -> None:
     specs = four()
@@ -429,6 +444,7 @@ def test_a_run_that_the_plan_names_twice_has_one_budget_the_larger(tmp_path: Pat
     assert last_metrics(tmp_path / "runs" / specs[0].run)["step"] == 80
 
 
+@pytest.mark.slow
 def test_freed_compute_of_a_launch_with_more_members_is_no_matter_of_this_one(tmp_path: Path) -> None:
     specs = four()
     raced(tmp_path, specs)
@@ -457,6 +473,7 @@ def test_freed_compute_is_spent_once_whoever_is_killed(kills: list[int], slots: 
         assert steps == {run: RunSpec.read(undisturbed / "runs" / run).steps for run in whole}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [24, *(pytest.param(each, marks=pytest.mark.slow) for each in (20, 22, 27, 33))])
 def test_a_run_that_was_made_longer_is_adopted_and_not_submitted_again(tmp_path: Path, after: int) -> None:
     rules, first = replace(LIVE, freed="plan"), Cluster(slots=8, killed_after=after)
@@ -471,6 +488,7 @@ def test_a_run_that_was_made_longer_is_adopted_and_not_submitted_again(tmp_path:
         assert each.state == "stopped" or last_metrics(tmp_path / "a" / "runs" / run)["step"] == spec.steps
 
 
+@pytest.mark.slow
 def test_a_launch_of_some_of_the_members_does_not_settle_what_was_freed(tmp_path: Path) -> None:
     specs, rules = four(), replace(LIVE, freed="plan")
     raced(tmp_path, specs)
@@ -482,6 +500,7 @@ def test_a_launch_of_some_of_the_members_does_not_settle_what_was_freed(tmp_path
     assert freed is not None and freed["compute"] > 1 and executor.steps > 0
 
 
+@pytest.mark.slow
 def test_a_plan_of_which_one_step_is_refused_is_followed_for_the_rest(tmp_path: Path) -> None:
     def careful(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
         if any("budget.steps=70" in each for each in lists):
@@ -521,6 +540,7 @@ class Waiting(Cluster):
         raise KilledError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["longer", "seed"])
 def test_what_freed_compute_pays_for_is_found_in_the_queue_by_the_next_controller(tmp_path: Path, action: str) -> None:
     specs, rules = four(), replace(LIVE, freed="plan")
@@ -539,6 +559,7 @@ def test_what_freed_compute_pays_for_is_found_in_the_queue_by_the_next_controlle
         study.run(Runners(), [], conductor=LiveRace(study, rules, planned))
 
 
+@pytest.mark.slow
 def test_a_refused_launch_leaves_a_run_that_was_made_longer_its_budget(tmp_path: Path) -> None:
     class Refuses(Runners):
         def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
@@ -554,6 +575,7 @@ def test_a_refused_launch_leaves_a_run_that_was_made_longer_its_budget(tmp_path:
         assert RunSpec.read(tmp_path / "runs" / specs[0].run).steps == 60
 
 
+@pytest.mark.slow
 def test_what_failed_is_not_made_longer_and_goes_on_to_its_own_end(tmp_path: Path) -> None:
     specs, rules, told = four(), replace(LIVE, freed="plan"), Told()
     executor = Runners(slots=8, fails={specs[0].run: 20})
@@ -566,6 +588,7 @@ def test_what_failed_is_not_made_longer_and_goes_on_to_its_own_end(tmp_path: Pat
     assert again.ticks[-1][2] == 0 and again.closed == [0]
 
 
+@pytest.mark.slow
 def test_what_was_freed_is_kept_until_recipes_that_failed_have_raced(tmp_path: Path) -> None:
     specs, rules, told = four(), replace(LIVE, freed="plan"), Told()
     dead = {spec.run: 1 for spec in specs if spec.recipe != "scalerl+a=0.7"}
@@ -577,6 +600,7 @@ def test_what_was_freed_is_kept_until_recipes_that_failed_have_raced(tmp_path: P
     assert recipes(states, "stopped") == LOSERS and freed is not None and freed["compute"] > 1 and freed["steps"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_after", [None, 1, 8])
 def test_an_added_seed_has_the_budget_of_the_launch_whoever_takes_the_study_up(
     tmp_path: Path, killed_after: int | None

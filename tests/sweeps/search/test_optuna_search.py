@@ -397,6 +397,7 @@ def without(value: str, error: Exception, times: int = 10**6) -> Any:
     return careful
 
 
+@pytest.mark.slow
 def test_a_value_that_cannot_be_composed_costs_its_trials_and_no_other(tmp_path: Path) -> None:
     planner = without("a=0.46", RuntimeError("Could not find\n'loss/nope'"))
     states = search(tmp_path, SearchSettings(20, 2, budget=1.0), planner=planner, space=TEN, sampler=at_random)
@@ -406,6 +407,7 @@ def test_a_value_that_cannot_be_composed_costs_its_trials_and_no_other(tmp_path:
     assert {each.state for each in states.values()} == {"finished"} and len(trials(tmp_path)) == 20
 
 
+@pytest.mark.slow
 def test_a_planner_that_is_gone_costs_no_trial(tmp_path: Path) -> None:
     planner = without("a=0.46", PlannerLostError("planner: its process ended without an answer"), times=1)
     with pytest.raises(PlannerLostError):

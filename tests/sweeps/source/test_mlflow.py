@@ -116,6 +116,7 @@ def foreign(database: Path) -> None:
     client.create_run(experiment, run_name="empty")
 
 
+@pytest.mark.slow
 def test_runs_of_others_by_metric_tag_and_parameter(database: Path) -> None:
     foreign(database)
     source = f"mlflow:sqlite:///{database}#theirs"

@@ -262,6 +262,7 @@ def test_superseded_steps_never_arrive(tracker: Tracker, tmp_path: Path) -> None
     assert values == [1, 2, 3, 4, 5, 6.5, 7.5, 8.5, 9.5, 10.5]
 
 
+@pytest.mark.slow
 def test_a_record_is_cut_to_what_mlflow_takes(tracker: Tracker, tmp_path: Path) -> None:
     _, run_dir, run_id = one_run(tracker, tmp_path)
     journal = Journal(run_dir)

@@ -164,6 +164,7 @@ def test_too_deep() -> None:
         decode(message)
 
 
+@pytest.mark.slow
 def test_too_large() -> None:
     for large in ("a" * (MAX_BYTES + 1), [0.5] * MAX_BYTES, 1 << (8 * MAX_BYTES), [1] * MAX_BYTES):
         with pytest.raises(NotPlainError, match="more than"):
