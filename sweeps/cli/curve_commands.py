@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,30 @@ def _check_window(options: argparse.Namespace) -> None:
     low, high = options.min_compute, options.max_compute
     if low is not None and high is not None and low >= high:
         raise UserError(f"--min-compute {low:g} is not below --max-compute {high:g}; nothing lies between them")
+
+
+def _check_place(path: Path) -> None:
+    """Refuse before any fit what could not be written after it; nothing is left behind.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    made: list[Path] = []
+    try:
+        if path.exists():
+            if path.is_dir() or path.is_file():  # a pipe is opened once, when there is something to say
+                path.open("ab").close()
+            return
+        made = [folder for folder in path.parents if not folder.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+        path.unlink()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from error
+    finally:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def _fit_options(options: argparse.Namespace) -> FitOptions:
@@ -276,6 +301,8 @@ def race_command(options: argparse.Namespace) -> int:
 
 def report_command(options: argparse.Namespace) -> int:
     """`scalerl report`."""
+    page = Path(options.output)
+    _check_place(page)
     study, fits = _fitted(options, regions=True)
     # Matplotlib takes a second to import: only where something is drawn.
     from sweeps.decide.rank import rank
@@ -285,7 +312,6 @@ def report_command(options: argparse.Namespace) -> int:
     ranking = rank(fits, margin=options.margin, budget=options.budget, baseline=options.baseline)
     first = options.sources[0]
     title = options.title or (first.rpartition("#")[2] if first.startswith("mlflow:") else Path(first).resolve().stem)
-    page = Path(options.output)
     known = {found.recipe: found for found in ranking.comparisons}
     written = write_report(
         page,
