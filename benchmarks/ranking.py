@@ -105,7 +105,8 @@ def run(recipe: Recipe, name: str, source: np.random.Generator) -> Curve:
 @dataclass(frozen=True)
 class Outcome:
     """Of one study. sure: said with P > 0.9, right: and that is so. decided, within: the leader is within the margin.
-    refused: the truly best could not be ranked. agreed: ranking and plan say the same."""
+    refused: the truly best could not be ranked. agreed: ranking and plan say the same. regret: by how much the best A
+    exceeds the leader's; by_chance, by_last: that of the highest P(best), and of the highest mean of last values."""
 
     sure: bool
     right: bool
@@ -113,6 +114,14 @@ class Outcome:
     within: bool
     refused: bool
     agreed: bool
+    regret: float
+    by_chance: float
+    by_last: float
+
+
+def _last(curve: Curve) -> float:
+    """The mean over seeds of their last evaluations."""
+    return float(np.mean([curve.reward[curve.seed == seed][-1] for seed in np.unique(curve.seed)]))
 
 
 def study(which: tuple[int, int]) -> Outcome:
@@ -120,12 +129,15 @@ def study(which: tuple[int, int]) -> Outcome:
     source = np.random.default_rng((7, *which))
     recipes = KINDS[which[0]](source)
     names = [f"r{i:02d}" for i in range(len(recipes))]
-    fits = fit_curves([run(recipe, name, source) for recipe, name in zip(recipes, names, strict=True)])
+    curves = [run(recipe, name, source) for recipe, name in zip(recipes, names, strict=True)]
+    fits = fit_curves(curves)
     ranking, settlement = rank(fits, brief=True), settle(choice_of(fits))
     truth = {name: recipe.a for name, recipe in zip(names, recipes, strict=True)}
     best = max(truth.values())
     sure = [entry.recipe for entry in ranking.ranking if (entry.p_best or 0.0) > 0.9]
     leader = ranking.leader
+    likeliest = max(ranking.ranking, key=lambda entry: entry.p_best or 0.0).recipe
+    last = max(curves, key=_last).recipe
     refused = {entry.recipe for entry in ranking.ranking if entry.rank is None}
     return Outcome(
         bool(sure),
@@ -134,6 +146,7 @@ def study(which: tuple[int, int]) -> Outcome:
         leader is not None and truth[leader] >= best - MARGIN,
         any(name in refused for name, a in truth.items() if a == best),
         settlement.leader == leader and settlement.settled == (not ranking.undecided),
+        *(np.inf if name is None else best - truth[name] for name in (leader, likeliest, last)),
     )
 
 
@@ -151,6 +164,7 @@ def row(name: str, outcomes: Sequence[Outcome]) -> str:
         share([o.right for o in sure]),
         f"{len(decided) / len(outcomes):.2f}",
         share([o.within for o in decided]),
+        *(f"{np.mean([getattr(o, pick) for o in outcomes]):.3f}" for pick in ("regret", "by_chance", "by_last")),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -170,8 +184,11 @@ def main() -> None:
         f"Written by `python benchmarks/ranking.py`: {options.studies} simulated studies a row, evaluations of 300 "
         "prompts, seeds of a recipe 0.015 apart. Ranking and plan agreed on every one (asserted).",
         "",
-        "| studies | best refused | P(best) > 0.9 said | and true | decided | and within the margin |",
-        "|---|---|---|---|---|---|",
+        "Regret: by how much the best asymptote exceeds that of the recipe picked, on average.",
+        "",
+        "| studies | best refused | P(best) > 0.9 said | and true | decided | and within the margin | regret of the leader "
+        "| of the highest P(best) | of the highest last value |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for place, kind in enumerate(KINDS):
         lines.append(row(kind.__name__, outcomes[place * options.studies : (place + 1) * options.studies]))

@@ -8,9 +8,10 @@ would yield are drawn, every draw is weighted by how well it explains them, the 
 What this approximates: new evaluations come at the spacing of the old ones and with independent noise whose
 variance is the old one's times its inflation by autocorrelation; an extension tells of A through the curve
 alone; a seed is one observation of the recipe's A with the variance between seeds plus that of one run's fit;
-the choice after the results is the one with least chance of being wrong; ties in A are not broken by B; one
-step is looked ahead. Where few draws explain new data, the noise is raised until enough do, which understates
-the gain. Where A is not identifiable its draws are what the curve may come to by any law, which is wide.
+the choice after the results is the one with least chance of being wrong, not of least expected loss, by which the
+rest of a budget is committed; ties in A are not broken by B; one step is looked ahead. Where few draws explain new
+data, the noise is raised until enough do, which understates the gain. Where A is not identifiable its draws are what
+the curve may come to by any law, which is wide.
 """
 
 from __future__ import annotations
@@ -95,7 +96,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Split:
-    """A budget over recipes. commit: the winner's run continues from, to; None where there is no winner."""
+    """A budget over recipes.
+
+    winner: the recipe to which the rest is committed, the leader of `sweeps.decide.standing.Standing`; None where it
+    could cost more than the margin. commit: a run of it continues from, to.
+    """
 
     budget: float
     shares: tuple[Share, ...]
@@ -117,9 +122,9 @@ class _Future:
         top = np.max(every, axis=0)
         best = np.array([float((theta == top).mean()) for theta in every])
         order = [int(i) for i in np.argsort(-best, kind="stable")]
-        named = [i for i in order if fits[i].identifiable][:1]
-        # What could be best, and the ranked recipe that is most likely to be.
-        self.near = sorted({*named, *(i for i in order[:_AT_MOST] if best[i] >= _COULD)})
+        # What could be best, and what would be chosen now.
+        leader = [i for i, fit in enumerate(fits) if fit.recipe == standing.leader]
+        self.near = sorted({*leader, *(i for i in order[:_AT_MOST] if best[i] >= _COULD)})
         self.theta = {i: every[i] for i in self.near}
         self._rows = {i: standing.drawn[i].rows for i in self.near}
         self._prior = {i: self._sample(fits[i], every[i]) for i in self.near}
@@ -371,7 +376,8 @@ def split_budget(choice: Choice, budget: float) -> Split:
 
     Steps are taken one after the other by expected gain per compute, each judged together with those before
     it and at most one a recipe, until the choice is sure, nothing is worth its compute, or the budget is spent.
-    The rest continues one run of the winner. It is a plan before the results: plan again with them.
+    The rest continues one run of the recipe of least expected loss if that loss is within the margin, as things stand
+    or as the steps are expected to leave them; else it is kept. It is a plan before the results: plan again with them.
 
     Args:
         choice: between the recipes.
@@ -402,8 +408,24 @@ def split_budget(choice: Choice, budget: float) -> Split:
         i, step = max(offers, key=lambda offer: (offer[1].expected_gain or 0.0) / offer[1].cost)
         taken[i] = step
         now, left = now - (step.expected_gain or 0.0), left - step.cost
-    winner = next((fit for fit in fits if fit.recipe == standing.leader), None)
-    return _split(fits, winner, {fits[i].recipe: s for i, s in taken.items()}, budget, left)
+    leader = next((fit for fit in contenders if fit.recipe == standing.leader), None)
+    loss = standing.losses[leader.recipe] if leader is not None else np.inf
+    steps = {fits[i].recipe: step for i, step in taken.items()}
+    if loss <= standing.margin:
+        return _split(fits, leader, steps, budget, left, "")
+    kept = f"keep the rest ({left:.4g}) until the results are in, then plan again" if left > 0 else "nothing is left"
+    if leader is None:
+        why = "no recipe has a curve that rises to what it comes to"
+    else:
+        why = (
+            f"the best choice so far, {leader.recipe}, is expected to lie {loss:.3f} below the highest asymptote, more "
+            f"than the margin {standing.margin:g}"
+        )
+        if not steps and left > 0:
+            kept = (
+                f"nothing that this pays for is expected to change that: keep it ({left:.4g}) for seeds or more of it"
+            )
+    return _split(fits, None, steps, budget, left, f"no recipe is committed to: {why}; {kept}")
 
 
 def _split_cures(fits: Sequence[Fit], budget: float) -> Split:
@@ -413,13 +435,16 @@ def _split_cures(fits: Sequence[Fit], budget: float) -> Split:
         if step.cost <= left:
             taken[step.recipe] = step
             left -= step.cost
-    return _split(fits, None, taken, budget, left)
-
-
-def _split(fits: Sequence[Fit], winner: Fit | None, taken: Mapping[str, Step], budget: float, left: float) -> Split:
-    shares, commit = [], None
-    sentence = "no asymptote is identifiable, so there is no winner"
+    sentence = "no recipe has a curve yet, so there is none to commit to"
     sentence += f": keep the rest ({left:.4g}) until the results are in" if left > 0 else ""
+    return _split(fits, None, taken, budget, left, sentence)
+
+
+def _split(
+    fits: Sequence[Fit], winner: Fit | None, taken: Mapping[str, Step], budget: float, left: float, sentence: str
+) -> Split:
+    """sentence: what is said where nothing is committed."""
+    shares, commit = [], None
     for fit in fits:
         step = taken.get(fit.recipe)
         end = fit.window[1] if fit.window is not None else float(fit.curve.compute.max())

@@ -34,11 +34,13 @@ from sweeps.parallel import mapped
 @dataclass(frozen=True)
 class Ranked(AsJson):
     """One recipe's place; rank is None where A may not be named. p_best: of all recipes, ranked or not; None where
-    nothing was compared. Intervals are 95%."""
+    nothing was compared. expected_loss: by how much the highest asymptote of all is expected to exceed its own.
+    Intervals are 95%."""
 
     recipe: str
     rank: int | None
     p_best: float | None
+    expected_loss: float
     tied_with_best: bool
     A: Interval
     A_total: tuple[float | None, float | None]
@@ -148,6 +150,7 @@ def rank(
                 fit.recipe,
                 place,
                 standing.p_best[fit.recipe],
+                standing.losses[fit.recipe],
                 refitted is not None,
                 fit.A,
                 fit.A_total,
@@ -163,6 +166,7 @@ def rank(
             fit.recipe,
             None,
             standing.p_best[fit.recipe],
+            standing.losses[fit.recipe],
             False,
             fit.A,
             fit.A_total,

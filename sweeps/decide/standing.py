@@ -8,7 +8,7 @@ recipes that could not be ranked, too.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,16 +58,19 @@ class Drawn:
 class Standing:
     """The choice as it stands. Mappings are by recipe.
 
-    leader: the recipe to choose: the ranked one that is best, or first among those tied; one that could not be ranked
-    where it is surely best all the same; None where no A may be named and none is. p_best: of having
-    the highest asymptote of all, ranked or not, with the spread between seeds. p_wrong: chance that another's exceeds
-    the leader's by more than the margin; None where there is no leader or no other. tied: ranked recipes within the
-    margin of the best, the leader first; shared_a: the A at which they were refitted, at_shared. rivals: recipes that
-    could not be ranked and might be best with more than `COULD_WIN`. drawn: what all this is read off, by fit.
+    leader: the recipe to choose, that of the least expected loss whether or not its A may be named, or the first of
+    those tied with it; None where nothing is known of any. losses: by how much the highest asymptote of all is
+    expected to exceed a recipe's, in reward units. p_best: of having the highest, ranked or not, with the spread
+    between seeds. p_wrong: chance that another's exceeds the leader's by more than the margin; None where there is no
+    leader or no other. tied: ranked recipes within the margin of the best that is named, by their estimates and by
+    what they are expected to cost, the most efficient first; shared_a: the A at which they were refitted, at_shared.
+    rivals: recipes that could not be ranked and might be best with more than `COULD_WIN`. drawn: what all this is read
+    off, by fit.
     """
 
     margin: float
     leader: str | None
+    losses: dict[str, float]
     p_best: dict[str, float]
     p_wrong: float | None
     ranked: tuple[str, ...]
@@ -226,7 +229,14 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
     ranked = [fit for fit in fits if fit.identifiable]
     names = {fit.recipe: named_a(fit) for fit in ranked}
     best = max(names.values(), default=0.0)
-    tied = [fit for fit in ranked if best - names[fit.recipe] <= margin + 1e-12]
+    losses = dict(zip((fit.recipe for fit in fits), expected_losses(drawn), strict=True))
+    least = min((losses[fit.recipe] for fit in ranked), default=0.0)
+    # Of estimates within the margin one may still be expected to cost more.
+    tied = [
+        fit
+        for fit in ranked
+        if best - names[fit.recipe] <= margin + 1e-12 and losses[fit.recipe] - least <= margin + 1e-12
+    ]
     shared_a, at_shared = at_shared_a(tied)
 
     def order(fit: Fit) -> tuple[bool, float, str]:
@@ -237,24 +247,14 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
 
     ordered = sorted(ranked, key=order)
     rivals = tuple(fit.recipe for fit in fits if not fit.identifiable and p_best[fit.recipe] > COULD_WIN)
+    leader = _leader(fits, [fit for fit in ordered if fit in tied], losses)
     wrong = dict(zip((fit.recipe for fit in fits), wrong_chances(drawn, margin), strict=True))
-    leader = ordered[0] if ordered else None
     p_wrong = None if leader is None or len(fits) < 2 else wrong[leader.recipe]
-    refused = [fit for fit in fits if not fit.identifiable]
-    surest = min(refused, key=lambda fit: wrong[fit.recipe], default=None)
-    led = p_wrong is not None and p_wrong <= _UNSURE
-    if len(fits) > 1 and not led and surest is not None and wrong[surest.recipe] <= _UNSURE:
-        # Whatever it comes to is above the others: that its asymptote may not be named takes nothing from that.
-        leader, p_wrong, decided = surest, wrong[surest.recipe], True
-        sentence = (
-            f"{surest.recipe} has the highest asymptote with {chance(p_best[surest.recipe])}, though it may not be "
-            f"named yet ({surest.verdict}); that it is within {margin:g} of the best has {chance(1 - p_wrong)}"
-        )
-    else:
-        decided, sentence = _outcome(fits, ordered, tied, p_best, p_wrong, at_shared, rivals, margin)
+    decided, sentence = _outcome(fits, leader, ordered, tied, losses, p_best, p_wrong, at_shared, rivals, margin)
     return Standing(
         margin,
         None if leader is None else leader.recipe,
+        losses,
         p_best,
         p_wrong,
         tuple(fit.recipe for fit in ordered),
@@ -273,6 +273,22 @@ def named_a(fit: Fit) -> float:
     """An estimate that the verdict lets be named."""
     assert fit.A.value is not None
     return fit.A.value
+
+
+def _leader(fits: Sequence[Fit], tied: Sequence[Fit], losses: Mapping[str, float]) -> Fit | None:
+    """The recipe of the least expected loss; where that is among those tied, which are in order, the first of them.
+
+    A refusal to name an asymptote is no evidence that it is low. Of what cannot be read nothing is known at all.
+    """
+    known = [fit for fit in fits if readable(fit)]
+    best = min(known, key=lambda fit: (losses[fit.recipe], fit.recipe), default=None)
+    return tied[0] if best in tied else best
+
+
+def expected_losses(drawn: Sequence[Drawn]) -> list[float]:
+    """Of each recipe, by how much the highest asymptote exceeds its own, on average over joint draws."""
+    runs = np.stack([one.asymptote() for one in drawn])
+    return [float(loss) for loss in (runs.max(axis=0) - runs).mean(axis=1)]
 
 
 def wrong_chances(drawn: Sequence[Drawn], margin: float) -> list[float]:
@@ -307,37 +323,40 @@ def _p_more_efficient(leader: Fit, others: Sequence[Fit]) -> float:
 
 def _outcome(
     fits: Sequence[Fit],
+    leader: Fit | None,
     ordered: Sequence[Fit],
     tied: Sequence[Fit],
-    p_best: dict[str, float],
+    losses: Mapping[str, float],
+    p_best: Mapping[str, float],
     p_wrong: float | None,
-    at_shared: dict[str, Fit],
+    at_shared: Mapping[str, Fit],
     rivals: Sequence[str],
     margin: float,
 ) -> tuple[bool, str]:
     """Whether the data decide, and one sentence that says so."""
     total, refused = len(fits), len(fits) - len(ordered)
+    could_be = [name for name in rivals if leader is None or name != leader.recipe]
     unranked = f"; {refused} of {total} recipes cannot be ranked" if refused and total > 1 else ""
-    if rivals:
-        could = ", ".join(f"{name} ({chance(p_best[name])})" for name in rivals[:4])
-        unranked += f", and of these {could}{' and others' if len(rivals) > 4 else ''} could be best"
-    elif unranked:
+    if could_be:
+        could = ", ".join(f"{name} ({chance(p_best[name])})" for name in could_be[:4])
+        unranked += f", and of these {could}{' and others' if len(could_be) > 4 else ''} could be best"
+    elif unranked and not rivals:
         unranked += ", and none of them is likely to be best"
-    if not ordered:
+    if leader is None or (not ordered and total == 1):
         whose = f"none of the {total} recipes is" if total > 1 else f"{fits[0].recipe}, the only recipe, is not"
         return False, f"undecided: the asymptote of {whose} identifiable{unranked}"
-    leader = ordered[0]
     if p_wrong is None:
         return True, f"{leader.recipe} is the only recipe: nothing to compare"
     sure, p = p_wrong <= _UNSURE, p_best[leader.recipe]
+    open_yet = "" if leader.identifiable else f", though it may not be named yet ({leader.verdict})"
     within = f"that it is within {margin:g} of the best has {chance(1 - p_wrong)}"
-    if len(tied) == 1:
+    if leader not in tied or len(tied) == 1:
         if sure:
-            return True, f"{leader.recipe} has the highest asymptote with {chance(p)}, and {within}{unranked}"
-        return (
-            False,
-            f"undecided: {leader.recipe} has the highest asymptote with {chance(p)} only, and {within}{unranked}",
-        )
+            said = f"{leader.recipe} has the highest asymptote with {chance(p)}{open_yet}; {within}"
+            return True, f"{said}{unranked if leader.identifiable else ''}"
+        costs = f"choosing it costs {losses[leader.recipe]:.3f} on average"
+        said = f"{leader.recipe} is the best choice so far{open_yet}: highest with {chance(p)}, {costs}, and {within}"
+        return False, f"undecided: {said}{unranked}"
     efficient = _p_more_efficient(
         at_shared[leader.recipe], [at_shared[fit.recipe] for fit in tied if fit is not leader]
     )
