@@ -186,8 +186,8 @@ def main() -> None:
         "",
         "Regret: by how much the best asymptote exceeds that of the recipe picked, on average.",
         "",
-        "| studies | best refused | P(best) > 0.9 said | and true | decided | and within the margin | regret of the leader "
-        "| of the highest P(best) | of the highest last value |",
+        "| studies | best refused | P(best) > 0.9 said | and true | decided | and within the margin "
+        "| regret of the leader | of the highest P(best) | of the highest last value |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for place, kind in enumerate(KINDS):
