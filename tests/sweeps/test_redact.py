@@ -328,7 +328,7 @@ def test_no_key_of_the_projects_own_configuration_is_taken_for_a_secret(path: Pa
 def test_nothing_of_a_members_own_configuration_is_taken_for_a_secret(tmp_path: Path) -> None:
     """As it stands in its spec and at the head of its journal: a study would be refused, or would lie about it."""
     experiments = ("variant=none", "experiment=replication", "aggregation=token context.max_new_tokens=18")
-    for spec in plan_members([["study=x", *words.split()] for words in experiments], []):
+    for spec in plan_members([["study=x", "model.batches=1", *words.split()] for words in experiments], []):
         spec.write(tmp_path / spec.run)
         frozen = (tmp_path / spec.run / "spec.json").read_text()
         assert redact(frozen, {}) == frozen

@@ -265,6 +265,7 @@ def test_without_an_identifiable_recipe_nothing_is_committed() -> None:
 @pytest.mark.parametrize(
     "studies", [pytest.param(24, marks=pytest.mark.slow), pytest.param(120, marks=pytest.mark.full)]
 )
+@pytest.mark.full
 def test_following_the_advice_beats_a_random_recipe(studies: int) -> None:
     """One step of equal cost, on some of the studies of `benchmarks/advice.py`."""
     before, advised, random, promised = np.mean([one_study(i) for i in range(studies)], axis=0)

@@ -69,7 +69,7 @@ def test_exact_data_return_the_law() -> None:
         assert float(np.median(law.exponent(size))) == pytest.approx(exponent(size), rel=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_intervals_hold_the_truth() -> None:
     """95% intervals over 40 studies with a spread between seeds: k_max, N_0, k of the largest, a crossover, R."""
     held = np.zeros(5)

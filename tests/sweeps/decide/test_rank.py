@@ -48,7 +48,7 @@ def test_equal_recipes_are_undecided() -> None:
     assert result.undecided and result.sentence.startswith("undecided")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_p_best_of_equal_recipes_is_calibrated() -> None:
     """Seeds differ by 0.015; the winner among two equal recipes must not often look sure."""
     sure = 0

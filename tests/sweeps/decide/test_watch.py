@@ -180,7 +180,7 @@ def test_departure_names_numbers_and_remedy() -> None:
     assert above is not None and "above its forecast" in above and "--min-compute" in above
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_good_runs_stay_silent_and_collapses_ring() -> None:
     runs = [evaluated(RUNS[0], 3000 + i) for i in range(4)]
     assert sum(rings(data, live.GROWTH) for data in runs) <= 1
@@ -190,10 +190,7 @@ def test_good_runs_stay_silent_and_collapses_ring() -> None:
 
 @pytest.mark.parametrize(
     "place",
-    [
-        pytest.param(number, id=run.name, marks=pytest.mark.full if number else pytest.mark.slow)
-        for number, run in enumerate(RUNS)
-    ],
+    [pytest.param(number, id=run.name, marks=pytest.mark.full) for number, run in enumerate(RUNS)],
 )
 def test_false_alarms_and_misses(place: int) -> None:
     """Some of the runs of `benchmarks/watch.py`, looked at less often; with room for chance."""

@@ -1111,7 +1111,7 @@ def test_with_one_good_node_every_member_finishes(
     assert here.cluster.living() == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @settings(max_examples=examples(40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     fates=st.lists(st.sampled_from(BLACK_HOLES), min_size=len(NODES), max_size=len(NODES)),

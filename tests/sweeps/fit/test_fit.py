@@ -18,7 +18,7 @@ from sweeps.fit.fit import FitOptions, fit_curve, fit_curves, refit
 from sweeps.fit.points import select, weighted
 from sweeps.fit.predict import predict, predict_mean
 from sweeps.source import load
-from tests.examples import examples
+from tests.examples import every, examples
 from tests.paths import CURVES
 from tests.sweeps.fit.simulate import curve, law
 
@@ -157,7 +157,7 @@ def test_interval_opens_when_the_window_ends_before_the_bend() -> None:
     assert early.to_json()["A"]["high"] is None and early.A_total[1] is None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_coverage_of_half_window_predictions() -> None:
     """The last quarter's mean, predicted from the first half, on autocorrelated curves with two seeds."""
     hits, widths, bounded = 0, [], 0
@@ -308,7 +308,7 @@ def test_a_million_points_are_averaged_and_counted() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rho", [0.0, 0.7])
+@pytest.mark.parametrize("rho", every(2, [0.7, 0.0], pytest.mark.full))
 def test_coverage_of_every_parameter(rho: float) -> None:
     """A cell of `benchmarks/coverage.py` with few repeats: far from the 48% of intervals that trust every point."""
     cell = coverage.Cell(4.0, 40, rho, "log")
@@ -344,8 +344,8 @@ def test_refusals() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.4, 0.75, 1.0])
-@pytest.mark.parametrize("rho", [0.0, 0.7])
+@pytest.mark.parametrize("share", every(2, [0.75, 0.4, 1.0], pytest.mark.full))
+@pytest.mark.parametrize("rho", every(2, [0.7, 0.0], pytest.mark.full))
 def test_windows_before_the_bend_are_never_identifiable(share: float, rho: float) -> None:
     for rng in range(25):
         random = np.random.default_rng([rng, int(10 * share)])

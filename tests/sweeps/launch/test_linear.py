@@ -157,7 +157,7 @@ def phases(folder: Path, number: int) -> dict[str, int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_phase_is_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr("sys.stderr", io.StringIO())

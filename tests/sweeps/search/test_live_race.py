@@ -29,6 +29,7 @@ from sweeps.search.race import LiveRace
 from sweeps.search.record import RACE_FILE, RaceRecord
 from sweeps.search.settings import RaceSettings
 from sweeps.source import load
+from tests.examples import every
 from tests.sweeps.launch.test_study import Recorder
 from tests.sweeps.search.runners import STEPS, Cluster, KilledError, Runners, member, planned, uneven
 
@@ -160,7 +161,7 @@ def test_without_a_budget_it_is_what_the_slowest_spends(tmp_path: Path) -> None:
 # --- nothing but time ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @settings(max_examples=8, phases=NO_SHRINK, deadline=None, derandomize=True)
 @given(
     slots=st.integers(1, 9),
@@ -474,7 +475,7 @@ def test_freed_compute_is_spent_once_whoever_is_killed(kills: list[int], slots: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [24, *(pytest.param(each, marks=pytest.mark.slow) for each in (20, 22, 27, 33))])
+@pytest.mark.parametrize("after", every(3, (24, 20, 22, 27, 33), pytest.mark.full))
 def test_a_run_that_was_made_longer_is_adopted_and_not_submitted_again(tmp_path: Path, after: int) -> None:
     rules, first = replace(LIVE, freed="plan"), Cluster(slots=8, killed_after=after)
     killed(tmp_path / "a", first, rules)

@@ -23,6 +23,7 @@ from sweeps.run.spec import RunSpec
 from sweeps.search import optuna_search
 from sweeps.search.optuna_search import TRIALS_FILE, Search
 from sweeps.search.settings import Axis, SearchSettings
+from tests.examples import every
 from tests.sweeps.search.runners import STEPS, KilledError, Runners, planned, uneven
 from tests.sweeps.search.test_live_race import Told
 
@@ -108,7 +109,7 @@ def test_places_are_filled_as_they_become_free(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2, 3))])
+@pytest.mark.parametrize("seed", every(4, range(4), pytest.mark.full))
 def test_sixty_trials_through_many_deaths_none_lost_and_none_run_twice(tmp_path: Path, seed: int) -> None:
     source = random.Random(seed)
     settings = SearchSettings(60, 4, budget=1.0)

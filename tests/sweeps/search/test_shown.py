@@ -30,7 +30,7 @@ def test_the_report_says_who_was_stopped_and_why_and_what_it_paid_for(tmp_path: 
     assert "The looks freed" in text and "budget.steps=" in text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_report_of_a_dry_run_claims_nothing(tmp_path: Path) -> None:
     raced(tmp_path / "study", four(), rules=replace(LIVE, mode="dry_run"))
     assert main(["report", str(tmp_path / "study"), "-o", str(tmp_path / "report.html")]) == 0
