@@ -19,6 +19,7 @@ from lightning_scalerl.composition import build_recipe, compose
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.run import run_member
 from sweeps.run.journal import read_journal
+from tests.examples import every
 from tests.paths import ROOT
 
 STEPS = 10
@@ -62,9 +63,18 @@ def train(overrides: list[str], tmp_path: Path, moves: bool = True, scale: str =
     ]
 
 
+# In CI each recipe with one scale and each scale with some recipe; the whole product in test-full.
+PAIRS = [
+    pytest.param(
+        recipe, scale, marks=() if (i - j) % max(len(names("recipe")), len(names("scale"))) == 0 else pytest.mark.full
+    )
+    for i, recipe in enumerate(names("recipe"))
+    for j, scale in enumerate(names("scale"))
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", names("scale"))
-@pytest.mark.parametrize("recipe", names("recipe"))
+@pytest.mark.parametrize(("recipe", "scale"), PAIRS)
 def test_every_recipe_goes_with_every_scale(recipe: str, scale: str) -> None:
     built = build_recipe(compose([f"recipe={recipe}", f"scale={scale}"]), recipe)
     built.check(built.choices)
@@ -256,7 +266,7 @@ def test_every_recipe_trains(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", names("experiment"))
+@pytest.mark.parametrize("experiment", every(3, names("experiment"), pytest.mark.full))
 def test_every_experiment_trains(experiment: str, tmp_path: Path) -> None:
     """Its first and its last member."""
     first, *_, last = members(experiment)
@@ -309,7 +319,7 @@ def test_staged_rewards_act_until_the_last_stage_and_need_several_rewards(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", sorted(set(names("variant")) - {"none"}))
+@pytest.mark.parametrize("variant", every(3, sorted(set(names("variant")) - {"none"}), pytest.mark.full))
 def test_every_variant_is_one_change_and_trains(variant: str, tmp_path: Path) -> None:
     """On the first recipe that it changes."""
     alone = {

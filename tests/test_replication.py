@@ -28,7 +28,7 @@ def verdicts(page: Path) -> dict[tuple[str, ...], str]:
     return {(number, *row[:2]): row[2] for number, row in enumerate(rows)}  # type: ignore[misc]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_page_is_made_from_committed_curves(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     command = [sys.executable, str(ROOT / "benchmarks" / "replication.py"), "--page", str(page)]

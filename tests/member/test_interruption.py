@@ -25,6 +25,7 @@ from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.module import ScaleRL
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.journal import read_journal
+from tests.examples import every
 from tests.helpers import SMALL, CountingTask, fit, quiet, undisturbed
 
 STEPS = 6
@@ -65,7 +66,7 @@ MODES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", every(2, MODES, pytest.mark.full))
 def test_stopped_after_any_step_a_run_goes_on_bit_for_bit(mode: str, tiny_model_path: str, tmp_path: Path) -> None:
     """Also between checkpoints, and by a second request after the first."""
     recipe, choice = MODES[mode]
@@ -138,7 +139,7 @@ def test_a_signal_in_a_generation_is_honoured_there(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("evaluation", "steps"), [(0, 5), (2, 5), (4, 5), (5, 5)])
+@pytest.mark.parametrize(("evaluation", "steps"), every(2, [(0, 5), (2, 5), (5, 5), (4, 5)], pytest.mark.full))
 def test_a_request_in_an_evaluation_is_honoured_there(
     tiny_model_path: str, tmp_path: Path, evaluation: int, steps: int
 ) -> None:

@@ -27,6 +27,7 @@ from lightning_scalerl.rollout import TrainBatch
 from sweeps.cli.main import main
 from sweeps.run.journal import JOURNAL_FILE, JournalView, read_journal
 from tests import forked
+from tests.examples import every
 from tests.families import FAMILIES, STRANGERS, Family, save, write_task
 from tests.helpers import quiet
 from tests.test_module import Keep
@@ -194,7 +195,7 @@ def trained_weights(run: Path, model: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", every(3, FAMILIES, pytest.mark.full))
 def test_a_run_of_it_is_exported(name: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the command line does it: in the recipe's own types and asynchrony, and exactly."""
     family = FAMILIES[name]

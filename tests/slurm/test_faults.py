@@ -83,6 +83,7 @@ def test_preempted(sweep: OneMember) -> None:
     assert [record.metrics["compute/wasted_flops"] for record in sweep.journal().of_kind("train")][-1] == 0
 
 
+@pytest.mark.full
 def test_the_time_limit_is_reached_twice(sweep: OneMember) -> None:
     """A chain of jobs: each one minute long, warned half a minute before its end."""
     limits = ("hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=30")
@@ -95,6 +96,7 @@ def test_the_time_limit_is_reached_twice(sweep: OneMember) -> None:
     assert sweep.steps_written() == list(range(1, STEPS + 1))
 
 
+@pytest.mark.full
 def test_a_limit_on_time_limits_is_kept(light: OneMember) -> None:
     limits = ("hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=30", "hydra.launcher.max_num_timeout=0")
     assert light.launch(*limits, verifier_s=0.8) == 1
@@ -119,6 +121,7 @@ def test_killed(light: OneMember) -> None:
     assert light.journal().of_kind("train")[-1].metrics["compute/wasted_flops"] > 0
 
 
+@pytest.mark.full
 def test_killed_again_and_again_with_a_torn_line_and_a_truncated_checkpoint(sweep: OneMember) -> None:
     never = "hydra.launcher.retries={killed:0}"
     with sweep.launched(never, verifier_s=0.1) as process:
@@ -171,6 +174,7 @@ def test_a_node_loses_its_slurmd_and_the_job_runs_twice(light: OneMember) -> Non
     assert light.journal().of_kind("train")[-1].metrics["compute/wasted_flops"] == 0
 
 
+@pytest.mark.full
 def test_the_first_copy_dies_and_the_second_goes_on(light: OneMember) -> None:
     with light.held() as process:
         light.reaches(1)
@@ -210,6 +214,7 @@ def test_slurmctld_dies_after_the_submission(light: OneMember) -> None:
     light.check()
 
 
+@pytest.mark.full
 def test_slurmctld_is_away_when_the_study_is_launched(light: OneMember) -> None:
     light.lab.run("kill", "slurmctld")
     with light.launched() as process:
@@ -231,6 +236,7 @@ def test_cancelled_by_hand(light: OneMember) -> None:
     assert light.status()["counts"] == {"cancelled": 1}
 
 
+@pytest.mark.full
 def test_the_same_command_twice_at_once(light: OneMember) -> None:
     with light.held() as first:
         eventually(lambda: light.directory.exists() and light.states(), "the first")
@@ -272,6 +278,7 @@ def test_detached(light: OneMember) -> None:
     light.check()
 
 
+@pytest.mark.full
 def test_a_larger_budget_goes_on(light: OneMember) -> None:
     assert light.launch("budget.steps=6") == 0, light.said()
     assert light.launch(f"budget.steps={STEPS}") == 0, light.said()

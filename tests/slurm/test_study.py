@@ -87,6 +87,7 @@ main()
 """
 
 
+@pytest.mark.full
 def test_the_controller_is_killed_after_each_line_of_the_ledger(place: Place, whole: Lab) -> None:
     study = ("variant=none,loss_dapo", "seed=0")
     sweep = Sweep(place, whole, study)
@@ -128,6 +129,7 @@ def test_members_that_raise_or_run_out_of_memory_say_so_and_touch_no_other(place
     assert sweep.status()["counts"] == {"failed": 3, "finished": 1}
 
 
+@pytest.mark.full
 def test_a_full_disk_is_the_reason_given_and_the_run_goes_on_once_there_is_room(place: Place, whole: Lab) -> None:
     study = ("variant=none", "seed=0")
     sweep = Sweep(place, whole, study, name="small/study")
@@ -225,6 +227,7 @@ def server(tmp_path: Path) -> Iterator[TrackingServer]:
     started.kill()
 
 
+@pytest.mark.full
 def test_the_tracking_server_is_away_for_a_while(place: Place, whole: Lab, server: TrackingServer) -> None:
     """It dies while members train, and comes back: nothing is lost there, nothing doubled, and all states are true."""
     from mlflow import MlflowClient

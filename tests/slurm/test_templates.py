@@ -170,6 +170,7 @@ def check_begins_alike(one: JournalView, several: JournalView) -> None:
 NODES = ("hydra.launcher.nodes=2", "hydra.launcher.gpus_per_node=1")
 
 
+@pytest.mark.full
 def test_many_nodes_preempted(sweep: FromTemplate, truth_of_two: JournalView) -> None:
     sweep.template = "many_nodes"
     with sweep.launched(*NODES, verifier_s=0.1) as process:
@@ -244,6 +245,7 @@ def submitted(lab: Lab, place: Place, verifier_s: float, *arguments: str, option
     return done.stdout.strip()
 
 
+@pytest.mark.full
 def test_single_runs_are_requeued(
     place: Place, whole: Lab, truth: Any, truth_of_two: JournalView, tiny_model_path: str
 ) -> None:

@@ -26,6 +26,7 @@ from lightning_scalerl.measure import heartbeat
 from lightning_scalerl.measure.heartbeat import HEARTBEAT_FILE, spent_by_heartbeat
 from lightning_scalerl.stream.events import Event
 from sweeps.run.journal import JournalView, read_journal
+from tests.examples import every
 from tests.helpers import fit
 from tests.measure.test_compute_meter import check_hours
 
@@ -147,7 +148,7 @@ def without_clock(left: Left) -> tuple[list[str], list[tuple[str, int | None, An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", every(2, MODES, pytest.mark.full))
 def test_killed_after_every_event(mode: str, tiny_model_path: str, tmp_path: Path) -> None:
     """Invariant 5, with everything that can be in flight in flight."""
     whole, watch = undisturbed(tiny_model_path, tmp_path / "whole", mode)

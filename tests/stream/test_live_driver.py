@@ -29,6 +29,7 @@ from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.stream.virtual_driver import VirtualDriver
 from lightning_scalerl.verify.grade import Outcome, Sample
 from lightning_scalerl.verify.verification import RewardError
+from tests.examples import every
 from tests.generator.slow import Size, SlowGenerator, Weights, script, weights_of
 from tests.generator.threads import Threads
 from tests.helpers import CountingTask, fit, inline
@@ -96,7 +97,7 @@ def test_both_clocks_obey_one_rule(mode: AsyncMode) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", every(4, range(20), pytest.mark.full))
 def test_delays_on_either_side(seed: int) -> None:
     delays = random.Random(seed)
     mode = delays.choice([OnPolicy(), PPOOffPolicy(3), Pipeline(1), Pipeline(2), Pipeline(5)])
@@ -151,7 +152,7 @@ def test_grading_holds_up_no_generation_and_is_no_part_of_its_order() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("generators", [1, 2])
+@pytest.mark.parametrize("generators", every(2, [2, 1], pytest.mark.full))
 def test_a_generator_that_is_lost_costs_its_share(how: signal.Signals, generators: int) -> None:
     with closing(live(Pipeline(2), generators=generators, silence_s=5.0)) as driver:
         batches = train(driver, 3)

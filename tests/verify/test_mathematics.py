@@ -366,7 +366,7 @@ def test_some_of_what_explodes_is_wrong_in_bounded_time_and_memory() -> None:
     check_bounded(SOME, cpu_s=0.3)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_all_of_what_explodes_is_wrong_in_bounded_time_and_memory() -> None:
     check_bounded(list(EXPLOSIVE), cpu_s=Mathematics().cpu_s)
 
@@ -466,7 +466,7 @@ def test_hundreds_of_texts_each_have_a_grade() -> None:
     check_generated(300, cpu_s=1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ten_thousand_texts_each_have_a_grade() -> None:
     check_generated(10_000, cpu_s=Mathematics().cpu_s)
 

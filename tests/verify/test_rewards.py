@@ -24,6 +24,7 @@ from lightning_scalerl.verify.grade import Grade, Outcome, Sample
 from lightning_scalerl.verify.named import content, named, reward_sum
 from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.rewards import RewardSum, Weighted
+from tests.examples import every
 from tests.paths import ROOT
 
 FILES = ROOT / "tests" / "verify" / "reward_files"
@@ -418,7 +419,7 @@ def test_a_files_bytes_are_its_identity() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", FORMS, ids=lambda place: place.rpartition("/")[2])
+@pytest.mark.parametrize("place", every(3, FORMS, pytest.mark.full), ids=lambda place: place.rpartition("/")[2])
 def test_ten_thousand_completions_each_have_an_outcome(place: str) -> None:
     import random
 
