@@ -60,6 +60,8 @@ _START_S = 60.0
 _END_S = 10.0
 _TICK_S = 0.02
 _MOST_ENTRIES = 4096
+# A user's other processes start threads between the count and a program's own; one that gets none would fail unjustly.
+_STARTED_MEANWHILE = 200
 # Each look resolves every path anew.
 _LONGEST_PATH = 1024
 _MEBIBYTE = 1 << 20
@@ -185,7 +187,7 @@ class Sandboxed:
                     "cpu_s": self._limits.cpu_s,
                     "memory_mib": self._limits.memory_mib,
                     "file_mib": self._limits.file_mib,
-                    "processes": self._limits.processes + (0 if self._walls.own_user else _threads_of_user()),
+                    "processes": self._limits.processes + (0 if self._walls.own_user else _threads_of_others()),
                 },
                 "user": self._user,
                 "keeps_read": self._walls.own_user and not self._walls.bubblewrap and not _open_to_all(),
@@ -536,8 +538,9 @@ def _new_user() -> int:
     return random.SystemRandom().randrange(*found)
 
 
-def _threads_of_user() -> int:
-    return _count_threads(os.geteuid(), int(time.monotonic()))
+def _threads_of_others() -> int:
+    """What the user may run beside a sandbox that shares its limit: what it runs now, and what it starts meanwhile."""
+    return _count_threads(os.geteuid(), int(time.monotonic())) + _STARTED_MEANWHILE
 
 
 @lru_cache(maxsize=1)

@@ -20,8 +20,8 @@ class Limits:
         memory_mib: address space.
         output_kib: what is kept of standard output, and of standard error; more ends the program.
         file_mib: the largest file, and the scratch directory as a whole (looked at some 50 times a second).
-        processes: threads, where the sandbox has a user of its own; otherwise that many more than the user has now.
-            New processes are not given at all.
+        processes: threads, where the sandbox has a user of its own; otherwise that many more than the user has now and
+            200 for what it starts elsewhere meanwhile. New processes are not given at all.
     """
 
     wall_s: float = 10

@@ -20,7 +20,8 @@ from lightning_scalerl.verify.sandbox.walls import Protections, Walls
 from tests.paths import ROOT
 from tests.verify.sandbox import worker
 
-NOBODY = 65534
+# A user without rights; each worker has one of its own, since the kernel counts the threads of a user on the machine.
+NOBODY = 65534 - int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 RAISED = {"ConfigurationError": ConfigurationError, "SandboxError": SandboxError}
 
 
