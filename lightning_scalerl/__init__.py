@@ -14,6 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_scalerl.on_demand import torchmetrics_on_demand
+
 if TYPE_CHECKING:
     from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
     from lightning_scalerl.callbacks.evaluate import Evaluate
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from lightning_scalerl.task.base import Task
 
 __version__ = "0.2.0"
+
+torchmetrics_on_demand()
 
 # Public names by module. The choices of all axes are public too, and found by their class in `axes/`.
 _HOMES = {

@@ -14,6 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+# Before any test imports Lightning: lightning_scalerl/on_demand.py spares each process half of that.
+import lightning_scalerl  # noqa: F401
 from tests.place import PATIENCE_S, Deterministic, Place, deterministic, made_once
 
 pytest_plugins = ["tests.account"]

@@ -26,7 +26,7 @@ FLOORS = {
         {"__main__"},
     ],
     "lightning_scalerl": [
-        {"prompt", "checks", "cache"},
+        {"prompt", "checks", "cache", "on_demand"},
         {"rollout", "verify"},
         {"choice", "state"},
         {"axes"},
@@ -160,7 +160,19 @@ def test_vllm_is_imported_where_it_runs_and_nowhere_else() -> None:
 
 
 @pytest.mark.slow
-def test_plugin_needs_no_vllm() -> None:
-    modules = "lightning_scalerl.module, lightning_scalerl.train"
-    code = f"import sys; sys.modules['vllm'] = None; import {modules}; print('fine')"
-    assert "fine" in run_python(code)
+def test_the_plugin_needs_no_vllm_and_no_metrics_until_somebody_asks_for_one() -> None:
+    code = """
+import sys
+sys.modules["vllm"] = None
+import lightning_scalerl.module, lightning_scalerl.train
+from lightning.pytorch import LightningModule
+assert "torchmetrics" in sys.modules and not {"sklearn", "scipy.signal", "torchmetrics.text"} & sys.modules.keys()
+import torch, torchmetrics
+assert torchmetrics.MetricCollection({"a": torchmetrics.Accuracy("binary")})(torch.ones(2), torch.ones(2)) == {"a": 1}
+assert issubclass(torchmetrics.Accuracy, torchmetrics.Metric) and torchmetrics.__version__
+try:
+    torchmetrics.Acuracy
+except AttributeError as error:
+    print(error)
+"""
+    assert "has no attribute 'Acuracy'" in run_python(code)

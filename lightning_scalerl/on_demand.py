@@ -1,0 +1,69 @@
+"""Lightning without what it imports and never uses: half of the time in which a process of ours starts.
+
+Lightning needs two classes of torchmetrics. That package's `__init__` imports every metric there is, and with them
+scikit-learn, SciPy's signals and all of transformers. Here it runs when somebody asks the package for anything else.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+_PACKAGE = "torchmetrics"
+_NEEDED = {"Metric": "torchmetrics.metric", "MetricCollection": "torchmetrics.collections"}
+
+
+def torchmetrics_on_demand() -> None:
+    """Let `import torchmetrics` do no more than is asked of it; nothing happens where it is imported already."""
+    if _PACKAGE not in sys.modules:
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds the package where it lies, once, and puts the loader below in its loader's place."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _PACKAGE:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _OnDemand(spec.loader)
+        return spec
+
+
+class _OnDemand(Loader):
+    """Makes the package without running its `__init__`, which `loader` does when an unknown name is asked for."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        def missing(name: str) -> Any:
+            # Asked for by whatever looks at modules in general, doctest or inspect: no reason to import the world.
+            if name.startswith("__"):
+                raise AttributeError(f"module {_PACKAGE!r} has no attribute {name!r}")
+            if name in _NEEDED:
+                # Its modules import each other in a circle that can be entered here only.
+                import_module(f"{_PACKAGE}.utilities")
+                vars(module)[name] = vars(import_module(_NEEDED[name]))[name]
+            else:
+                del vars(module)["__getattr__"]
+                self._loader.exec_module(module)
+            return getattr(module, name)
+
+        # `_logger` and `__version__` are what its own modules, and Lightning, read before they ask for anything else.
+        vars(module).update(__getattr__=missing, __version__=version(_PACKAGE), _logger=logging.getLogger(_PACKAGE))
