@@ -13,9 +13,8 @@ import pytest
 
 
 def examples(count: int) -> int:
-    """Return `count` in `make test-full`, half of it in .ci/run, and a quarter in `make test`."""
-    asked = os.environ.get
-    return max(10, count // (1 if asked("TEST_FULL") == "1" else 2 if asked("CI_ALL") == "1" else 4))
+    """Return `count` in `make test-full`, and a quarter of it elsewhere."""
+    return max(10, count // (1 if os.environ.get("TEST_FULL") == "1" else 4))
 
 
 def every(step: int, cases: Iterable[Any], mark: pytest.MarkDecorator = pytest.mark.slow) -> list[Any]:

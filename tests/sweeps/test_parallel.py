@@ -22,7 +22,7 @@ def test_errors_arrive_as_they_are() -> None:
         mapped(int, ["1"] * 30 + ["x"], 2)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_fits_and_ranking_do_not_depend_on_workers() -> None:
     curves = [curve(f"recipe{n}", a=0.5 + 0.01 * n, points=17, rng=n) for n in range(16)]
     alone, shared = fit_curves(curves), fit_curves(curves, workers=2, regions=False)

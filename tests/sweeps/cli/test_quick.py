@@ -123,7 +123,7 @@ REAL = "lightning_scalerl:plan_members"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "planner", [f"{__name__}:plan_with_torch", pytest.param(REAL, marks=pytest.mark.slow)], ids=["light", "real"]
+    "planner", [f"{__name__}:plan_with_torch", pytest.param(REAL, marks=pytest.mark.full)], ids=["light", "real"]
 )
 @pytest.mark.parametrize(
     ("cluster", "code", "words"),

@@ -44,7 +44,7 @@ def test_exact_data_give_the_inverse_of_the_curve() -> None:
     assert met.compute is not None and met.compute.value == 0.0 and met.reached
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_intervals_hold_the_truth() -> None:
     """Within the window and twice beyond it, at about their nominal 95%."""
     for target, least in ((0.5, 36), (0.58, 36)):
@@ -351,7 +351,7 @@ def test_budget_as_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and "no recipe is committed to" in out and "the bend is not in the window" in out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sizes_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, SIZES, "--size", "size", "--budget", "20000", "--sizes", "14B")
     assert code == 0 and "k_max" in out and "no: extrapolation" in out and "predicts better" in out

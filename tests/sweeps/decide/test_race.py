@@ -76,7 +76,7 @@ def test_a_decision_rests_on_nothing_that_came_later() -> None:
         assert seen.looks[: part + 1] == whole.looks[: part + 1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_neither_order_nor_unit_of_compute_decides() -> None:
     race = raced(three())
     turned = raced(three()[::-1])
@@ -258,7 +258,7 @@ def trial(study: Study, recipe: int, at: int, state: TrialState) -> FrozenTrial:
     return optuna.trial.create_trial(state=state, value=value, intermediate_values=passed)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_simulation_races_as_the_command_does() -> None:
     """But for fits of stopped recipes, by which it knows the law a little better."""
     study = make_study(SETTINGS[0], 3)

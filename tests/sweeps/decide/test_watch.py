@@ -77,7 +77,7 @@ def test_growth_does_not_move_earlier_snapshots() -> None:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_there_are_about_a_dozen_and_the_end_is_among_them() -> None:
     for points, most in ((41, 14), (161, 24)):
         ends = [s.compute_end for s in history(curve(points=points, seeds=1, end=points - 1.0, c_mid=6.0))]
@@ -339,7 +339,7 @@ def test_a_kill_neither_loses_nor_repeats_a_line(tmp_path: Path) -> None:
     assert found == expected
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.live
 def test_two_watchers_do_not_both_write(tmp_path: Path) -> None:
     write(tmp_path / "run", curve(points=60, seeds=1, wander=0.006))
@@ -386,7 +386,7 @@ def test_where_lines_go(tmp_path: Path) -> None:
 # --- the command --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_example_of_the_help_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit):
         cli.main(["watch", "--help"])

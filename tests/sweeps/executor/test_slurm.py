@@ -1135,7 +1135,7 @@ def test_with_bad_nodes_only_every_member_ends_after_a_bounded_number_of_attempt
 # --- copies, clocks, and what a user has exported -------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     haunts_s=st.lists(st.lists(st.floats(1.0, 20_000.0, allow_nan=False), max_size=3), min_size=1, max_size=4),

@@ -107,7 +107,7 @@ def test_seeds_that_ended_early_do_not_decide_on_skill() -> None:
     assert min(row.held_out or 1.0 for row in found.rows) < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_points_with_errors_weigh_the_same_for_every_family() -> None:
     compute = np.linspace(0.0, 12000.0, 41)
     sd = np.where(compute < 6000, 0.002, 0.03)

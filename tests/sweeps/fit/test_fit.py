@@ -307,7 +307,7 @@ def test_a_million_points_are_averaged_and_counted() -> None:
     assert any("averaged in blocks of 1000" in note for note in fit.warnings)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("rho", every(2, [0.7, 0.0], pytest.mark.full))
 def test_coverage_of_every_parameter(rho: float) -> None:
     """A cell of `benchmarks/coverage.py` with few repeats: far from the 48% of intervals that trust every point."""

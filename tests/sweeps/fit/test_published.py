@@ -161,7 +161,7 @@ def test_three_points_carry_nothing() -> None:
     assert fit.verdict == "too_few_points" and fit.A.value is None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "one.csv"
     rows = [line for line in EXAMPLE.read_text().splitlines() if line.startswith(("recipe,", "scalerl,scalerl,0"))]

@@ -66,7 +66,7 @@ def test_an_early_part_that_breaks_the_law_shows() -> None:
     assert f"at most {-most.shift:.3f} (cut 20%), outside its 95% interval" in told
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_changes_nothing_is_no_row() -> None:
     data = curve(rng=1)
     # The first evaluation is at compute 0, within the window: R0 `first` and `free` are one fit.

@@ -154,7 +154,7 @@ def test_outcome_tables_and_refusals_are_on_the_page(usual_page: tuple[str, tupl
     assert "A over time" not in plain and "How the sources were read" not in plain
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "evil", every(3, ['<script>alert("x")</script>&$\\frac{1}{0}$\x07\u202e', '<b>&"x"', "_'>$x_1$"], pytest.mark.full)
 )
@@ -234,7 +234,7 @@ def test_journals_bring_counters_and_provenance(tmp_path: Path) -> None:
     assert "abc&lt;123&gt;" in text and "2.13" in text and "Did the choices act?" in text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_runs_that_went_on_with_other_code_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the page, and under a ranking."""
     code = {"commit": None, "diff": None, "files": "aa", "folders": {}, "versions": {"torch": "2.13.0"}}
@@ -384,7 +384,7 @@ def test_residuals_are_about_the_fitted_curve() -> None:
     assert f"lag 1: {fit.noise.correlation:.2f}" in panel.texts[0].get_text()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_over_time_and_departures(tmp_path: Path) -> None:
     good = curve("good", rng=1)
     late = good.compute > 11000
@@ -405,7 +405,7 @@ def test_a_over_time_and_departures(tmp_path: Path) -> None:
     assert tmp_path / "report_history.png" in written
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_brings_mapping_families_and_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     assert cli.main(["report", str(EXAMPLE), "-o", str(page), "--history"]) == 0

@@ -197,7 +197,7 @@ def asked(directory: Path, executor: Runners) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [8, *(pytest.param(each, marks=pytest.mark.slow) for each in (12, 18))])
+@pytest.mark.parametrize("after", every(3, (8, 12, 18), pytest.mark.full))
 def test_members_that_are_being_paused_when_their_controller_is_killed_are_paused(tmp_path: Path, after: int) -> None:
     first = Cluster(slots=2, killed_after=after)
     killed(tmp_path / "a", first)
@@ -455,7 +455,7 @@ def test_freed_compute_of_a_launch_with_more_members_is_no_matter_of_this_one(tm
     assert RunSpec.read(tmp_path / "runs" / specs[4].run).steps == STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @settings(max_examples=5, phases=NO_SHRINK, deadline=None, derandomize=True)
 @given(kills=st.lists(st.integers(5, 60), min_size=1, max_size=4), slots=st.integers(2, 9))
 def test_freed_compute_is_spent_once_whoever_is_killed(kills: list[int], slots: int) -> None:
@@ -475,7 +475,7 @@ def test_freed_compute_is_spent_once_whoever_is_killed(kills: list[int], slots: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", every(3, (24, 20, 22, 27, 33), pytest.mark.full))
+@pytest.mark.parametrize("after", every(5, (24, 20, 22, 27, 33), pytest.mark.full))
 def test_a_run_that_was_made_longer_is_adopted_and_not_submitted_again(tmp_path: Path, after: int) -> None:
     rules, first = replace(LIVE, freed="plan"), Cluster(slots=8, killed_after=after)
     killed(tmp_path / "a", first, rules)

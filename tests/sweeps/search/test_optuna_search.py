@@ -431,7 +431,7 @@ def test_where_all_were_refused_the_space_may_be_mended(tmp_path: Path) -> None:
     assert len(trials(tmp_path)) == 4 and {each.state for each in states.values()} == {"finished"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_trials_that_will_not_be_best_are_pruned_and_stay_so(tmp_path: Path) -> None:
     executor = Runners(slots=3)
     settings = SearchSettings(12, 3, budget=1.0, prune="race")

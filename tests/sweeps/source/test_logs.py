@@ -428,7 +428,7 @@ def test_junk_gives_every_reader_a_curve_or_one_line(
                 assert str(error) and "\n" not in str(error)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_million_rows_load_in_seconds(tmp_path: Path) -> None:
     count = 1_000_000
     frame = pandas.DataFrame(

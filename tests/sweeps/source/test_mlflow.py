@@ -72,7 +72,7 @@ def test_what_the_tracker_shipped_is_what_the_journals_hold(database: Path, tmp_
     assert database.read_bytes() == before
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_documented_command_runs(
     database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

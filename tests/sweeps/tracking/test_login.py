@@ -102,7 +102,9 @@ def test_who_has_no_login_is_told_so_in_one_line_and_nothing_is_made(tmp_path: P
         assert not (tmp_path / "refused").exists()
 
 
-@pytest.mark.parametrize("inline", [False, True], ids=["in variables", "in the address"])
+@pytest.mark.parametrize(
+    "inline", [False, pytest.param(True, marks=pytest.mark.full)], ids=["in variables", "in the address"]
+)
 def test_a_study_with_the_login_is_tracked_and_the_login_written_nowhere(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, inline: bool
 ) -> None:
@@ -127,6 +129,7 @@ def test_a_study_with_the_login_is_tracked_and_the_login_written_nowhere(
     assert not [path for path in files if server.password.encode() in path.read_bytes()]
 
 
+@pytest.mark.full
 def test_the_servers_own_files_are_its_owners(server: Server) -> None:
     """As the documentation starts it, under `umask 077`, in a folder of its own: passwords lie in basic_auth.db."""
     for name in ("basic_auth.db", "mlflow.db"):
