@@ -19,6 +19,7 @@ from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.random_streams import EVALUATION_STREAM
 from lightning_scalerl.task.base import passes
 from lightning_scalerl.verify.verification import ErrorWatch, RewardError, Verifiers
+from sweeps.run.passes import Passes, digest
 
 # What holds where neither a script nor a recipe says anything.
 _DEFAULTS: Mapping[str, Any] = {"every_n_steps": 10, "samples": 4, "seed": 0, "prompts": None}
@@ -56,7 +57,7 @@ class Evaluate(Callback):
             self._given["prompts"] = prompts
         self._taken: dict[str, Any] = {}
         self.follow({})
-        self.rates: dict[str, torch.Tensor] = {}  # of the last evaluation, by set: of each prompt (N,), float64
+        self.passes: dict[str, Passes] = {}  # of the last evaluation, by set
         self._last_step = -1
 
     def follow(self, settings: Mapping[str, Any]) -> None:
@@ -174,7 +175,9 @@ class Evaluate(Callback):
         """Over prompts that have a score; what could not be graded counts as if it had not been sampled."""
         left = torch.nonzero(scored).flatten().tolist()
         rates = passed[left] / scored[left]
-        self.rates[name] = rates
+        asked = digest((prompt.text, prompt.answer) for prompt in prompts)
+        counts = (tuple(map(int, each.tolist())) for each in (passed, scored))
+        self.passes[name] = Passes(asked, *counts)
         metrics = {
             f"eval/{name}/pass_rate": float(rates.mean()),
             f"eval/{name}/pass_rate_se": standard_error(rates, self.samples, scored[left]),

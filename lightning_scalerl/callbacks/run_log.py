@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.callbacks.evaluate import evaluation_of
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.measure.compute_meter import WASTED, spent_in
 from lightning_scalerl.measure.heartbeat import MeterHeartbeat, spent_by_heartbeat
@@ -19,6 +20,7 @@ from lightning_scalerl.run import Run, run_of
 from sweeps.run.code import code_changes, code_facts, own_files, said
 from sweeps.run.interruption import RunInterruptedError
 from sweeps.run.journal import JOURNAL_FILE, Journal, JournalView, read_journal
+from sweeps.run.passes import Passes, write_passes
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +37,8 @@ class PassedOver:
 
 
 class RunLog(Recorder):
-    """The journal `metrics.jsonl` in `run_dir`, beside it `semantics.json` and, until the run is finished, the meter's
-    heartbeat `compute.json`. With several ranks rank 0 writes.
+    """The journal `metrics.jsonl` in `run_dir`, beside it `semantics.json`, `passes.jsonl` (which held-out prompts were
+    passed) and, until the run is finished, the meter's heartbeat `compute.json`. With several ranks rank 0 writes.
 
     A run that fails gets an `end` record with its reason. One that was interrupted gets none, since it goes on, and
     neither does one that ends by an exception with the attribute `leave_journal = True`: the journal is no longer
@@ -147,6 +149,17 @@ class RunLog(Recorder):
             return
         self._last_step = step
         self.journal.record(kind, step, metrics)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Beside an evaluation's record, which prompts were passed."""
+        evaluation = evaluation_of(trainer)
+        if trainer.state.fn == "fit" and evaluation is not None and not self._trial:
+            run = run_of(pl_module)
+            run.ranks.share(lambda: self._write_passes(run.completed_steps, evaluation.passes))
+
+    def _write_passes(self, step: int, sets: Mapping[str, Passes]) -> None:
+        self._guard()
+        write_passes(self.run_dir, step, sets)
 
     def checkpointed(self, step: int) -> None:
         """A durable checkpoint covers everything up to `step`."""

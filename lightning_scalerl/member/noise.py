@@ -62,7 +62,9 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
             evaluation.seed = evaluation.seed + bool(repeat)
             trainer.validate(module, datamodule, ckpt_path=weights, verbose=False, weights_only=True)
             weights = None  # they are there now
-            for name, rates in evaluation.rates.items():
+            for name, passes in evaluation.passes.items():
+                counts = zip(passes.passed, passes.scored, strict=True)
+                rates = torch.tensor([passed / scored for passed, scored in counts if scored], dtype=torch.float64)
                 foretold = float(trainer.callback_metrics[f"eval/{name}/pass_rate_se"])
                 found.setdefault(name, []).append((rates, foretold))
     except (ConfigurationError, CannotGoOnError) as error:

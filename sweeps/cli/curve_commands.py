@@ -250,6 +250,74 @@ def plan_command(options: argparse.Namespace) -> int:
     return 0
 
 
+def compare_command(options: argparse.Namespace) -> int:
+    """`scalerl compare`."""
+    options.sources, named = _apart(options.sources)
+    study, fits = _fitted(options)
+    from sweeps.decide.pairwise import compare
+    from sweeps.fit.fit import shown
+    from sweeps.source.held_out import passes_by
+
+    pairs = _pairs(named, fits)
+    passes = passes_by(study.runs, fits[0].curve.axis, fits[0].curve.metric)
+    found = compare(fits, pairs, options.budget, options.margin, passes)
+    warn(study.warnings)
+    if options.json:
+        print_json(found.to_json())
+        return 0
+    columns = {
+        "recipe": [row.recipe for row in found.rows],
+        "against": [row.other for row in found.rows],
+        "compute": [f"{row.compute:.4g}" for row in found.rows],
+        "reward": [shown(row.R, "+.3f") for row in found.rows],
+    }
+    if any("prompt" in row.paired for row in found.rows):
+        columns["on other prompts"] = [shown(row.R_on_prompts, "+.3f") for row in found.rows]
+    if found.budget is not None:
+        columns[f"at {found.budget:.4g}"] = [shown(row.R_at_budget, "+.3f") for row in found.rows]
+    columns["asymptote"] = [shown(row.A, "+.3f") for row in found.rows]
+    columns["times the compute"] = [shown(row.ratio, ".2f") for row in found.rows]
+    print(table(list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]))
+    together = f"; bounds hold for all {len(found.rows)} together" if found.simultaneous else ""
+    print(f"\ncompute: {fits[0].curve.unit}; reward: {fits[0].curve.metric}; 95% intervals, over all seeds{together}")
+    for row in found.rows:
+        print(one_line(row.sentence))
+    warn(found.notes)
+    return 0
+
+
+def _apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Sources, and the one or two recipes that are named behind them: what is no file and no address.
+
+    Raises:
+        UserError: nothing but recipes.
+    """
+    sources = list(words)
+    named: list[str] = []
+    while len(sources) > 1 and len(named) < 2 and not Path(sources[-1]).exists() and "://" not in sources[-1]:
+        named.insert(0, sources.pop())
+    return sources, named
+
+
+def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
+    """What is compared: the two that are named, else all others against the one, or against what most depart from.
+
+    Raises:
+        UserError: there is no recipe to compare with.
+    """
+    from sweeps.decide.rank import baseline_of
+
+    if len(named) == 2:
+        return [(named[0], named[1])]
+    recipes = [fit.recipe for fit in fits]
+    against = named[0] if named else baseline_of(fits) or recipes[0]
+    if against not in recipes:
+        raise UserError(f"{against}: no such source, and no such recipe; the sources have {', '.join(recipes)}")
+    if len(recipes) < 2:
+        raise UserError(f"{recipes[0]}: the only recipe; give a source with another one to compare it with")
+    return [(recipe, against) for recipe in recipes if recipe != against]
+
+
 def race_command(options: argparse.Namespace) -> int:
     """`scalerl race`."""
     from sweeps.decide.rules import Rules

@@ -201,6 +201,22 @@ def _deciding(command: Command) -> None:
     _add_planning(planning)
     planning.add_argument("--json", action="store_true", help="print a JSON object")
 
+    compare = command(
+        "compare",
+        _later("curve_commands", "compare_command"),
+        "hold two recipes against each other, or all against one: reward at matched compute, compute, asymptote",
+        "scalerl compare examples/curves.csv scalerl scalerl+loss=dapo",
+    )
+    _add_source(compare)
+    compare.add_argument("--budget", type=_number, metavar="C", help="also give the difference at this compute")
+    compare.add_argument(
+        "--margin",
+        type=_number,
+        metavar="R",
+        help=f"rewards within this are the same; default: {MARGIN:g} of the reward's scale",
+    )
+    compare.add_argument("--json", action="store_true", help="print a JSON object")
+
     race = command(
         "race",
         _later("curve_commands", "race_command"),

@@ -135,7 +135,7 @@ def rank(
     refused = sorted((fit for fit in fits if not fit.identifiable), key=lambda fit: fit.recipe)
     shared_a, at_shared = standing.shared_a, standing.at_shared
     best = max((named_a(fit) for fit in ordered), default=0.0)
-    baseline = _baseline(fits, baseline)
+    baseline = baseline_of(fits, baseline)
     entries = []
     for place, fit in enumerate(ordered, start=1):
         refitted = at_shared.get(fit.recipe)
@@ -201,7 +201,7 @@ def _compared(asked: tuple[Curve, FitOptions]) -> Comparison:
     return compare(*asked)
 
 
-def _baseline(fits: Sequence[Fit], asked: str | None) -> str | None:
+def baseline_of(fits: Sequence[Fit], asked: str | None = None) -> str | None:
     """The recipe that the others depart from: the one asked for, or else that most of them name."""
     recipes = sorted(fit.recipe for fit in fits)
     if asked is not None:

@@ -110,7 +110,7 @@ print("GROWN", max(grown), *written)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_checkpoint_needs_no_second_copy_of_the_state(tiny_model_path: str, tmp_path: Path) -> None:
     """Neither in memory nor in the node's temporary folder: 300 MB of state, written to one file."""
     directory = tmp_path / "checkpoints"
@@ -141,7 +141,7 @@ train(sys.argv[1], sys.argv[2], 40, steps=int(sys.argv[4]), ckpt_path=newest, we
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_killed_in_the_middle_of_a_save(tiny_model_path: str, tmp_path: Path) -> None:
     """What was there stays there, and of several halves one is left: a whole checkpoint needs their room."""
     directory = tmp_path / "checkpoints"
@@ -248,7 +248,7 @@ def places(path: Path, source: random.Random) -> Iterator[int]:
         entry = raw.index(b"PK\x01\x02", entry + 4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_flipped_bit_changes_what_a_run_goes_on_from(whole_run: Path, tmp_path: Path) -> None:
     """Each is seen, or does not touch what is loaded."""
     path = tmp_path / "step-00000004.ckpt"

@@ -65,7 +65,7 @@ def test_a_run_that_will_not_be_best_ends_is_saved_and_goes_on_without_the_race(
     assert read_journal(run_dir).deterministic() == read_journal(folder / "whole").deterministic()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_dry_run_says_so_and_stops_nothing(
     tiny_model_path: str, study: tuple[Path, float], caplog: pytest.LogCaptureFixture
 ) -> None:

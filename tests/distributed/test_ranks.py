@@ -257,7 +257,7 @@ def test_asked_on_any_rank_all_stop_and_go_on_bit_for_bit(tiny_model_path: str, 
     assert view.deterministic() == read_journal(tmp_path / "whole").deterministic()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sigterm_to_one_rank_disturbs_no_sum(tiny_model_path: str, tmp_path: Path) -> None:
     """It comes in the middle of a step, where Lightning's own handler would broadcast."""
 

@@ -62,7 +62,7 @@ def check(found: list[FinishedRollout], version: int, groups: int = GROUPS) -> N
     [
         (signal.SIGKILL, "before"),
         *(
-            pytest.param(how, when, marks=pytest.mark.slow)
+            pytest.param(how, when, marks=pytest.mark.full)
             for how in (signal.SIGKILL, signal.SIGSTOP)
             for when in ("before", "during", "both")
             if (how, when) != (signal.SIGKILL, "before")
@@ -85,7 +85,7 @@ def test_one_is_lost_while_something_else_is_done(fleet: Fleet, how: signal.Sign
     assert fleet.version == 0 and fleet.lost >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_all_are_lost_at_once(fleet: Fleet) -> None:
     submit(fleet)
     fleet.publish(weights_of(1), 1)
@@ -140,7 +140,7 @@ def test_one_that_cannot_be_heard_and_does_not_end_is_replaced(
         assert "generator 0 closed its connection and did not end" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_schedulers_signal_is_the_trainers() -> None:
     with closing(fleet_of(silence_s=200)) as fleet:
         submit(fleet)
@@ -163,7 +163,7 @@ def test_a_checkpoint_taken_while_one_is_lost(fleet: Fleet) -> None:
         check(drained(other), 0, GROUPS + 1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_names_are_never_given_twice(fleet: Fleet) -> None:
     """What a restored process still has of a group that is done must not be taken for another's."""
     submit(fleet)
@@ -217,7 +217,7 @@ def test_only_the_weights_in_use_are_kept(fleet: Fleet) -> None:
     assert len(list(fleet._folder.glob("*.safetensors"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_torch_generator_samples_the_same_there_and_here(tiny_model: Any) -> None:
     given = {"precision": Precision("fp32"), "max_prompt_tokens": 8, "max_new_tokens": 10, "stop_tokens": [STOP]}
     here = TorchGenerator(tiny_model, slots=4, **given)

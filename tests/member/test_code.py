@@ -17,7 +17,7 @@ from tests.place import Place
 PACKAGES = ("lightning_scalerl", "sweeps", "hydra_plugins", "conf")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_tripled_loss_between_launch_and_resume_is_no_secret(tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     for package in PACKAGES:

@@ -18,7 +18,7 @@ from lightning_scalerl.choices import AXES
 from lightning_scalerl.composer import Composer
 from lightning_scalerl.composition import compose, conf_dir
 from lightning_scalerl.member.identify import plan_members
-from tests.examples import examples
+from tests.examples import every, examples
 
 # A base model that is made in a moment; where only the configuration matters, not what it learns.
 QUICK = ["model.batches=1", "model.width=32", "model.layers=1"]
@@ -102,7 +102,7 @@ def composed_whole(overrides: tuple[str, ...]) -> Any:
     return outcome(lambda entries: composer._plain(compose(entries)), list(overrides))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @example(["optimizer.lr=2", "optimizer={lr: 0.5}"])
 @example(["optimizer={lr: 0.5}", "optimizer.lr=2"])
@@ -119,7 +119,7 @@ def test_a_configuration_is_what_hydra_composes(overrides: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", ODD)
+@pytest.mark.parametrize("entry", every(4, ODD, pytest.mark.full))
 def test_unusual_overrides_go_through_hydra(entry: str) -> None:
     for overrides in ([entry], ["seed=2", entry, "optimizer.lr=0.5"]):
         assert outcome(SHARED.resolved, overrides) == composed_whole(tuple(overrides))
@@ -149,7 +149,7 @@ GRIDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", every(3, GRIDS, pytest.mark.full))
 def test_a_plan_is_what_hydra_composes(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -66,7 +66,7 @@ MODES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", every(2, MODES, pytest.mark.full))
+@pytest.mark.parametrize("mode", every(4, reversed(MODES), pytest.mark.full))
 def test_stopped_after_any_step_a_run_goes_on_bit_for_bit(mode: str, tiny_model_path: str, tmp_path: Path) -> None:
     """Also between checkpoints, and by a second request after the first."""
     recipe, choice = MODES[mode]

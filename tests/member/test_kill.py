@@ -21,7 +21,6 @@ from sweeps.launch.ledger import Ledger
 from sweeps.run.activity import HUNG_CODE
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs, read_journal
 from sweeps.run.progress import is_done
-from tests.examples import every
 from tests.forked import Forked
 from tests.place import PATIENCE_S, STEPS, Deterministic, Place, deterministic, kill_group, kinds, lines, wait_until
 
@@ -183,8 +182,8 @@ def check_killed_and_continued(
     assert max(state.attempts for state in Ledger(output).fold().values()) == len(kills) + 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kill", every(2, [kill_controller, kill_group], pytest.mark.full))
+@pytest.mark.full
+@pytest.mark.parametrize("kill", [kill_controller, kill_group])
 def test_a_study_that_is_killed_again_and_again_ends_as_if_it_never_was(
     light_studies: Place,
     light_undisturbed: dict[str, Deterministic],

@@ -59,6 +59,7 @@ def check(run_dir: Path) -> None:
     assert all(0 <= metrics["live/trainer_idle"] <= 1 for metrics in trained)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_generator_is_lost_and_the_run_goes_on(place: Place, how: signal.Signals) -> None:
     with place.command(["-m", "lightning_scalerl.train", *place.overrides("live", *LIVE)], 0.02) as process:

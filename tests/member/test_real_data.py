@@ -403,7 +403,7 @@ def test_a_point_measured_on_other_weights_is_refused(
     assert [record.metrics["eval/weight_version"] for record in read_journal(run_dir).of_kind("eval")] == [0.0]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_mixture_has_a_curve_for_each_of_its_tasks(place: Path, tmp_path: Path) -> None:
     """Mathematics and programs, from files and a configuration of one's own, by the real commands."""
     (tmp_path / "task").mkdir()

@@ -105,6 +105,7 @@ def test_a_limit_on_time_limits_is_kept(light: OneMember) -> None:
     assert len(light.attempts()) == 1
 
 
+@pytest.mark.full
 def test_killed(light: OneMember) -> None:
     with light.launched(verifier_s=0.1) as process:
         light.reaches(5)
@@ -147,6 +148,7 @@ def test_killed_again_and_again_with_a_torn_line_and_a_truncated_checkpoint(swee
     assert resumed == int(previous.stem.removeprefix("step-"))
 
 
+@pytest.mark.full
 def test_a_node_is_powered_off(sweep: OneMember) -> None:
     with sweep.launched(verifier_s=0.1) as process:
         sweep.reaches(5)
@@ -268,6 +270,7 @@ def test_the_controller_is_killed_and_a_later_shell_takes_over(light: OneMember)
     assert len(light.attempts()) == 1
 
 
+@pytest.mark.full
 def test_detached(light: OneMember) -> None:
     assert light.launch("--detach", verifier_s=0.05) == 0
     assert "scalerl collect" in light.said()

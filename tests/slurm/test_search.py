@@ -67,6 +67,7 @@ def trials(study: Path) -> list[FrozenTrial]:
     return optuna.load_study(study_name="search", storage=storage).get_trials()
 
 
+@pytest.mark.full
 def test_a_search_on_a_cluster_loses_no_trial_and_runs_none_twice(place: Place, whole: Lab) -> None:
     space = ("loss=dapo,gspo,cispo", "optimizer.lr=tag(log,interval(1e-4,1e-2))")
     settings = ("hydra/sweeper=scalerl_optuna", "hydra.sweeper.n_trials=16", "hydra.sweeper.n_jobs=4")

@@ -109,6 +109,7 @@ def test_the_controller_is_killed_after_each_line_of_the_ledger(place: Place, wh
     assert by_run(sweep.directory) == baseline(place, *study)
 
 
+@pytest.mark.full
 def test_members_that_raise_or_run_out_of_memory_say_so_and_touch_no_other(place: Place, whole: Lab) -> None:
     verifiers = ",".join(
         [f"tests.slurm.entries:{name}" for name in ("explode", "hoard", "starve")] + ["tests.place:odd_digits"]
@@ -259,6 +260,7 @@ def test_the_tracking_server_is_away_for_a_while(place: Place, whole: Lab, serve
     assert not any("correct horse" in f"{run.data.params} {run.data.tags}" for run in runs)
 
 
+@pytest.mark.full
 def test_mlflow_tells_of_a_requeue_and_of_a_cancellation(place: Place, whole: Lab) -> None:
     """One run a member, whatever its jobs went through; SQLite, prepared by the controller."""
     from mlflow import MlflowClient

@@ -137,6 +137,7 @@ def test_one_gpu(sweep: FromTemplate, truth: Any) -> None:
     assert len({str(state.job).split("_")[0] for state in sweep.states()}) == 1, "one array"
 
 
+@pytest.mark.full
 def test_one_node(sweep: FromTemplate, truth: Any, truth_of_two: JournalView) -> None:
     """Two trainers on one node learn what two trainers on this machine do, bit for bit, and what one does, nearly."""
     sweep.template = "one_node"
@@ -185,6 +186,7 @@ def test_many_nodes_preempted(sweep: FromTemplate, truth_of_two: JournalView) ->
     assert sweep.steps_written() == list(range(1, STEPS + 1)), "it saved before it left: no step twice"
 
 
+@pytest.mark.full
 def test_many_nodes_of_which_one_loses_its_trainer(sweep: FromTemplate, truth_of_two: JournalView) -> None:
     sweep.template = "many_nodes"
     with sweep.launched(*NODES, verifier_s=0.1) as process:

@@ -1,0 +1,386 @@
+"""Two recipes against each other, under any verdict: at matched compute, in compute to a common reward, in asymptote.
+
+All is read off the draws that ranking and plan read. Where the recipes were run with the same seeds, what a seed does
+to all of them alike drops out; where they were evaluated on the same prompts, so does what makes one hard for both.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from sweeps.as_json import AsJson
+from sweeps.curve import Array, Curve
+from sweeps.decide.reach import first_above
+from sweeps.decide.standing import joint, margin_of
+from sweeps.errors import UserError
+from sweeps.fit.fit import Fit, Interval, shown
+from sweeps.fit.outlook import DRAWS
+from sweeps.fit.predict import paths, paths_over_seeds, quantiles, readable, within
+from sweeps.fit.seeds import Pairing, SeedExcess, paired_seed_spread
+from sweeps.run.passes import Passes
+
+CONFIDENCE = 0.95
+# Evaluations of a run, up to the common compute, whose mean is its reward there where seeds are paired.
+_NEAR = 3
+# The common reward, as a share of what the slower of the two has gained: nearer its end a plateau blurs when it passed.
+_GAINED = 0.8
+_LOOKS = 201
+# The sum of the normal quantiles of 97.5% (a two-sided test at 5%) and of 80% power.
+_POWER = 1.959964 + 0.841621
+_MOST_SEEDS = 10_000
+
+# Of a recipe and a compute, the newest passes by prompt at or before it, by seed.
+PromptPasses = Callable[[str, float], Mapping[str, Passes]]
+
+
+@dataclass(frozen=True)
+class Difference(AsJson):
+    """One comparison; differences are of `recipe` minus `other`, in reward units, with 95% bounds.
+
+    compute: that both have spent. R: difference of reward there. R_on_prompts: the same if the held-out prompts are a
+    sample of all there are; None where passes by prompt are not known of both or were on other prompts.
+    R_at_budget: forecast, None without a budget or where it lies too far beyond what was run. A: of the asymptotes;
+    None where one of the two does not rise. ratio: compute of `recipe` to a reward that both reach, in that of `other`;
+    None where that is not known. p_higher: chance that the reward of `recipe` is the higher one at `compute`. seeds: of
+    the recipe that has fewer. paired: by what the two are paired, of "seed" and "prompt". seeds_needed: an arm, to tell
+    the margin at that compute with 80% power; None where that is more than anybody runs.
+    """
+
+    recipe: str
+    other: str
+    compute: float
+    R: Interval
+    R_on_prompts: Interval | None
+    R_at_budget: Interval | None
+    A: Interval | None
+    ratio: Interval | None
+    p_higher: float
+    seeds: int
+    paired: tuple[str, ...]
+    seeds_needed: int | None
+    told: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Comparisons(AsJson):
+    """Several comparisons. simultaneous: whether the bounds hold for all of them together."""
+
+    margin: float
+    budget: float | None
+    simultaneous: bool
+    rows: tuple[Difference, ...]
+    notes: tuple[str, ...]
+
+    JSON: ClassVar = {"rows": "comparisons"}
+
+
+@dataclass(frozen=True, eq=False)
+class _Drawn:
+    """Draws of one comparison; (K,) each."""
+
+    compute: float
+    reward: Array
+    on_prompts: Array | None
+    at_budget: Array | None
+    asymptote: Array | None
+    ratio: Array | None
+    paired: tuple[str, ...]
+
+
+def compare(
+    fits: Sequence[Fit],
+    pairs: Sequence[tuple[str, str]],
+    budget: float | None = None,
+    margin: float | None = None,
+    passes: PromptPasses | None = None,
+) -> Comparisons:
+    """Compare recipes two by two.
+
+    Args:
+        fits: of the whole study, for what a seed does to all recipes alike is told by all of them.
+        pairs: of recipes; bounds hold for all of them together.
+        budget: compute at which to forecast as well, in the curves' unit.
+        margin: recipes within this of each other are the same, in reward units; the paper's 0.02 if not given.
+        passes: which prompts the runs passed; None where that is not known.
+
+    Raises:
+        UserError: an unknown recipe, one with itself, one of which nothing can be read, or a margin that cannot be.
+    """
+    margin = margin_of(fits, margin)
+    by_name = {fit.recipe: fit for fit in fits}
+    for pair in pairs:
+        _check(pair, by_name)
+    asymptotes = {fit.recipe: one.asymptote() for fit, one in zip(fits, joint(fits), strict=True)}
+    drawn = [_drawn(by_name[one], by_name[two], fits, asymptotes, budget, passes) for one, two in pairs]
+    rewards = _bounds([each.reward for each in drawn])
+    on_prompts, at_budget, asymptote, ratio = (
+        _bounds_where(values)
+        for values in (
+            [each.on_prompts for each in drawn],
+            [each.at_budget for each in drawn],
+            [each.asymptote for each in drawn],
+            [each.ratio for each in drawn],
+        )
+    )
+    rows = []
+    for n, ((one, two), each) in enumerate(zip(pairs, drawn, strict=True)):
+        seeds = min(by_name[one].informing, by_name[two].informing)
+        needed = seeds_needed(each.reward, seeds, margin)
+        told = _told(rewards[n], margin)
+        rows.append(
+            Difference(
+                one, two, each.compute, rewards[n], on_prompts[n], at_budget[n], asymptote[n], ratio[n],
+                float((each.reward > 0).mean() + 0.5 * (each.reward == 0).mean()), seeds, each.paired, needed, told,
+                _sentence(one, two, each.compute, rewards[n], ratio[n], told, needed, seeds, margin),
+            )
+        )  # fmt: skip
+    return Comparisons(margin, budget, len(pairs) > 1, tuple(rows), tuple(_notes(rows, fits)))
+
+
+def _check(pair: tuple[str, str], by_name: Mapping[str, Fit]) -> None:
+    """Raises:
+    UserError: the two cannot be compared.
+    """
+    for name in pair:
+        if name not in by_name:
+            raise UserError(f"{name}: no such recipe; the sources have {', '.join(by_name)}")
+        if not readable(by_name[name]) or by_name[name].window is None:
+            raise UserError(f"{name}: nothing can be read off it ({by_name[name].reason}); give it more evaluations")
+    if pair[0] == pair[1]:
+        raise UserError(f"{pair[0]}: is compared with itself; name two recipes")
+
+
+def _drawn(
+    one: Fit,
+    two: Fit,
+    fits: Sequence[Fit],
+    asymptotes: Mapping[str, Array],
+    budget: float | None,
+    passes: PromptPasses | None,
+) -> _Drawn:
+    assert one.window is not None and two.window is not None
+    compute = min(one.window[1], two.window[1])
+    pairing = pairing_at(one.recipe, two.recipe, fits, compute)
+    reward = _apart(one, two, compute, pairing)
+    between = None if passes is None else prompt_error(*(passes(fit.recipe, compute) for fit in (one, two)))
+    rng = np.random.default_rng(zlib.crc32(f"{one.recipe} {two.recipe}".encode()))
+    on_prompts = None if between is None else reward + between * rng.standard_normal(DRAWS)
+    ahead = budget is not None and within(one, budget) and within(two, budget)
+    rises = not {one.verdict, two.verdict} & {"flat", "decreasing"}
+    return _Drawn(
+        compute,
+        reward,
+        on_prompts,
+        _apart(one, two, budget, pairing) if ahead and budget is not None else None,
+        asymptotes[one.recipe] - asymptotes[two.recipe] if rises else None,
+        compute_ratio(one, two, compute),
+        tuple(name for name, known in (("seed", pairing is not None), ("prompt", between is not None)) if known),
+    )
+
+
+def _apart(one: Fit, two: Fit, compute: float, pairing: Pairing | None) -> Array:
+    """Draws of the difference of rewards at a compute, over all seeds; (K,)."""
+    if pairing is None:
+        return np.asarray(np.subtract(*(paths_over_seeds(fit, [compute])[:, 0] for fit in (one, two))))
+    rng = np.random.default_rng(zlib.crc32(f"{one.recipe}\n{two.recipe}".encode()))
+    # What is left between seeds of one recipe; of a difference twice that variance.
+    sd = pairing.spread.sd * math.sqrt(2 / len(pairing.seeds))
+    return np.asarray(
+        np.subtract(*(paths(fit, [compute])[:, 0] for fit in (one, two)))
+        + sd * rng.standard_t(pairing.spread.dof, DRAWS)
+    )
+
+
+def pairing_at(one: str, two: str, fits: Sequence[Fit], compute: float) -> Pairing | None:
+    """What seeds leave of two recipes' difference at a compute, if they have the same seeds.
+
+    It is told by all recipes that have these seeds and came so far; None where the two have other seeds, or too few.
+    """
+    found = {fit.recipe: _at(fit.curve, compute) for fit in fits}
+    seeds = found[one].offset.keys()
+    if len(seeds) < 2 or found[two].offset.keys() != seeds:
+        return None
+    alike = [excess for excess in found.values() if excess.offset.keys() == seeds]
+    return paired_seed_spread(alike, max(fit.curve.scale for fit in fits))
+
+
+def _at(curve: Curve, compute: float) -> SeedExcess:
+    """Rewards of a recipe's seeds near a compute, about their mean; nothing where a seed has too few before it."""
+    means, errors = {}, []
+    for seed in sorted(set(curve.seed)):
+        mine = (curve.seed == seed) & (curve.compute <= compute * (1 + 1e-9))
+        last = np.flatnonzero(mine)[-_NEAR:]
+        if len(last) < _NEAR or seed.startswith("run ") or curve.compute[last[-1]] < 0.5 * compute:
+            return SeedExcess()
+        means[seed] = float(curve.reward[last].mean())
+        noise = curve.reward[last].var(ddof=1) if curve.sd is None else np.mean(curve.sd[last] ** 2)
+        errors.append(float(noise) / len(last))
+    middle = float(np.mean(list(means.values())))
+    offset = {seed: mean - middle for seed, mean in means.items()}
+    return SeedExcess(sum(each**2 for each in offset.values()), float(np.mean(errors)), len(means) - 1, offset)
+
+
+def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float | None:
+    """Standard error of a difference of pass rates for the choice of prompts, which both runs were evaluated on.
+
+    The difference's variance between prompts, less what sampling puts there, over the number of prompts. None where no
+    seed of both was evaluated on the same prompts.
+
+    Args:
+        one: passes of a recipe's runs, by seed.
+        two: of another's.
+    """
+    seeds = [s for s in one if s in two and one[s].prompts == two[s].prompts]
+    if not seeds:
+        return None
+    # Of the seeds that share their prompts with the first one; a set is the same for all seeds of a study.
+    seeds = [s for s in seeds if one[s].prompts == one[seeds[0]].prompts]
+    rates = []
+    sampling = []
+    for each in (one, two):
+        passed = np.array([each[s].passed for s in seeds], dtype=float)
+        scored = np.array([each[s].scored for s in seeds], dtype=float)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            rate = np.where(scored > 0, passed / scored, np.nan)
+            sampling.append(np.where(scored > 1, rate * (1 - rate) / (scored - 1), np.nan))
+        rates.append(rate)
+    apart = rates[0] - rates[1]
+    known = np.isfinite(apart).all(0)
+    if known.sum() < 2:
+        return None
+    noise = (sampling[0] + sampling[1])[:, known] / len(seeds) ** 2
+    # A single sample a prompt does not tell its own noise: none is taken off then.
+    within_prompts = float(noise.sum(0).mean()) if np.isfinite(noise).all() else 0.0
+    between = float(apart[:, known].mean(0).var(ddof=1)) - within_prompts
+    return math.sqrt(max(between, 0.0) / int(known.sum()))
+
+
+def compute_ratio(one: Fit, two: Fit, compute: float) -> Array | None:
+    """Draws of the compute of `one` to a reward that both reach by `compute`, in that of `two`; None where one gains
+    nothing. (K,) or less: a draw in which neither gets there says nothing of the two.
+    """
+    looks = np.linspace(0, compute, _LOOKS)
+    ahead = [paths_over_seeds(fit, looks) for fit in (one, two)]
+    begin = max(float(np.median(each[:, 0])) for each in ahead)
+    end = min(float(np.median(each[:, -1])) for each in ahead)
+    if end <= begin:
+        return None
+    times = [first_above(each, looks, begin + _GAINED * (end - begin)) for each in ahead]
+    # Who never gets there takes for ever.
+    known = (np.isfinite(times[0]) | np.isfinite(times[1])) & ((times[0] > 0) | (times[1] > 0))
+    if not known.any():
+        return None
+    with np.errstate(divide="ignore"):
+        return np.asarray(times[0][known] / times[1][known])
+
+
+def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
+    """Seeds an arm at which a difference of the margin is told at 5% with 80% power; None if over `_MOST_SEEDS`.
+
+    All that is uncertain at a compute that was spent (seeds, sampling, noise) goes with the root of the seeds.
+
+    Args:
+        difference: draws at the seeds there are; (K,).
+        seeds: an arm, there are.
+        margin: in reward units.
+    """
+    if margin <= 0:
+        return None
+    low, high = np.quantile(difference, [0.025, 0.975])
+    sd = float(high - low) / (2 * 1.959964)
+    needed = max(math.ceil(max(seeds, 1) * (_POWER * sd / margin) ** 2), 2)
+    return needed if needed <= _MOST_SEEDS else None
+
+
+def _bounds_where(draws: Sequence[Array | None]) -> list[Interval | None]:
+    """As `_bounds`, of those that are known."""
+    known = iter(_bounds([each for each in draws if each is not None]))
+    return [None if each is None else next(known) for each in draws]
+
+
+def _bounds(draws: Sequence[Array]) -> list[Interval]:
+    """Medians, and bounds between which all lie together in 95% of the joint draws; draws that may be infinite.
+
+    The bounds are quantiles of each at one level, at which that holds (Besag et al. 1995, section 6.3). Of draws that
+    are fewer than the others' (a ratio) the level is that of as many comparisons as there are, by Bonferroni.
+    """
+    if len(draws) < 2:
+        return [quantiles(each) for each in draws]
+    count = max((len(each) for each in draws), default=0)
+    if any(len(each) < count for each in draws):
+        share = (1 - CONFIDENCE) / 2 / len(draws)
+    else:
+        ranks = np.stack([np.argsort(np.argsort(each, kind="stable"), kind="stable") + 1 for each in draws])
+        extreme = np.sort(np.maximum(ranks, count + 1 - ranks).max(axis=0))
+        share = (count + 1 - extreme[math.ceil(CONFIDENCE * count) - 1]) / count
+    found = []
+    for each in draws:
+        low, value, high = np.quantile(each, [share, 0.5, 1 - share], method="inverted_cdf")
+        found.append(Interval(*(float(v) if np.isfinite(v) else None for v in (value, low, high))))
+    return found
+
+
+HIGHER, LOWER, SAME, UNTOLD = "higher", "lower", "same", "not told apart"
+
+
+def _told(difference: Interval, margin: float) -> str:
+    """What the bounds of a difference say."""
+    low = -math.inf if difference.low is None else difference.low
+    high = math.inf if difference.high is None else difference.high
+    if low > 0:
+        return HIGHER
+    if high < 0:
+        return LOWER
+    return SAME if low > -margin and high < margin else UNTOLD
+
+
+def _sentence(
+    one: str,
+    two: str,
+    compute: float,
+    reward: Interval,
+    ratio: Interval | None,
+    told: str,
+    needed: int | None,
+    seeds: int,
+    margin: float,
+) -> str:
+    at = f"at compute {compute:.4g}"
+    by = f"{shown(reward, '+.3f')}"
+    if told in (HIGHER, LOWER):
+        text = f"{one} has the {told} reward {at}, by {by}"
+    elif told == SAME:
+        text = f"{one} and {two} are the same within {margin:g} {at}: {by}"
+    else:
+        seeds_now = f"{seeds} seed{'' if seeds == 1 else 's'}"
+        more = "more seeds than anybody runs" if needed is None else f"{needed} seeds an arm"
+        text = f"{one} and {two} are not told apart {at}: {by} with {seeds_now}; {margin:g} takes {more} at 80% power"
+    if ratio is not None and ratio.low is not None and ratio.low > 1:
+        text += f"; it takes {shown(ratio, '.2f')} times the compute of {two}"
+    elif ratio is not None and ratio.high is not None and ratio.high < 1:
+        text += f"; it takes {shown(ratio, '.2f')} of the compute of {two}"
+    return text
+
+
+def _notes(rows: Sequence[Difference], fits: Sequence[Fit]) -> list[str]:
+    """By what the comparisons are paired, in words."""
+    notes = []
+    unpaired = [row for row in rows if "seed" not in row.paired]
+    if unpaired:
+        which = "none" if len(unpaired) == len(rows) else f"{len(rows) - len(unpaired)} of {len(rows)}"
+        notes.append(
+            f"{which} paired by seed: that takes the same seeds of both, two or more, of three recipes or more"
+        )
+    if any("prompt" not in row.paired for row in rows):
+        notes.append(
+            "not paired by prompt where a run kept no passes by prompt (passes.jsonl), as runs of earlier versions and "
+            "of other trainers: the difference is on these prompts"
+        )
+    return notes

@@ -1,0 +1,69 @@
+"""Which held-out prompts a run passed, at each evaluation: a line each in `passes.jsonl`, beside the journal.
+
+The journal has the mean; two runs that were evaluated on the same prompts can be compared prompt by prompt with this.
+Evaluations that a resume made void stay in the file, and count where the journal has their step and no later line does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sweeps.run.files import append_lines, parse_lines
+
+PASSES_FILE = "passes.jsonl"
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Of one evaluation of one held-out set.
+
+    prompts: a digest of the set's prompts in their order; those of two runs can be paired where it is the same.
+    passed: completions that passed, by prompt. scored: completions that have a score, by prompt; 0 where none could
+    be graded.
+    """
+
+    prompts: str
+    passed: tuple[int, ...]
+    scored: tuple[int, ...]
+
+
+def digest(prompts: Iterable[tuple[str, object]]) -> str:
+    """Of prompts and their answers, in order; 16 hexadecimal digits."""
+    found = hashlib.sha256()
+    for text, answer in prompts:
+        found.update(repr((text, answer)).encode())
+    return found.hexdigest()[:16]
+
+
+def write_passes(run_dir: Path, step: int, sets: Mapping[str, Passes]) -> None:
+    """Append an evaluation of the weights of `step`, by name of its sets."""
+    entries = [
+        {"step": step, "set": name, "prompts": each.prompts, "passed": each.passed, "scored": each.scored}
+        for name, each in sets.items()
+    ]
+    append_lines(run_dir / PASSES_FILE, entries, checksum=True)
+
+
+def read_passes(run_dir: Path, name: str, steps: Sequence[int]) -> dict[int, Passes]:
+    """Evaluations of one held-out set, by step; empty if the run kept none, as those of earlier versions.
+
+    Args:
+        run_dir: the run's folder.
+        name: of the set.
+        steps: at which the journal has an evaluation.
+    """
+    try:
+        raw = (run_dir / PASSES_FILE).read_bytes()
+    except OSError:
+        return {}
+    wanted, found = set(steps), {}
+    for entry in parse_lines(raw):
+        if entry.get("set") != name or entry.get("step") not in wanted:
+            continue
+        passed, scored = entry.get("passed"), entry.get("scored")
+        if isinstance(passed, list) and isinstance(scored, list) and len(passed) == len(scored):
+            found[entry["step"]] = Passes(str(entry.get("prompts")), tuple(passed), tuple(scored))
+    return found

@@ -1,0 +1,53 @@
+"""Beside the journal, which held-out prompts each evaluation passed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sweeps.run.journal import read_journal
+from sweeps.run.passes import PASSES_FILE, Passes, digest, read_passes, write_passes
+from sweeps.source.held_out import passes_by
+from tests.helpers import fit
+
+
+def test_passes_by_prompt_are_those_of_the_journal_across_a_resume(tiny_model_path: str, tmp_path: Path) -> None:
+    def part(run: str, steps: int, resume: bool = False) -> None:
+        fit(tiny_model_path, tmp_path / run, steps, resume=resume, checkpoint_every=1)
+
+    part("whole", 4)
+    part("parts", 3)
+    (tmp_path / "parts" / PASSES_FILE).open("ab").write(b'{"step": 4, "set": "heldo')  # torn
+    part("parts", 4, resume=True)
+    view = read_journal(tmp_path / "whole")
+    (name,) = [key for key in view.of_kind("eval")[0].metrics if key.endswith("/pass_rate")]
+    rates = {record.step: record.metrics[name] for record in view.of_kind("eval")}
+    kept = read_passes(tmp_path / "whole", name.split("/")[1], list(rates))
+    assert kept.keys() == rates.keys() == {0, 2, 4}
+    for step, each in kept.items():
+        assert set(each.scored) == {2} and sum(each.passed) / sum(each.scored) == pytest.approx(rates[step], abs=1e-12)
+    assert len({each.prompts for each in kept.values()}) == 1
+    assert read_passes(tmp_path / "parts", name.split("/")[1], list(rates)) == kept
+    # By compute: the newest at or before it.
+    axis = "compute/flops"
+    spent = {record.step: record.metrics[axis] for record in view.of_kind("eval")}
+    found = passes_by([view], axis, name)
+    recipe, seed = str(view.header["recipe"]), str(view.header["seed"])
+    assert found(recipe, spent[2]) == {seed: kept[2]} and found(recipe, spent[4] * 2) == {seed: kept[4]}
+    assert found("another", spent[4]) == {} and found(recipe, -1.0) == {}
+    assert passes_by([view], axis, "train/reward")(recipe, spent[4]) == {}
+
+
+def test_of_two_evaluations_of_a_step_the_later_counts_and_void_steps_do_not(tmp_path: Path) -> None:
+    one, two = Passes("p", (1, 0), (2, 2)), Passes("p", (2, 0), (2, 0))
+    for step, each in ((0, one), (2, one), (3, one), (2, two)):
+        write_passes(tmp_path, step, {"heldout": each, "other": one})
+    assert read_passes(tmp_path, "heldout", [0, 2]) == {0: one, 2: two}
+    assert read_passes(tmp_path, "heldout", []) == {} and read_passes(tmp_path / "none", "heldout", [0]) == {}
+
+
+def test_a_digest_is_of_prompts_and_answers_in_their_order() -> None:
+    some = [("1+1", "2"), ("2+2", "4")]
+    assert digest(some) == digest(list(some)) and len(digest(some)) == 16
+    assert len({digest(some), digest(some[::-1]), digest([("1+1", "3"), ("2+2", "4")]), digest(some[:1])}) == 4
