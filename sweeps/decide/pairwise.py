@@ -363,9 +363,9 @@ def _sentence(
         more = "more seeds than anybody runs" if needed is None else f"{needed} seeds an arm"
         text = f"{one} and {two} are not told apart {at}: {by} with {seeds_now}; {margin:g} takes {more} at 80% power"
     if ratio is not None and ratio.low is not None and ratio.low > 1:
-        text += f"; it takes {shown(ratio, '.2f')} times the compute of {two}"
+        text += f"; {one} takes {shown(ratio, '.2f')} times the compute of {two}"
     elif ratio is not None and ratio.high is not None and ratio.high < 1:
-        text += f"; it takes {shown(ratio, '.2f')} of the compute of {two}"
+        text += f"; {one} takes {shown(ratio, '.2f')} of the compute of {two}"
     return text
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from sweeps.decide.pairwise import (
 from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
 from sweeps.run.passes import Passes
+from tests.paths import ROOT
 from tests.sweeps.fit.simulate import law
 
 NOISE = 0.01
@@ -72,7 +75,7 @@ def test_what_is_planted_is_found_and_told() -> None:
     # What is read off in one direction is what is read off in the other.
     assert bad.R.value == pytest.approx(-(good.R.value or 0), abs=3e-3)
     assert slow.ratio is not None and slow.ratio.value == pytest.approx(1.5, rel=0.1)
-    assert slow.ratio.low is not None and slow.ratio.low > 1 and "times the compute of good" in slow.sentence
+    assert slow.ratio.low is not None and slow.ratio.low > 1 and "slow takes" in slow.sentence
     assert "has the higher reward at compute 8" in good.sentence and "are the same within 0.05" in twin.sentence
 
 
@@ -215,3 +218,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_little_data_is_not_told_apart() -> None:
     row = held(study({"a": 0.61, "b": 0.6}, seeds=("0",), each=0.02), ("a", "b")).rows[0]
     assert row.told == UNTOLD and row.seeds_needed is not None and f"{row.seeds_needed} seeds an arm" in row.sentence
+
+
+def test_the_page_shows_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    blocks = re.findall(r"```\n\$ scalerl (.*)\n([^`]*)\n```", (ROOT / "docs/compare.md").read_text())
+    assert len(blocks) == 2
+    for command, printed in blocks:
+        assert main(shlex.split(command)) == 0
+        assert capsys.readouterr().out.rstrip() == printed
