@@ -20,9 +20,13 @@ from tests.place import PATIENCE_S, Deterministic, Place, deterministic, made_on
 
 pytest_plugins = ["tests.account"]
 
-# Tests below these share what only one worker at a time may use (a cluster, with its ports and its clocks), or what one
-# worker makes once for all of them.
-GROUPS = {"tests/slurm/test_lab.py": "lab", "tests/slurm/": "slurm", "tests/member/test_identity.py": "identity"}
+# Tests below these share what one worker makes once for all of them: a cluster, which waits most of its time.
+GROUPS = {
+    "tests/slurm/test_lab.py": "lab",
+    "tests/slurm/test_faults.py": "faults",
+    "tests/slurm/": "slurm",
+    "tests/member/test_identity.py": "identity",
+}
 
 
 class Grouped(LoadScopeScheduling):  # type: ignore[misc]

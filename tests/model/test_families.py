@@ -32,6 +32,8 @@ from tests.families import FAMILIES, STRANGERS, Family, save, write_task
 from tests.helpers import quiet
 from tests.test_module import Keep
 
+FULL = pytest.mark.full
+
 AGREE = 1e-5
 INSTRUCTION = "Put your final answer within \\boxed{}."
 EXACT = ("precision=fp32", "async_mode=on_policy")
@@ -195,7 +197,7 @@ def trained_weights(run: Path, model: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", every(3, FAMILIES, pytest.mark.full))
+@pytest.mark.parametrize("name", every(6, FAMILIES, FULL))
 def test_a_run_of_it_is_exported(name: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the command line does it: in the recipe's own types and asynchrony, and exactly."""
     family = FAMILIES[name]
@@ -225,7 +227,7 @@ def scalerl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("Llama", []), ("Qwen3", ["chat.thinking=false"]), ("GPT2", ["context.max_prompt_tokens=256"])],
+    every(3, [("Llama", []), ("Qwen3", ["chat.thinking=false"]), ("GPT2", ["context.max_prompt_tokens=256"])], FULL),
 )
 def test_as_it_is_typed(name: str, more: list[str], place: Place, tmp_path: Path) -> None:
     """Nothing set that a first try would not set; the verifiers have processes of their own."""
@@ -246,7 +248,7 @@ def test_as_it_is_typed(name: str, more: list[str], place: Place, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRANGERS)
+@pytest.mark.parametrize("name", every(len(STRANGERS), STRANGERS, FULL))
 def test_what_cannot_be_done_is_one_line_of_the_command(name: str, place: Place, tmp_path: Path) -> None:
     model = place.model(STRANGERS[name], name)
     done = scalerl(tmp_path, "train", *place.overrides(model, tmp_path / "out", "scale=trial"))

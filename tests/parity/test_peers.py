@@ -48,6 +48,7 @@ from lightning_scalerl.rollout import Group, Prompt, Rollout, Scored, TrainBatch
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.update.terms import terms
 from lightning_scalerl.update.token_credit import token_credit
+from tests.examples import every
 from tests.helpers import row
 
 MAKER = Path(__file__).with_name("make_peer_arrays.py")
@@ -401,7 +402,7 @@ def meaning(picked: Choices, axis: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAME_LOSS)
+@pytest.mark.parametrize("name", every(4, SAME_LOSS, pytest.mark.full))
 def test_no_other_loss_or_aggregation_would_pass(name: str) -> None:
     """The inputs reach every branch that tells the choices apart; else the parity above would say little."""
     right, peer, with_forced = SAME_LOSS[name], theirs(name), PEER_LOSSES[name]["forced"]

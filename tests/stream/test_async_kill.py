@@ -148,7 +148,7 @@ def without_clock(left: Left) -> tuple[list[str], list[tuple[str, int | None, An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", every(2, MODES, pytest.mark.full))
+@pytest.mark.parametrize("mode", every(len(MODES), reversed(MODES), pytest.mark.full))
 def test_killed_after_every_event(mode: str, tiny_model_path: str, tmp_path: Path) -> None:
     """Invariant 5, with everything that can be in flight in flight."""
     whole, watch = undisturbed(tiny_model_path, tmp_path / "whole", mode)

@@ -87,7 +87,9 @@ def once(batches: Sequence[TrainBatch], stream: RolloutStream) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: type(mode).__name__ + str(mode.max_staleness))
+@pytest.mark.parametrize(
+    "mode", every(2, MODES, pytest.mark.full), ids=lambda mode: type(mode).__name__ + str(mode.max_staleness)
+)
 def test_both_clocks_obey_one_rule(mode: AsyncMode) -> None:
     with closing(live(mode)) as driver:
         once(train(driver, 9, 0.02), driver.stream)
@@ -97,7 +99,7 @@ def test_both_clocks_obey_one_rule(mode: AsyncMode) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", every(4, range(20), pytest.mark.full))
+@pytest.mark.parametrize("seed", every(10, range(20), pytest.mark.full))
 def test_delays_on_either_side(seed: int) -> None:
     delays = random.Random(seed)
     mode = delays.choice([OnPolicy(), PPOOffPolicy(3), Pipeline(1), Pipeline(2), Pipeline(5)])
@@ -151,7 +153,7 @@ def test_grading_holds_up_no_generation_and_is_no_part_of_its_order() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", every(2, [signal.SIGKILL, signal.SIGSTOP], pytest.mark.full))
 @pytest.mark.parametrize("generators", every(2, [2, 1], pytest.mark.full))
 def test_a_generator_that_is_lost_costs_its_share(how: signal.Signals, generators: int) -> None:
     with closing(live(Pipeline(2), generators=generators, silence_s=5.0)) as driver:
@@ -213,7 +215,7 @@ def test_asked_to_stop_it_returns_and_goes_on_later() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("generators", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("generators", every(2, [2, 1], pytest.mark.full))
 def test_what_is_in_flight_survives_a_checkpoint(generators: int) -> None:
     """Saved in the middle, put into other processes: every group is trained once, in all."""
     mode = Pipeline(4)
