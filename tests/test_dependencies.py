@@ -102,7 +102,7 @@ def said(scalerl: Path, *arguments: str | Path) -> subprocess.CompletedProcess[s
     return subprocess.run(command, env=environment, cwd=scalerl.parent, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_four_packages_fit_rank_plan_report_and_watch(small: Path, tmp_path: Path) -> None:
     curves, study = ROOT / "examples" / "curves.csv", ROOT / "examples" / "study"
     page = tmp_path / "page.html"

@@ -24,7 +24,7 @@ def own_run(folder: Path, steps: int) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_of_ones_own(tmp_path: Path) -> None:
     """Three loggers, Lightning's callbacks, a task and a loss that are not ours; a second call goes on."""
     own_run(tmp_path, 10)

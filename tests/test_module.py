@@ -368,7 +368,7 @@ def whole_run(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize("mode", RESUMED)
 @pytest.mark.parametrize(
     "stop",
-    [2, pytest.param(3, marks=pytest.mark.slow), *(pytest.param(each, marks=pytest.mark.full) for each in (1, 5))],
+    [2, *(pytest.param(each, marks=pytest.mark.full) for each in (1, 3, 5))],
 )
 def test_resume_is_exact(
     tiny_model_path: str, tmp_path: Path, whole_run: Callable[[str], tuple[Path, ScaleRL]], mode: str, stop: int

@@ -83,7 +83,7 @@ def test_the_same_in_a_script(place: Path) -> None:
     assert semantics["choices"]["decay"] == {"choice": "GeometricDecay", "factor": 0.9}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_is_wrong_with_a_users_file_is_named(place: Path) -> None:
     peak, geometric = "_target_: my_choices.PeakNormalization", "_target_: my_axis.GeometricDecay"
     wrong = {

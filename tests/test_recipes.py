@@ -250,7 +250,7 @@ def test_scales_of_the_paper_evaluate_as_the_paper_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", names("experiment"))
+@pytest.mark.parametrize("experiment", every(6, names("experiment"), pytest.mark.full))
 def test_members_of_an_experiment_differ(experiment: str) -> None:
     specs = plan_members([[*overrides, "scale=tiny"] for overrides in members(experiment)])
     assert len({spec.run for spec in specs}) == len(specs) > 1
@@ -266,7 +266,7 @@ def test_every_recipe_trains(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", every(3, names("experiment"), pytest.mark.full))
+@pytest.mark.parametrize("experiment", every(8, names("experiment"), pytest.mark.full))
 def test_every_experiment_trains(experiment: str, tmp_path: Path) -> None:
     """Its first and its last member."""
     first, *_, last = members(experiment)
@@ -319,7 +319,7 @@ def test_staged_rewards_act_until_the_last_stage_and_need_several_rewards(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", every(3, sorted(set(names("variant")) - {"none"}), pytest.mark.full))
+@pytest.mark.parametrize("variant", every(9, sorted(set(names("variant")) - {"none"}), pytest.mark.full))
 def test_every_variant_is_one_change_and_trains(variant: str, tmp_path: Path) -> None:
     """On the first recipe that it changes."""
     alone = {

@@ -292,7 +292,7 @@ SEEN: dict[str, Callable[[Keep], bool]] = {
 ALSO = ("gae", "running, gae", "curriculum", "by_difficulty", "epochs", "fp16", "kl", "proximal")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ALSO else n for n in RESUMED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in ALSO else n for n in RESUMED])
 def test_resume_is_exact(tiny_model_path: str, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Invariant 5: three steps, then the others in a new module: journal and all weights, bit for bit."""
     monkeypatch.setattr(loss_scale_module, "START", FACTOR_AT_FIRST)

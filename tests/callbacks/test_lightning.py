@@ -124,7 +124,7 @@ class Breaks(CountingTask):
         return super().reward(prompt, completion)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_logger_holds_the_journal_cell_by_cell_across_a_resume(
     tiny_model_path: str, tmp_path: Path, schema: Path
 ) -> None:

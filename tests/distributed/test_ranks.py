@@ -232,7 +232,7 @@ class AskedToStop(Recorder):
             interruption.request("SIGUSR2")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_asked_on_any_rank_all_stop_and_go_on_bit_for_bit(tiny_model_path: str, tmp_path: Path) -> None:
     """With dropout, so that every rank's random state matters; two numbers have one sum, whatever the order."""
 

@@ -205,7 +205,7 @@ def test_weights_go_through_files_where_shared_memory_is_small(monkeypatch: pyte
     assert not folder.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_only_the_weights_in_use_are_kept(fleet: Fleet) -> None:
     for version in range(1, 6):
         fleet.publish(weights_of(version), version)

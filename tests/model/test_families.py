@@ -247,7 +247,7 @@ def test_as_it_is_typed(name: str, more: list[str], place: Place, tmp_path: Path
 # --- what cannot be -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", every(len(STRANGERS), STRANGERS, FULL))
 def test_what_cannot_be_done_is_one_line_of_the_command(name: str, place: Place, tmp_path: Path) -> None:
     model = place.model(STRANGERS[name], name)

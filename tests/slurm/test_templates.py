@@ -202,6 +202,7 @@ def test_many_nodes_of_which_one_loses_its_trainer(sweep: FromTemplate, truth_of
     assert retried["kind"] == "killed"
 
 
+@pytest.mark.full
 def test_a_container_at_its_time_limit(sweep: FromTemplate, truth: Any) -> None:
     """SLURM's warning reaches Python inside; the batch script, outside, requeues."""
     if shutil.which("bwrap") is None:

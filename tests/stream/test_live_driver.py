@@ -173,7 +173,7 @@ def test_a_generator_that_is_lost_costs_its_share(how: signal.Signals, generator
             os.kill(pid, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_that_never_comes_back_ends_the_run_with_its_last_words() -> None:
     class Broken(DirectChannel):
         """Weights that no generator can take."""

@@ -15,12 +15,12 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.verify.sandbox.jail import landlock_abi, seccomp_obstacle
 from tests.verify.sandbox.places import NOBODY, Place, missing, ordinary
 
-# Each kind of walls and each user once; crossed the other way by CI.
+# Each kind of walls and each user once; crossed the other way by test-full.
 PLACES = [
-    pytest.param(("bubblewrap", "root"), marks=pytest.mark.slow, id="bubblewrap-root"),
+    pytest.param(("bubblewrap", "root"), marks=pytest.mark.full, id="bubblewrap-root"),
     pytest.param(("bubblewrap", "ordinary"), id="bubblewrap-ordinary"),
     pytest.param(("landlock", "root"), id="landlock-root"),
-    pytest.param(("landlock", "ordinary"), marks=pytest.mark.slow, id="landlock-ordinary"),
+    pytest.param(("landlock", "ordinary"), marks=pytest.mark.full, id="landlock-ordinary"),
 ]
 
 
