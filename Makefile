@@ -13,17 +13,26 @@ TEST_ARGS ?= -n 2 --dist loadgroup
 CLUSTER_ARGS ?= $(if $(ALL)$(FULL),-n 3 --dist loadgroup,$(TEST_ARGS))
 PYTEST := $(if $(FULL),TEST_FULL=1 )$(if $(ALL)$(FULL),CI_ALL=1 )OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-full
+.PHONY: demo test test-full test-study test-training test-vllm
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.user
 	$(BIN)/python examples/demo.py
 
-# Tests of the study never import torch, which costs each process seconds; vLLM changes the process that it is in.
+# Tests of the study never import torch, which costs each process seconds; vLLM changes the process that it is in. Its
+# tests keep one core busy, beside those of the study.
 test: $(VENV)/$(if $(ALL)$(FULL),.everything,.developer)
+	$(if $(ALL)$(FULL),$(MAKE) --jobs=2 --output-sync=target test-study test-vllm,$(MAKE) test-study)
+	$(MAKE) test-training
+
+test-study:
 	$(PYTEST) -m "$(MARKERS)" $(TEST_ARGS) tests/sweeps
+
+test-vllm:
+	$(PYTEST) -m "vllm$(if $(FULL),, and not full)" tests/generator/test_vllm.py
+
+test-training:
 	$(PYTEST) -m "$(MARKERS)" $(CLUSTER_ARGS) --ignore tests/sweeps
-	$(if $(ALL)$(FULL),$(PYTEST) -m "vllm$(if $(FULL),, and not full)")
 
 # Everything that is right but long, by hand: docs/measured/full.md has the summary of its last run.
 test-full:

@@ -25,6 +25,7 @@ from lightning_scalerl.generator.fleet import Fleet
 from lightning_scalerl.measure.probe import P99
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.windows import Window
+from tests.examples import every
 from tests.helpers import CountingTask, fit
 from tests.test_module import Keep
 
@@ -286,7 +287,7 @@ def test_computed_tokens_are_counted_once(generator: Any, monkeypatch: pytest.Mo
 # --- engines of their own: the end of one is the end of all in the process -------------------------------------
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", every(3, FAMILIES, pytest.mark.full))
 def test_a_family_agrees_before_and_after_an_update(family: str) -> None:
     old, new = new_model(family, 1), new_model(family, 2)
     generator = generator_of(old)
@@ -366,7 +367,9 @@ def test_sixteen_bits_with_a_head_in_full_precision(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", [OnPolicy(), Pipeline(3, "stale"), Pipeline(3, "recompute")], ids=["on", "stale", "re"]
+    "mode",
+    every(3, [Pipeline(3, "stale"), Pipeline(3, "recompute"), OnPolicy()], pytest.mark.full),
+    ids=["stale", "re", "on"],
 )
 def test_a_run_agrees_at_every_step(tiny_model_path: str, mode: Any) -> None:
     keep = Keep()
@@ -386,7 +389,7 @@ def test_a_run_agrees_at_every_step(tiny_model_path: str, mode: Any) -> None:
 # --- in processes of their own -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", every(2, [signal.SIGKILL, signal.SIGSTOP], pytest.mark.full))
 def test_as_a_server_it_agrees_and_survives_its_loss(model: Any, how: signal.Signals) -> None:
     from lightning_scalerl.generator.vllm_generator import VLLMGenerator
 
@@ -415,6 +418,7 @@ def test_as_a_server_it_agrees_and_survives_its_loss(model: Any, how: signal.Sig
         fleet.close()
 
 
+@pytest.mark.full
 def test_a_live_run_agrees(tiny_model_path: str) -> None:
     keep = Keep()
     live = ["generator=vllm", "generator.slots=16", "driver=live", "driver.probe_every=1"]
