@@ -53,6 +53,8 @@ def print_ranking(ranking: Ranking) -> None:
     from sweeps.report.text import ranking_rows, reward_rows
 
     print(one_line(ranking.sentence))
+    if ranking.undecided and ranking.resolution is not None:
+        print(one_line(ranking.resolution.sentence))
     if ranking.rewards is not None and len(ranking.rewards.rows) > 1:
         print(f"{one_line(ranking.rewards.sentence)}\n")
         print(table(*reward_rows(ranking.rewards)))

@@ -32,7 +32,7 @@ _NEAR = 3
 _GAINED = 0.8
 _LOOKS = 201
 # The sum of the normal quantiles of 97.5% (a two-sided test at 5%) and of 80% power.
-_POWER = 1.959964 + 0.841621
+POWER = 1.959964 + 0.841621
 _MOST_SEEDS = 10_000
 
 # Of a recipe and a compute, the newest passes by prompt at or before it, by seed.
@@ -167,8 +167,9 @@ def _drawn(
 ) -> _Drawn:
     assert one.window is not None and two.window is not None
     compute = min(one.window[1], two.window[1])
-    pairing = pairing_at(one.recipe, two.recipe, fits, compute)
-    reward = _apart(one, two, compute, pairing)
+    near = {fit.recipe: rewards_near(fit.curve, compute) for fit in fits}
+    pairing = pairing_of_two(one.recipe, two.recipe, near, max(fit.curve.scale for fit in fits))
+    reward = apart(one, two, compute, pairing)
     between = None if passes is None else prompt_error(*(passes(fit.recipe, compute) for fit in (one, two)))
     rng = np.random.default_rng(zlib.crc32(f"{one.recipe} {two.recipe}".encode()))
     on_prompts = None if between is None else reward + between * rng.standard_normal(DRAWS)
@@ -178,15 +179,22 @@ def _drawn(
         compute,
         reward,
         on_prompts,
-        _apart(one, two, budget, pairing) if ahead and budget is not None else None,
+        apart(one, two, budget, pairing) if ahead and budget is not None else None,
         asymptotes[one.recipe] - asymptotes[two.recipe] if rises else None,
         compute_ratio(one, two, compute),
         tuple(name for name, known in (("seed", pairing is not None), ("prompt", between is not None)) if known),
     )
 
 
-def _apart(one: Fit, two: Fit, compute: float, pairing: Pairing | None) -> Array:
-    """Draws of the difference of rewards at a compute, over all seeds; (K,)."""
+def apart(one: Fit, two: Fit, compute: float, pairing: Pairing | None) -> Array:
+    """Draws of the difference of rewards at a compute, over all seeds; (K,).
+
+    Args:
+        one: a readable fit.
+        two: another, whose reward is taken off.
+        compute: in the curves' unit.
+        pairing: what seeds leave of the difference; None where they count in full for each.
+    """
     if pairing is None:
         return np.asarray(np.subtract(*(paths_over_seeds(fit, [compute])[:, 0] for fit in (one, two))))
     rng = np.random.default_rng(zlib.crc32(f"{one.recipe}\n{two.recipe}".encode()))
@@ -198,20 +206,24 @@ def _apart(one: Fit, two: Fit, compute: float, pairing: Pairing | None) -> Array
     )
 
 
-def pairing_at(one: str, two: str, fits: Sequence[Fit], compute: float) -> Pairing | None:
+def pairing_of_two(one: str, two: str, near: Mapping[str, SeedExcess], scale: float) -> Pairing | None:
     """What seeds leave of two recipes' difference at a compute, if they have the same seeds.
 
     It is told by all recipes that have these seeds and came so far; None where the two have other seeds, or too few.
+
+    Args:
+        one: a recipe.
+        two: another.
+        near: `rewards_near` of all recipes of the study, by name.
+        scale: of the reward.
     """
-    found = {fit.recipe: _at(fit.curve, compute) for fit in fits}
-    seeds = found[one].offset.keys()
-    if len(seeds) < 2 or found[two].offset.keys() != seeds:
+    seeds = near[one].offset.keys()
+    if len(seeds) < 2 or near[two].offset.keys() != seeds:
         return None
-    alike = [excess for excess in found.values() if excess.offset.keys() == seeds]
-    return paired_seed_spread(alike, max(fit.curve.scale for fit in fits))
+    return paired_seed_spread([excess for excess in near.values() if excess.offset.keys() == seeds], scale)
 
 
-def _at(curve: Curve, compute: float) -> SeedExcess:
+def rewards_near(curve: Curve, compute: float) -> SeedExcess:
     """Rewards of a recipe's seeds near a compute, about their mean; nothing where a seed has too few before it."""
     means, errors = {}, []
     for seed in sorted(set(curve.seed)):
@@ -293,10 +305,14 @@ def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
     """
     if margin <= 0:
         return None
-    low, high = np.quantile(difference, [0.025, 0.975])
-    sd = float(high - low) / (2 * 1.959964)
-    needed = max(math.ceil(max(seeds, 1) * (_POWER * sd / margin) ** 2), 2)
+    needed = max(math.ceil(max(seeds, 1) * (POWER * deviation(difference) / margin) ** 2), 2)
     return needed if needed <= _MOST_SEEDS else None
+
+
+def deviation(draws: Array) -> float:
+    """A quarter of what 95% of the draws span, near enough: the standard deviation where they are normal."""
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return float(high - low) / (2 * 1.959964)
 
 
 def _bounds_where(draws: Sequence[Array | None]) -> list[Interval | None]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from sweeps.as_json import AsJson
 from sweeps.curve import Curve
+from sweeps.decide.resolution import Resolution, resolve
 from sweeps.decide.reward import Rewards, rewards
 from sweeps.decide.standing import at_shared_a, margin_of, named_a, stand
 from sweeps.errors import UserError
@@ -76,7 +77,8 @@ class Ranking(AsJson):
 
     leader: the recipe to choose, see `sweeps.decide.standing.Standing`; sentence says the outcome; shared_a is the A at
     which tied ones were refitted; pairing the seeds by which they were compared, if they share any; comparisons the
-    families' forecasts of each identifiable recipe; rewards what needs no asymptote.
+    families' forecasts of each identifiable recipe; rewards what needs no asymptote; resolution the smallest difference
+    that the study can tell, and what the margin takes.
     """
 
     baseline: str | None
@@ -91,6 +93,7 @@ class Ranking(AsJson):
     pairing: Pairing | None = None
     comparisons: tuple[Comparison, ...] = ()
     rewards: Rewards | None = None
+    resolution: Resolution | None = None
 
     JSON: ClassVar = {"shared_a": "shared_A", "pairing": "paired", "comparisons": "forecasts"}
 
@@ -194,6 +197,7 @@ def rank(
         pairing,
         comparisons,
         rewards(fits, budget),
+        resolve(fits, standing.leader, margin),
     )
 
 

@@ -1,0 +1,97 @@
+"""What a study can tell: the smallest difference that its seeds and noise let show, and what a smaller one takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sweeps.as_json import AsJson
+from sweeps.decide.pairwise import POWER, apart, deviation, pairing_of_two, rewards_near, seeds_needed
+from sweeps.fit.fit import Fit
+from sweeps.fit.predict import readable
+
+# The label of a run at a learning rate of 0 (conf/variant/lr_0.yaml), which shows nothing but noise.
+NULL = "optimizer=null"
+
+
+@dataclass(frozen=True)
+class Resolution(AsJson):
+    """Of rewards at the compute that all recipes have spent, each against the leader.
+
+    smallest: the difference that half of the comparisons tell at 5% with 80% power. seeds: an arm, there are.
+    seeds_needed: an arm, for the margin in half of the comparisons; None where that is more than anybody runs. told: of
+    how many comparisons the 95% interval leaves out 0, `of` all. source: where the spread between seeds comes from, as
+    in `A_total`; "paired" where the recipes have the same seeds. noise: standard deviation of a single evaluation of
+    the null recipe about its mean; None without one.
+    """
+
+    compute: float
+    smallest: float
+    seeds: int
+    seeds_needed: int | None
+    told: int
+    of: int
+    source: str
+    noise: float | None
+    sentence: str
+
+
+def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolution | None:
+    """Return what the study can tell; None where there is no leader or nothing to compare it with.
+
+    Args:
+        fits: of the whole study.
+        leader: the recipe to choose so far.
+        margin: in reward units.
+    """
+    known = [fit for fit in fits if readable(fit) and fit.window is not None]
+    first = next((fit for fit in known if fit.recipe == leader), None)
+    others = [fit for fit in known if fit is not first]
+    if first is None or not others:
+        return None
+    compute = min(fit.window[1] for fit in known if fit.window is not None)
+    near = {fit.recipe: rewards_near(fit.curve, compute) for fit in known}
+    scale = max(fit.curve.scale for fit in known)
+    errors, told, needed, sources = [], 0, [], set()
+    seeds = min(fit.informing for fit in known)
+    for fit in others:
+        pairing = pairing_of_two(fit.recipe, first.recipe, near, scale)
+        draws = apart(fit, first, compute, pairing)
+        low, high = np.quantile(draws, [0.025, 0.975])
+        told += bool(low > 0 or high < 0)
+        errors.append(deviation(draws))
+        needed.append(seeds_needed(draws, min(fit.informing, first.informing), margin) or np.inf)
+        sources.add("paired" if pairing is not None else fit.seed_spread.source)
+    smallest, enough = POWER * float(np.median(errors)), float(np.median(needed))
+    seeds_for_margin = int(np.ceil(enough)) if np.isfinite(enough) else None
+    noise = _noise(known)
+    source = ", ".join(sorted(sources))
+    return Resolution(
+        compute, smallest, seeds, seeds_for_margin, told, len(others), source, noise,
+        _sentence(compute, smallest, seeds, seeds_for_margin, margin, source, noise),
+    )  # fmt: skip
+
+
+def _noise(fits: Sequence[Fit]) -> float | None:
+    """Of single evaluations of the null recipe about their seed's mean."""
+    null = next((fit.curve for fit in fits if fit.recipe.split("+")[-1] == NULL), None)
+    if null is None:
+        return None
+    seeds = sorted(set(null.seed))
+    left = np.concatenate([null.reward[null.seed == s] - null.reward[null.seed == s].mean() for s in seeds])
+    free = len(left) - len(seeds)
+    return float(np.sqrt((left**2).sum() / free)) if free > 0 else None
+
+
+def _sentence(
+    compute: float, smallest: float, seeds: int, needed: int | None, margin: float, source: str, noise: float | None
+) -> str:
+    now = f"{seeds} seed{'' if seeds == 1 else 's'}"
+    text = f"with {now} a recipe this study tells differences of {smallest:.3f} in reward at compute {compute:.4g}"
+    more = "more seeds than anybody runs" if needed is None else f"{needed} seeds a recipe"
+    text += f" (at 5%, with 80% power; spread between seeds {source})"
+    if needed is None or needed > seeds:
+        text += f"; {margin:g} takes {more} to that compute"
+    return text if noise is None else f"{text}; an evaluation of the null recipe scatters by {noise:.3f}"

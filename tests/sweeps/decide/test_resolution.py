@@ -1,0 +1,71 @@
+"""Truths about what a study says it can tell."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sweeps.curve import make_curve
+from sweeps.decide.pairwise import compare
+from sweeps.decide.rank import rank
+from sweeps.decide.resolution import resolve
+from sweeps.fit.fit import fit_curves
+from tests.sweeps.decide.test_pairwise import NOISE, study
+
+ALIKE = {"a": 0.6, "b": 0.6, "c": 0.61, "d": 0.59}
+
+
+def test_more_seeds_tell_smaller_differences_and_fewer_are_needed_where_little_is_asked() -> None:
+    smallest = []
+    for seeds in ("012", "012345678"):
+        fits = fit_curves(study(ALIKE, tuple(seeds), each=0.02))
+        found = resolve(fits, "a", 0.02)
+        assert found is not None and found.source == "paired" and found.compute == 8.0 and found.seeds == len(seeds)
+        smallest.append(found.smallest)
+        wide = resolve(fits, "a", 0.1)
+        assert wide is not None and (wide.seeds_needed or 0) < (found.seeds_needed or 0)
+        assert f"{found.smallest:.3f}" in found.sentence
+    assert smallest[1] < 0.8 * smallest[0]
+    # A seed's own deviation of 0.02: of a difference, with three seeds, 2.8 * 0.02 * sqrt(2 / 3).
+    assert smallest[0] == pytest.approx(2.8 * 0.02 * np.sqrt(2 / 3), rel=0.5)
+
+
+def test_it_says_what_the_comparisons_say() -> None:
+    fits = fit_curves(study({**ALIKE, "bad": 0.4}, each=0.01))
+    found = resolve(fits, "a", 0.02)
+    one_by_one = [compare(fits, [(fit.recipe, "a")]).rows[0] for fit in fits if fit.recipe != "a"]
+    assert found is not None and found.of == 4
+    assert found.told == sum(row.told in ("higher", "lower") for row in one_by_one) >= 1
+    assert found.seeds_needed is not None
+    needed = sorted(row.seeds_needed or 0 for row in one_by_one)
+    assert needed[1] <= found.seeds_needed <= needed[2]
+
+
+def test_where_there_is_one_seed_the_spread_is_borrowed_and_named() -> None:
+    found = resolve(fit_curves(study(ALIKE, ("0",))), "a", 0.02)
+    assert found is not None and found.source == "borrowed" and "1 seed a recipe" in found.sentence
+    assert "spread between seeds borrowed" in found.sentence
+
+
+def test_a_run_at_a_learning_rate_of_zero_shows_the_noise() -> None:
+    rng = np.random.default_rng(2)
+    null = make_curve(
+        "a+optimizer=null", np.tile(np.linspace(0, 8, 33), 2), 0.2 + 0.03 * rng.standard_normal(66), ["0"] * 33 + ["1"] * 33
+    )
+    found = resolve(fit_curves([*study(ALIKE, ("0", "1")), null]), "a", 0.02)
+    assert found is not None and found.noise == pytest.approx(0.03, rel=0.2)
+    assert f"an evaluation of the null recipe scatters by {found.noise:.3f}" in found.sentence
+    without = resolve(fit_curves(study(ALIKE, ("0", "1"))), "a", 0.02)
+    assert without is not None and without.noise is None and "null recipe" not in without.sentence
+
+
+def test_what_has_nothing_to_be_compared_with_says_nothing() -> None:
+    fits = fit_curves(study({"a": 0.6}))
+    assert resolve(fits, "a", 0.02) is None and resolve(fits, None, 0.02) is None and resolve(fits, "z", 0.02) is None
+
+
+def test_a_ranking_has_it() -> None:
+    found = rank(fit_curves(study(ALIKE, each=0.02)), brief=True)
+    assert found.undecided and found.resolution is not None
+    said = found.to_json()["resolution"]
+    assert said["smallest"] > NOISE / 10 and said["seeds"] == 3 and said["sentence"] == found.resolution.sentence
