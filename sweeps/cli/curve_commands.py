@@ -318,6 +318,52 @@ def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
     return [(recipe, against) for recipe in recipes if recipe != against]
 
 
+def effects_command(options: argparse.Namespace) -> int:
+    """`scalerl effects`."""
+    if options.output is not None:
+        from sweeps.report.forest import check_format
+
+        check_format(Path(options.output))
+        _check_place(Path(options.output))
+    study, fits = _fitted(options)
+    from sweeps.decide.effects import effects
+    from sweeps.fit.fit import shown
+
+    found = effects(fits, options.interaction)
+    warn(study.warnings)
+    if options.output is not None:
+        from sweeps.report.forest import draw_forest
+
+        draw_forest(found, Path(options.output))
+    if options.json:
+        print_json(found.to_json())
+        return 0
+    head = ["axis", "choice", "against", "recipes", "asymptote", "P(raises it)", "times the compute to half"]
+    rows = [
+        [
+            each.axis,
+            each.level,
+            each.against,
+            str(each.cells),
+            shown(each.A, "+.3f"),
+            f"{each.p_positive:.2f}",
+            shown(each.compute, ".2f"),
+        ]
+        for each in found.effects
+    ]
+    print(table(head, rows))
+    print(
+        f"\non average over {found.cells} recipes, drawn to zero as far as the others are small; 95% intervals; "
+        f"recipes differ by {found.own:.3f} beyond that"
+    )
+    if found.next:
+        print("\nto run next, by what of the main effects' variance goes:")
+        axes = list(found.next[0].levels)
+        print(table([*axes, "gain"], [[*each.levels.values(), f"{each.gain:.0%}"] for each in found.next]))
+    warn([*found.notes, *(f"{recipe}: nothing can be read off it; left out" for recipe in found.left)])
+    return 0
+
+
 def race_command(options: argparse.Namespace) -> int:
     """`scalerl race`."""
     from sweeps.decide.rules import Rules

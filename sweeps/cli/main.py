@@ -217,6 +217,24 @@ def _deciding(command: Command) -> None:
     )
     compare.add_argument("--json", action="store_true", help="print a JSON object")
 
+    effects = command(
+        "effects",
+        _later("curve_commands", "effects_command"),
+        "say what each axis of a grid does to asymptote and compute, over the whole grid, and which cells to run next",
+        "scalerl effects examples/curves.csv",
+    )
+    _add_source(effects)
+    effects.add_argument(
+        "--interaction",
+        action="append",
+        default=[],
+        type=_two_axes,
+        metavar="AXIS:AXIS",
+        help="also of two axes; repeatable",
+    )
+    effects.add_argument("-o", "--output", metavar="FILE", help="write a forest plot: .svg, .png or .pdf")
+    effects.add_argument("--json", action="store_true", help="print a JSON object")
+
     race = command(
         "race",
         _later("curve_commands", "race_command"),
@@ -476,6 +494,14 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rollouts", metavar="COL", help="rollouts a prompt, where varied: a column or key")
     parser.add_argument("--difficulty", metavar="COL", help="difficulty of the evaluated prompts, with --rollouts")
+
+
+def _two_axes(text: str) -> tuple[str, str]:
+    """Two axes with a colon between."""
+    one, _, two = text.partition(":")
+    if not (one and two) or one == two:
+        raise argparse.ArgumentTypeError(f"{text!r} is no pair of axes such as loss:async_mode")
+    return one, two
 
 
 def _count(text: str) -> int:

@@ -50,7 +50,10 @@ def test_where_there_is_one_seed_the_spread_is_borrowed_and_named() -> None:
 def test_a_run_at_a_learning_rate_of_zero_shows_the_noise() -> None:
     rng = np.random.default_rng(2)
     null = make_curve(
-        "a+optimizer=null", np.tile(np.linspace(0, 8, 33), 2), 0.2 + 0.03 * rng.standard_normal(66), ["0"] * 33 + ["1"] * 33
+        "a+optimizer=null",
+        np.tile(np.linspace(0, 8, 33), 2),
+        0.2 + 0.03 * rng.standard_normal(66),
+        ["0"] * 33 + ["1"] * 33,
     )
     found = resolve(fit_curves([*study(ALIKE, ("0", "1")), null]), "a", 0.02)
     assert found is not None and found.noise == pytest.approx(0.03, rel=0.2)

@@ -1,0 +1,328 @@
+"""What each axis of a grid does, over the whole grid: main effects and chosen interactions, partially pooled.
+
+A grid of recipes is a table of cells, one level an axis. What is read off a cell (its asymptote, or the logarithm of
+its compute to half of its gain) is a sum: a mean, an effect of each level, an effect of each pair of levels of the
+interactions that are asked for, what the cell has of its own, and the error of its estimate, which is the covariance
+of the joint draws that `scalerl rank` reads:
+
+    y = mu + Z1 b1 + Z2 b2 + e + v,   b1 ~ N(0, s1^2), b2 ~ N(0, s2^2), e ~ N(0, s0^2), v ~ N(0, V)
+
+Given s0, s1, s2 all is normal; these three are integrated over a grid, under half-normal priors. So an effect is drawn
+towards zero as far as the study's other effects are small, and a grid of sixteen cells tells eight of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import ClassVar
+
+import numpy as np
+from scipy.special import logsumexp
+
+from sweeps.as_json import AsJson
+from sweeps.curve import Array
+from sweeps.decide.reach import first_above
+from sweeps.decide.standing import joint
+from sweeps.errors import UserError
+from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.futures import FARTHEST
+from sweeps.fit.predict import asymptote_draws, paths, readable
+
+# The level of an axis on which a recipe does not depart from its base.
+OWN = "(its own)"
+BASE = "recipe"
+# Standard deviations on the grid, in units of the reward's scale (of the logarithm of compute: times `_LOG`).
+_GRID = np.geomspace(1e-3, 0.5, 14)
+_PRIOR_SD = 0.1
+# What cells have of their own is interactions of higher order, which are rarely as large as main effects.
+_OWN_SD = 0.03
+_LOG = 10.0
+_WIDE = 10.0
+_DRAWS = 4000
+_MOST_CELLS = 4096
+_LOOKS = 241
+
+
+@dataclass(frozen=True)
+class Effect(AsJson):
+    """Of a level against the axis's first one, on average over the cells; an interaction's beyond its two main effects.
+
+    axis, level: of an interaction with `:` between. A: in reward units. compute: how many times the compute to half of
+    the gain; None where no cell's is known. p_positive: chance that the effect on A is above 0. cells: that have the
+    level.
+    """
+
+    axis: str
+    level: str
+    against: str
+    A: Interval
+    compute: Interval | None
+    p_positive: float
+    cells: int
+
+
+@dataclass(frozen=True)
+class Cell(AsJson):
+    """One to run next, by its levels; gain: share of the main effects' summed variance on A that goes."""
+
+    levels: Mapping[str, str]
+    gain: float
+
+
+@dataclass(frozen=True)
+class Effects(AsJson):
+    """Of all axes. own: standard deviation of what cells have of their own, in reward units; left: recipes of which
+    nothing can be read.
+    """
+
+    effects: tuple[Effect, ...]
+    next: tuple[Cell, ...]
+    own: float
+    cells: int
+    left: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    JSON: ClassVar = {"left": "left_out"}
+
+
+def table_of(recipes: Sequence[str], factors: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Levels by axis of each recipe: what its label departs on (`base+axis=choice+...`), its base, and its factors."""
+    found = []
+    for recipe, more in zip(recipes, factors, strict=True):
+        # With factors a label goes on behind the recipe's.
+        base, *parts = recipe.split(" ")[0].split("+") if more else recipe.split("+")
+        cell = {BASE: base, **more}
+        for part in parts:
+            axis, _, level = part.partition("=")
+            cell[axis] = level or "yes"
+        found.append(cell)
+    axes = list(dict.fromkeys(axis for cell in found for axis in cell))
+    return [{axis: cell.get(axis, OWN) for axis in axes} for cell in found]
+
+
+def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -> Effects:
+    """Read main effects and interactions off a grid.
+
+    Args:
+        fits: one a cell, as `fit_curves` returns them.
+        interactions: pairs of axes.
+
+    Raises:
+        UserError: fewer than three cells can be read, nothing varies, or an axis that does not.
+    """
+    known = [fit for fit in fits if readable(fit) and fit.window is not None]
+    left = tuple(fit.recipe for fit in fits if fit not in known)
+    if len(known) < 3:
+        raise UserError(f"effects: {len(known)} recipes can be read; a grid takes three or more")
+    cells = table_of([fit.recipe for fit in known], [fit.curve.factors for fit in known])
+    axes = {axis: list(dict.fromkeys(cell[axis] for cell in cells)) for axis in cells[0]}
+    axes = {axis: sorted(levels, key=lambda level: level != OWN) for axis, levels in axes.items() if len(levels) > 1}
+    if not axes:
+        raise UserError("effects: all recipes are alike in every axis; give a grid of labels such as base+loss=dapo")
+    for axis in {axis for pair in interactions for axis in pair}:
+        if axis not in axes:
+            raise UserError(f"--interaction {axis}: no axis that varies here; those are {', '.join(axes)}")
+    scale = max(fit.curve.scale for fit in known)
+    design = _Design.of(cells, axes, interactions)
+    drawn = np.stack([one.asymptote() for one in joint(known)])
+    on_a = _solve(design, drawn.mean(1), np.atleast_2d(np.cov(drawn)), scale)
+    spent = [_half_way(fit) for fit in known]
+    timed = [n for n, each in enumerate(spent) if each is not None]
+    on_compute = None
+    if len(timed) >= 3:
+        logs = np.stack([np.log(each) for each in spent if each is not None])
+        on_compute = _solve(design.of_cells(timed), logs.mean(1), np.diag(logs.var(1)), _LOG)
+    rows = [
+        Effect(
+            axis, level, against,
+            _interval(on_a.draws[n]),
+            None if on_compute is None else _interval(np.exp(on_compute.draws[n])),
+            float((on_a.draws[n] > 0).mean()),
+            sum(all(cell[a] == b for a, b in zip(axis.split(":"), level.split(":"), strict=True)) for cell in cells),
+        )
+        for n, (axis, level, against) in enumerate(design.contrasts)
+    ]  # fmt: skip
+    error = float(np.median(np.diag(np.atleast_2d(np.cov(drawn)))))
+    return Effects(
+        tuple(rows), tuple(_next(cells, axes, interactions, on_a, error)), on_a.own, len(known), left,
+        tuple(_notes(design, axes)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Design:
+    """Indicators of levels (n, p1) and of pairs of levels (n, p2), and contrasts (c, p1 + p2) with their names."""
+
+    main: Array
+    pairs: Array
+    contrast: Array
+    contrasts: tuple[tuple[str, str, str], ...]
+
+    @classmethod
+    def of(
+        cls,
+        cells: Sequence[Mapping[str, str]],
+        axes: Mapping[str, Sequence[str]],
+        interactions: Sequence[tuple[str, str]],
+    ) -> _Design:
+        columns = [(axis, level) for axis, levels in axes.items() for level in levels]
+        both = [((a, x), (b, y)) for a, b in interactions for x, y in product(axes[a], axes[b])]
+        main = np.array([[float(cell[axis] == level) for axis, level in columns] for cell in cells])
+        pairs = np.array([[float(cell[a] == x and cell[b] == y) for (a, x), (b, y) in both] for cell in cells])
+        at, names, rows = {column: n for n, column in enumerate(columns)}, [], []
+        where = {pair: n for n, pair in enumerate(both)}
+        width = len(columns) + len(both)
+        for axis, levels in axes.items():
+            for level in levels[1:]:
+                row = np.zeros(width)
+                row[at[axis, level]], row[at[axis, levels[0]]] = 1.0, -1.0
+                # A main effect is the mean over the other axis's levels.
+                for a, b in interactions:
+                    for other in axes[b] if a == axis else axes[a] if b == axis else ():
+                        for sign, mine in ((1.0, level), (-1.0, levels[0])):
+                            pair = ((a, mine), (b, other)) if a == axis else ((a, other), (b, mine))
+                            row[len(columns) + where[pair]] += sign / len(axes[b] if a == axis else axes[a])
+                names.append((axis, level, levels[0]))
+                rows.append(row)
+        for a, b in interactions:
+            for x, y in product(axes[a][1:], axes[b][1:]):
+                row = np.zeros(width)
+                for sign, one, two in (
+                    (1, x, y),
+                    (-1, axes[a][0], y),
+                    (-1, x, axes[b][0]),
+                    (1, axes[a][0], axes[b][0]),
+                ):
+                    row[len(columns) + where[(a, one), (b, two)]] += sign
+                names.append((f"{a}:{b}", f"{x}:{y}", f"{axes[a][0]}:{axes[b][0]}"))
+                rows.append(row)
+        return cls(main, pairs.reshape(len(cells), len(both)), np.array(rows), tuple(names))
+
+    def of_cells(self, which: Sequence[int]) -> _Design:
+        """Of some of the cells."""
+        return _Design(self.main[which], self.pairs[which], self.contrast, self.contrasts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Solved:
+    """draws of the contrasts (c, K); own: of cells; spread: of main effects, of interactions; posterior means."""
+
+    draws: Array
+    own: float
+    spread: tuple[float, float]
+
+
+def _solve(design: _Design, y: Array, error: Array, scale: float) -> _Solved:
+    """The posterior of the contrasts; y (n,), error (n, n), on a scale of that width."""
+    z = np.concatenate([design.main, design.pairs], axis=1)
+    mains, pairs = design.main.shape[1], design.pairs.shape[1]
+    values = _GRID * scale
+    # The density of a half-normal, on an even grid of logarithms.
+    prior, of_own = (np.log(values) - 0.5 * (values / (sd * scale)) ** 2 for sd in (_PRIOR_SD, _OWN_SD))
+    shared = np.full((len(y), len(y)), (_WIDE * scale) ** 2)
+    centred = y - y.mean()
+    posts: list[tuple[float, tuple[float, float, float], Array, Array]] = []
+    for (own, p0), (first, p1), (second, p2) in product(
+        zip(values, of_own, strict=True),
+        zip(values, prior, strict=True),
+        zip(values, prior, strict=True) if pairs else ((0.0, 0.0),),
+    ):
+        variance = np.concatenate([np.full(mains, first**2), np.full(pairs, second**2)])
+        total = error + own**2 * np.eye(len(y)) + (z * variance) @ z.T + shared
+        factor = np.linalg.cholesky(total)
+        half = np.linalg.solve(factor, np.column_stack([centred, z * variance]))
+        weight = p0 + p1 + p2 - np.log(np.diag(factor)).sum() - 0.5 * float(half[:, 0] @ half[:, 0])
+        mean = half[:, 1:].T @ half[:, 0]
+        spread = np.diag(variance) - half[:, 1:].T @ half[:, 1:]
+        posts.append(
+            (weight, (own, first, second), design.contrast @ mean, design.contrast @ spread @ design.contrast.T)
+        )
+    weights = np.array([post[0] for post in posts])
+    share = np.exp(weights - logsumexp(weights))
+    rng = np.random.default_rng(0)
+    counts = rng.multinomial(_DRAWS, share)
+    draws = np.concatenate(
+        [
+            rng.multivariate_normal(post[2], post[3], count, method="eigh", check_valid="ignore")
+            for post, count in zip(posts, counts, strict=True)
+            if count
+        ]
+    ).T
+    own, first, second = (float(share @ [post[1][n] for post in posts]) for n in range(3))
+    return _Solved(draws, own, (first, second))
+
+
+def _half_way(fit: Fit) -> Array | None:
+    """Draws of the compute at which a curve has half of its gain; None where it does not rise. (K,)."""
+    if fit.verdict in ("flat", "decreasing") or fit.window is None:
+        return None
+    looks = np.concatenate([[0.0], np.geomspace(fit.window[1] / 1000, FARTHEST * fit.window[1], _LOOKS)])
+    ahead = paths(fit, looks)
+    top = asymptote_draws(fit)
+    half = 0.5 * (ahead[:, 0] + top)
+    shifted = ahead - half[:, None]
+    return np.clip(first_above(shifted, looks, 0.0), looks[1], looks[-1])
+
+
+def _next(
+    cells: Sequence[Mapping[str, str]],
+    axes: Mapping[str, Sequence[str]],
+    interactions: Sequence[tuple[str, str]],
+    solved: _Solved,
+    error: float,
+    most: int = 3,
+) -> list[Cell]:
+    """Cells not run yet that lower the summed variance of the main effects most, one after the other."""
+    done = {tuple(cell[axis] for axis in axes) for cell in cells}
+    size = int(np.prod([len(levels) for levels in axes.values()], dtype=float))
+    if size <= _MOST_CELLS:
+        candidates = [levels for levels in product(*axes.values()) if levels not in done]
+    else:
+        rng = np.random.default_rng(0)
+        picked = [tuple(levels[int(rng.integers(len(levels)))] for levels in axes.values()) for _ in range(_MOST_CELLS)]
+        candidates = [levels for levels in dict.fromkeys(picked) if levels not in done]
+    run = [dict(zip(axes, (cell[axis] for axis in axes), strict=True)) for cell in cells]
+    found: list[Cell] = []
+    while candidates and len(found) < most:
+        design = _Design.of([*run, *(dict(zip(axes, each, strict=True)) for each in candidates)], axes, interactions)
+        z = np.concatenate([design.main, design.pairs], axis=1)
+        first, second = solved.spread
+        prior = np.concatenate([np.full(design.main.shape[1], first**2), np.full(design.pairs.shape[1], second**2)])
+        noise = error + solved.own**2
+        ran = z[: len(run)]
+        total = (ran * prior) @ ran.T + noise * np.eye(len(run)) + 100.0 * max(prior.max(), noise)
+        left = np.diag(prior) - (prior[:, None] * ran.T) @ np.linalg.solve(total, ran * prior)
+        mains = design.contrast[[":" not in axis for axis, _, _ in design.contrasts]]
+        before = float(np.trace(mains @ left @ mains.T))
+        moved = mains @ left @ z[len(run) :].T  # (contrasts, candidates)
+        own = np.einsum("np,pq,nq->n", z[len(run) :], left, z[len(run) :]) + noise
+        gains = (moved**2).sum(0) / own / before
+        best = int(np.argmax(gains))
+        if gains[best] < 1e-3:
+            break
+        found.append(Cell(dict(zip(axes, candidates[best], strict=True)), float(gains[best])))
+        run.append(dict(zip(axes, candidates.pop(best), strict=True)))
+    return found
+
+
+def _notes(design: _Design, axes: Mapping[str, Sequence[str]]) -> list[str]:
+    """Axes that the grid does not tell apart: each level of one stands with one level of the other alone."""
+    columns = {axis: n for n, axis in enumerate(axes)}
+    place, at = [], 0
+    for levels in axes.values():
+        place.append(design.main[:, at : at + len(levels)].argmax(1))
+        at += len(levels)
+    notes = []
+    for a in axes:
+        for b in list(axes)[columns[a] + 1 :]:
+            together = set(zip(place[columns[a]].tolist(), place[columns[b]].tolist(), strict=True))
+            if len(together) == len(axes[a]) == len(axes[b]):
+                notes.append(f"{a} and {b} vary together: the grid does not tell which of the two it was")
+    return notes
+
+
+def _interval(draws: Array) -> Interval:
+    low, value, high = np.quantile(draws, [0.025, 0.5, 0.975])
+    return Interval(float(value), float(low), float(high))

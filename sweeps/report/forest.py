@@ -1,0 +1,52 @@
+"""A forest plot of the effects of a grid's axes: what each choice does to the asymptote, with its interval."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from sweeps.decide.effects import Effects
+from sweeps.errors import UserError
+from sweeps.report.drawing import COLOURS, REFUSED, RULE, STYLE, label
+
+_FORMATS = ("svg", "png", "pdf")
+
+
+def forest_figure(found: Effects) -> Figure:
+    """One line an effect, in the order of the axes; those whose interval leaves out 0 in colour."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 0.9 + 0.28 * len(found.effects)), layout="constrained")
+        panel = figure.add_subplot()
+        panel.axvline(0.0, color=RULE, linewidth=1)
+        for place, each in enumerate(found.effects):
+            low, value, high = each.A.low, each.A.value, each.A.high
+            assert low is not None and value is not None and high is not None
+            colour = COLOURS[0] if low > 0 or high < 0 else REFUSED
+            panel.plot([low, high], [-place, -place], color=colour, linewidth=1.6, solid_capstyle="round")
+            panel.plot([value], [-place], "o", color=colour, markersize=4)
+        panel.set_yticks([-place for place in range(len(found.effects))])
+        panel.set_yticklabels([label(f"{each.axis} = {each.level}") for each in found.effects])
+        panel.tick_params(axis="y", length=0)
+        panel.set_xlabel(f"effect on the asymptote, on average over {found.cells} recipes (95%)")
+        panel.margins(y=0.5 / max(len(found.effects), 1))
+    return figure
+
+
+def check_format(path: Path) -> str:
+    """Return the format that a file's ending names.
+
+    Raises:
+        UserError: another than SVG, PNG and PDF.
+    """
+    ending = path.suffix.lower().removeprefix(".")
+    if ending not in _FORMATS:
+        raise UserError(f"{path}: figures are written as {', '.join(_FORMATS)}; end the file's name with one of them")
+    return ending
+
+
+def draw_forest(found: Effects, path: Path) -> None:
+    """Write it in the format of the file's ending, see `check_format`."""
+    with rc_context(STYLE):
+        forest_figure(found).savefig(path, format=check_format(path), dpi=160, facecolor="white")

@@ -1,0 +1,158 @@
+"""Truths about what a grid says of its axes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sweeps.cli.main import main
+from sweeps.curve import Curve, make_curve
+from sweeps.decide.effects import OWN, _Design, _next, _solve, effects, table_of
+from sweeps.errors import UserError
+from sweeps.fit.fit import fit_curves
+from tests.paths import ROOT
+from tests.sweeps.fit.simulate import law
+
+PAGE = ROOT / "docs/effects.md"
+
+AXES = tuple("abcdefgh")
+
+
+def fraction() -> list[dict[str, str]]:
+    """Sixteen cells of eight axes at two levels, every main effect apart from each other and from pairs of others."""
+    cells = []
+    for n in range(16):
+        a, b, c, d = ((n >> k) & 1 for k in range(4))
+        levels = (a, b, c, d, a ^ b ^ c, a ^ b ^ d, a ^ c ^ d, b ^ c ^ d)
+        cells.append({axis: ("new" if level else OWN) for axis, level in zip(AXES, levels, strict=True)})
+    return cells
+
+
+def solved(effect: Sequence[float], sd: float, own: float, number: int) -> np.ndarray:
+    rng = np.random.default_rng((8, number))
+    cells = fraction()
+    sums = [sum(e for e, axis in zip(effect, AXES, strict=True) if cell[axis] == "new") for cell in cells]
+    y = 0.6 + np.array(sums) + sd * rng.standard_normal(16) + own * rng.standard_normal(16)
+    design = _Design.of(cells, {axis: [OWN, "new"] for axis in AXES}, ())
+    return _solve(design, y, sd**2 * np.eye(16), 1.0).draws
+
+
+def test_effects_of_two_hundredths_are_told_with_their_coverage() -> None:
+    """Eight axes at two levels in sixteen recipes, each known to 0.008."""
+    truth = (0.02, -0.02, 0.02, 0.0, 0.0, 0.0, 0.0, -0.02)
+    inside, told, false = [], [], []
+    for number in range(40):
+        low, high = np.quantile(solved(truth, 0.008, 0.003, number), [0.025, 0.975], axis=1)
+        inside += list((low <= truth) & (truth <= high))
+        apart = (low > 0) | (high < 0)
+        told += list(apart[np.array(truth) != 0])
+        false += list(apart[np.array(truth) == 0])
+    assert np.mean(inside) >= 0.92 and np.mean(told) > 0.75 and np.mean(false) <= 0.08
+
+
+def test_where_nothing_acts_all_is_drawn_to_zero() -> None:
+    draws = solved((0.0,) * 8, 0.03, 0.0, 1)
+    plain = 0.03 * np.sqrt(4 / 16)
+    assert np.abs(np.median(draws, axis=1)).max() < plain and draws.std(axis=1).max() < 1.2 * plain
+
+
+def grid(number: int = 0, interaction: float = 0.0) -> list[Curve]:
+    """Two axes: x lowers A by 0.1, y takes twice the compute; both together `interaction` more."""
+    rng = np.random.default_rng(number)
+    compute, curves = np.linspace(0, 8, 33), []
+    for x in (False, True):
+        for y in (False, True):
+            a = 0.7 - 0.1 * x + interaction * (x and y)
+            label = "base" + "+loss=x" * x + "+async=y" * y
+            reward = np.concatenate(
+                [law(compute, a, 1.8, 1.6 if y else 0.8, 0.2) + 0.006 * rng.standard_normal(33) for _ in range(2)]
+            )
+            curves.append(make_curve(label, np.tile(compute, 2), reward, ["0"] * 33 + ["1"] * 33))
+    return curves
+
+
+def test_a_grid_of_curves_is_read_by_its_labels() -> None:
+    found = effects(fit_curves(grid()))
+    by = {(each.axis, each.level): each for each in found.effects}
+    assert by.keys() == {("loss", "x"), ("async", "y")} and found.cells == 4 and not found.left
+    loss, late = by["loss", "x"], by["async", "y"]
+    assert loss.against == OWN and loss.cells == 2
+    assert loss.A.value == pytest.approx(-0.1, abs=0.03) and loss.p_positive < 0.03
+    assert late.A.low is not None and late.A.high is not None and late.A.low < 0 < late.A.high
+    assert late.compute is not None and late.compute.value == pytest.approx(2, rel=0.25)
+    assert loss.compute is not None and loss.compute.low is not None and loss.compute.low < 1
+
+
+def test_interactions_are_asked_for() -> None:
+    plain = effects(fit_curves(grid(interaction=0.1)))
+    found = effects(fit_curves(grid(interaction=0.1)), [("loss", "async")])
+    both = next(each for each in found.effects if each.axis == "loss:async")
+    assert both.level == "x:y" and both.against == f"{OWN}:{OWN}" and both.cells == 1
+    assert (both.A.value or 0) > 0.03 and both.p_positive > 0.8
+    assert {each.axis for each in plain.effects} == {"loss", "async"}
+    with pytest.raises(UserError, match="--interaction lr: no axis that varies here; those are async, loss"):
+        effects(fit_curves(grid()), [("loss", "lr")])
+
+
+def test_what_varies_together_is_said_and_what_can_not_be_read_is_left_out() -> None:
+    curves = [each for each in grid() if each.recipe in ("base", "base+loss=x+async=y")]
+    third = make_curve("base+z=1", curves[0].compute, curves[0].reward, curves[0].seed)
+    short = make_curve("base+loss=short", [0.0, 1.0], [0.2, 0.3])
+    found = effects(fit_curves([*curves, third, short]))
+    assert found.left == ("base+loss=short",)
+    assert found.notes == ("loss and async vary together: the grid does not tell which of the two it was",)
+    with pytest.raises(UserError, match="2 recipes can be read"):
+        effects(fit_curves(curves))
+
+
+def test_the_cell_to_run_next_is_one_that_parts_what_varies_together() -> None:
+    cells = fraction()[:12]
+    axes = {axis: [OWN, "new"] for axis in AXES}
+    design = _Design.of(cells, axes, ())
+    one = _solve(design, np.random.default_rng(0).standard_normal(12) * 0.02 + 0.6, 1e-4 * np.eye(12), 1.0)
+    found = _next(cells, axes, (), one, 1e-4)
+    assert len(found) == 3 and all(0 < each.gain < 1 and each.levels not in cells for each in found)
+    assert found[0].gain > 0.8 * max(each.gain for each in found)
+
+
+def test_labels_and_factors_are_axes() -> None:
+    assert table_of(["s+loss=dapo", "s", "t+fast"], [{}, {}, {}]) == [
+        {"recipe": "s", "loss": "dapo", "fast": OWN},
+        {"recipe": "s", "loss": OWN, "fast": OWN},
+        {"recipe": "t", "loss": OWN, "fast": "yes"},
+    ]
+    assert table_of(["s size=1"], [{"size": "1"}]) == [{"recipe": "s", "size": "1"}]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "grid.csv"
+    rows = [
+        f"{each.recipe},{seed},{c},{r}"
+        for each in grid()
+        for seed, c, r in zip(each.seed, each.compute, each.reward, strict=True)
+    ]
+    table.write_text("recipe,seed,compute,reward\n" + "\n".join(rows))
+    assert main(["effects", str(table), "-o", str(tmp_path / "effects.svg")]) == 0
+    shown = capsys.readouterr().out
+    assert "loss" in shown and "async" in shown and "on average over 4 recipes" in shown
+    assert (tmp_path / "effects.svg").read_text().startswith("<?xml")
+    assert main(["effects", str(table), "--interaction", "loss:async", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["axis"] for each in found["effects"]] == ["async", "loss", "loss:async"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["effects", str(table), "--interaction", "loss"])
+    assert "'loss' is no pair of axes" in capsys.readouterr().err
+
+
+def test_the_page_shows_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (printed,) = re.findall(r"```\n\$ scalerl effects examples/curves.csv\n([^`]*)\n```", PAGE.read_text())
+    assert main(["effects", "examples/curves.csv"]) == 0
+    assert capsys.readouterr().out.rstrip() == printed
