@@ -14,7 +14,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,10 +28,11 @@ import matplotlib.pyplot as plt
 
 from sweeps.curve import FLOPS, VIRTUAL_HOURS, Array, Curve
 from sweeps.decide.margin import MARGIN
-from sweeps.decide.reach import first_above
+from sweeps.decide.pairwise import Difference, compare
 from sweeps.decide.standing import joint
-from sweeps.fit.fit import Fit, fit_curves
-from sweeps.fit.predict import paths_over_seeds, quantiles
+from sweeps.fit.fit import Fit, Interval, fit_curves
+from sweeps.fit.fit import shown as display
+from sweeps.fit.predict import quantiles
 from sweeps.parallel import cores
 from sweeps.run.journal import JournalView
 from sweeps.source import load
@@ -180,6 +181,12 @@ class Study:
         """
         return {recipe: one.asymptote() for recipe, one in zip(self.fits, joint(list(self.fits.values())), strict=True)}
 
+    def compared(self, findings: Sequence[Finding]) -> dict[tuple[str, str], Difference]:
+        """What `scalerl compare` says of each pair; bounds hold for all of them together."""
+        pairs = list(dict.fromkeys((finding.ours, finding.other) for finding in findings))
+        rows = compare(list(self.fits.values()), pairs).rows if pairs else ()
+        return {(row.recipe, row.other): row for row in rows}
+
 
 def interval(draws: Array) -> tuple[float, float, float]:
     """Median and 95% bounds of draws that may be infinite."""
@@ -206,34 +213,17 @@ def verdict(says: str, low: float, high: float) -> str:
     return "**the ceiling moves**" if low > 0 or high < 0 else UNDECIDED
 
 
-def ratio(ours: Fit, other: Fit, compute: float) -> tuple[float, float, float]:
-    """Compute of `ours` to a pass rate that both reach by `compute`, in that of `other`; NaN where one gains nothing.
-
-    The pass rate is at 80% of what the slower has gained: near its end a plateau blurs when it was passed.
-    """
-    looks = np.linspace(0, compute, 201)
-    paths = [paths_over_seeds(fit, looks) for fit in (ours, other)]
-    begin, ends = float(np.median(paths[0][:, 0])), [float(np.median(each[:, -1])) for each in paths]
-    times = [first_above(each, looks, begin + 0.8 * (min(ends) - begin)) for each in paths]
-    if min(ends) <= begin:
-        return (np.nan,) * 3
-    # Who never gets there takes for ever; a draw in which neither does says nothing of the two.
-    known = np.isfinite(times[0]) | np.isfinite(times[1])
-    with np.errstate(divide="ignore"):
-        return interval(times[0][known] / times[1][known])
+def bounds(found: Interval | None) -> tuple[float, float, float]:
+    """Value, low and high; infinite where open, NaN where nothing is known."""
+    if found is None:
+        return (math.nan,) * 3
+    low = -math.inf if found.low is None else found.low
+    return tuple(math.inf if each is None else each for each in (found.value, low, found.high))  # type: ignore[return-value]
 
 
-def compared(finding: Finding, study: Study, seen: dict[tuple[str, str], float]) -> tuple[str, list[str]]:
+def cells_of(finding: Finding, row: Difference, seen: Mapping[tuple[str, str], float]) -> tuple[str, list[str]]:
     """The verdict and one row of the table."""
-    ours, other = study.fits[finding.ours], study.fits[finding.other]
-    assert ours.window is not None and other.window is not None
-    compute = min(ours.window[1], other.window[1])
-    delta = interval(study.asymptotes[finding.ours] - study.asymptotes[finding.other])
-    gap = interval(np.subtract(*(paths_over_seeds(fit, [compute])[:, 0] for fit in (ours, other))))
-    times = ratio(ours, other, compute)
-    said = verdict(finding.says, *(times if finding.says == FASTER else delta)[1:])
-    if finding.says != FASTER and {ours.verdict, other.verdict} & {"flat", "decreasing"}:
-        said = UNDECIDED  # what does not rise comes to no ceiling: its draws are of twice its compute
+    said = verdict(finding.says, *bounds(row.ratio if finding.says == FASTER else row.A)[1:])
     departing = finding.ours if finding.other in (BASE, _FAR) else finding.other
     acted = [
         f"{metric.removeprefix('mechanism/')} {value:.2f}"
@@ -244,9 +234,9 @@ def compared(finding: Finding, study: Study, seen: dict[tuple[str, str], float])
         finding.text,
         *([finding.source] if finding.source else []),
         said if finding.source else said.replace("replicates", "yes"),
-        "{:+.3f} [{:+.3f}, {:+.3f}]".format(*delta),
-        "{:+.3f} [{:+.3f}, {:+.3f}]".format(*gap),
-        "-" if np.isnan(times[0]) else "{:.2f} [{:.2f}, {:.2f}]".format(*times).replace("inf", "open"),
+        display(row.A, "+.3f"),
+        display(row.R, "+.3f"),
+        display(row.ratio, ".2f"),
         ", ".join(acted) or "-",
     ]
     return said, cells
@@ -335,7 +325,11 @@ def main() -> int:
     studies = {axis: Study.of(axis) for axis in AXES}
     flops = studies["flops"]
     draw([fit.curve for fit in flops.fits.values()], given.page.parent / "replication" / "curves.png")
-    done, more = ([compared(each, studies[each.axis], seen) for each in part] for part in (FINDINGS, OURS))
+    done, more = (
+        [cells_of(each, rows[each.axis][each.ours, each.other], seen) for each in part]
+        for part in (FINDINGS, OURS)
+        for rows in [{axis: of.compared([f for f in part if f.axis == axis]) for axis, of in studies.items()}]
+    )
     decided = sum(said != UNDECIDED for said, _ in done)
     head = [
         "here",
@@ -346,8 +340,8 @@ def main() -> int:
     ]
     runs = len({(row["recipe"], row["seed"]) for row in rows})
     summary = (
-        f"{len(flops.fits)} recipes, {runs} runs. **{decided} of {len(done)} comparisons are decided at 95%**, one way "
-        "or the other."
+        f"{len(flops.fits)} recipes, {runs} runs. **{decided} of {len(done)} comparisons are decided at 95%, all "
+        "together**, one way or the other."
     )
     text = PAGE.read_text()
     for mark, lines in (

@@ -6,17 +6,13 @@ import math
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from sweeps.curve import make_curve
-from sweeps.fit.fit import fit_curve
 from tests import forked
 from tests.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import replication
-from replication import FASTER, HIGHER, SAME, UNDECIDED, ratio, verdict
+from replication import FASTER, HIGHER, SAME, UNDECIDED, verdict
 
 PAGE = ROOT / "docs" / "replication.md"
 
@@ -62,18 +58,3 @@ def test_the_page_is_made_from_committed_curves(tmp_path: Path) -> None:
 )
 def test_what_an_interval_says(says: str, low: float, high: float, said: str) -> None:
     assert verdict(says, low, high) == said
-
-
-def test_twice_the_compute_is_told_as_twice() -> None:
-    """Of two sigmoids that differ in C_mid alone; of one that never rises nothing is told."""
-    source, compute = np.random.default_rng(0), np.linspace(0, 10, 40)
-    fits = []
-    for c_mid in (1.0, 2.0):
-        reward = [0.1 + 0.6 / (1 + (c_mid / max(c, 1e-9)) ** 2) for c in np.tile(compute, 3)]
-        seeds = np.repeat(["0", "1", "2"], len(compute))
-        noisy = np.clip(np.array(reward) + source.normal(0, 0.005, len(reward)), 0, 1)
-        fits.append(fit_curve(make_curve(f"c{c_mid}", np.tile(compute, 3), noisy, seeds)))
-    value, low, high = ratio(fits[0], fits[1], 10.0)
-    assert low < 0.5 < high and high - low < 0.15 and value == pytest.approx(0.5, abs=0.04)
-    flat = fit_curve(make_curve("flat", compute, np.full(len(compute), 0.1) - 0.001 * compute, ["0"] * len(compute)))
-    assert all(map(math.isnan, replication.ratio(fits[0], flat, 10.0)))

@@ -24,7 +24,7 @@ from sweeps.decide.standing import best_chances, joint_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curves
 from sweeps.fit.least_squares import Array
-from sweeps.fit.predict import chance, quantiles
+from sweeps.fit.predict import chance, quantiles, within
 from sweeps.terminal import counted
 
 # Of a compute, for sums of steps that should be it.
@@ -54,7 +54,10 @@ class Chance(AsJson):
 
 @dataclass(frozen=True)
 class Look(AsJson):
-    """What was seen up to a compute, and who is stopped for it. favourite: most likely to be best at the budget."""
+    """What was seen up to a compute, and who is stopped for it.
+
+    favourite: of the highest expected reward at the budget, which is the least expected loss.
+    """
 
     compute: float
     favourite: str
@@ -103,7 +106,7 @@ class Runner(AsJson):
 class Race(AsJson):
     """A race as far as the evaluations go.
 
-    leader: the recipe with the highest forecast at the budget of those still in the race; None before the first look.
+    leader: the favourite of the last look; None before the first.
     full: compute of all runs to the budget; saved: of it, what the stopped are spared. waits_for: recipes whose
     evaluations the next look waits for.
     """
@@ -279,7 +282,10 @@ def look_at(
 def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rules, below: Mapping[str, int]) -> Look:
     """What joint draws of the reward at the budget, (K,) a fit, come to at a look."""
     p_best = best_chances(draws)
-    first = int(np.argmax(p_best))
+    # Of the least expected loss; but what nobody can forecast is no measure for others.
+    known = [within(fit, rules.budget) for fit in fits]
+    worth = [values.mean() if of or not any(known) else -np.inf for of, values in zip(known, draws, strict=True)]
+    first = int(np.argmax(worth))
     chances = []
     for at, (fit, values) in enumerate(zip(fits, draws, strict=True)):
         p_ahead = None if at == first else float((values > draws[first]).mean())
@@ -293,9 +299,7 @@ def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rul
 def _told(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits_for: tuple[str, ...]) -> Race:
     stopped = {name: look for look in looks for name in look.stopped}
     runners = [_runner(curve, rules, looks, stopped.get(curve.recipe)) for curve in curves]
-    ahead = {each.recipe: each.R.value for each in runners if each.stopped_at is None and each.R is not None}
-    known = {recipe: value for recipe, value in ahead.items() if value is not None}
-    leader = max(known, key=lambda recipe: known[recipe]) if known else None
+    leader = looks[-1].favourite if looks else None
     seeds = {curve.recipe: len(np.unique(curve.seed)) for curve in curves}
     full = rules.budget * sum(seeds.values())
     saved = sum(seeds[name] * (rules.budget - look.compute) for name, look in stopped.items())
@@ -303,10 +307,8 @@ def _told(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits_fo
         sentence = f"no look yet: the first is at compute {rules.first * rules.budget:.4g}"
     else:
         sentence = f"{len(stopped)} of {len(curves)} recipes stopped after {counted(len(looks), 'look')}; "
-        sentence += f"{leader} leads" if leader is not None else "nobody leads"
-        sentence += (
-            f"; they are spared {saved:.4g} of the {full:.4g} that all runs to the budget take ({saved / full:.0%})"
-        )
+        sentence += f"{leader} leads; they are spared {saved:.4g} of the {full:.4g} that all runs to the budget take "
+        sentence += f"({saved / full:.0%})"
     if waits_for:
         sentence += f"; the next look waits for {', '.join(waits_for[:4])}{', ...' if len(waits_for) > 4 else ''}"
     return Race(rules, curves[0].unit, tuple(looks), tuple(runners), leader, full, saved, waits_for, sentence)

@@ -16,8 +16,9 @@ class Rules(AsJson):
 
     Args:
         budget: compute of one run at which the best recipe is wanted, in the curves' unit.
-        p_ahead: a recipe is stopped below this chance of ending ahead of the favourite, which is the one most likely to
-            be best. Its chance of being best is smaller still; that one alone would stop many alike for being many.
+        p_ahead: a recipe is stopped below this chance of ending ahead of the favourite, which is the one of the highest
+            expected reward there. Its chance of being best is smaller still; that one alone would stop many alike for
+            being many.
         looks: at so many looks in a row.
         first: share of the budget at which the first look is taken: nothing is stopped before.
         growth: compute grows by this factor from one look to the next.

@@ -91,7 +91,7 @@ def test_rank_prints_outcome_and_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert ranking["ranking"][-1]["rank"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_report_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "report", EXAMPLE, "-o", tmp_path / "sub" / "report.html")
     assert code == 0

@@ -71,10 +71,10 @@ def test_ranking_and_plan_agree(kind: Callable[[np.random.Generator], list[Recip
     assert study((KINDS.index(kind), 991)).agreed
 
 
-@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.full)])
-def test_what_is_sure_is_true(each: int) -> None:
+@pytest.mark.full
+def test_what_is_sure_is_true() -> None:
     """Some of the studies of `benchmarks/ranking.py`."""
-    outcomes = [study((place, 500 + number)) for place in range(len(KINDS)) for number in range(each)]
+    outcomes = [study((place, 500 + number)) for place in range(len(KINDS)) for number in range(6)]
     assert all(outcome.agreed for outcome in outcomes)
     assert np.mean([outcome.right for outcome in outcomes if outcome.sure]) >= 0.88
     assert np.mean([outcome.within for outcome in outcomes if outcome.decided]) >= 0.93

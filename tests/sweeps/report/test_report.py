@@ -302,7 +302,7 @@ def test_page_without_any_ranked_recipe(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_same_input_same_bytes(tmp_path: Path, usual_page: tuple[str, tuple[Path, ...]]) -> None:
     curves = curve("scalerl", rng=1), curve("scalerl+loss=dapo", b=1.5, rng=2), curve("short", end=1500)
     _, again = report(tmp_path, *curves, title="My study")

@@ -19,7 +19,7 @@ from tests.sweeps.search.runners import AXIS, Runners, planned
 from tests.sweeps.search.test_live_race import LIVE, LOSERS, four, raced
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_report_says_who_was_stopped_and_why_and_what_it_paid_for(tmp_path: Path) -> None:
     raced(tmp_path / "study", four(), rules=replace(LIVE, freed="plan"))
     assert main(["report", str(tmp_path / "study"), "-o", str(tmp_path / "report.html")]) == 0
@@ -37,7 +37,7 @@ def test_the_report_of_a_dry_run_claims_nothing(tmp_path: Path) -> None:
     assert "2 recipes would be stopped (a dry run)" in words((tmp_path / "report.html").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_mlflow_knows_who_was_stopped_and_why_and_whom_the_race_added(schema: Path, tmp_path: Path) -> None:
     shutil.copy(schema, tmp_path / "mlflow.db")
     uri = f"sqlite:///{tmp_path}/mlflow.db"

@@ -93,6 +93,7 @@ def launch(place: Place, name: str, uri: str, **login: str) -> subprocess.Comple
     )
 
 
+@pytest.mark.full
 def test_who_has_no_login_is_told_so_in_one_line_and_nothing_is_made(tmp_path: Path, server: Server) -> None:
     assert server.says() == 401
     for login in ({}, {**server.login, "MLFLOW_TRACKING_PASSWORD": "a-wrong-one"}):

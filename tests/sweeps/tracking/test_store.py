@@ -124,7 +124,7 @@ def test_series_is_unique_even_for_one_recipe_and_seed(tracker: Tracker, tmp_pat
     assert series == {"scalerl seed 0", "scalerl seed 0 (bbbbbbbb)"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_controllers_on_a_cold_store(tmp_path: Path) -> None:
     code = (
         "import sys; from sweeps.tracking import Tracker\n"
