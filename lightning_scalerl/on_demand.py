@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -52,6 +51,8 @@ class _OnDemand(Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
+        from importlib.metadata import version  # a verifier's process, which never comes here, starts without
+
         def missing(name: str) -> Any:
             # Asked for by whatever looks at modules in general, doctest or inspect: no reason to import the world.
             if name.startswith("__"):

@@ -20,6 +20,7 @@ from lightning_scalerl.choices import AXES
 from lightning_scalerl.composer import load_recipe
 from lightning_scalerl.composition import build_recipe, compose, conf_dir
 from lightning_scalerl.member.identify import plan_members
+from sweeps.decide.resolution import NULL
 from sweeps.run.spec import science
 from tests.examples import every
 
@@ -27,7 +28,7 @@ CONF = conf_dir()
 ROOT = CONF.parent
 VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml") if path.stem != "none")
 # Of a setting, and no choice on an axis: the scale says whether they change anything.
-CLIPS = [variant for variant in VARIANTS if variant.startswith("clip_")]
+OPTIMIZER = [variant for variant in VARIANTS if variant.startswith("clip_") or variant == "lr_0"]
 # Those that sweep variants of the default recipe; all others are in tests/test_recipes.py.
 OF_VARIANTS = [
     path.stem
@@ -77,7 +78,7 @@ def meanings(recipe: str) -> dict[str, dict[str, Any]]:
 PAIRS = [
     pytest.param(recipe, variant, marks=pytest.mark.full if again else ())
     for variant in VARIANTS
-    if variant not in CLIPS
+    if variant not in OPTIMIZER
     for again, recipe in enumerate(
         [name for name in ("scalerl", "scalerl_core", "ppo") if not is_own_choice(name, variant)][:2]
     )
@@ -116,6 +117,15 @@ def test_a_variant_of_the_clip_changes_that_alone() -> None:
     for scale, variant in (("paper", "1.0"), ("arithmetic", "0.3")):
         with pytest.raises(ConfigurationError, match=rf"variant: optimizer\.clip_norm={variant} changes nothing"):
             plan_members([[f"scale={scale}", *QUICK, "scaled_for=null", f"variant=clip_{variant}"]])
+
+
+def test_the_control_differs_in_its_learning_rate_alone() -> None:
+    """And is labelled by what it is for (sweeps/decide/resolution.py)."""
+    (null,) = plan_members([[*QUICK, "variant=lr_0"]])
+    assert null.recipe == f"scalerl+{NULL}" and null.departures == {"optimizer": "null"}
+    one, two = science(null.reference), science(null.config)
+    assert [key for key in one if one[key] != two[key]] == ["optimizer"]
+    assert {**one["optimizer"], "lr": 0.0} == two["optimizer"]
 
 
 @pytest.mark.slow
