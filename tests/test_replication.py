@@ -34,7 +34,7 @@ def test_the_page_is_made_from_committed_curves(tmp_path: Path) -> None:
     assert list(made) == list(committed)
     # Another processor rounds otherwise: one that lies on a border may fall to its other side.
     assert sum(made[key] != committed[key] for key in made) <= 2
-    assert sum(said != "undecided" for said in made.values()) >= 4
+    assert sum(said != "undecided" for said in made.values()) >= 3
     assert (tmp_path / "replication" / "curves.png").stat().st_size > 10_000
 
 

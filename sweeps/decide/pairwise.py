@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from scipy.special import chdtri
 
 from sweeps.as_json import AsJson
 from sweeps.curve import Array, Curve
@@ -22,7 +23,7 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, shown
 from sweeps.fit.outlook import DRAWS
 from sweeps.fit.predict import paths, paths_over_seeds, quantiles, readable, within
-from sweeps.fit.seeds import Pairing, SeedExcess, paired_seed_spread
+from sweeps.fit.seeds import BORROWED_SEED_SD, Pairing, SeedExcess, SeedSpread
 from sweeps.run.passes import Passes
 
 CONFIDENCE = 0.95
@@ -31,6 +32,8 @@ _NEAR = 3
 # The common reward, as a share of what the slower of the two has gained: nearer its end a plateau blurs when it passed.
 _GAINED = 0.8
 _LOOKS = 201
+# As many as a study of three recipes with three seeds has; few enough that a wild pair shows.
+_PRIOR_DOF = 4
 # The sum of the normal quantiles of 97.5% (a two-sided test at 5%) and of 80% power.
 POWER = 1.959964 + 0.841621
 _MOST_SEEDS = 10_000
@@ -207,9 +210,11 @@ def apart(one: Fit, two: Fit, compute: float, pairing: Pairing | None) -> Array:
 
 
 def pairing_of_two(one: str, two: str, near: Mapping[str, SeedExcess], scale: float) -> Pairing | None:
-    """What seeds leave of two recipes' difference at a compute, if they have the same seeds.
+    """What seeds leave of two recipes' difference at a compute, if they have the same seeds, two or more; else None.
 
-    It is told by all recipes that have these seeds and came so far; None where the two have other seeds, or too few.
+    The variance of their own differences, drawn towards what seeds leave of all recipes that have these seeds and came
+    so far (the median of these: some are wilder than others), or towards the published spread where that is two
+    recipes only. A moderated t statistic (Smyth 2004), whose prior counts as `_PRIOR_DOF` degrees of freedom.
 
     Args:
         one: a recipe.
@@ -217,10 +222,24 @@ def pairing_of_two(one: str, two: str, near: Mapping[str, SeedExcess], scale: fl
         near: `rewards_near` of all recipes of the study, by name.
         scale: of the reward.
     """
-    seeds = near[one].offset.keys()
-    if len(seeds) < 2 or near[two].offset.keys() != seeds:
+    seeds = sorted(near[one].offset)
+    if len(seeds) < 2 or sorted(near[two].offset) != seeds:
         return None
-    return paired_seed_spread([excess for excess in near.values() if excess.offset.keys() == seeds], scale)
+    alike = [excess for excess in near.values() if sorted(excess.offset) == seeds]
+    sampling = (near[one].sampling + near[two].sampling) / 2
+    apart_by = np.array([near[one].offset[seed] - near[two].offset[seed] for seed in seeds])
+    own = float(apart_by.var(ddof=1)) / 2
+    usual = (BORROWED_SEED_SD * scale) ** 2 + sampling
+    if len(alike) > 2:
+        table = np.array([[excess.offset[seed] for seed in seeds] for excess in alike])
+        left = table - table.mean(0)  # offsets are about each recipe's mean already
+        free = (len(seeds) - 1) * (1 - 1 / len(alike))
+        usual = float(np.median((left**2).sum(1)) / chdtri(free, 0.5))  # the median of chi squared is below its mean
+    dof = len(seeds) - 1
+    variance = (_PRIOR_DOF * usual + dof * own) / (_PRIOR_DOF + dof) - sampling
+    # Never below what noise could hide of the published spread.
+    variance = max(variance, min(sampling, (BORROWED_SEED_SD * scale) ** 2))
+    return Pairing(tuple(seeds), SeedSpread(math.sqrt(variance), "paired", float(_PRIOR_DOF + dof)))
 
 
 def rewards_near(curve: Curve, compute: float) -> SeedExcess:
