@@ -9,8 +9,6 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 MARKERS := not vllm$(if $(FULL),, and not full$(if $(ALL),, and not slow and not browser and not peers and not slurm))
 # Tests go one by one to whichever worker is free; those of a group (tests/conftest.py) stay together.
 TEST_ARGS ?= -n 2 --dist loadgroup
-# Of those with a cluster one more: they wait for it most of the time.
-CLUSTER_ARGS ?= $(if $(ALL)$(FULL),-n 3 --dist loadgroup,$(TEST_ARGS))
 PYTEST := $(if $(FULL),TEST_FULL=1 )$(if $(ALL)$(FULL),CI_ALL=1 )OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo test test-full test-study test-training test-vllm
@@ -32,7 +30,7 @@ test-vllm:
 	$(PYTEST) -m "vllm$(if $(FULL),, and not full)" tests/generator/test_vllm.py
 
 test-training:
-	$(PYTEST) -m "$(MARKERS)" $(CLUSTER_ARGS) --ignore tests/sweeps
+	$(PYTEST) -m "$(MARKERS)" $(TEST_ARGS) --ignore tests/sweeps
 
 # Everything that is right but long, by hand: docs/measured/full.md has the summary of its last run.
 test-full:

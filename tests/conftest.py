@@ -23,7 +23,6 @@ pytest_plugins = ["tests.account"]
 # Tests below these share what one worker makes once for all of them: a cluster, which waits most of its time.
 GROUPS = {
     "tests/slurm/test_lab.py": "lab",
-    "tests/slurm/test_faults.py": "faults",
     "tests/slurm/": "slurm",
     "tests/member/test_identity.py": "identity",
 }

@@ -29,7 +29,7 @@ IMPORT_ROOT = Path(__file__).parents[__name__.count(".")]
 STEPS = 12
 
 
-PATIENCE_S = 240.0
+PATIENCE_S = 600.0
 
 
 Deterministic = list[tuple[str, int, dict[str, float]]]
