@@ -1,4 +1,4 @@
-"""A SLURM cluster for all tests of a worker, on this machine."""
+"""One SLURM cluster for all tests of a worker, on this machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import pytest
 from tests.place import Deterministic, Place, views
 from tests.slurm.cluster import Lab
 
-# Each cluster takes a hundred, and each worker has some of its own; other checkouts may be at work on this machine.
-_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-PORTS = range(27400, 29400, 100)[_WORKER % 4 :: 4]
+# Each cluster takes a hundred; other checkouts may be at work on this machine.
+PORTS = range(27400, 29400, 100)
 
 
 @pytest.fixture(scope="session")

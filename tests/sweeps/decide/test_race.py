@@ -22,9 +22,9 @@ from benchmarks.racing.simulate import simulate, together
 from benchmarks.racing.studies import SETTINGS, Outcome, Study, make_study
 from sweeps.cli.main import main
 from sweeps.curve import Curve, make_curve
-from sweeps.decide.race import Race, look_at, run_race
+from sweeps.decide.race import Race, judged, look_at, run_race
 from sweeps.decide.rules import Rules
-from sweeps.decide.standing import joint_rewards
+from sweeps.decide.standing import best_chances, joint_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import FitOptions, fit_curves
 from sweeps.source import load
@@ -299,3 +299,16 @@ def test_a_simulation_goes_on_where_it_was_left_and_tells_of_the_studies_that_al
     assert simulate("a", _half, SETTINGS[0], 1, tmp_path) == more, "more than asked for are taken where they are there"
     found = together(more, simulate("b", _whole, SETTINGS[0], 2, tmp_path))
     assert {name: rows.shape for name, rows in found.items()} == {"half": (2, 4), "whole": (2, 4)}
+
+
+def test_the_favourite_is_worth_most_and_one_that_nobody_can_forecast_is_none() -> None:
+    """One that is often ahead by little is worth less than one that is seldom ahead by much."""
+    often, seldom, short = fit_curves([curve("often"), curve("seldom"), make_curve("short", [0.0, 9.0], [0.3, 0.3])])
+    rules = Rules(budget=24000.0)
+    tenths = np.arange(1000) % 10
+    draws = [np.full(1000, 0.5), np.where(tenths < 4, 0.9, 0.49), np.full(1000, 0.99)]
+    look = judged(16000.0, [often, seldom, short], draws, rules, {})
+    assert best_chances(draws[:2])[0] > 0.5 and look.favourite == "seldom"
+    assert look.of("seldom").p_ahead is None and look.of("often").p_ahead == 0.6
+    # Where nothing can be forecast of any there is a favourite all the same.
+    assert judged(9.0, [short, short], [np.full(10, 0.1), np.full(10, 0.2)], rules, {}).favourite == "short"
