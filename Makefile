@@ -32,7 +32,7 @@ test-vllm:
 test-training:
 	$(PYTEST) -m "$(MARKERS)" $(TEST_ARGS) --ignore tests/sweeps
 
-# Everything that is right but long, by hand: docs/measured/full.md has the summary of its last run.
+# Everything that is right but long, by hand.
 test-full:
 	$(MAKE) test FULL=1
 

@@ -242,6 +242,14 @@ def cells_of(finding: Finding, row: Difference, seen: Mapping[tuple[str, str], f
     return said, cells
 
 
+def rows_of(
+    part: Sequence[Finding], studies: Mapping[str, Study], seen: Mapping[tuple[str, str], float]
+) -> list[tuple[str, list[str]]]:
+    """Verdict and row of each finding; those over one axis of compute are compared together."""
+    on = {axis: study.compared([each for each in part if each.axis == axis]) for axis, study in studies.items()}
+    return [cells_of(each, on[each.axis][each.ours, each.other], seen) for each in part]
+
+
 def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Markdown."""
     return [f"| {' | '.join(names)} |", "|" + "---|" * len(names), *(f"| {' | '.join(row)} |" for row in rows)]
@@ -325,11 +333,7 @@ def main() -> int:
     studies = {axis: Study.of(axis) for axis in AXES}
     flops = studies["flops"]
     draw([fit.curve for fit in flops.fits.values()], given.page.parent / "replication" / "curves.png")
-    done, more = (
-        [cells_of(each, rows[each.axis][each.ours, each.other], seen) for each in part]
-        for part in (FINDINGS, OURS)
-        for rows in [{axis: of.compared([f for f in part if f.axis == axis]) for axis, of in studies.items()}]
-    )
+    done, more = (rows_of(part, studies, seen) for part in (FINDINGS, OURS))
     decided = sum(said != UNDECIDED for said, _ in done)
     head = [
         "here",

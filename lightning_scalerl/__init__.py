@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_scalerl.on_demand import torchmetrics_on_demand
+from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand
 
 if TYPE_CHECKING:
     from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint

@@ -14,18 +14,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# Before any test imports Lightning: lightning_scalerl/on_demand.py spares each process half of that.
+# Before any test imports Lightning: lightning_scalerl/torchmetrics_on_demand.py spares each process half of that.
 import lightning_scalerl  # noqa: F401
 from tests.place import PATIENCE_S, Deterministic, Place, deterministic, made_once
 
 pytest_plugins = ["tests.account"]
 
-# Tests below these share what one worker makes once for all of them: a cluster, which waits most of its time.
-GROUPS = {
-    "tests/slurm/test_lab.py": "lab",
-    "tests/slurm/": "slurm",
-    "tests/member/test_identity.py": "identity",
-}
+# Tests below these share what only one worker at a time may use (a cluster, with its ports and its clocks), or what one
+# worker makes once for all of them.
+GROUPS = {"tests/slurm/test_lab.py": "lab", "tests/slurm/": "slurm", "tests/member/test_identity.py": "identity"}
 
 
 class Grouped(LoadScopeScheduling):  # type: ignore[misc]

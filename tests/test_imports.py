@@ -26,7 +26,7 @@ FLOORS = {
         {"__main__"},
     ],
     "lightning_scalerl": [
-        {"prompt", "checks", "cache", "on_demand"},
+        {"prompt", "checks", "cache", "torchmetrics_on_demand"},
         {"rollout", "verify"},
         {"choice", "state"},
         {"axes"},

@@ -252,7 +252,7 @@ def plan_command(options: argparse.Namespace) -> int:
 
 def compare_command(options: argparse.Namespace) -> int:
     """`scalerl compare`."""
-    options.sources, named = _apart(options.sources)
+    options.sources, named = _sources_and_recipes(options.sources)
     study, fits = _fitted(options)
     from sweeps.decide.pairwise import compare
     from sweeps.fit.fit import shown
@@ -286,12 +286,8 @@ def compare_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Sources, and the one or two recipes that are named behind them: what is no file and no address.
-
-    Raises:
-        UserError: nothing but recipes.
-    """
+def _sources_and_recipes(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Sources, and the one or two recipes that are named behind them: what is no file and no address."""
     sources = list(words)
     named: list[str] = []
     while len(sources) > 1 and len(named) < 2 and not Path(sources[-1]).exists() and "://" not in sources[-1]:

@@ -39,9 +39,12 @@ _PRIOR_SD = 0.1
 # What cells have of their own is interactions of higher order, which are rarely as large as main effects.
 _OWN_SD = 0.03
 _LOG = 10.0
+# Of the mean, of which nothing is known beforehand.
 _WIDE = 10.0
 _DRAWS = 4000
+# Of a larger grid so many cells, drawn at random, are candidates to run next.
 _MOST_CELLS = 4096
+# Computes at which a curve is looked at for half of its gain.
 _LOOKS = 241
 
 

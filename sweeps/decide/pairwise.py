@@ -10,13 +10,14 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
 from scipy.special import chdtri
 
 from sweeps.as_json import AsJson
-from sweeps.curve import Array, Curve
+from sweeps.curve import UNNAMED, Array, Curve
 from sweeps.decide.reach import first_above
 from sweeps.decide.standing import joint, margin_of
 from sweeps.errors import UserError
@@ -121,7 +122,17 @@ def compare(
     for pair in pairs:
         _check(pair, by_name)
     asymptotes = {fit.recipe: one.asymptote() for fit, one in zip(fits, joint(fits), strict=True)}
-    drawn = [_drawn(by_name[one], by_name[two], fits, asymptotes, budget, passes) for one, two in pairs]
+
+    scale = max(fit.curve.scale for fit in fits)
+
+    @cache  # pairs have few computes in common, and each takes all recipes' points
+    def near(compute: float) -> Mapping[str, SeedExcess]:
+        return {fit.recipe: rewards_near(fit.curve, compute) for fit in fits}
+
+    def pairing(one: str, two: str, compute: float) -> Pairing | None:
+        return pairing_of_two(one, two, near(compute), scale)
+
+    drawn = [_drawn(by_name[one], by_name[two], pairing, asymptotes, budget, passes) for one, two in pairs]
     rewards = _bounds([each.reward for each in drawn])
     on_prompts, at_budget, asymptote, ratio = (
         _bounds_where(values)
@@ -163,15 +174,14 @@ def _check(pair: tuple[str, str], by_name: Mapping[str, Fit]) -> None:
 def _drawn(
     one: Fit,
     two: Fit,
-    fits: Sequence[Fit],
+    pairing_at: Callable[[str, str, float], Pairing | None],
     asymptotes: Mapping[str, Array],
     budget: float | None,
     passes: PromptPasses | None,
 ) -> _Drawn:
     assert one.window is not None and two.window is not None
     compute = min(one.window[1], two.window[1])
-    near = {fit.recipe: rewards_near(fit.curve, compute) for fit in fits}
-    pairing = pairing_of_two(one.recipe, two.recipe, near, max(fit.curve.scale for fit in fits))
+    pairing = pairing_at(one.recipe, two.recipe, compute)
     reward = apart(one, two, compute, pairing)
     between = None if passes is None else prompt_error(*(passes(fit.recipe, compute) for fit in (one, two)))
     rng = np.random.default_rng(zlib.crc32(f"{one.recipe} {two.recipe}".encode()))
@@ -248,7 +258,7 @@ def rewards_near(curve: Curve, compute: float) -> SeedExcess:
     for seed in sorted(set(curve.seed)):
         mine = (curve.seed == seed) & (curve.compute <= compute * (1 + 1e-9))
         last = np.flatnonzero(mine)[-_NEAR:]
-        if len(last) < _NEAR or seed.startswith("run ") or curve.compute[last[-1]] < 0.5 * compute:
+        if len(last) < _NEAR or seed.startswith(UNNAMED) or curve.compute[last[-1]] < 0.5 * compute:
             return SeedExcess()
         means[seed] = float(curve.reward[last].mean())
         noise = curve.reward[last].var(ddof=1) if curve.sd is None else np.mean(curve.sd[last] ** 2)
@@ -355,11 +365,7 @@ def _bounds(draws: Sequence[Array]) -> list[Interval]:
         ranks = np.stack([np.argsort(np.argsort(each, kind="stable"), kind="stable") + 1 for each in draws])
         extreme = np.sort(np.maximum(ranks, count + 1 - ranks).max(axis=0))
         share = (count + 1 - extreme[math.ceil(CONFIDENCE * count) - 1]) / count
-    found = []
-    for each in draws:
-        low, value, high = np.quantile(each, [share, 0.5, 1 - share], method="inverted_cdf")
-        found.append(Interval(*(float(v) if np.isfinite(v) else None for v in (value, low, high))))
-    return found
+    return [quantiles(each, share) for each in draws]
 
 
 HIGHER, LOWER, SAME, UNTOLD = "higher", "lower", "same", "not told apart"

@@ -173,10 +173,10 @@ def asymptote_draws(fit: Fit) -> Array:
     return fit.outlook.ceiling
 
 
-def quantiles(values: Array) -> Interval:
-    """Median and 95% bounds of draws that may be infinite; None for what is. (K,)."""
+def quantiles(values: Array, beyond: float = 0.025) -> Interval:
+    """Median of draws (K,) and bounds with the share `beyond` on either side; None for what is infinite."""
     # "lower" and "higher" interpolate nothing: half-way to infinity is NaN.
-    low, value, high = np.quantile(values, [0.025, 0.5, 0.975], method="inverted_cdf")
+    low, value, high = np.quantile(values, [beyond, 0.5, 1 - beyond], method="inverted_cdf")
     return Interval(*(float(v) if np.isfinite(v) else None for v in (value, low, high)))
 
 

@@ -20,11 +20,12 @@ def passes_by(runs: Sequence[JournalView], axis: str, metric: str) -> Callable[[
         metric: whose prompts; of another than a pass rate nothing is known.
     """
     name = _PASS_RATE.fullmatch(metric)
+    if name is None:
+        return lambda recipe, compute: {}
     known: dict[tuple[str, str], list[tuple[float, Passes]]] = {}
-    for view in runs if name is not None else ():
+    for view in runs:
         compute = {record.step: record.metrics.get(axis) for record in view.of_kind("eval")}
         at = {step: value for step, value in compute.items() if value is not None}
-        assert name is not None
         kept = read_passes(view.path.parent, name[1], list(at))
         key = str(view.header.get("recipe", "")), str(view.header.get("seed", ""))
         known.setdefault(key, []).extend((at[step], passes) for step, passes in sorted(kept.items()))

@@ -11,7 +11,7 @@ import pytest
 
 from sweeps.run.journal import read_journal
 from sweeps.run.progress import is_done
-from tests.place import STEPS, Place, kill_group, kinds, lines, wait_until
+from tests.place import PATIENCE_S, STEPS, Place, kill_group, kinds, lines, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,7 @@ def test_a_generator_is_lost_and_the_run_goes_on(place: Place, how: signal.Signa
         assert wait_until(lambda: (place.root / "live/runs").exists() and lines(run_of(place)) >= 6, process)
         first, _ = generators_of(process.pid)
         os.kill(first, how)
-        assert process.wait(timeout=600) == 0, place.said()
+        assert process.wait(timeout=PATIENCE_S) == 0, place.said()
     check(run_of(place))
     assert not alive(first)
     assert "it is started again" in place.said()
@@ -87,5 +87,5 @@ def test_the_trainer_is_killed_and_its_generators_end_and_the_same_command_goes_
             time.sleep(0.1)
         kill_group(process)
     with place.command(command) as process:
-        assert process.wait(timeout=600) == 0, place.said()
+        assert process.wait(timeout=PATIENCE_S) == 0, place.said()
     check(run_of(place))

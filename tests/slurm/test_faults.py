@@ -22,7 +22,7 @@ import pytest
 
 from sweeps.launch.study import LEASE_NAME
 from sweeps.run.lease import alive
-from tests.place import STEPS, Deterministic, Place
+from tests.place import PATIENCE_S, STEPS, Deterministic, Place
 from tests.slurm.cluster import Lab, Sweep, by_run, eventually
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -74,7 +74,7 @@ def test_preempted(sweep: OneMember) -> None:
         sweep.reaches(3)
         # A job of higher priority takes the whole cluster.
         sweep.lab.sh("sbatch", "-p", "high", "-N4", "--exclusive", "--wrap", "sleep 2", "-o", "/dev/null")
-        assert process.wait(timeout=600) == 0, sweep.said()
+        assert process.wait(timeout=PATIENCE_S) == 0, sweep.said()
     sweep.check()
     first, second = sweep.attempts()
     assert (first.outcome, first.kind, second.outcome) == ("interrupted", "preempted", "finished")
@@ -110,7 +110,7 @@ def test_killed(light: OneMember) -> None:
     with light.launched(verifier_s=0.1) as process:
         light.reaches(5)
         light.kill_member()
-        assert process.wait(timeout=600) == 0, light.said()
+        assert process.wait(timeout=PATIENCE_S) == 0, light.said()
     light.check()
     first, second = light.attempts()
     assert (first.outcome, second.outcome) == (None, "finished") and second.job != first.job
@@ -128,7 +128,7 @@ def test_killed_again_and_again_with_a_torn_line_and_a_truncated_checkpoint(swee
     with sweep.launched(never, verifier_s=0.1) as process:
         sweep.reaches(8)
         sweep.kill_member()
-        assert process.wait(timeout=600) == 1
+        assert process.wait(timeout=PATIENCE_S) == 1
     state = sweep.state()
     assert (state.state, state.kind) == ("failed", "killed")
     assert "killed from outside" in sweep.said()
@@ -154,7 +154,7 @@ def test_a_node_is_powered_off(sweep: OneMember) -> None:
         sweep.reaches(5)
         (first,) = sweep.attempts()
         sweep.lab.run("node-off", first.node.removeprefix("n"))
-        assert process.wait(timeout=600) == 0, sweep.said()
+        assert process.wait(timeout=PATIENCE_S) == 0, sweep.said()
     sweep.check()
     own = sweep.attempts()
     assert own[0].outcome is None and own[-1].outcome == "finished" and own[-1].node != first.node
@@ -197,7 +197,7 @@ def test_one_that_hangs_ends_itself_and_goes_on_elsewhere(light: OneMember) -> N
         light.reaches(2)
         eventually(lambda: any(attempt.kind == "hang" for attempt in light.attempts()), "the end of one that hangs")
         light.gate.touch()
-        assert process.wait(timeout=600) == 0, light.said()
+        assert process.wait(timeout=PATIENCE_S) == 0, light.said()
     light.check()
     first, *_, last = light.attempts()
     assert first.kind == "hang" and last.outcome == "finished" and last.node != first.node
@@ -231,7 +231,7 @@ def test_cancelled_by_hand(light: OneMember) -> None:
     with light.launched(verifier_s=0.2) as process:
         light.reaches(2)
         light.lab.sh("scancel", light.state().job or "")
-        assert process.wait(timeout=600) == 1
+        assert process.wait(timeout=PATIENCE_S) == 1
     state = light.state()
     assert (state.state, state.kind) == ("failed", "cancelled")
     assert not light.lab.jobs(), "a cancelled job is not requeued"
@@ -245,7 +245,7 @@ def test_the_same_command_twice_at_once(light: OneMember) -> None:
         assert light.launch() == 1
         assert "is being run by another process" in light.said() and f"process {first.pid}" in light.said()
         light.gate.touch()
-        assert first.wait(timeout=600) == 0
+        assert first.wait(timeout=PATIENCE_S) == 0
     light.check()
     assert len(light.attempts()) == 1
 

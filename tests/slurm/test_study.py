@@ -19,7 +19,7 @@ import pytest
 
 from sweeps.launch.ledger import Ledger
 from tests.paths import ROOT
-from tests.place import STEPS, Place
+from tests.place import PATIENCE_S, STEPS, Place
 from tests.slurm.cluster import Lab, Sweep, baseline, by_run, eventually, small_disk
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -144,7 +144,7 @@ def test_a_full_disk_is_the_reason_given_and_the_run_goes_on_once_there_is_room(
                     handle.flush()
             eventually(lambda: not sweep.lab.jobs(), "the end of the job")
             ballast.unlink()
-            assert process.wait(timeout=600) == 1, sweep.said()
+            assert process.wait(timeout=PATIENCE_S) == 1, sweep.said()
         state = sweep.state()
         assert (state.state, state.kind) == ("failed", "disk_full"), (state, sweep.said())
         assert sweep.launch() == 0, sweep.said()
@@ -243,7 +243,7 @@ def test_the_tracking_server_is_away_for_a_while(place: Place, whole: Lab, serve
         time.sleep(8)
         assert process.poll() is None, "training does not need the server"
         server.start()
-        assert process.wait(timeout=600) == 1, "one member failed"
+        assert process.wait(timeout=PATIENCE_S) == 1, "one member failed"
     # What could not be sent before the controller left is sent by the next.
     assert sweep.scalerl("collect", str(sweep.directory), "--trust").returncode == 1
     client = MlflowClient(server.uri)
@@ -273,7 +273,7 @@ def test_mlflow_tells_of_a_requeue_and_of_a_cancellation(place: Place, whole: La
         first, second = sweep.states()
         sweep.lab.sh("scancel", second.job or "")
         sweep.lab.sh("scancel", "--signal=USR2", first.job or "")
-        assert process.wait(timeout=600) == 1
+        assert process.wait(timeout=PATIENCE_S) == 1
     client = MlflowClient(uri)
     (experiment,) = [e for e in client.search_experiments() if e.name == sweep.directory.name]
     members = {

@@ -118,6 +118,11 @@ def test_the_cell_to_run_next_is_one_that_parts_what_varies_together() -> None:
     found = _next(cells, axes, (), one, 1e-4)
     assert len(found) == 3 and all(0 < each.gain < 1 and each.levels not in cells for each in found)
     assert found[0].gain > 0.8 * max(each.gain for each in found)
+    # Where two axes had the same level in every cell, the next one gives them different ones.
+    alike = [{**cell, "b": cell["a"]} for cell in cells]
+    one = _solve(_Design.of(alike, axes, ()), np.linspace(0.58, 0.62, 12), 1e-4 * np.eye(12), 1.0)
+    first = _next(alike, axes, (), one, 1e-4)[0].levels
+    assert first["a"] != first["b"]
 
 
 def test_labels_and_factors_are_axes() -> None:
