@@ -7,8 +7,9 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 # What `make test` leaves out: ALL=1 runs what .ci/run asks for, FULL=1 everything; a missing component is then a failure.
 MARKERS := not vllm$(if $(FULL),, and not full$(if $(ALL),, and not slow and not browser and not peers and not slurm))
-# Tests go one by one to whichever worker is free; those of a group (tests/conftest.py) stay together.
-TEST_ARGS ?= -n 2 --dist loadgroup
+# Tests go one by one to whichever worker is free; those of a group (tests/conftest.py) stay together. Tests of the
+# study often wait for a process, so they have a worker more.
+TEST_ARGS ?= --dist loadgroup
 PYTEST := $(if $(FULL),TEST_FULL=1 )$(if $(ALL)$(FULL),CI_ALL=1 )OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo test test-full test-study test-training test-vllm
@@ -24,13 +25,13 @@ test: $(VENV)/$(if $(ALL)$(FULL),.everything,.developer)
 	$(MAKE) test-training
 
 test-study:
-	$(PYTEST) -m "$(MARKERS)" $(TEST_ARGS) tests/sweeps
+	$(PYTEST) -m "$(MARKERS)" -n 3 $(TEST_ARGS) tests/sweeps
 
 test-vllm:
 	$(PYTEST) -m "vllm$(if $(FULL),, and not full)" tests/generator/test_vllm.py
 
 test-training:
-	$(PYTEST) -m "$(MARKERS)" $(TEST_ARGS) --ignore tests/sweeps
+	$(PYTEST) -m "$(MARKERS)" -n 2 $(TEST_ARGS) --ignore tests/sweeps
 
 # Everything that is right but long, by hand.
 test-full:

@@ -22,7 +22,8 @@ def every(step: int, cases: Iterable[Any], mark: pytest.MarkDecorator = pytest.m
 
     Args:
         step: 1 keeps all.
-        cases: of `pytest.mark.parametrize`; a tuple is one case of several arguments.
+        cases: of `pytest.mark.parametrize`; a tuple is one case of several arguments, unless it is
+            in a `pytest.param`.
         mark: `slow` leaves the others to .ci/run, `full` to `make test-full`.
     """
     return [case if number % step == 0 else _marked(case, mark) for number, case in enumerate(cases)]

@@ -85,7 +85,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "variant"), every(4, PAIRS))
+@pytest.mark.parametrize(("recipe", "variant"), every(12, every(3, PAIRS, pytest.mark.full)))
 def test_a_variant_changes_one_choice_and_says_which(recipe: str, variant: str) -> None:
     """Invariant 9."""
     config = compose([f"recipe={recipe}", f"variant={variant}"])
@@ -129,7 +129,7 @@ def test_the_control_differs_in_its_learning_rate_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", OF_VARIANTS)
+@pytest.mark.parametrize("experiment", every(3, OF_VARIANTS, pytest.mark.full))
 def test_every_experiment_of_variants_plans(experiment: str) -> None:
     own = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml")
     inherited = [name for name in own.get("defaults", []) if name != "_self_"]  # type: ignore[union-attr]
@@ -187,34 +187,40 @@ def with_recipe(folder: Path, name: str, **choices: str) -> Path:
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [
-        (["variant=async_mode_pipeline_4", "async_mode.k=0"], "async_mode.k: 0 must be a whole number"),
-        (["variant=async_mode_pipeline_4", "async_mode.k=2"], "async_mode: changed twice, by the variant"),
-        (["loss=dapo", "variant=loss_dapo"], "loss: changed twice, by the variant loss=dapo and by loss=dapo"),
-        (["variant=loss_dapo", "label='loss=gspo'"], "label='loss=gspo': a run is named after what it changes"),
-        (["optimiser.lr=1"], "did you mean optimizer\\?; valid here: .*optimizer"),
-        (["optimizer.lrr=1"], "did you mean optimizer.lr\\?; valid here: _target_, lr"),
-        (["~filter"], "~filter: an axis cannot be taken away"),
-        (["+decay.factor=0.5"], "decay: neither a setting nor an axis; an axis of your own is a mapping with _target_"),
-        (
-            ["loss=dapo", "loss.clip_hgh=0.3"],
-            r"did you mean loss.clip_high\?; valid here: _target_, clip_low, clip_high",
-        ),
-        (["optimizer.lr=abc"], "optimizer.lr: 'abc' must be a number"),
-        (["optimizer.lr=null"], "optimizer.lr: null must be a number"),
-        (["optimizer.dropout=1"], "optimizer.dropout: 1 must be true or false"),
-        (["task.train=[true]"], "task\\.train: true must be a whole number"),
-        (["batch.rollouts=true"], "batch.rollouts: true must be a whole number, or null"),
-        (["variant=loss_dapo", "loss.clip_high=true"], "loss.clip_high: true must be a number"),
-        (["rollouts.groups=true"], "rollouts.groups: True must be a whole number, 0 or more"),
-        (["launch.threads=true"], "launch.threads: True must be a whole number"),
-        (["mlflow.uri=1e999"], "mlflow.uri: inf must be an address"),
-        (["+optimizer.clip=1"], "optimizer.clip: no such setting; did you mean optimizer.clip_norm\\?"),
-        (["budget=3"], "budget: 3 must be a group of settings; give budget.steps=..."),
-        (["recipy=scalerl"], "did you mean recipe\\?"),
-        (["+trainer.accelerator=gpu"], "trainer: neither a setting nor an axis"),
-        (["optimizer.lr.deeper=1"], "optimizer.lr is a value, not a group"),
-    ],
+    every(
+        6,
+        [
+            (["variant=async_mode_pipeline_4", "async_mode.k=0"], "async_mode.k: 0 must be a whole number"),
+            (["variant=async_mode_pipeline_4", "async_mode.k=2"], "async_mode: changed twice, by the variant"),
+            (["loss=dapo", "variant=loss_dapo"], "loss: changed twice, by the variant loss=dapo and by loss=dapo"),
+            (["variant=loss_dapo", "label='loss=gspo'"], "label='loss=gspo': a run is named after what it changes"),
+            (["optimiser.lr=1"], "did you mean optimizer\\?; valid here: .*optimizer"),
+            (["optimizer.lrr=1"], "did you mean optimizer.lr\\?; valid here: _target_, lr"),
+            (["~filter"], "~filter: an axis cannot be taken away"),
+            (
+                ["+decay.factor=0.5"],
+                "decay: neither a setting nor an axis; an axis of your own is a mapping with _target_",
+            ),
+            (
+                ["loss=dapo", "loss.clip_hgh=0.3"],
+                r"did you mean loss.clip_high\?; valid here: _target_, clip_low, clip_high",
+            ),
+            (["optimizer.lr=abc"], "optimizer.lr: 'abc' must be a number"),
+            (["optimizer.lr=null"], "optimizer.lr: null must be a number"),
+            (["optimizer.dropout=1"], "optimizer.dropout: 1 must be true or false"),
+            (["task.train=[true]"], "task\\.train: true must be a whole number"),
+            (["batch.rollouts=true"], "batch.rollouts: true must be a whole number, or null"),
+            (["variant=loss_dapo", "loss.clip_high=true"], "loss.clip_high: true must be a number"),
+            (["rollouts.groups=true"], "rollouts.groups: True must be a whole number, 0 or more"),
+            (["launch.threads=true"], "launch.threads: True must be a whole number"),
+            (["mlflow.uri=1e999"], "mlflow.uri: inf must be an address"),
+            (["+optimizer.clip=1"], "optimizer.clip: no such setting; did you mean optimizer.clip_norm\\?"),
+            (["budget=3"], "budget: 3 must be a group of settings; give budget.steps=..."),
+            (["recipy=scalerl"], "did you mean recipe\\?"),
+            (["+trainer.accelerator=gpu"], "trainer: neither a setting nor an axis"),
+            (["optimizer.lr.deeper=1"], "optimizer.lr is a value, not a group"),
+        ],
+    ),
 )
 def test_the_real_fault_is_named(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -259,31 +265,34 @@ DEVICE = "accelerator: no setting of a run; a run trains on the GPU that its pro
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["loss=foo"], "loss=foo: no such choice; valid: cispo, dapo"),
-        (["nonsense=1"], "valid here: "),
-        (["async_mode.k=0"], "async_mode.k: 0 must be"),
-        (["task=jsonl"], "task.heldout: needs a value"),
-        (["task=jsonl", "task.train=/nothing", "task.heldout={a:/nothing}"], "task.train: cannot read '/nothing'"),
-        ([*MULTIRUN, "variant=none,loss_foo"], "loss_dapo"),
-        (["budget.steps=0"], "budget.steps: 0"),
-        # What Hydra answers with a traceback of its own.
-        (["task=true"], "task=true: no such choice; valid: aime"),
-        (["scale=8"], "scale=8: no such choice; did you mean scale=8b?"),
-        (["~loss=1"], "loss=1: no such choice; valid: cispo"),
-        (["loss=null"], "loss=null: no such choice; valid: cispo"),
-        (["model=[]"], "model=[]: no such choice; valid: arithmetic_base, path"),
-        (["model=[1]"], "model=[1]: no such choice"),
-        (["=3"], "=3: no key before the ="),
-        # A near name.
-        (["recipe=scalrl"], "recipe=scalrl: no such choice; did you mean recipe=scalerl?"),
-        (["variant=loss_dappo"], "did you mean variant=loss_dapo?"),
-        ([*MULTIRUN, "variant=none,loss_dappo"], "did you mean variant=loss_dapo?"),
-        (["accelerator=gpu"], DEVICE),
-        # No truth value is a number, and no text.
-        (["optimizer.lr=true"], "optimizer.lr: true must be a number"),
-        ([*MULTIRUN, "mlflow.uri=1e999"], "mlflow.uri: inf must be an address"),
-    ],
+    every(
+        5,
+        [
+            (["loss=foo"], "loss=foo: no such choice; valid: cispo, dapo"),
+            (["nonsense=1"], "valid here: "),
+            (["async_mode.k=0"], "async_mode.k: 0 must be"),
+            (["task=jsonl"], "task.heldout: needs a value"),
+            (["task=jsonl", "task.train=/nothing", "task.heldout={a:/nothing}"], "task.train: cannot read '/nothing'"),
+            ([*MULTIRUN, "variant=none,loss_foo"], "loss_dapo"),
+            (["budget.steps=0"], "budget.steps: 0"),
+            # What Hydra answers with a traceback of its own.
+            (["task=true"], "task=true: no such choice; valid: aime"),
+            (["scale=8"], "scale=8: no such choice; did you mean scale=8b?"),
+            (["~loss=1"], "loss=1: no such choice; valid: cispo"),
+            (["loss=null"], "loss=null: no such choice; valid: cispo"),
+            (["model=[]"], "model=[]: no such choice; valid: arithmetic_base, path"),
+            (["model=[1]"], "model=[1]: no such choice"),
+            (["=3"], "=3: no key before the ="),
+            # A near name.
+            (["recipe=scalrl"], "recipe=scalrl: no such choice; did you mean recipe=scalerl?"),
+            (["variant=loss_dappo"], "did you mean variant=loss_dapo?"),
+            ([*MULTIRUN, "variant=none,loss_dappo"], "did you mean variant=loss_dapo?"),
+            (["accelerator=gpu"], DEVICE),
+            # No truth value is a number, and no text.
+            (["optimizer.lr=true"], "optimizer.lr: true must be a number"),
+            ([*MULTIRUN, "mlflow.uri=1e999"], "mlflow.uri: inf must be an address"),
+        ],
+    ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input_is_one_line_and_exit_code_1(
@@ -297,6 +306,7 @@ def test_bad_input_is_one_line_and_exit_code_1(
     assert told.startswith("scalerl train: ") and message in told
 
 
+@pytest.mark.slow
 def test_options_may_stand_between_overrides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

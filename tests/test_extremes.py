@@ -77,6 +77,7 @@ def test_a_model_that_always_stops_at_once_learns_nothing_and_harms_nothing(
             assert row["train/credited_rollouts"] == 0 and row["train/loss"] == 0
 
 
+@pytest.mark.slow
 def test_a_refilling_filter_gives_up_on_a_model_that_always_stops(always_stops: str) -> None:
     with pytest.raises(PoolExhaustedError, match=r"filter\.most_dropped: \d+ groups were dropped"):
         fit(always_stops, steps=STEPS, overrides=["filter=dynamic_sampling"])
@@ -93,6 +94,7 @@ def test_of_a_model_that_never_stops_all_is_truncated_and_nothing_credited(never
     assert same_weights(all_weights(module), all_weights(ScaleRL(never_stops, overrides=["scaled_for=null"])))
 
 
+@pytest.mark.slow
 def test_thinking_that_never_ends_is_ended(never_stops: str, tmp_path: Path) -> None:
     fit(never_stops, tmp_path, steps=STEPS, recipe="scalerl")
     assert all(row["train/interrupted"] == 1 and row["train/forced_tokens"] > 0 for row in finite_steps(tmp_path))

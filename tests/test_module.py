@@ -29,6 +29,7 @@ from lightning_scalerl.model.load import load_model
 from lightning_scalerl.rollout import Rollout
 from lightning_scalerl.verify.verification import RewardError
 from sweeps.run.journal import read_journal
+from tests.examples import every
 from tests.helpers import SMALL, CountingTask, fit
 from tests.measure.test_compute_meter import check_hours
 
@@ -79,7 +80,7 @@ def test_off_policy_is_as_stale_as_it_says(tiny_model_path: str) -> None:
     assert max(gaps[0], gaps[3], gaps[6]) < 1e-5 < min(gaps[1], gaps[2], gaps[4], gaps[5])
 
 
-@pytest.mark.parametrize("micro_batch", [1, 4, 12])
+@pytest.mark.parametrize("micro_batch", every(3, [1, 4, 12]))
 @pytest.mark.parametrize("aggregation", [SampleAggregation, TokenAggregation, None])
 def test_micro_batches_change_nothing(tiny_model_path: str, micro_batch: int, aggregation: Any) -> None:
     """Invariant 1 through the real model: one step, whatever the micro-batch size."""
@@ -137,18 +138,21 @@ def test_trainer_settings_that_would_fight_ours(tiny_model_path: str, options: A
 
 @pytest.mark.parametrize(
     ("overrides", "match"),
-    [
-        (["loss=foo"], "loss=foo: no such choice; valid: cispo, dapo"),
-        (["loss.max_ration=4"], "valid here: _target_, max_ratio"),
-        (["nonsense=1"], "valid here: .*async_mode.*loss"),
-        (["loss.max_ratio=0"], r"loss\.max_ratio: 0 must be a number above 0"),
-        (["async_mode.k=0"], r"async_mode\.k: 0"),
-        (["precision.policy=fp8"], "valid: fp32, bf16"),
-        (["optimizer.lr=-1"], r"optimizer\.lr: -1"),
-        (["batch.prompts=0"], r"batch\.prompts: 0"),
-        (["recipe=nothing"], "scalerl_core"),
-        (["normalization.ddof=3"], r"normalization\.ddof: 3"),
-    ],
+    every(
+        4,
+        [
+            (["loss=foo"], "loss=foo: no such choice; valid: cispo, dapo"),
+            (["loss.max_ration=4"], "valid here: _target_, max_ratio"),
+            (["nonsense=1"], "valid here: .*async_mode.*loss"),
+            (["loss.max_ratio=0"], r"loss\.max_ratio: 0 must be a number above 0"),
+            (["async_mode.k=0"], r"async_mode\.k: 0"),
+            (["precision.policy=fp8"], "valid: fp32, bf16"),
+            (["optimizer.lr=-1"], r"optimizer\.lr: -1"),
+            (["batch.prompts=0"], r"batch\.prompts: 0"),
+            (["recipe=nothing"], "scalerl_core"),
+            (["normalization.ddof=3"], r"normalization\.ddof: 3"),
+        ],
+    ),
 )
 def test_a_bad_recipe_says_what_is_valid(tiny_model_path: str, overrides: list[str], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match) as caught:
@@ -179,6 +183,7 @@ def test_learning_rate_zero_learns_nothing(tiny_model_path: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights_of(module).values(), weights_of(fresh).values(), strict=True))
 
 
+@pytest.mark.slow
 def test_it_learns(tiny_model_path: str) -> None:
     keep = Keep()
     fit(tiny_model_path, steps=40, callbacks=[keep, OnPolicy()], overrides=["batch.completions=8"])
@@ -198,7 +203,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize(("axis", "choice"), VARIANTS, ids=lambda value: str(type(value).__name__))
+@pytest.mark.parametrize(("axis", "choice"), every(4, VARIANTS), ids=lambda value: str(type(value).__name__))
 def test_mechanism_counter_sees_each_variant_act(tiny_model_path: str, axis: str, choice: Any) -> None:
     keep = Keep()
     fit(tiny_model_path, steps=6, callbacks=[choice, keep])
@@ -218,7 +223,7 @@ REVERTED = [
 ]
 
 
-@pytest.mark.parametrize(("axis", "choice"), REVERTED, ids=lambda value: str(type(value).__name__))
+@pytest.mark.parametrize(("axis", "choice"), every(3, REVERTED), ids=lambda value: str(type(value).__name__))
 def test_mechanism_counter_sees_each_reverted_choice_of_scalerl_act(
     tiny_model_path: str, axis: str, choice: Any
 ) -> None:
@@ -287,7 +292,7 @@ def test_mechanism_counter_of_a_filter(tiny_model_path: str) -> None:
     assert keep.of("mechanism/filter")[-1] > 0
 
 
-@pytest.mark.parametrize("same", [PPOOffPolicy(k=3), Precision("fp32", False, False), CISPO(max_ratio=1e6)])
+@pytest.mark.parametrize("same", every(3, [PPOOffPolicy(k=3), Precision("fp32", False, False), CISPO(max_ratio=1e6)]))
 def test_mechanism_counter_stays_at_zero_when_nothing_changes(tiny_model_path: str, same: Any) -> None:
     keep = Keep()
     fit(tiny_model_path, steps=4, callbacks=[same, keep])
@@ -306,6 +311,7 @@ def test_a_batch_without_variance_is_a_step_without_gradient(tiny_model_path: st
     assert keep.of("train/loss") == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_batch_that_keeps_nothing_moves_nothing(tiny_model_path: str, tmp_path: Path) -> None:
     """No momentum and no weight decay, whether or not the run was resumed before it."""
 
@@ -365,7 +371,7 @@ def whole_run(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) ->
     return made
 
 
-@pytest.mark.parametrize("mode", RESUMED)
+@pytest.mark.parametrize("mode", every(4, reversed(RESUMED)))
 @pytest.mark.parametrize(
     "stop",
     [2, *(pytest.param(each, marks=pytest.mark.full) for each in (1, 3, 5))],
@@ -450,9 +456,9 @@ def test_evaluation_is_on_no_compute_axis(tiny_model_path: str, tmp_path: Path) 
     from lightning_scalerl.callbacks.evaluate import Evaluate
 
     flops = []
-    for every in (1, 4):
+    for steps in (1, 4):
         keep = Keep()
-        fit(tiny_model_path, steps=4, callbacks=[Evaluate(every, 3), keep])
+        fit(tiny_model_path, steps=4, callbacks=[Evaluate(steps, 3), keep])
         flops.append(keep.of("compute/flops")[-1])
     assert flops[0] == flops[1]
 

@@ -37,7 +37,7 @@ from lightning_scalerl.update import loss_scale as loss_scale_module
 from lightning_scalerl.update.health import Health, HealthWatch, UnhealthyError
 from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
 from sweeps.run.journal import read_journal
-from tests.examples import examples
+from tests.examples import every, examples
 from tests.helpers import SMALL, CountingTask, fit, quiet
 from tests.test_module import Keep, weights_of
 
@@ -149,7 +149,7 @@ def test_a_clip_that_is_none_says_so() -> None:
             load_recipe("scalerl_core", [f"optimizer.clip_norm={bad}"])
 
 
-@pytest.mark.parametrize(("overrides", "others"), TRAINED.values(), ids=TRAINED)
+@pytest.mark.parametrize(("overrides", "others"), every(4, TRAINED.values()), ids=TRAINED)
 def test_it_trains(tiny_model_path: str, overrides: tuple[str, ...], others: set[str]) -> None:
     """A few steps, all of whose numbers are finite; every term is there and counts."""
     keep = Keep()
@@ -182,6 +182,7 @@ def test_what_a_step_costs_is_what_its_passes_cost(tiny_model_path: str) -> None
     assert one < flops("advantage=gae", "critic=value_network") < 7 / 3 * one, "a critic has no vocabulary"
 
 
+@pytest.mark.slow
 def test_a_bonus_on_entropy_raises_it(tiny_model_path: str) -> None:
     """Against the same steps without."""
     entropy = {}
@@ -193,6 +194,7 @@ def test_a_bonus_on_entropy_raises_it(tiny_model_path: str) -> None:
     assert entropy[0.0][0] == entropy[3.0][0] and entropy[0.0][-1] < entropy[3.0][-1]
 
 
+@pytest.mark.slow
 def test_completions_are_as_long_as_the_stage_says(tiny_model_path: str) -> None:
     """Limits of 3, 5 and 9 tokens, a step each; on-policy, so that no batch holds what an earlier stage has sampled."""
     keep = Keep()
@@ -288,11 +290,23 @@ SEEN: dict[str, Callable[[Keep], bool]] = {
 }
 
 
+FULL = pytest.mark.full
 # Each is in "together" as well.
-ALSO = ("gae", "running, gae", "curriculum", "by_difficulty", "epochs", "fp16", "kl", "proximal")
+ALSO = (
+    "gae",
+    "running",
+    "running, gae",
+    "dynamic_sampling",
+    "curriculum",
+    "by_difficulty",
+    "epochs",
+    "fp16",
+    "kl",
+    "proximal",
+)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in ALSO else n for n in RESUMED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=FULL if n in ALSO else pytest.mark.slow) for n in RESUMED])
 def test_resume_is_exact(tiny_model_path: str, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Invariant 5: three steps, then the others in a new module: journal and all weights, bit for bit."""
     monkeypatch.setattr(loss_scale_module, "START", FACTOR_AT_FIRST)
@@ -575,7 +589,9 @@ def written(run_dir: Path) -> list[dict[str, Any]]:
     return [line for line in found if line["kind"] == "train"]
 
 
-@pytest.mark.parametrize(("value", "overrides"), [("nan", ()), ("inf", WITH_CRITIC), ("gradient", WITH_CRITIC)])
+@pytest.mark.parametrize(
+    ("value", "overrides"), every(3, [("inf", WITH_CRITIC), ("nan", ()), ("gradient", WITH_CRITIC)])
+)
 def test_an_update_that_is_not_finite_is_left_out(
     tiny_model_path: str, tmp_path: Path, value: str, overrides: tuple[str, ...]
 ) -> None:
@@ -603,6 +619,7 @@ def test_one_pass_of_several_is_left_out(tiny_model_path: str, tmp_path: Path) -
     assert weights.stood_still() == [False] * 3
 
 
+@pytest.mark.slow
 def test_three_in_a_row_end_the_run(tiny_model_path: str, tmp_path: Path) -> None:
     weights = Weights()
     with pytest.raises(CannotGoOnError, match=r"of 3 updates in a row was not finite.*Lower optimizer\.lr") as caught:
@@ -615,6 +632,7 @@ def test_three_in_a_row_end_the_run(tiny_model_path: str, tmp_path: Path) -> Non
     assert weights.stood_still() == [False, True, False, True, True, False, True, True]
 
 
+@pytest.mark.slow
 def test_a_count_goes_on_after_a_stop(tiny_model_path: str, tmp_path: Path) -> None:
     """Two before it, one after it: that is three in a row."""
     fit(tiny_model_path, tmp_path, steps=3, callbacks=[Breaks([1, 2])])
@@ -628,7 +646,7 @@ EMPTIED: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("overrides", EMPTIED.values(), ids=EMPTIED)
+@pytest.mark.parametrize("overrides", every(3, map(pytest.param, EMPTIED.values())), ids=EMPTIED)
 def test_batches_that_keep_nothing_several_times_in_a_row(
     tiny_model_path: str, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
@@ -670,6 +688,7 @@ class Overflows(Callback):
         pl_module._backward = disturbed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [OnPolicy, lambda: PPOOffPolicy(3)], ids=["fresh", "stale"])
 def test_a_forward_pass_that_is_not_finite_is_left_out_too(
     tiny_model_path: str, tmp_path: Path, mode: Callable[[], DesignChoice]
@@ -701,6 +720,7 @@ def test_fp16_finds_its_factor_and_goes_on(
     assert weights.stood_still()[0] and not weights.stood_still()[-1]
 
 
+@pytest.mark.slow
 def test_fp16_scales_nothing_but_the_way_there(tiny_model_path: str) -> None:
     """Whatever the factor, it trains as it would with another one; and nearly as FP32 does."""
     curves = {}
@@ -804,7 +824,7 @@ SICK: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("sickness", SICK)
+@pytest.mark.parametrize("sickness", every(3, SICK))
 def test_a_run_gone_bad_ends_itself(tiny_model_path: str, tmp_path: Path, sickness: str) -> None:
     """With the reason in its status, after the step that showed it has been recorded."""
     overrides, match = SICK[sickness]
@@ -822,6 +842,7 @@ def test_a_run_gone_bad_ends_itself(tiny_model_path: str, tmp_path: Path, sickne
         assert last >= 4
 
 
+@pytest.mark.slow
 def test_what_a_stage_cuts_off_is_no_sickness(tiny_model_path: str, tmp_path: Path) -> None:
     """Completions of a stage are cut as they are meant to be; those at the context's limit count, from step 4 on."""
     overrides = ("health=stop", "health.window_steps=2", "health.reward_share=0", "curriculum=staged_length")
@@ -833,6 +854,7 @@ def test_what_a_stage_cuts_off_is_no_sickness(tiny_model_path: str, tmp_path: Pa
     assert all(row["train/cut_by_stage"] == 0 and row["train/truncated"] > 0.15 for row in rows[3:])
 
 
+@pytest.mark.slow
 def test_a_run_is_only_watched_by_default(tiny_model_path: str) -> None:
     task = Collapses()
     overrides = ["health=stop", "health.stop=false", "health.window_steps=1"]
@@ -950,7 +972,7 @@ class Unlabelled(CountingTask):
         self.pool = [type(prompt)(prompt.prompt_id, prompt.text, prompt.answer, "hard") for prompt in self.pool]
 
 
-@pytest.mark.parametrize(("overrides", "match"), ILLEGAL.values(), ids=ILLEGAL)
+@pytest.mark.parametrize(("overrides", "match"), every(3, ILLEGAL.values()), ids=ILLEGAL)
 def test_what_does_not_go_together_is_refused_before_any_compute(
     tiny_model_path: str, overrides: tuple[str, ...], match: str
 ) -> None:
@@ -1024,6 +1046,7 @@ def test_bad_schedules(build: Callable[[], Any], match: str) -> None:
         build()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

@@ -33,7 +33,7 @@ def test_an_axis_is_a_field_a_module_a_folder_and_a_class(axis: str) -> None:
         assert neutral.semantics() | dict(kind.neutral or {}) == neutral.semantics()
 
 
-@pytest.mark.parametrize("axis", every(4, AXES))
+@pytest.mark.parametrize("axis", every(10, every(2, AXES, pytest.mark.full)))
 def test_every_choice_in_conf_builds_and_means_what_its_class_does(axis: str) -> None:
     """In a whole recipe; and a default of a class and that of its file, with the paper's settings, are one."""
     built = []
@@ -114,6 +114,7 @@ def test_one_class_can_be_an_axis_and_its_neutral_choice() -> None:
         Lost(1.0).neutral_choice()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero_variance", "dynamic_sampling"])
 def test_a_filter_that_would_drop_every_group_is_refused(name: str) -> None:
     """A critic may have groups of one; nothing in them can differ."""

@@ -24,6 +24,7 @@ from lightning_scalerl.axes.normalization import BatchNormalization
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollout import Denominators, TrainBatch
 from lightning_scalerl.stream.credit import assemble
+from tests.examples import examples
 from tests.helpers import make_group, row
 
 LOSSES = [
@@ -98,7 +99,7 @@ def test_masked_and_forced_tokens_change_nothing(loss: Any, aggregation: Any) ->
 
 @each_loss
 @each_aggregation
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_any_split_gives_the_same_loss_and_gradient(loss: Any, aggregation: Any, data: st.DataObject) -> None:
     """Invariant 1: ranks, accumulation steps, micro-batches and padding are all splits of one batch."""

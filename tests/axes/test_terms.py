@@ -136,6 +136,7 @@ BOUNDED = [Proximal(level, mode, 0.7, 1.4) for level in ("token", "sequence") fo
 CORRECTIONS = st.sampled_from([Behaviour(), *BOUNDED])
 
 
+@pytest.mark.slow
 @each_loss
 @each_aggregation
 @each_set

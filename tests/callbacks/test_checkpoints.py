@@ -28,6 +28,7 @@ from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkp
 from lightning_scalerl.state import StateRegistry
 from sweeps.run.activity import activity
 from sweeps.run.journal import JOURNAL_FILE, read_journal
+from tests.examples import every
 from tests.helpers import SMALL, CountingTask, fit, quiet
 from tests.paths import ROOT
 
@@ -185,6 +186,7 @@ def test_a_script_that_turned_checksums_off_has_them_in_its_checkpoints(tmp_path
     assert unusable(tmp_path / "step-00000001.ckpt") is None
 
 
+@pytest.mark.slow
 def test_the_trainers_own_way_to_write_is_left_to_it(tiny_model_path: str, tmp_path: Path) -> None:
     module = fit(tiny_model_path, tmp_path, steps=1)
     assert not isinstance(module.trainer.strategy.checkpoint_io, DirectCheckpointIO)
@@ -270,6 +272,7 @@ def test_no_flipped_bit_changes_what_a_run_goes_on_from(whole_run: Path, tmp_pat
     assert unusable(path) is None
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_costs_the_steps_since_the_checkpoint_before(
     tiny_model_path: str, whole_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -323,6 +326,7 @@ def test_falling_back_again_and_again_leaves_nothing_lying(tiny_model_path: str,
 # --- whose they are ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_passed_over(
     whole_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -393,19 +397,22 @@ def go_on(model: str, path: Path, seed: int = 0, recipe: str = "scalerl_core", *
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        ({"seed": 1}, "scalerl_core seed 0, and this one is scalerl_core seed 1;"),
-        ({"recipe": "scalerl"}, "scalerl_core seed 0, and this one is scalerl seed 0 "),
-        (
-            {"overrides": ["advantage=gae", "critic=value_network", "filter=none"]},
-            "scalerl_core seed 0, and this one is .*critic ",
-        ),
-        (
-            {"callbacks": [DAPO()]},
-            r"scalerl_core seed 0, and this one is scalerl_core\+loss=DAPO seed 0 \(loss CISPO, not DAPO\);",
-        ),
-        ({"overrides": ["kl=fixed"]}, r"scalerl_core seed 0, and this one is .* \(kl "),
-    ],
+    every(
+        5,
+        [
+            ({"seed": 1}, "scalerl_core seed 0, and this one is scalerl_core seed 1;"),
+            ({"recipe": "scalerl"}, "scalerl_core seed 0, and this one is scalerl seed 0 "),
+            (
+                {"overrides": ["advantage=gae", "critic=value_network", "filter=none"]},
+                "scalerl_core seed 0, and this one is .*critic ",
+            ),
+            (
+                {"callbacks": [DAPO()]},
+                r"scalerl_core seed 0, and this one is scalerl_core\+loss=DAPO seed 0 \(loss CISPO, not DAPO\);",
+            ),
+            ({"overrides": ["kl=fixed"]}, r"scalerl_core seed 0, and this one is .* \(kl "),
+        ],
+    ),
     ids=["seed", "recipe", "critic", "choice", "override"],
 )
 def test_a_script_does_not_go_on_from_another_run(
@@ -417,6 +424,7 @@ def test_a_script_does_not_go_on_from_another_run(
     assert "ScaleRL.load_from_checkpoint(path)" in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_another_budget_and_a_checkpoint_that_says_nothing_are_gone_on_from(
     tiny_model_path: str, whole_run: Path, tmp_path: Path
 ) -> None:
@@ -484,6 +492,7 @@ def trained_with(
         trainer.fit(module, datamodule=RolloutDataModule(CountingTask()), ckpt_path=path, weights_only=True)
 
 
+@pytest.mark.slow
 def test_going_on_with_other_code_is_said_and_written_down(
     tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -517,6 +526,7 @@ def test_strict_code_refuses_and_touches_nothing(
     trained_with(facts("bbbb"), monkeypatch, tiny_model_path, tmp_path, 4, strict_code=True)
 
 
+@pytest.mark.slow
 def test_a_journal_of_an_earlier_version_goes_on_without_a_warning(
     tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

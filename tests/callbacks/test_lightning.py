@@ -39,6 +39,7 @@ from lightning_scalerl.verify.verification import RewardError
 from sweeps.run.journal import read_journal
 from tests.distributed.test_ranks import fit as fit_on_ranks
 from tests.distributed.test_ranks import on_ranks
+from tests.examples import every
 from tests.helpers import SMALL, STRICT, CountingTask, fit, quiet
 
 RATE = "eval/heldout/pass_rate"
@@ -152,7 +153,7 @@ def test_every_logger_holds_the_journal_cell_by_cell_across_a_resume(
     assert shown == last
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_ranks_log_as_one(tiny_model_path: str, tmp_path: Path, schema: Path) -> None:
     shutil.copy(schema, tmp_path / "mlflow.db")
     three_loggers(tmp_path)[-1].experiment  # noqa: B018  # what it imports, the forked ranks need not
@@ -308,6 +309,7 @@ def test_an_evaluation_is_a_validation_of_lightnings(tiny_model_path: str) -> No
     assert seen.hooks == [(hook, step) for step in (0, 2, 4, 5) for hook in ("start", "end")]
 
 
+@pytest.mark.slow
 def test_the_learning_rate_monitor_shows_the_steps_own_rate(tiny_model_path: str, tmp_path: Path) -> None:
     """Lightning logs it at a step's beginning, under the number of steps before it."""
     loggers = [CSVLogger(str(tmp_path), name="csv")]
@@ -366,6 +368,7 @@ def test_what_there_is_not_says_what_there_is(tiny_model_path: str, stage: str, 
         getattr(Trainer(**quiet()), stage)(module, datamodule=RolloutDataModule(CountingTask()))
 
 
+@pytest.mark.slow
 def test_fit_again_goes_on(tiny_model_path: str, tmp_path: Path) -> None:
     """With the same Trainer's settings and more steps: one curve, equal to an uninterrupted one."""
     whole = fit(tiny_model_path, tmp_path / "whole", 6, recipe="scalerl")
@@ -383,6 +386,7 @@ def test_fit_again_goes_on(tiny_model_path: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, whole.policy.state_dict().values(), module.policy.state_dict().values()))
 
 
+@pytest.mark.slow
 def test_fit_again_with_the_same_trainer_goes_on(tiny_model_path: str) -> None:
     module = fit(tiny_model_path, steps=2)
     trainer = module.trainer
@@ -391,6 +395,7 @@ def test_fit_again_with_the_same_trainer_goes_on(tiny_model_path: str) -> None:
     assert module.completed_steps == trainer.global_step == 5
 
 
+@pytest.mark.slow
 def test_fit_again_as_another_run_is_refused(tiny_model_path: str) -> None:
     module = fit(tiny_model_path, steps=2)
     with pytest.raises(ConfigurationError, match="this module has trained 2 steps, and choices would change now"):
@@ -456,6 +461,7 @@ def test_a_checkpoint_loads_into_a_module(tiny_model_path: str, tmp_path: Path) 
     assert loaded.completed_steps == 2, "weights alone: another run, from its first step"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_model_object_says_what_is_missing(tiny_model_path: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tiny_model_path)
     module = ScaleRL(load_model(tiny_model_path), "scalerl_core", SMALL, tokenizer)
@@ -520,7 +526,7 @@ def test_checkpoints_that_would_hold_other_weights_or_nothing(
         fit(tiny_model_path, callbacks=callbacks, enable_checkpointing=True)
 
 
-@pytest.mark.parametrize("options", [{"log_every_n_steps": 0}, {"barebones": True}])
+@pytest.mark.parametrize("options", every(3, [{"log_every_n_steps": 0}, {"barebones": True}]))
 def test_without_logs_it_trains(tiny_model_path: str, options: Any) -> None:
     plain = {name: None for name in ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")}
     more = {**plain, **options} if "barebones" in options else options

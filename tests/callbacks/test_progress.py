@@ -39,6 +39,7 @@ def test_steps_of_steps_pass_rate_reward_and_compute(
     assert not any("Epoch" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_bar_of_ones_own_stays(tiny_model_path: str) -> None:
     class Own(TQDMProgressBar):
         pass

@@ -76,6 +76,7 @@ def test_a_dry_run_says_so_and_stops_nothing(
     assert caplog.text.count("race: would be stopped at compute") == 1
 
 
+@pytest.mark.slow
 def test_who_leads_is_not_stopped(tiny_model_path: str, study: tuple[Path, float], tmp_path: Path) -> None:
     folder, budget = study
     rival(tmp_path, folder / "whole", "rival", 0.0)
@@ -83,6 +84,7 @@ def test_who_leads_is_not_stopped(tiny_model_path: str, study: tuple[Path, float
     assert read_journal(tmp_path / "mine").records[-1].step == 12
 
 
+@pytest.mark.slow
 def test_a_rival_that_cannot_be_compared_ends_no_fit(
     tiny_model_path: str, study: tuple[Path, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -124,6 +126,7 @@ def test_of_one_label_are_seeds_where_seeds_tell_them_apart(tmp_path: Path) -> N
         assert (onlooker.namesakes is None) == (name == "c"), "those of another label are rivals"
 
 
+@pytest.mark.slow
 def test_a_trial_of_a_script_takes_no_looks(tiny_model_path: str, study: tuple[Path, float], tmp_path: Path) -> None:
     folder, budget = study
     rival(tmp_path, folder / "whole", "rival", 0.9)

@@ -12,6 +12,7 @@ from sweeps.source.held_out import passes_by
 from tests.helpers import fit
 
 
+@pytest.mark.slow
 def test_passes_by_prompt_are_those_of_the_journal_across_a_resume(tiny_model_path: str, tmp_path: Path) -> None:
     def part(run: str, steps: int, resume: bool = False) -> None:
         fit(tiny_model_path, tmp_path / run, steps, resume=resume, checkpoint_every=1)

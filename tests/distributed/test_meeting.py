@@ -25,7 +25,7 @@ from lightning_scalerl.distributed.ranks import LeaderFailedError, Ranks
 from lightning_scalerl.rollout import TrainBatch
 from tests.axes.test_contract import batch_of
 from tests.distributed.test_ranks import fit, on_ranks
-from tests.examples import examples
+from tests.examples import every, examples
 
 
 def listening() -> set[tuple[str, int]]:
@@ -65,7 +65,7 @@ class Listens(Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("named", [None, "localhost"])
+@pytest.mark.parametrize("named", every(2, [None, "localhost"], pytest.mark.full))
 def test_on_one_node_nothing_listens_to_other_machines(tiny_model_path: str, tmp_path: Path, named: str | None) -> None:
     """Rank 0's store among it; ranks listen for each other (gloo) as well."""
 

@@ -18,6 +18,7 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.generator import decodable
 from lightning_scalerl.measure.probe import P99
 from lightning_scalerl.task.arithmetic_base import tokenizer
+from tests.examples import every
 from tests.helpers import SMALL, CountingTask, quiet
 from tests.test_module import Keep
 
@@ -100,7 +101,8 @@ def train(model: Any, keep: Keep, overrides: tuple[str, ...] = (), steps: int = 
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=pytest.mark.slow if number % 3 else ()) for number, each in enumerate(AGREE)]
+    "family",
+    every(6, every(2, AGREE, pytest.mark.full)),
 )
 def test_trainer_and_generator_agree(family: str) -> None:
     keep = Keep()
@@ -142,7 +144,7 @@ def test_an_error_from_inside_is_one_line_with_the_models_name() -> None:
         decodable.check_decodable(model, 40)
 
 
-@pytest.mark.parametrize("family", ["GPT2", "OPT", "GPTNeo", "GPTJ", "CodeGen"])
+@pytest.mark.parametrize("family", every(5, ["GPT2", "OPT", "GPTNeo", "GPTJ", "CodeGen"]))
 def test_a_context_beyond_the_positions_there_are_is_refused(family: str) -> None:
     overrides = ("context.max_prompt_tokens=56",)
     with pytest.raises(ConfigurationError, match=f"make 65 tokens, and {family}.* has 64 positions"):
@@ -162,6 +164,7 @@ def test_a_window_shorter_than_the_context_is_refused(family: str, more: dict[st
         train(tiny(family, {**AGREE[family], **more}), Keep())
 
 
+@pytest.mark.slow
 def test_dropout_is_off_unless_it_is_asked_for() -> None:
     """GPT-2 has 0.1 by default. On, trainer and generator are two policies; the probe looks past it."""
     silent, asked = Keep(), Keep()

@@ -57,6 +57,7 @@ def check(found: list[FinishedRollout], version: int, groups: int = GROUPS) -> N
     assert {v for each in found for v in each.rollout.weight_versions} == {version}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "when"),
     [
@@ -151,7 +152,7 @@ def test_a_schedulers_signal_is_the_trainers() -> None:
         assert fleet.lost == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_checkpoint_taken_while_one_is_lost(fleet: Fleet) -> None:
     submit(fleet)
     os.kill(fleet.pids[1], signal.SIGKILL)

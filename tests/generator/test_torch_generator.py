@@ -253,7 +253,9 @@ def test_interruption_forces_the_phrase_once_and_only_while_thinking(tiny_model:
     assert seen == {"left alone", "interrupted"}
 
 
-@pytest.mark.parametrize("precision", [FP32, Precision("bf16", True, True)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision", [FP32, pytest.param(Precision("bf16", True, True), marks=pytest.mark.full)], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("recompute", [False, True], ids=["stale", "recompute"])
 @pytest.mark.parametrize("steps", [0, 4, 19, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 9, 14, 60))])
 def test_resumes_between_any_two_tokens_bit_for_bit(

@@ -122,6 +122,7 @@ def gap(model: Any, prompt: Sequence[int], found: Sequence[FinishedRollout], tem
     return largest
 
 
+@pytest.mark.full
 def test_the_prefix_cache_is_never_stale(generator: Any, model: Any) -> None:
     """While one rollout of the old weights holds its blocks, a new one of the same prompt must not find them."""
     generator.submit(GroupRequest(0, LONG, 1, (0, 0)))

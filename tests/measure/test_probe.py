@@ -15,12 +15,13 @@ from lightning_scalerl import ConfigurationError
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.measure.probe import MEAN, P99, check_probe, probe_metrics
+from tests.examples import every
 from tests.helpers import CountingTask, fit
 from tests.test_module import Keep
 
 
 @pytest.mark.parametrize(
-    "mode", [OnPolicy(), Pipeline(3, "stale"), Pipeline(3, "recompute")], ids=["on", "stale", "re"]
+    "mode", every(3, [OnPolicy(), Pipeline(3, "stale"), Pipeline(3, "recompute")]), ids=["on", "stale", "re"]
 )
 def test_every_step_has_something_to_judge(tiny_model_path: str, mode: Any) -> None:
     """Also where all rollouts are stale: the generator is asked what it would record now."""
@@ -101,7 +102,7 @@ def without(part: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Te
     return lambda weights: {name: tensor for name, tensor in weights.items() if part not in name}
 
 
-@pytest.mark.parametrize("part", ["layers.0.mlp.up_proj", "layers.1.input_layernorm", "embed_tokens"])
+@pytest.mark.parametrize("part", every(3, ["layers.0.mlp.up_proj", "layers.1.input_layernorm", "embed_tokens"]))
 def test_a_layer_that_never_arrives_is_named_before_the_first_step(tiny_model_path: str, part: str) -> None:
     keep = Keep()
     with pytest.raises(ConfigurationError, match=rf"published, [^ ]*{part}[^ ]* did not change it as they change"):

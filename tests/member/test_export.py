@@ -52,6 +52,7 @@ def weights_in(checkpoint: Path) -> dict[str, Any]:
     return {name.removeprefix("policy.model."): w for name, w in saved.items() if name.startswith("policy.model.")}
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_what_is_loaded(
     run: Path, tiny_model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +86,7 @@ def test_an_earlier_step_in_another_type(run: Path, tmp_path: Path) -> None:
     assert "| weights | bf16 |" in (tmp_path / "model" / "README.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -113,6 +115,7 @@ def test_a_run_without_a_checkpoint_says_so(run: Path, tmp_path: Path, capsys: p
     assert "no checkpoint that can be read; there is none" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_script_saves_its_own(tiny_model_path: str, tmp_path: Path) -> None:
     module = fit(tiny_model_path, steps=3)
     assert module.save_pretrained(tmp_path / "model") == tmp_path / "model"

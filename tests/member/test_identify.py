@@ -119,7 +119,7 @@ def test_a_configuration_is_what_hydra_composes(overrides: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", every(4, ODD, pytest.mark.full))
+@pytest.mark.parametrize("entry", every(24, ODD, pytest.mark.full))
 def test_unusual_overrides_go_through_hydra(entry: str) -> None:
     for overrides in ([entry], ["seed=2", entry, "optimizer.lr=0.5"]):
         assert outcome(SHARED.resolved, overrides) == composed_whole(tuple(overrides))
@@ -149,7 +149,7 @@ GRIDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", every(3, GRIDS, pytest.mark.full))
+@pytest.mark.parametrize("name", every(12, GRIDS, pytest.mark.full))
 def test_a_plan_is_what_hydra_composes(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

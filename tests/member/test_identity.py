@@ -163,6 +163,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.full)], ids=["an eighth", "all"])
 def test_no_identity_has_changed(place: Path, every: int) -> None:
     frozen = json.loads(TABLE.read_text())

@@ -108,14 +108,18 @@ class Signals(CountingTask):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "mode", "at"),
-    [
-        (signal.SIGUSR2, "on_policy", 20),
-        pytest.param(signal.SIGTERM, "on_policy", 60, marks=pytest.mark.slow),
-        (signal.SIGTERM, "ppo_off_policy", 60),
-        pytest.param(signal.SIGTERM, "pipeline_stale", 20, marks=pytest.mark.slow),
-        (signal.SIGTERM, "pipeline_stale", 60),
-        (signal.SIGTERM, "pipeline_recompute", 60),
-    ],
+    every(
+        3,
+        [
+            (signal.SIGUSR2, "on_policy", 20),
+            pytest.param(signal.SIGTERM, "on_policy", 60, marks=pytest.mark.slow),
+            (signal.SIGTERM, "ppo_off_policy", 60),
+            pytest.param(signal.SIGTERM, "pipeline_stale", 20, marks=pytest.mark.slow),
+            (signal.SIGTERM, "pipeline_stale", 60),
+            (signal.SIGTERM, "pipeline_recompute", 60),
+        ],
+        pytest.mark.full,
+    ),
 )
 def test_a_signal_in_a_generation_is_honoured_there(
     tiny_model_path: str, tmp_path: Path, number: signal.Signals, mode: str, at: int
@@ -214,6 +218,7 @@ def test_asked_before_the_first_step_it_does_not_train(tiny_model_path: str, tmp
     assert read_journal(run_dir).deterministic() == undisturbed(tiny_model_path, 2)[0]
 
 
+@pytest.mark.slow
 def test_asked_in_the_last_evaluation_or_after_it(tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, tmp_path, steps=3, callbacks=[At(3, ask, "eval")])
     view = read_journal(tmp_path)
@@ -277,6 +282,7 @@ def test_whoever_lost_the_run_writes_nothing_more(tiny_model_path: str, tmp_path
     assert written == sorted(written) and written[-1] >= lines - 7
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_lost_run_does_not_take_its_place(tiny_model_path: str, tmp_path: Path) -> None:
     with pytest.raises(LostError):
         guarded_fit(tiny_model_path, tmp_path, None, Lease(1), steps=8)

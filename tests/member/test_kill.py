@@ -105,6 +105,7 @@ def test_a_single_run_that_was_killed_continues_bit_for_bit(place: Place) -> Non
     assert all(gradients)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_between_its_last_checkpoint_and_its_last_line_is_complete(
     place: Place,
 ) -> None:

@@ -17,6 +17,7 @@ from sweeps.run.files import dump_line, parse_line
 from sweeps.run.journal import JOURNAL_FILE, read_journal
 from sweeps.run.progress import is_done
 from sweeps.run.spec import SPEC_FILE
+from tests.examples import every
 from tests.place import STEPS, Place
 
 
@@ -90,7 +91,7 @@ def test_a_run_with_a_broken_line_goes_on_from_the_last_checkpoint_before_it(
     assert after.of_kind("train")[-1].metrics["compute/wasted_flops"] == pytest.approx(spent - kept, rel=0.2)
 
 
-@pytest.mark.parametrize("begin", [STEPS - 3, -1], ids=["its end is lost", "all of it is lost"])
+@pytest.mark.parametrize("begin", every(3, [STEPS - 3, -1]), ids=["its end is lost", "all of it is lost"])
 def test_a_checkpoint_newer_than_the_journal_is_not_gone_on_from(
     whole: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], begin: int
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_checkpoint_newer_than_the_journal_is_not_gone_on_from(
     assert after.status == "finished" and after.holes == []
 
 
+@pytest.mark.slow
 def test_killed_right_after_it_was_mended_it_goes_on_from_there(
     whole: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def train(place: Path, folder: Path, *more: str, reward: str = "ones") -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 def test_rollouts_are_kept_whole_and_can_be_read_and_graded_anew(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,6 +208,7 @@ def test_a_mixture_is_graded_anew_with_its_columns_and_errors_say_why(
     assert "the judge is out" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_without_rollouts_says_so(place: Path, tmp_path: Path) -> None:
     run_dir = train(place, tmp_path, "rollouts.groups=0", "budget.steps=1")
     assert not (run_dir / "rollouts.jsonl").exists()
@@ -342,6 +344,7 @@ def test_noise_says_what_it_needs(place: Path, model: str, more: list[str], said
         measure_noise(f"{place}/{model}", more, repeats=2)
 
 
+@pytest.mark.slow
 def test_a_script_has_it_all_too(place: Path, tmp_path: Path) -> None:
     task = DatasetTask(
         format="columns",
@@ -363,6 +366,7 @@ def test_a_script_has_it_all_too(place: Path, tmp_path: Path) -> None:
             assert each["correct"] == (each["parts"]["main"] >= 1.0)
 
 
+@pytest.mark.slow
 def test_a_verifier_that_calls_right_wrong_stops_the_run_before_its_first_step(place: Path, tmp_path: Path) -> None:
     mirrored = place / "mirrored.py"
     mirrored.write_text("def reward(completion, answer):\n    return float(answer not in completion)\n")

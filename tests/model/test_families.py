@@ -145,12 +145,16 @@ def check_read(module: ScaleRL, family: Family) -> None:
     assert (tokenizer.pad_token is None) == (style.pad is None)
 
 
-# One of each kind: plain, soft caps, positions that are learned, attention of its own, experts. CI trains all of them.
-QUICK = ("Llama", "Gemma2", "GPT2", "DeepSeek-V3", "Mixtral")
+# Soft caps and experts in every run; CI adds plain, learned positions, attention of its own; `make test-full` the rest.
+QUICK, USUAL = ("Gemma2", "Mixtral"), ("Llama", "GPT2", "DeepSeek-V3")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+    "name",
+    [
+        pytest.param(each, marks=() if each in QUICK else pytest.mark.slow if each in USUAL else FULL)
+        for each in FAMILIES
+    ],
 )
 def test_a_script_trains_it(name: str, place: Place, tmp_path: Path) -> None:
     family = FAMILIES[name]
@@ -197,7 +201,7 @@ def trained_weights(run: Path, model: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", every(6, FAMILIES, FULL))
+@pytest.mark.parametrize("name", every(17, FAMILIES, FULL))
 def test_a_run_of_it_is_exported(name: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the command line does it: in the recipe's own types and asynchrony, and exactly."""
     family = FAMILIES[name]
@@ -224,7 +228,7 @@ def scalerl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return forked.run([sys.executable, "-m", "sweeps.cli.main", *words], cwd=folder, env=environment)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "more"),
     every(3, [("Llama", []), ("Qwen3", ["chat.thinking=false"]), ("GPT2", ["context.max_prompt_tokens=256"])], FULL),
@@ -273,6 +277,7 @@ def test_what_cannot_be_done_is_refused_by_name(name: str, place: Place) -> None
     assert f"model: {name}ForCausalLM " in refused(place, place.model(STRANGERS[name], name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Mistral"])
 def test_a_template_that_takes_no_system_prompt_says_so(name: str, place: Place) -> None:
     model = place.model(FAMILIES[name], name)
@@ -286,6 +291,7 @@ def test_a_base_model_has_no_place_for_a_system_prompt(place: Place) -> None:
     assert "there is no chat template to put it into" in said
 
 
+@pytest.mark.slow
 def test_thinking_is_switched_off_where_the_template_can(place: Place) -> None:
     """Qwen's template then writes an empty thought, which has ended: whatever is said is the answer."""
     model = place.model(FAMILIES["Qwen3"], "Qwen3")
@@ -298,6 +304,7 @@ def test_thinking_is_switched_off_where_the_template_can(place: Place) -> None:
     assert "the model's chat template knows no enable_thinking" in said
 
 
+@pytest.mark.slow
 def test_a_template_that_opens_the_thinking(place: Place) -> None:
     """DeepSeek's: a completion that never ends it has no answer."""
     module = script(place, place.model(FAMILIES["DeepSeek-V3"], "DeepSeek-V3"), steps=1)
@@ -318,14 +325,17 @@ def test_contexts_that_a_model_cannot_have(place: Place) -> None:
 
 @pytest.mark.parametrize(
     ("name", "rope", "limit"),
-    [
-        (
-            "Phi3",
-            {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 32.0},
-            "original_max_position_embeddings",
-        ),
-        ("Llama", {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings"),
-    ],
+    every(
+        3,
+        [
+            (
+                "Phi3",
+                {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 32.0},
+                "original_max_position_embeddings",
+            ),
+            ("Llama", {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings"),
+        ],
+    ),
 )
 def test_rotations_that_change_with_the_length(name: str, rope: dict[str, Any], limit: str, place: Place) -> None:
     """Phi-3's of 128k, say: beyond 4096 tokens all positions turn otherwise, those that are in a cache already too."""

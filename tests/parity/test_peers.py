@@ -402,7 +402,7 @@ def meaning(picked: Choices, axis: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", every(4, SAME_LOSS, pytest.mark.full))
+@pytest.mark.parametrize("name", every(12, SAME_LOSS, pytest.mark.full))
 def test_no_other_loss_or_aggregation_would_pass(name: str) -> None:
     """The inputs reach every branch that tells the choices apart; else the parity above would say little."""
     right, peer, with_forced = SAME_LOSS[name], theirs(name), PEER_LOSSES[name]["forced"]

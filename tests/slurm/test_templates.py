@@ -125,6 +125,7 @@ def test_links_lead_somewhere() -> None:
 # --- studies -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_one_gpu(sweep: FromTemplate, truth: Any) -> None:
     sweep.overrides = ("variant=none", "seed=0,1")
     sweep.template = "one_gpu"

@@ -134,8 +134,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("suffix", every(2, [".jsonl", ".parquet"]))
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fixture)
+@pytest.mark.parametrize("suffix", [".jsonl", pytest.param(".parquet", marks=pytest.mark.full)])
+@pytest.mark.parametrize("case", every(3, CASES), ids=lambda case: case.fixture)
 def test_right_answers_are_right_and_others_wrong(case: Case, suffix: str, tmp_path: Path) -> None:
     task = loaded(case.task, case.fixture, tmp_path, suffix=suffix)
     prompts = all_of(task)
@@ -143,7 +143,7 @@ def test_right_answers_are_right_and_others_wrong(case: Case, suffix: str, tmp_p
     assert [reward(task, *each) for each in zip(prompts, case.wrong, strict=True)] == [0.0] * len(prompts)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fixture)
+@pytest.mark.parametrize("case", every(6, CASES), ids=lambda case: case.fixture)
 def test_the_verifier_passes_its_own_trial(case: Case, tmp_path: Path) -> None:
     """What a row says of itself (its worked solution, its options) is told from what is wrong at the start."""
     task = loaded(case.task, case.fixture, tmp_path)

@@ -197,6 +197,7 @@ repeat: {{people: 2}}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [CHOSEN, SPELT_OUT], ids=["chosen", "spelt out"])
 def test_a_mixture_in_a_users_folder(form: str, files: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "task").mkdir()
@@ -212,6 +213,7 @@ def test_a_mixture_in_a_users_folder(form: str, files: dict[str, str], tmp_path:
     assert len(changed.train_prompts()) == 5 and changed.train_prompts()[0].text == f"Q: {asked}"
 
 
+@pytest.mark.slow
 def test_a_mixtures_identity_is_of_its_parts_contents(
     files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

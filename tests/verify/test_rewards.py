@@ -24,7 +24,7 @@ from lightning_scalerl.verify.grade import Grade, Outcome, Sample
 from lightning_scalerl.verify.named import content, named, reward_sum
 from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.rewards import RewardSum, Weighted
-from tests.examples import every
+from tests.examples import every, examples
 from tests.paths import ROOT
 
 FILES = ROOT / "tests" / "verify" / "reward_files"
@@ -419,7 +419,7 @@ def test_a_files_bytes_are_its_identity() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", every(3, FORMS, pytest.mark.full), ids=lambda place: place.rpartition("/")[2])
+@pytest.mark.parametrize("place", every(100, FORMS, pytest.mark.full), ids=lambda place: place.rpartition("/")[2])
 def test_ten_thousand_completions_each_have_an_outcome(place: str) -> None:
     import random
 
@@ -443,7 +443,9 @@ def test_ten_thousand_completions_each_have_an_outcome(place: str) -> None:
     of = verl_row if "verl" in place else plain if place == NO_KWARGS else talk
     columns = {} if "verl" in place else {"answer": "1.5", "solution": "$1.5$", "reference": "three halves"}
     with opened(place, memory_gib=2.0) as outcomes:
-        samples = [of("".join(source.choices(pieces, k=source.randint(0, 12))), **columns) for _ in range(10_000)]
+        samples = [
+            of("".join(source.choices(pieces, k=source.randint(0, 12))), **columns) for _ in range(examples(10_000))
+        ]
         found = outcomes(*samples)
     assert {outcome.kind for outcome in found} <= {"score", "abstain"}
     assert max(outcome.seconds for outcome in found) < 6.0

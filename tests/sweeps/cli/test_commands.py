@@ -170,7 +170,7 @@ def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 # A trained model is not among the examples: tests/member make one.
 @pytest.mark.slow
-@pytest.mark.parametrize("command", every(4, [each for each in COMMANDS if each not in OF_MODELS], pytest.mark.full))
+@pytest.mark.parametrize("command", every(12, [each for each in COMMANDS if each not in OF_MODELS], pytest.mark.full))
 def test_help_has_an_example_that_works(tmp_path: Path, command: str) -> None:
     """The example, word for word, in a directory that holds nothing but the repository's examples."""
     shown = scalerl(command, "--help")

@@ -17,7 +17,7 @@ def study(tmp_path: Path) -> Path:
     return Path(shutil.copytree(ROOT / "examples" / "study", tmp_path / "mine"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_ranking_stands_above_the_link(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_results(study, f"sqlite:///{tmp_path}/mlflow.db")
     said = capsys.readouterr().out

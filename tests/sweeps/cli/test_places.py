@@ -16,6 +16,7 @@ from lightning_scalerl import train
 from sweeps.cli import main as cli
 from sweeps.errors import UserError, naming, of_the_system
 from sweeps.launch.study import Study
+from tests.examples import every
 from tests.sweeps.cli.test_refused import contents, launch
 from tests.sweeps.launch.test_study import ScriptedExecutor, member
 
@@ -142,13 +143,17 @@ def test_an_error_of_the_users_own_program_keeps_its_traceback(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        (["output_dir=file"], "output_dir: file: File exists; a file is in the way of a folder"),
-        (["output_dir=file/x/y"], "output_dir: file/x: Not a directory; a file is in the way"),
-        (["output_dir=" + "n" * 300], "File name too long; give a shorter name"),
-        (["seed=range(3,3)"], "seed=range(3,3): stands for no value, so the grid is empty"),
-        (["hydra.sweeper.rows=[['seed=range(0)']]"], "seed=range(0): stands for no value, so the grid is empty"),
-    ],
+    every(
+        3,
+        [
+            (["output_dir=file"], "output_dir: file: File exists; a file is in the way of a folder"),
+            (["output_dir=file/x/y"], "output_dir: file/x: Not a directory; a file is in the way"),
+            (["output_dir=" + "n" * 300], "File name too long; give a shorter name"),
+            (["seed=range(3,3)"], "seed=range(3,3): stands for no value, so the grid is empty"),
+            (["hydra.sweeper.rows=[['seed=range(0)']]"], "seed=range(0): stands for no value, so the grid is empty"),
+        ],
+        pytest.mark.full,
+    ),
     ids=["a file", "below a file", "a long name", "an empty grid", "an empty row"],
 )
 def test_a_multirun_that_cannot_be_is_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:

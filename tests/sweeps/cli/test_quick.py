@@ -101,7 +101,7 @@ CASES: list[tuple[list[str], int, str, set[str], int]] = [
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words", "allowed", "most"),
-    every(3, CASES),
+    every(6, every(2, CASES, pytest.mark.full)),
     ids=[" ".join(case[0]) or "bare" for case in CASES],
 )
 def test_little_is_imported(

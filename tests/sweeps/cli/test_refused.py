@@ -22,6 +22,7 @@ from sweeps.launch.study import LEASE_NAME, Study
 from sweeps.run.lease import Lease
 from sweeps.run.spec import RunSpec, make_spec
 from tests import forked
+from tests.examples import every
 from tests.paths import ROOT
 from tests.sweeps.executor.fake_cluster import FakeCluster, Place, VirtualTime, light
 
@@ -106,6 +107,7 @@ def on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here.directory
 
 
+@pytest.mark.slow
 def test_this_machines_launcher_changes_nothing_in_a_clusters_study(tmp_path: Path, on_a_cluster: Path) -> None:
     """`launch.json` byte for byte, so that `scalerl collect` still asks the cluster."""
     before = without_lease(on_a_cluster)
@@ -136,11 +138,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        (["optimizer.lr=-1,1"], "optimizer.lr: -1 must be positive"),
-        (["optimiser.lr=1", "seed=0,1"], "did you mean optimizer?"),
-        (["seed=0,1", "mlflow.uri=sqlite:////proc/nowhere/mlflow.db"], "mlflow"),
-    ],
+    every(
+        3,
+        [
+            (["optimizer.lr=-1,1"], "optimizer.lr: -1 must be positive"),
+            (["optimiser.lr=1", "seed=0,1"], "did you mean optimizer?"),
+            (["seed=0,1", "mlflow.uri=sqlite:////proc/nowhere/mlflow.db"], "mlflow"),
+        ],
+        pytest.mark.full,
+    ),
     ids=["value", "key", "store"],
 )
 @pytest.mark.parametrize("there", [False, True], ids=["nothing there", "outputs there"])

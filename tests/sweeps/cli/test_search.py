@@ -12,6 +12,7 @@ import pytest
 from sweeps.errors import UserError
 from sweeps.run.spec import RunSpec
 from tests import forked, light
+from tests.examples import every
 from tests.place import PATIENCE_S, Place
 
 
@@ -64,13 +65,23 @@ def test_a_search_of_which_every_trial_is_refused_says_so(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [
-        (["+hydra.sweeper.trials=3"], "hydra.sweeper.trials: no such setting; valid: n_trials"),
-        (["hydra.sweeper.sampler=null"], "hydra.sweeper.sampler: none; give one of Optuna's"),
-        (["hydra.sweeper.sampler._target_=optuna.samplers.Nope"], "hydra.sweeper.sampler: Error locating target"),
-        (["hydra.sweeper.n_jobs=0"], "hydra.sweeper.n_jobs: 0 must be a whole number, 1 or more"),
-        (["experiment=demo"], "hydra.sweeper.rows: they list members one by one"),
-    ],
+    every(
+        6,
+        every(
+            2,
+            [
+                (["+hydra.sweeper.trials=3"], "hydra.sweeper.trials: no such setting; valid: n_trials"),
+                (["hydra.sweeper.sampler=null"], "hydra.sweeper.sampler: none; give one of Optuna's"),
+                (
+                    ["hydra.sweeper.sampler._target_=optuna.samplers.Nope"],
+                    "hydra.sweeper.sampler: Error locating target",
+                ),
+                (["hydra.sweeper.n_jobs=0"], "hydra.sweeper.n_jobs: 0 must be a whole number, 1 or more"),
+                (["experiment=demo"], "hydra.sweeper.rows: they list members one by one"),
+            ],
+            pytest.mark.full,
+        ),
+    ),
 )
 def test_what_is_wrong_with_it_is_said_in_a_line(tmp_path: Path, more: list[str], said: str) -> None:
     done = search(tmp_path, "loss=dapo,gspo", *more)

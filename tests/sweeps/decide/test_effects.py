@@ -88,6 +88,7 @@ def test_a_grid_of_curves_is_read_by_its_labels() -> None:
     assert loss.compute is not None and loss.compute.low is not None and loss.compute.low < 1
 
 
+@pytest.mark.slow
 def test_interactions_are_asked_for() -> None:
     plain = effects(fit_curves(grid(interaction=0.1)))
     found = effects(fit_curves(grid(interaction=0.1)), [("loss", "async")])
@@ -154,6 +155,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "'loss' is no pair of axes" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_the_command_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

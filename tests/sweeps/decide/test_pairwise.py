@@ -79,6 +79,7 @@ def test_what_is_planted_is_found_and_told() -> None:
     assert "has the higher reward at compute 8" in good.sentence and "are the same within 0.05" in twin.sentence
 
 
+@pytest.mark.slow
 def test_seeds_that_move_all_recipes_alike_drop_out() -> None:
     """And they only do where the recipes were run with the same ones."""
     curves = study({"a": 0.62, "b": 0.6, "c": 0.55, "d": 0.65}, shared=0.05)
@@ -220,6 +221,7 @@ def test_little_data_is_not_told_apart() -> None:
     assert row.told == UNTOLD and row.seeds_needed is not None and f"{row.seeds_needed} seeds an arm" in row.sentence
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_the_command_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

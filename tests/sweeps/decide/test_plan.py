@@ -20,6 +20,7 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curve, fit_curves
 from sweeps.fit.predict import FAR, quantiles, total_draws
 from sweeps.fit.seeds import SeedSpread
+from tests.examples import every
 from tests.paths import ROOT
 from tests.sweeps.fit.simulate import curve, law
 
@@ -298,6 +299,7 @@ def test_best_rollouts_by_difficulty_or_undecided() -> None:
     assert sum(value.p_best or 0 for value in hard.values) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_rollouts_far_beyond_a_window_without_a_bend_are_not_compared() -> None:
     c = curve("s rollouts=4", a=0.9, end=1500, points=15)
     early = make_curve(c.recipe, c.compute, c.reward, c.seed, factors={"rollouts": "4", "level": "easy"})
@@ -323,6 +325,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int
     return code, captured.out, captured.err
 
 
+@pytest.mark.slow
 def test_target_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, EXAMPLE, "--target", "0.5", "--json")
     plan = json.loads(out, parse_constant=pytest.fail)
@@ -336,6 +339,7 @@ def test_target_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {step["action"] for step in plan["next"]} <= {"extend", "seed"}
 
 
+@pytest.mark.slow
 def test_budget_as_json_and_text(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, EXAMPLE, "--budget", "20000", "--json")
     plan = json.loads(out, parse_constant=pytest.fail)
@@ -389,19 +393,22 @@ def test_help_shows_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        ([EXAMPLE, "--target", "1.5"], "--target 1.5: outside the reward's range"),
-        ([EXAMPLE, "--target", "0.1"], "--target 0.1: not above the reward before training"),
-        ([EXAMPLE, "--budget", "0"], "--budget 0: must be positive"),
-        ([EXAMPLE, "--target", "0.5", "--sizes", "7B"], "--size"),
-        ([EXAMPLE, "--target", "0.5", "--difficulty", "seed"], "--rollouts"),
-        ([SIZES, "--target", "0.5", "--rollouts", "size"], "--budget"),
-        ([SIZES, "--target", "0.5", "--size", "nothing"], "no column nothing"),
-        ([SIZES, "--target", "0.5", "--size", "recipe"], "size 'scalerl'"),
-        ([SIZES, "--target", "0.5", "--size", "size", "--sizes", "big"], "size 'big'"),
-        ([SIZES, "--budget", "1e4", "--rollouts", "size"], "rollouts '0.5B'"),
-        ([SIZES, "--target", "1", "--size", "size"], "--target 1: a power law"),
-    ],
+    every(
+        6,
+        [
+            ([EXAMPLE, "--target", "1.5"], "--target 1.5: outside the reward's range"),
+            ([EXAMPLE, "--target", "0.1"], "--target 0.1: not above the reward before training"),
+            ([EXAMPLE, "--budget", "0"], "--budget 0: must be positive"),
+            ([EXAMPLE, "--target", "0.5", "--sizes", "7B"], "--size"),
+            ([EXAMPLE, "--target", "0.5", "--difficulty", "seed"], "--rollouts"),
+            ([SIZES, "--target", "0.5", "--rollouts", "size"], "--budget"),
+            ([SIZES, "--target", "0.5", "--size", "nothing"], "no column nothing"),
+            ([SIZES, "--target", "0.5", "--size", "recipe"], "size 'scalerl'"),
+            ([SIZES, "--target", "0.5", "--size", "size", "--sizes", "big"], "size 'big'"),
+            ([SIZES, "--budget", "1e4", "--rollouts", "size"], "rollouts '0.5B'"),
+            ([SIZES, "--target", "1", "--size", "size"], "--target 1: a power law"),
+        ],
+    ),
 )
 def test_failures_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str | Path], words: str) -> None:
     code, out, err = run(capsys, *arguments)

@@ -89,6 +89,7 @@ def test_intervals_hold_the_truth() -> None:
     assert (held >= 35).all(), held
 
 
+@pytest.mark.slow
 def test_an_offset_between_seeds_widens_everything() -> None:
     """A seed off by a constant in R tilts its line in log L: less is known of k, not of the level alone."""
     widths = []

@@ -28,6 +28,7 @@ from sweeps.decide.standing import best_chances, joint_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import FitOptions, fit_curves
 from sweeps.source import load
+from tests.examples import every
 from tests.paths import ROOT
 from tests.sweeps.fit.simulate import curve
 
@@ -66,7 +67,7 @@ def test_a_loser_is_stopped_and_one_that_rises_late_is_not() -> None:
     assert min(early, key=lambda each: each.reward[each.compute == each.compute.max()].mean()).recipe == "late"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_decision_rests_on_nothing_that_came_later() -> None:
     whole = raced(three())
     for part, look in enumerate(whole.looks):
@@ -271,7 +272,7 @@ def test_the_simulation_races_as_the_command_does() -> None:
     assert np.abs(np.array(own) - spent).mean() < 0.1 and min(own) < 0.5
 
 
-@pytest.mark.parametrize(("setting", "at"), [(0, 4), (5, 6), (6, 12)])
+@pytest.mark.parametrize(("setting", "at"), every(3, [(0, 4), (5, 6), (6, 12)]))
 def test_the_simulation_foretells_as_fits_do(setting: int, at: int) -> None:
     study = make_study(SETTINGS[setting], 1)
     seen = np.arange(21) <= at

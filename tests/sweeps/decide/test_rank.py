@@ -29,6 +29,7 @@ def test_clearly_better_asymptote_wins() -> None:
     assert not result.ranking[0].tied_with_best
 
 
+@pytest.mark.slow
 def test_tie_in_A_is_broken_by_B_at_the_shared_A() -> None:
     """The paper's rule, on constructed data: A within 0.02, then the higher B."""
     result = ranked(
@@ -137,6 +138,7 @@ def seeded(recipe: str, offsets: dict[str, float], rng: int) -> Curve:
     return make_curve(recipe, np.tile(compute, len(offsets)), np.concatenate(rewards), np.repeat(list(offsets), 33))
 
 
+@pytest.mark.slow
 def test_what_a_seed_does_to_all_recipes_alike_drops_out() -> None:
     shared = {"0": 0.02, "1": -0.02, "2": 0.0}
     better = {label: offset + 0.008 for label, offset in shared.items()}
@@ -149,6 +151,7 @@ def test_what_a_seed_does_to_all_recipes_alike_drops_out() -> None:
     assert (paired.ranking[0].p_best or 0) > 0.9 > (apart.ranking[0].p_best or 0)
 
 
+@pytest.mark.slow
 def test_seeds_that_only_some_recipes_have_are_not_paired() -> None:
     x = seeded("x", {"0": 0.0, "1": 0.002, "2": 0.03, "3": 0.03}, 1)
     y = seeded("y", {"0": 0.0, "1": 0.002, "7": -0.03, "8": -0.03}, 2)
@@ -156,6 +159,7 @@ def test_seeds_that_only_some_recipes_have_are_not_paired() -> None:
     assert ranking.pairing is None and ranking.undecided
 
 
+@pytest.mark.slow
 def test_numbers_that_a_reader_gave_runs_are_no_seeds() -> None:
     numbered = {"run 0": 0.02, "run 1": -0.02, "run 2": 0.0}
     assert rank(fit_curves([seeded("a", numbered, 1), seeded("b", numbered, 2)])).pairing is None

@@ -15,6 +15,7 @@ from tests.sweeps.decide.test_pairwise import NOISE, study
 ALIKE = {"a": 0.6, "b": 0.6, "c": 0.61, "d": 0.59}
 
 
+@pytest.mark.slow
 def test_more_seeds_tell_smaller_differences_and_fewer_are_needed_where_little_is_asked() -> None:
     smallest = []
     for seeds in ("012", "012345678"):
@@ -47,6 +48,7 @@ def test_where_there_is_one_seed_the_spread_is_borrowed_and_named() -> None:
     assert "spread between seeds borrowed" in found.sentence
 
 
+@pytest.mark.slow
 def test_a_run_at_a_learning_rate_of_zero_shows_the_noise() -> None:
     rng = np.random.default_rng(2)
     null = make_curve(

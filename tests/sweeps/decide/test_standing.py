@@ -16,6 +16,7 @@ from sweeps.decide.reward import RewardRow, Rewards, rewards
 from sweeps.decide.standing import joint, stand
 from sweeps.fit.fit import Interval, fit_curve, fit_curves
 from sweeps.report.text import reward_rows
+from tests.examples import every
 from tests.sweeps.fit.simulate import curve, law
 
 
@@ -36,7 +37,7 @@ def test_a_recipe_that_could_not_be_ranked_can_still_win() -> None:
     assert "of these r1 (P = 0." in found.sentence and "could be best" in found.sentence
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", every(3, range(3)))
 def test_the_leader_is_what_costs_the_least_and_nobody_gets_compute_whom_the_draws_contradict(number: int) -> None:
     """Curves that cross: a refusal to name an asymptote is no evidence that it is low."""
     source = np.random.default_rng((7, 0, number))
@@ -66,7 +67,11 @@ def test_a_recipe_of_which_nothing_is_known_keeps_the_whole_scale() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.__name__ != "many"], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    every(3, [kind for kind in KINDS if kind.__name__ != "many"], pytest.mark.full),
+    ids=lambda kind: kind.__name__,
+)
 def test_ranking_and_plan_agree(kind: Callable[[np.random.Generator], list[Recipe]]) -> None:
     assert study((KINDS.index(kind), 991)).agreed
 
@@ -94,6 +99,7 @@ def test_ranking_plan_and_budget_say_one_thing_on_the_example() -> None:
     assert settlement.leader == split.winner == ranking.ranking[0].recipe
 
 
+@pytest.mark.slow
 def test_what_is_surely_best_is_chosen_though_its_asymptote_is_open() -> None:
     fits = fit_curves(simulated(Recipe(0.5, 1.8, 1.0, 6.0), Recipe(0.75, 1.5, 3.0, 6.0)))
     assert fits[0].identifiable and not fits[1].identifiable

@@ -27,6 +27,7 @@ from sweeps.fit.history import Check, Snapshot, departure, history
 from sweeps.fit.predict import predict, predict_mean
 from sweeps.run.journal import Journal
 from sweeps.source import load
+from tests.examples import every
 from tests.paths import ROOT
 from tests.sweeps.fit.simulate import curve
 
@@ -276,6 +277,7 @@ def test_nothing_is_read_or_fitted_while_nothing_comes(tmp_path: Path, monkeypat
     assert not (tmp_path / "fits.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_two_recipes_and_two_ways_to_fit_share_a_file(tmp_path: Path) -> None:
     for recipe in ("a", "b"):
         write(tmp_path / recipe, curve(recipe=recipe, points=12, seeds=1))
@@ -288,7 +290,7 @@ def test_two_recipes_and_two_ways_to_fit_share_a_file(tmp_path: Path) -> None:
     assert len(lines(tmp_path / "fits.jsonl")) == len(entries)
 
 
-@pytest.mark.parametrize("kept", [1, 3])
+@pytest.mark.parametrize("kept", every(4, [1, 3]))
 @pytest.mark.parametrize("torn", [0, 25])
 def test_stopped_between_or_within_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, torn: int) -> None:
     for name in ("whole", "stopped"):
@@ -367,6 +369,7 @@ def test_lines_come_back_and_what_is_no_line_is_passed_over(tmp_path: Path) -> N
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_departure_is_on_file(tmp_path: Path) -> None:
     write(tmp_path / "run", fallen(curve(points=33, seeds=1, white=0.004), 0.0, 0.15))
     news = list(watching(tmp_path / "run").poll())

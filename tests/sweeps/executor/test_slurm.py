@@ -32,7 +32,7 @@ from sweeps.run.journal import JOURNAL_FILE
 from sweeps.run.lease import Lease, LeaseLostError
 from sweeps.run.spec import RunSpec
 from sweeps.run.writer import DUPLICATE_WAIT_S
-from tests.examples import examples
+from tests.examples import every, examples
 from tests.sweeps.executor.fake_cluster import (
     FILLS_THE_DISK,
     FILLS_THE_DISK_SILENTLY,
@@ -177,7 +177,7 @@ def test_every_end_is_seen_for_what_it_was(tmp_path: Path, fate: Fate) -> None:
     assert here.cluster.sizes() == [2]
 
 
-@pytest.mark.parametrize("remembers_s", [300.0, 3.0])
+@pytest.mark.parametrize("remembers_s", every(5, [300.0, 3.0]))
 @pytest.mark.parametrize("lag_s", [0.0, 40.0])
 @pytest.mark.parametrize("fate", [fate for fate, kind in KIND.items() if kind is not None], ids=lambda fate: fate.state)
 def test_an_end_that_only_accounting_saw_is_the_same_end(
@@ -363,7 +363,7 @@ def test_a_disk_that_took_no_last_word_is_known_before_accounting_knows(
     assert state(here.run(), here.specs[0]) == ("failed", "disk_full")
 
 
-@pytest.mark.parametrize("kind", [kind for kind, limit in POLICY.items() if limit != 0])
+@pytest.mark.parametrize("kind", every(14, [kind for kind, limit in POLICY.items() if limit != 0]))
 def test_a_member_that_is_done_at_its_last_try_is_done(tmp_path: Path, kind: str) -> None:
     times = POLICY[kind] or 12
     here = place(tmp_path, {0: [FATE_OF[kind]] * times})
@@ -714,7 +714,7 @@ def kills_once(where: str, number: int) -> Iterator[tuple[str, int] | None]:
     yield (where, number)
 
 
-@pytest.mark.parametrize("gap_s", [0.0, 30.0, 150.0])
+@pytest.mark.parametrize("gap_s", every(6, [0.0, 30.0, 150.0]))
 @pytest.mark.parametrize("members", [1, 3])
 def test_a_controller_killed_at_any_write_is_followed_by_one_that_submits_nothing_twice(
     tmp_path: Path, members: int, gap_s: float
@@ -735,7 +735,7 @@ def test_a_controller_killed_at_any_write_is_followed_by_one_that_submits_nothin
     assert killed >= 2 * (members + 3)
 
 
-@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.parametrize("members", every(8, [1, 3]))
 @pytest.mark.parametrize(("where", "number"), [("after", 1), ("after", 2), ("before", 2), ("before", 3), ("after", 3)])
 @pytest.mark.parametrize("gap_s", [0.0, 45.0])
 def test_controllers_that_are_all_killed_get_there_all_the_same(
@@ -884,6 +884,7 @@ kill_points = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(120), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     fates=st.lists(fates_of_a_run, min_size=1, max_size=6),
@@ -1160,6 +1161,7 @@ def test_however_long_a_copy_works_on_none_writes_beside_it_or_waits_for_it_at_l
 clocks = st.dictionaries(st.sampled_from(NODES), st.floats(-1e6, 1e6, allow_nan=False), min_size=1)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(fates=st.lists(fates_of_a_run, min_size=1, max_size=4), ahead_s=clocks, kills=kill_points)
 def test_whatever_the_nodes_clocks_show_a_study_goes_the_same_way(

@@ -67,6 +67,7 @@ def test_power_law_misleads_on_a_saturating_curve_as_published() -> None:
     assert power[1] is not None and 0.66 < power[1] < power[0]
 
 
+@pytest.mark.slow
 def test_a_curve_that_foretells_less_than_the_last_value_is_not_ranked() -> None:
     """A ramp that stops: every fit to its past expects the rise to go on, standing still would have been right."""
     stopping = 0.2 + ((0.4 * np.maximum(COMPUTE, 1e-3) / 6000.0) ** -6 + 0.4**-6) ** (-1 / 6)

@@ -19,6 +19,7 @@ from sweeps.fit.mixture import PRIOR, mixture, shared_prior
 from sweeps.fit.points import FitOptions
 from sweeps.fit.predict import paths, predict, predict_mean, readable
 from sweeps.fit.verdict import TREND, Doubt, Evidence, after_fit, trend_z
+from tests.examples import every
 from tests.sweeps.fit.simulate import curve
 
 BY_NAME = {truth.name: truth for truth in ZOO}
@@ -36,7 +37,8 @@ def fitted(name: str, count: int = 8) -> list[Fit]:
 
 
 @pytest.mark.parametrize(
-    "name", ["two steps", "dip and recovery", "collapse at 92% of the window", "3 seeds, one bad", "late rise"]
+    "name",
+    every(5, ["two steps", "dip and recovery", "collapse at 92% of the window", "3 seeds, one bad", "late rise"]),
 )
 def test_what_plainly_moves_is_never_flat(name: str) -> None:
     assert all(fit.verdict != "flat" for fit in fitted(name))
@@ -59,6 +61,7 @@ def test_a_rise_beyond_its_residuals_is_not_flat(low: float, high: float, points
         assert fit_curve(make_curve("x", c, np.clip(reward, 0, 1))).verdict != "flat"
 
 
+@pytest.mark.slow
 def test_a_level_curve_is_flat_also_where_it_wanders() -> None:
     verdicts = [fit.verdict for fit in fitted("flat", 20)]
     assert verdicts.count("flat") >= 17 and "identifiable" not in verdicts
@@ -72,11 +75,14 @@ def test_a_level_curve_is_flat_also_where_it_wanders() -> None:
 
 @pytest.mark.parametrize(
     ("name", "verdicts", "said"),
-    [
-        ("late rise", {"misfit", "pre_inflection"}, "late rise: the reward rose by"),
-        ("collapse at 92% of the window", {"misfit", "decreasing"}, "fell by"),
-        ("delayed start", {"misfit", "identifiable", "open"}, "delayed start"),
-    ],
+    every(
+        3,
+        [
+            ("late rise", {"misfit", "pre_inflection"}, "late rise: the reward rose by"),
+            ("collapse at 92% of the window", {"misfit", "decreasing"}, "fell by"),
+            ("delayed start", {"misfit", "identifiable", "open"}, "delayed start"),
+        ],
+    ),
 )
 def test_a_misfit_says_what_is_seen(name: str, verdicts: set[str], said: str) -> None:
     fits = fitted(name, 12)
@@ -112,6 +118,7 @@ def test_honest_seeds_are_kept_and_two_that_disagree_are_not_decided_between() -
 # --- forecasts ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_verdict_can_be_forecast_from() -> None:
     verdicts = set()
     for truth in ZOO:

@@ -14,6 +14,7 @@ from sweeps.curve import Curve, make_curve
 from sweeps.errors import UserError
 from sweeps.fit.fit import FitOptions
 from sweeps.fit.published import A_GRID, C_MID_GRID, fit_literal
+from tests.examples import every
 from tests.paths import ROOT
 from tests.sweeps.fit.simulate import curve, law
 
@@ -41,7 +42,7 @@ REFERENCE = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("planted", "found"), REFERENCE)
+@pytest.mark.parametrize(("planted", "found"), every(3, REFERENCE, pytest.mark.full))
 def test_reference_outputs(planted: tuple[float, ...], found: tuple[float, ...]) -> None:
     fit = fit_literal(noiseless(*planted), GIVEN)
     n, a, b, c_mid, rmse = found

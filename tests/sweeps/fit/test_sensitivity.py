@@ -46,6 +46,7 @@ def test_settings_are_the_fits_they_name() -> None:
     assert {row.kind for row in rows.values()} == {MAIN, CUT, R0, ROBUST, END}
 
 
+@pytest.mark.slow
 def test_a_curve_that_follows_the_law_does_not_move() -> None:
     for seed in range(1, 5):
         rows = sensitivity(curve(rng=seed))
@@ -57,6 +58,7 @@ def test_a_curve_that_follows_the_law_does_not_move() -> None:
         assert "not identifiable" not in told
 
 
+@pytest.mark.slow
 def test_an_early_part_that_breaks_the_law_shows() -> None:
     rows = sensitivity(with_early_bump(0.08))
     most = max((row for row in rows if row.kind == CUT), key=lambda row: abs(row.shift or 0))

@@ -164,6 +164,7 @@ def test_as_many_checkpoints_as_asked_stay_the_newest(study: Path) -> None:
 # --- after it ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     broken=st.lists(st.none() | st.integers(0, 40), min_size=2, max_size=4),

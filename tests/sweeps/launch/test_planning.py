@@ -18,6 +18,7 @@ from sweeps.errors import UserError
 from sweeps.launch import planning
 from sweeps.launch.planning import Planner, PlannerLostError, plan_apart
 from sweeps.run.spec import RunSpec, make_spec
+from tests.examples import every
 from tests.paths import ROOT
 
 
@@ -68,13 +69,16 @@ def test_members_come_from_another_process_and_share_what_they_shared() -> None:
 
 @pytest.mark.parametrize(
     ("word", "kind", "message"),
-    [
-        ("refuse", ConfigurationError, "optimizer.lr: -1 must be positive"),
-        ("user", UserError, "model: no such file"),
-        ("odd", RuntimeError, "OddError: 1 is not 2"),
-        ("exit", SystemExit, "3"),
-        ("die", PlannerLostError, "planner: its process ended without an answer (killed by SIGKILL)"),
-    ],
+    every(
+        5,
+        [
+            ("refuse", ConfigurationError, "optimizer.lr: -1 must be positive"),
+            ("user", UserError, "model: no such file"),
+            ("odd", RuntimeError, "OddError: 1 is not 2"),
+            ("exit", SystemExit, "3"),
+            ("die", PlannerLostError, "planner: its process ended without an answer (killed by SIGKILL)"),
+        ],
+    ),
 )
 def test_what_goes_wrong_there_is_told_here(word: str, kind: type[BaseException], message: str) -> None:
     with pytest.raises(kind) as caught:
@@ -84,6 +88,7 @@ def test_what_goes_wrong_there_is_told_here(word: str, kind: type[BaseException]
         assert any("test_planning.py" in note for note in caught.value.__notes__)  # where it happened
 
 
+@pytest.mark.slow
 def test_it_may_be_asked_again_and_again_also_after_a_refusal() -> None:
     with Planner(PLANNER, []) as ask:
         first, second = ask([["a"]]), ask([["b"], ["c"]])

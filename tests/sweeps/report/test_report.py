@@ -102,6 +102,7 @@ def report(tmp_path: Path, *curves: Curve, **options: object) -> tuple[str, list
     return written[0].read_text(encoding="utf-8"), written
 
 
+@pytest.mark.slow
 def test_page_is_self_contained_and_well_formed(usual_page: tuple[str, tuple[Path, ...]]) -> None:
     text, written = usual_page
     page = Page(text)
@@ -180,6 +181,7 @@ def test_everything_is_escaped(tmp_path: Path, evil: str) -> None:
             ElementTree.fromstring(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_quality_r0_and_sensitivity_are_the_fits(usual_page: tuple[str, tuple[Path, ...]]) -> None:
     data = curve("scalerl", rng=1)
     fit = fit_curve(data)

@@ -140,6 +140,6 @@ def test_json_that_is_nested_too_deep_is_no_json(tmp_path: Path) -> None:
         LaunchSettings.read(tmp_path)
     assert LaunchSettings.kind_of(tmp_path) is None and LaunchSettings.clusters_of(tmp_path) == ""
     assert (alive(tmp_path) or {}).get("token") is None
-    lease = Lease(tmp_path)
-    lease.acquire(0)  # whoever wrote that does not hold the lock
+    lease = Lease(tmp_path, beat_s=0.1, expiry_s=0.5)
+    lease.acquire(0)  # whoever wrote that gives no sign of life
     lease.release()

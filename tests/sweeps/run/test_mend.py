@@ -104,6 +104,7 @@ def test_an_end_that_a_power_cut_has_taken_leaves_no_hole(stops: list[int], at: 
         assert view.deterministic() == WHOLE and view.holes == []
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(400), deadline=None)
 @given(
     stops=st.lists(st.integers(0, STEPS), max_size=3),

@@ -230,6 +230,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(texts, values, max_size=4), st.dictionaries(texts, values, max_size=4), values)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_written_out_once_reads_as_what_is_written_whole(

@@ -117,6 +117,7 @@ def test_losers_are_stopped_and_the_others_run_to_the_end(tmp_path: Path) -> Non
     assert (view.state, view.reason) == ("stopped", reason)
 
 
+@pytest.mark.slow
 def test_it_decides_as_the_command_does_afterwards(tmp_path: Path) -> None:
     raced(tmp_path, four(), rules=replace(LIVE, mode="dry_run"))
     curves = load([tmp_path]).curves
@@ -217,6 +218,7 @@ def test_a_member_that_is_still_being_stopped_is_continued_by_a_launch_without_a
     assert recipes(states, "finished") == {spec.recipe for spec in four()}
 
 
+@pytest.mark.slow
 def test_where_there_are_few_places_none_runs_far_ahead_of_a_look(tmp_path: Path) -> None:
     executor, told = Runners(slots=1), Told()
     states = raced(tmp_path, four(), executor, told=told)
@@ -227,6 +229,7 @@ def test_where_there_are_few_places_none_runs_far_ahead_of_a_look(tmp_path: Path
     assert any(heard[0] == "paused" for heard in told.heard)
 
 
+@pytest.mark.slow
 def test_a_member_that_fails_is_not_waited_for(tmp_path: Path) -> None:
     specs = four()
     states = raced(tmp_path, specs, Runners(slots=2, fails={specs[0].run: 6}))

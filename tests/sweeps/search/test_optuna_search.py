@@ -76,6 +76,7 @@ def trials(directory: Path) -> list[FrozenTrial]:
     return optuna.load_study(study_name="search", storage=storage).get_trials()
 
 
+@pytest.mark.slow
 def test_it_finds_what_is_best_and_learns_the_lower_bound(tmp_path: Path) -> None:
     told = Told()
     states = search(tmp_path, SearchSettings(30, 3, budget=1.0), Runners(slots=3), told=told)
@@ -92,6 +93,7 @@ def test_it_finds_what_is_best_and_learns_the_lower_bound(tmp_path: Path) -> Non
     assert f"the best is trial {best.number}" in told.said[-1]
 
 
+@pytest.mark.slow
 def test_places_are_filled_as_they_become_free(tmp_path: Path) -> None:
     """No batch waits for its slowest."""
     executor = Runners(slots=4, pace=uneven(3))
@@ -162,6 +164,7 @@ def test_a_lock_that_a_killed_process_left_holds_nobody_up(tmp_path: Path, monke
     assert lock.readlink() == tmp_path
 
 
+@pytest.mark.slow
 def test_a_larger_number_goes_on_with_the_same_study(tmp_path: Path) -> None:
     search(tmp_path, SearchSettings(5, 2, budget=1.0))
     before = [each.params for each in trials(tmp_path)]
@@ -179,13 +182,21 @@ FOUR_TRIALS = SearchSettings(4, 2)
 
 @pytest.mark.parametrize(
     ("space", "base", "settings", "said"),
-    [
-        ([Axis("a", ("0.4", "0.5"))], [], FOUR_TRIALS, r"the space of a: a=0.4,0.5, and .* was begun with a=0.4,0.6"),
-        ([TWO, SPACE[1]], [], FOUR_TRIALS, r"c_mid: c_mid=tag\(log,interval\(0.1,0.6\)\), and .* begun with none"),
-        ([TWO], ["budget.steps=80"], FOUR_TRIALS, r"budget.steps: 80, .* with 40; go on with that"),
-        ([TWO], ["c_mid=0.3"], FOUR_TRIALS, r"what all trials share: c_mid=0.3, and .* begun with none"),
-        ([TWO], [], SearchSettings(4, 2, "asymptote"), r"objective: asymptote, .* with reward"),
-    ],
+    every(
+        5,
+        [
+            (
+                [Axis("a", ("0.4", "0.5"))],
+                [],
+                FOUR_TRIALS,
+                r"the space of a: a=0.4,0.5, and .* was begun with a=0.4,0.6",
+            ),
+            ([TWO, SPACE[1]], [], FOUR_TRIALS, r"c_mid: c_mid=tag\(log,interval\(0.1,0.6\)\), and .* begun with none"),
+            ([TWO], ["budget.steps=80"], FOUR_TRIALS, r"budget.steps: 80, .* with 40; go on with that"),
+            ([TWO], ["c_mid=0.3"], FOUR_TRIALS, r"what all trials share: c_mid=0.3, and .* begun with none"),
+            ([TWO], [], SearchSettings(4, 2, "asymptote"), r"objective: asymptote, .* with reward"),
+        ],
+    ),
 )
 def test_what_cannot_be_compared_is_not_mixed(
     tmp_path: Path, space: list[Axis], base: list[str], settings: SearchSettings, said: str
@@ -204,6 +215,7 @@ SAMPLERS: dict[str, Callable[[int], optuna.samplers.BaseSampler]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_sampler_that_has_proposed_all_ends_the_search_for_good(tmp_path: Path, sampler: str) -> None:
@@ -218,7 +230,7 @@ def test_a_sampler_that_has_proposed_all_ends_the_search_for_good(tmp_path: Path
     assert len(trials(tmp_path)) == len(found)
 
 
-@pytest.mark.parametrize("kills", [(), (3, 5)], ids=["launched thrice", "killed"])
+@pytest.mark.parametrize("kills", every(3, map(pytest.param, [(), (3, 5)])), ids=["launched thrice", "killed"])
 def test_a_grid_is_gone_through_whoever_goes_on_with_it(tmp_path: Path, kills: tuple[int, ...]) -> None:
     values = [f"{0.3 + 0.02 * number:.2f}" for number in range(12)]
     space = [Axis("a", tuple(values))]
@@ -231,6 +243,7 @@ def test_a_grid_is_gone_through_whoever_goes_on_with_it(tmp_path: Path, kills: t
     assert {each.params["a"] for each in trials(tmp_path)} == set(values)
 
 
+@pytest.mark.slow
 def test_another_sampler_may_go_on_where_one_has_proposed_all(tmp_path: Path) -> None:
     space = [Axis("a", ("0.4", "0.5", "0.6"))]
     search(tmp_path, SearchSettings(12, 2), space=space, sampler=SAMPLERS["grid"])
@@ -238,6 +251,7 @@ def test_another_sampler_may_go_on_where_one_has_proposed_all(tmp_path: Path) ->
     assert len(trials(tmp_path)) == 12
 
 
+@pytest.mark.slow
 def test_a_larger_grid_goes_on_where_a_smaller_one_has_ended(tmp_path: Path) -> None:
     space = [Axis("a", ("0.4", "0.5", "0.6", "0.7"))]
     search(tmp_path, SearchSettings(9, 2), space=space, sampler=SAMPLERS["grid"])
@@ -276,6 +290,7 @@ def test_a_sampler_that_cannot_search_this_space_is_refused_before_anything_runs
     assert executor.steps == 0 and not (tmp_path / "study").exists()
 
 
+@pytest.mark.slow
 def test_fewer_places_than_were_proposed_for_are_kept_to(tmp_path: Path) -> None:
     with pytest.raises(KilledError):
         search(tmp_path, SearchSettings(8, 4, budget=1.0), Runners(4, killed_after=2))
@@ -291,7 +306,7 @@ def test_fewer_places_than_were_proposed_for_are_kept_to(tmp_path: Path) -> None
     assert set(at_once) == {1} and len(trials(tmp_path)) == 8
 
 
-@pytest.mark.parametrize("prune", ["none", "race"])
+@pytest.mark.parametrize("prune", every(4, ["none", "race"]))
 @pytest.mark.parametrize("record", [{"eval/loss": 1.0}, {"eval/other/pass_rate": 0.5}], ids=["no rate", "another set"])
 def test_an_evaluation_that_cannot_be_read_ends_no_search(tmp_path: Path, record: dict[str, float], prune: str) -> None:
     executor, told = Runners(2), Told()
@@ -335,6 +350,7 @@ def test_a_torn_line_is_cut(tmp_path: Path) -> None:
     assert [each.state for each in trials(tmp_path)] == [TrialState.COMPLETE] * 4
 
 
+@pytest.mark.slow
 def test_a_failed_trial_is_counted_by_the_next_launch_too(tmp_path: Path) -> None:
     space, told = [Axis("a", ("0.3", "0.4", "0.5", "0.6", "0.7"))], Told()
     bad = planned([["a=0.5"]])[0].run
@@ -343,6 +359,7 @@ def test_a_failed_trial_is_counted_by_the_next_launch_too(tmp_path: Path) -> Non
     assert told.closed == [1] and [heard for heard in told.heard if heard[0] == "failed"]
 
 
+@pytest.mark.slow
 def test_the_same_proposal_twice_is_one_run(tmp_path: Path) -> None:
     executor = Runners()
     states = search(tmp_path, SearchSettings(12, 2, budget=1.0), executor, space=[Axis("a", ("0.4", "0.6"))])
@@ -352,6 +369,7 @@ def test_the_same_proposal_twice_is_one_run(tmp_path: Path) -> None:
     assert len({(each.params["a"], each.value) for each in found}) == 2
 
 
+@pytest.mark.slow
 def test_a_trial_whose_run_fails_has_failed_and_is_not_tried_again(tmp_path: Path) -> None:
     space = [Axis("a", ("0.3", "0.4", "0.5", "0.6", "0.7"))]
     bad = planned([["a=0.5"]])[0].run
@@ -364,6 +382,7 @@ def test_a_trial_whose_run_fails_has_failed_and_is_not_tried_again(tmp_path: Pat
     assert again.started == []
 
 
+@pytest.mark.slow
 def test_a_trial_that_is_refused_has_failed_and_the_search_goes_on(tmp_path: Path) -> None:
     def picky(lists: Sequence[Sequence[str]]) -> list[RunSpec]:
         if any("a=0.4" in each for each in lists):

@@ -16,6 +16,7 @@ from sweeps.errors import UserError
 from sweeps.run.journal import Journal
 from sweeps.source import load
 from sweeps.tracking import Member, Tracker, ship
+from tests.examples import every
 from tests.paths import ROOT
 from tests.sweeps.source.event_log import TRL_SCALARS, events
 
@@ -140,22 +141,29 @@ def test_runs_of_others_by_metric_tag_and_parameter(database: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [
-        ("mlflow:sqlite:///{0}/missing.db#study", "no such database"),
-        ("mlflow:sqlite:///{0}/text.db#study", "not an MLflow database"),
-        ("mlflow:sqlite:///{0}/other.db#study", "not an MLflow database"),
-        ("mlflow:sqlite:///{0}/mlflow.db#nope", "no experiment 'nope'; found Default, theirs, unused"),
-        ("mlflow:sqlite:///{0}/mlflow.db#", "no experiment is named; found Default, theirs, unused"),
-        ("mlflow:sqlite:///{0}/mlflow.db", "no experiment is named; found Default, theirs, unused"),
-        ("mlflow:sqlite:///{0}/mlflow.db#Default", "no run with metrics"),
-        ("mlflow:sqlite:///{0}/old.db#theirs", "written by another version of MLflow"),
-        ("mlflow:{0}/mlruns#study", "is a file store"),
-        ("mlflow:", "is a file store"),
-        ("mlflow:#", "is a file store"),
-        ("mlflow:sqlite://#", "names no database file"),
-        ("mlflow:nonsense://x#y", "cannot be read"),
-        ("mlflow:http://127.0.0.1:9#y", "cannot be read"),
-    ],
+    every(
+        14,
+        every(
+            2,
+            [
+                ("mlflow:sqlite:///{0}/missing.db#study", "no such database"),
+                ("mlflow:sqlite:///{0}/text.db#study", "not an MLflow database"),
+                ("mlflow:sqlite:///{0}/other.db#study", "not an MLflow database"),
+                ("mlflow:sqlite:///{0}/mlflow.db#nope", "no experiment 'nope'; found Default, theirs, unused"),
+                ("mlflow:sqlite:///{0}/mlflow.db#", "no experiment is named; found Default, theirs, unused"),
+                ("mlflow:sqlite:///{0}/mlflow.db", "no experiment is named; found Default, theirs, unused"),
+                ("mlflow:sqlite:///{0}/mlflow.db#Default", "no run with metrics"),
+                ("mlflow:sqlite:///{0}/old.db#theirs", "written by another version of MLflow"),
+                ("mlflow:{0}/mlruns#study", "is a file store"),
+                ("mlflow:", "is a file store"),
+                ("mlflow:#", "is a file store"),
+                ("mlflow:sqlite://#", "names no database file"),
+                ("mlflow:nonsense://x#y", "cannot be read"),
+                ("mlflow:http://127.0.0.1:9#y", "cannot be read"),
+            ],
+            pytest.mark.full,
+        ),
+    ),
 )
 def test_stores_that_cannot_be_read_say_why_and_stay_as_they_are(
     database: Path, tmp_path: Path, source: str, message: str, monkeypatch: pytest.MonkeyPatch

@@ -103,6 +103,7 @@ def test_who_has_no_login_is_told_so_in_one_line_and_nothing_is_made(tmp_path: P
         assert not (tmp_path / "refused").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "inline", [False, pytest.param(True, marks=pytest.mark.full)], ids=["in variables", "in the address"]
 )
