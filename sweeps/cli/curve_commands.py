@@ -218,6 +218,14 @@ def rank_command(options: argparse.Namespace) -> int:
 
 def plan_command(options: argparse.Namespace) -> int:
     """`scalerl plan`."""
+    if options.design is not None:
+        return _design(options)
+    if not options.sources:
+        options.refuse("give a SOURCE, or --design with the overrides of a study to come")
+    if options.target is None and options.budget is None:
+        options.refuse("one of the arguments --target --budget --design is required")
+    if options.like is not None or options.rate is not None:
+        options.refuse("--like and --rate: of a study to come; give --design")
     options.group = [name for name in (options.rollouts, options.difficulty, *options.group) if name is not None]
     study, fits = _fitted(options)
     from sweeps.decide.plan import Factors, make_plan
@@ -248,6 +256,20 @@ def plan_command(options: argparse.Namespace) -> int:
     for sizes in plan.sizes:
         warn([f"{sizes.recipe}: {note}" for note in sizes.warnings])
     return 0
+
+
+def _design(options: argparse.Namespace) -> int:
+    """Become the process that would launch the study, which says what it takes and starts nothing."""
+    from sweeps.cli.study_commands import train_command
+
+    if options.sources:
+        options.refuse(f"--design: {options.sources[0]} is a source; an earlier study is named with --like")
+    words = [*options.design, f"launch.design={'json' if options.json else 'text'}"]
+    for name in ("like", "rate", "margin"):
+        if (value := getattr(options, name)) is not None:
+            text = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'" if isinstance(value, str) else value
+            words.append(f"launch.{name}={text}")
+    return train_command(["--multirun", *words])
 
 
 def compare_command(options: argparse.Namespace) -> int:

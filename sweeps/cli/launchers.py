@@ -142,11 +142,32 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         specs = self.planned(lists)
         config = specs[0].config
         study = Study(Path(config["output_dir"]), specs)
+        if self._designed(specs, study.directory, config["launch"]):
+            return []
         states = self._run(study, self.plan(config), finished=show_results)
         report_failures(study, states)
         if any(state.state not in ("finished", "failed", "stopped") for state in states.values()):
             print(_on_its_own(study), file=sys.stderr)
         return [_job_return(spec, overrides) for spec, overrides in zip(specs, job_overrides, strict=True)]
+
+    def _designed(self, specs: Sequence[RunSpec], directory: Path, settings: Mapping[str, Any]) -> bool:
+        """Say what the launch takes, and refuse it above `launch.max_device_hours`; whether that was all to be done.
+
+        Raises:
+            UserError: it takes more, or a setting cannot be.
+        """
+        from sweeps.launch.price import check_hours, launch_of
+
+        launch = launch_of(specs, directory, settings.get("like"), settings.get("rate"))
+        check_hours(launch, settings.get("max_device_hours"))
+        if (form := settings.get("design")) is None:
+            for line in launch.sentences():
+                print(line, file=sys.stderr)
+            return False
+        from sweeps.cli.design import show_design
+
+        show_design(launch, form, settings.get("like"), settings.get("margin"))
+        return True
 
     def search(
         self,
@@ -178,6 +199,9 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         checked = SearchSettings.of({**settings, **({"n_jobs": jobs} if settings.get("n_jobs") is None else {})})
         directory = Path(spec.config["output_dir"])
         study = Study.read(directory) if Ledger(directory).fold() else Study(directory, [])
+        trials = [replace(spec, run=f"{spec.run}/{n}") for n in range(len(study.specs), checked.n_trials)]
+        if self._designed(trials, directory, spec.config["launch"]):
+            return
         from sweeps.search.optuna_search import Search  # Optuna takes a second to import
 
         with self._asked_again_and_again() as planned:

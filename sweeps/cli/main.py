@@ -194,11 +194,12 @@ def _deciding(command: Command) -> None:
     planning = command(
         "plan",
         _later("curve_commands", "plan_command"),
-        "say what a target or a budget takes: compute, what to run next to settle the choice, model size",
+        "say what a target, a budget or a launch takes: compute, what to run next to settle the choice, model size",
         "scalerl plan examples/curves.csv --target 0.6",
     )
-    _add_source(planning)
+    _add_source(planning, "*")
     _add_planning(planning)
+    planning.set_defaults(refuse=planning.error)
     planning.add_argument("--json", action="store_true", help="print a JSON object")
 
     compare = command(
@@ -422,11 +423,11 @@ def _steps(text: str) -> tuple[int, int | None]:
         raise argparse.ArgumentTypeError(f"{text!r} is no step; give one, as 64, or a range, as 8:64") from error
 
 
-def _add_source(parser: argparse.ArgumentParser) -> None:
+def _add_source(parser: argparse.ArgumentParser, many: str = "+") -> None:
     """What to read, and how to fit it."""
     parser.add_argument(
         "sources",
-        nargs="+",
+        nargs=many,
         metavar="SOURCE",
         help="a run or sweep directory, mlflow:URI#experiment, a CSV, JSONL or Parquet table, TensorBoard event files, "
         "or a log of TRL, verl or W&B (docs/sources.md)",
@@ -475,8 +476,14 @@ def _add_ranking(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:
-    goal = parser.add_mutually_exclusive_group(required=True)
+    goal = parser.add_mutually_exclusive_group()
     goal.add_argument("--target", type=_finite, metavar="R", help="reward to reach")
+    goal.add_argument(
+        "--design",
+        nargs="+",
+        metavar="OVERRIDE",
+        help="of a study to come, as for scalerl train --multirun: members, device hours, and what it will tell",
+    )
     goal.add_argument(
         "--budget",
         type=_number,
@@ -492,6 +499,8 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", default="", metavar="LIST", help="model sizes not seen to answer for, with --size: 1e9,14B"
     )
+    parser.add_argument("--like", metavar="SOURCE", help="with --design: an earlier study, by which it is foretold")
+    parser.add_argument("--rate", type=_number, metavar="MONEY", help="with --design: what a device hour costs")
     parser.add_argument("--rollouts", metavar="COL", help="rollouts a prompt, where varied: a column or key")
     parser.add_argument("--difficulty", metavar="COL", help="difficulty of the evaluated prompts, with --rollouts")
 

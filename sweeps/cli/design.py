@@ -1,0 +1,36 @@
+"""What a study to come takes and will tell: `scalerl plan --design`."""
+
+from __future__ import annotations
+
+from sweeps.cli.output import print_json
+from sweeps.errors import UserError
+from sweeps.launch.price import Launch
+from sweeps.report.plain import one_line
+
+FORMS = ("text", "json")
+
+
+def show_design(launch: Launch, form: object, like: str | None, margin: float | None) -> None:
+    """Print it.
+
+    Args:
+        launch: what it takes.
+        form: of `FORMS`.
+        like: the earlier study that foretells it, None for none.
+        margin: recipes within this are the same, in reward units.
+
+    Raises:
+        UserError: a form that there is not, or an earlier study that cannot be read.
+    """
+    if form not in FORMS:
+        raise UserError(f"launch.design: {form!r} is none of {', '.join(FORMS)}, null")
+    from sweeps.decide.design import foresee
+    from sweeps.fit.fit import fit_curves
+    from sweeps.source import load
+
+    fits = [] if like is None else fit_curves(load([like]).curves, regions=False)
+    found = foresee(launch.recipes, launch.seeds, fits, margin, like or "")
+    if form == "json":
+        print_json({**launch.to_json(), "comparisons": found.to_json()})
+        return
+    print("\n".join(one_line(line) for line in (*launch.sentences(), found.sentence)))

@@ -1,0 +1,115 @@
+"""What a study that is not run yet will be able to tell, by one that was: before compute is spent on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sweeps.as_json import AsJson
+from sweeps.decide.margin import MARGIN
+from sweeps.decide.pairwise import POWER, apart, deviation, pairing_of_two, rewards_near
+from sweeps.decide.standing import margin_of
+from sweeps.errors import UserError
+from sweeps.fit.fit import Fit
+from sweeps.fit.predict import readable
+from sweeps.fit.seeds import BORROWED_SEED_SD
+
+# Half of a two-sided test at 5%.
+_SURE = 1.959964
+_STUDIES = 4000
+
+
+@dataclass(frozen=True)
+class Foresight(AsJson):
+    """What comparisons with the best recipe will tell.
+
+    comparisons: how many. undecided: of these, how many will probably stay so, their 95% intervals holding 0; None
+    where no earlier study says how far recipes lie apart. smallest: difference that is told at 5% with 80% power.
+    seeds_needed: a recipe, for the margin; None for a margin of 0. spread: of the true differences between recipes
+    (standard deviation). source: what that and the noise were read from.
+    """
+
+    comparisons: int
+    undecided: float | None
+    smallest: float
+    margin: float
+    seeds_needed: int | None
+    spread: float | None
+    source: str
+    sentence: str
+
+
+def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | None = None, by: str = "") -> Foresight:
+    """Foretell what a study can tell.
+
+    A difference of two means of n seeds has a standard error s / sqrt(n), s as the pairs of an earlier study have it
+    (paired by seed where they were). Recipes' true rewards are taken as normal, with the variance that the earlier
+    study's differences show beyond their own errors; studies are drawn, and a comparison with the best that is seen
+    stays undecided where the difference is below 1.96 s / sqrt(n).
+
+    Args:
+        recipes: of the study to come.
+        seeds: a recipe.
+        fits: of an earlier study; without any the published spread between seeds is all that is known.
+        margin: recipes within this of each other are the same, in reward units; the paper's 0.02 if not given.
+        by: where the fits are from.
+
+    Raises:
+        UserError: fewer than one recipe or seed, or a margin that cannot be.
+    """
+    if recipes < 1 or seeds < 1:
+        raise UserError(f"design: {recipes} recipes with {seeds} seeds is no study; give one of each at least")
+    known = [fit for fit in fits if readable(fit) and fit.window is not None]
+    scale = max((fit.curve.scale for fit in known), default=1.0)
+    margin = margin_of(known, margin) if known else MARGIN if margin is None else margin
+    measured = _pairs(known, scale)
+    spread: float | None = None
+    if measured:
+        errors = np.array([error for error, _, _ in measured])
+        apart_by = np.array([difference for _, difference, _ in measured])
+        own_seeds = np.array([count for _, _, count in measured])
+        one_seed = float(np.median(errors * np.sqrt(own_seeds)))
+        spread = math.sqrt(max(float(np.mean(apart_by**2 - errors**2)), 0.0))
+        source = by
+    else:
+        one_seed = BORROWED_SEED_SD * scale * math.sqrt(2)
+        source = "the published spread between seeds"
+    error = one_seed / math.sqrt(seeds)
+    undecided = None
+    if spread is not None:
+        undecided = _undecided(recipes, spread, error)
+    needed = max(math.ceil((POWER * one_seed / margin) ** 2), 2) if margin > 0 else None
+    smallest = POWER * error
+    text = f"differences of {smallest:.3f} are told (at 5%, with 80% power, by {source})"
+    if needed is not None:
+        text += f"; {margin:g} takes {needed} seeds"
+    if undecided is not None:
+        told = f"with {seeds} seed{'' if seeds == 1 else 's'} about {undecided:.0f} of {recipes - 1} comparisons"
+        text = f"{told} with the best will stay undecided: {text}"
+    return Foresight(recipes - 1, undecided, smallest, margin, needed, spread, source, text)
+
+
+def _undecided(recipes: int, spread: float, error: float) -> float:
+    """How many recipes are not told from the best that is seen, on average over drawn studies."""
+    rng = np.random.default_rng(recipes)
+    # Of a difference the variances count twice.
+    seen = math.hypot(spread, error) / math.sqrt(2) * rng.standard_normal((_STUDIES, recipes))
+    behind = seen.max(1, keepdims=True) - seen
+    return float((behind < _SURE * error).sum(1).mean()) - 1
+
+
+def _pairs(fits: Sequence[Fit], scale: float) -> list[tuple[float, float, int]]:
+    """Of every two recipes at the compute that all have spent: standard error, difference, and seeds."""
+    if len(fits) < 2:
+        return []
+    compute = min(fit.window[1] for fit in fits if fit.window is not None)
+    near = {fit.recipe: rewards_near(fit.curve, compute) for fit in fits}
+    found = []
+    for i, one in enumerate(fits):
+        for two in fits[:i]:
+            draws = apart(one, two, compute, pairing_of_two(one.recipe, two.recipe, near, scale))
+            found.append((deviation(draws), float(np.median(draws)), min(one.informing, two.informing)))
+    return found

@@ -1,0 +1,193 @@
+"""What members will take before they are launched: steps, and the device hours of a step as earlier runs had them."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sweeps.as_json import AsJson
+from sweeps.curve import DEVICE_HOURS
+from sweeps.errors import UserError
+from sweeps.launch.ledger import RUNS_DIR
+from sweeps.run.journal import JOURNAL_FILE, JournalError, find_runs, finite, read_journal
+from sweeps.run.spec import RunSpec
+from sweeps.terminal import counted
+
+# Groups of the configuration that decide what a step takes, recipe apart.
+SCALE = ("model", "task", "batch", "context")
+
+
+@dataclass(frozen=True)
+class Price(AsJson):
+    """Device hours that a launch will take, foretold by runs that have been.
+
+    hours: of all steps that are left. by: where the runs were read; runs: how many say it. other_scale: groups of the
+    configuration in which some members differ from every run there: what a step takes was read off another.
+    """
+
+    hours: float
+    by: str
+    runs: int
+    other_scale: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Launch(AsJson):
+    """What a launch comes to.
+
+    members, recipes, seeds: how many. steps: of all members together; left: those not taken yet. price: None where no
+    run says what a step takes. money: of the device hours, None without a rate.
+    """
+
+    members: int
+    recipes: int
+    seeds: int
+    steps: int
+    left: int
+    price: Price | None
+    money: float | None
+
+    def sentences(self) -> list[str]:
+        """For people, one line each."""
+        arms = f"{counted(self.recipes, 'recipe')}, {counted(self.seeds, 'seed')}"
+        lines = [f"{counted(self.members, 'member')} ({arms}), {self.steps} steps"]
+        if self.left < self.steps:
+            lines[0] += f", of which {self.left} are left"
+        if self.price is None:
+            lines.append("device hours: not known, for no run says what a step takes (launch.like=STUDY)")
+            return lines
+        text = f"device hours: {self.price.hours:.3g}, by {counted(self.price.runs, 'run')} of {self.price.by}"
+        if self.price.other_scale:
+            text += f", with another {', '.join(self.price.other_scale)} than some members have"
+        lines.append(text if self.money is None else f"{text}; {self.money:.4g} in money")
+        return lines
+
+
+def launch_of(specs: Sequence[RunSpec], directory: Path, like: str | None = None, rate: float | None = None) -> Launch:
+    """Return what members will take.
+
+    Args:
+        specs: the members.
+        directory: of their study; what its runs have taken says what a step takes, unless `like` does.
+        like: a study or run that was.
+        rate: money for a device hour.
+
+    Raises:
+        UserError: `like` holds no run with device hours, or the rate cannot be.
+    """
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1e12):
+        raise UserError(f"launch.rate: {rate!r} must be the money that a device hour costs, 0 or more")
+    left = {spec.run: max(spec.steps - _progress(directory / RUNS_DIR / spec.run)[1], 0) for spec in specs}
+    rates = _Rates.read(directory if like is None else Path(like))
+    if rates is None and like is not None:
+        raise UserError(
+            f"launch.like: {like}: no run with device hours here; give a study or run of ours that has taken some steps"
+        )
+    price = None if rates is None else rates.price(specs, left)
+    money = None if price is None or rate is None else price.hours * rate
+    return Launch(
+        len(specs),
+        len({spec.curve for spec in specs}),
+        len({spec.seed for spec in specs}),
+        sum(spec.steps for spec in specs),
+        sum(left.values()),
+        price,
+        money,
+    )
+
+
+def check_hours(launch: Launch, most: object) -> None:
+    """Refuse a launch that takes more device hours than allowed.
+
+    Raises:
+        UserError: it takes more, nobody knows what it takes, or the limit is no number of hours.
+    """
+    if most is None:
+        return
+    if isinstance(most, bool) or not isinstance(most, int | float) or not 0 < most < float("inf"):
+        raise UserError(f"launch.max_device_hours: {most!r} must be a positive number of hours, or null")
+    if launch.price is None:
+        raise UserError(
+            f"launch.max_device_hours: {most:g}, but no run says what a step takes; name an earlier study of this "
+            "scale with launch.like=STUDY, or launch one member with a small budget.steps first"
+        )
+    if launch.price.hours > most:
+        raise UserError(
+            f"launch.max_device_hours: {most:g}, and {launch.left} steps take about {launch.price.hours:.3g} by "
+            f"{launch.price.by}; launch fewer members or steps, or raise the limit"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Rates:
+    """Device hours a step of the runs in a folder, by scale (as JSON) and recipe; the scales themselves."""
+
+    by: str
+    found: Mapping[tuple[str, str], Sequence[float]]
+    scales: Sequence[Mapping[str, str]]
+
+    @classmethod
+    def read(cls, place: Path) -> _Rates | None:
+        """None where no run has taken a step."""
+        found: dict[tuple[str, str], list[float]] = defaultdict(list)
+        scales: dict[str, Mapping[str, str]] = {}
+        for run_dir in find_runs(place):
+            recipe, step, hours = _progress(run_dir)
+            if not step or not hours:
+                continue
+            scale = _scale(_configuration(run_dir))
+            key = json.dumps(scale)
+            scales[key] = scale
+            found[key, recipe].append(hours / step)
+        return cls(str(place), found, list(scales.values())) if found else None
+
+    def price(self, specs: Sequence[RunSpec], left: Mapping[str, int]) -> Price:
+        """Of the steps that are left: as the same recipe took at this scale, else all there, else all anywhere."""
+        hours, differs = 0.0, set()
+        for spec in specs:
+            scale = _scale(spec.config)
+            key = json.dumps(scale)
+            here = [rates for (where, _), rates in self.found.items() if where == key]
+            if not here:
+                nearest: list[str] = min((_departures(scale, each) for each in self.scales), key=len)
+                differs |= set(nearest)
+            own = self.found.get((key, spec.recipe)) or chain.from_iterable(here or self.found.values())
+            hours += left[spec.run] * median(own)
+        runs = sum(map(len, self.found.values()))
+        return Price(hours, self.by, runs, tuple(name for name in SCALE if name in differs))
+
+
+def _scale(config: Mapping[str, Any]) -> dict[str, str]:
+    """What decides the size of a step, as text."""
+    return {name: json.dumps(config[name], sort_keys=True, default=str) for name in SCALE if name in config}
+
+
+def _departures(one: Mapping[str, str], two: Mapping[str, str]) -> list[str]:
+    return [name for name in SCALE if one.get(name) != two.get(name)]
+
+
+def _configuration(run_dir: Path) -> Mapping[str, Any]:
+    try:
+        return RunSpec.read(run_dir).config
+    except UserError:  # a script's run, or one of another version
+        return {}
+
+
+def _progress(run_dir: Path) -> tuple[str, int, float | None]:
+    """A run's recipe, its last step, and the device hours until there; nothing of what cannot be read."""
+    if not (run_dir / JOURNAL_FILE).is_file():
+        return "", 0, None
+    try:
+        view = read_journal(run_dir)
+    except JournalError:
+        return "", 0, None
+    last = max(view.records, key=lambda record: record.step, default=None)
+    step = 0 if last is None else last.step
+    hours = [finite(record.metrics.get(DEVICE_HOURS)) for record in view.records if record.step == step]
+    return str(view.header.get("recipe", "")), step, max((each for each in hours if each is not None), default=None)
