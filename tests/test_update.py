@@ -149,7 +149,7 @@ def test_a_clip_that_is_none_says_so() -> None:
             load_recipe("scalerl_core", [f"optimizer.clip_norm={bad}"])
 
 
-@pytest.mark.parametrize(("overrides", "others"), every(4, TRAINED.values()), ids=TRAINED)
+@pytest.mark.parametrize(("overrides", "others"), every(4, every(2, TRAINED.values(), pytest.mark.full)), ids=TRAINED)
 def test_it_trains(tiny_model_path: str, overrides: tuple[str, ...], others: set[str]) -> None:
     """A few steps, all of whose numbers are finite; every term is there and counts."""
     keep = Keep()
@@ -972,7 +972,7 @@ class Unlabelled(CountingTask):
         self.pool = [type(prompt)(prompt.prompt_id, prompt.text, prompt.answer, "hard") for prompt in self.pool]
 
 
-@pytest.mark.parametrize(("overrides", "match"), every(3, ILLEGAL.values()), ids=ILLEGAL)
+@pytest.mark.parametrize(("overrides", "match"), every(3, every(3, ILLEGAL.values(), pytest.mark.full)), ids=ILLEGAL)
 def test_what_does_not_go_together_is_refused_before_any_compute(
     tiny_model_path: str, overrides: tuple[str, ...], match: str
 ) -> None:

@@ -64,6 +64,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         self._preload = tuple(preload)
         self._tracking: str | None = None
         self._folders: list[str] = []
+        self._takes: list[str] = []
         self._settings: dict[str, Any] = {
             key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             for key, value in settings.items()
@@ -151,7 +152,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         return [_job_return(spec, overrides) for spec, overrides in zip(specs, job_overrides, strict=True)]
 
     def _designed(self, specs: Sequence[RunSpec], directory: Path, settings: Mapping[str, Any]) -> bool:
-        """Say what the launch takes, and refuse it above `launch.max_device_hours`; whether that was all to be done.
+        """Refuse a launch above `launch.max_device_hours`, and say what it takes; whether that was all to be done.
 
         Raises:
             UserError: it takes more, or a setting cannot be.
@@ -161,8 +162,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         launch = launch_of(specs, directory, settings.get("like"), settings.get("rate"))
         check_hours(launch, settings.get("max_device_hours"))
         if (form := settings.get("design")) is None:
-            for line in launch.sentences():
-                print(line, file=sys.stderr)
+            self._takes = launch.sentences()  # said when the launch is accepted: a refusal is one line
             return False
         from sweeps.cli.design import show_design
 
@@ -228,6 +228,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         def accepted() -> None:
             nonlocal kept
             kept = True
+            print("\n".join(self._takes), file=sys.stderr)
             # First, for a later process goes on by it.
             plan.write(study.directory)
             if self.accepted is not None:

@@ -399,19 +399,23 @@ def go_on(model: str, path: Path, seed: int = 0, recipe: str = "scalerl_core", *
     ("options", "said"),
     every(
         5,
-        [
-            ({"seed": 1}, "scalerl_core seed 0, and this one is scalerl_core seed 1;"),
-            ({"recipe": "scalerl"}, "scalerl_core seed 0, and this one is scalerl seed 0 "),
-            (
-                {"overrides": ["advantage=gae", "critic=value_network", "filter=none"]},
-                "scalerl_core seed 0, and this one is .*critic ",
-            ),
-            (
-                {"callbacks": [DAPO()]},
-                r"scalerl_core seed 0, and this one is scalerl_core\+loss=DAPO seed 0 \(loss CISPO, not DAPO\);",
-            ),
-            ({"overrides": ["kl=fixed"]}, r"scalerl_core seed 0, and this one is .* \(kl "),
-        ],
+        every(
+            5,
+            [
+                ({"seed": 1}, "scalerl_core seed 0, and this one is scalerl_core seed 1;"),
+                ({"recipe": "scalerl"}, "scalerl_core seed 0, and this one is scalerl seed 0 "),
+                (
+                    {"overrides": ["advantage=gae", "critic=value_network", "filter=none"]},
+                    "scalerl_core seed 0, and this one is .*critic ",
+                ),
+                (
+                    {"callbacks": [DAPO()]},
+                    r"scalerl_core seed 0, and this one is scalerl_core\+loss=DAPO seed 0 \(loss CISPO, not DAPO\);",
+                ),
+                ({"overrides": ["kl=fixed"]}, r"scalerl_core seed 0, and this one is .* \(kl "),
+            ],
+            pytest.mark.full,
+        ),
     ),
     ids=["seed", "recipe", "critic", "choice", "override"],
 )

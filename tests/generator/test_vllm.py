@@ -308,6 +308,7 @@ def test_a_family_agrees_before_and_after_an_update(family: str) -> None:
         generator.close()
 
 
+@pytest.mark.full
 def test_every_id_that_ends_a_completion_ends_it(model: Any) -> None:
     """Its own end-of-sequence id too, and no id that is not listed: the engine is told, and asks no configuration."""
     generator = generator_of(model, stop_tokens=[OTHER_STOP, 8], max_new_tokens=40, slots=32)
@@ -335,6 +336,7 @@ def test_what_is_recorded_is_what_is_sampled_from(model: Any) -> None:
         generator.close()
 
 
+@pytest.mark.full
 def test_the_models_own_generation_configuration_has_no_say(model: Any) -> None:
     model.generation_config.update(top_k=1, temperature=0.1, top_p=0.1, repetition_penalty=3.0, do_sample=True)
     generator = generator_of(model)

@@ -160,6 +160,7 @@ def test_a_node_is_powered_off(sweep: OneMember) -> None:
     assert own[0].outcome is None and own[-1].outcome == "finished" and own[-1].node != first.node
 
 
+@pytest.mark.full
 def test_a_node_loses_its_slurmd_and_the_job_runs_twice(light: OneMember) -> None:
     """SLURM gives the node up and starts the job elsewhere, while the first copy lives on."""
     with light.held() as process:

@@ -35,6 +35,7 @@ def looks(study: Path) -> list[Any]:
     return [line["look"] for line in lines if line["kind"] == "look"]
 
 
+@pytest.mark.full
 def test_a_race_on_a_cluster_decides_as_on_one_machine_whoever_is_killed(place: Place, whole: Lab) -> None:
     study = (
         *("variant=none,loss_dapo,loss_gspo,async_mode_ppo_off_policy", "seed=0,1", "budget.steps=40"),

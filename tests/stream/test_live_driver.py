@@ -207,7 +207,7 @@ def test_two_threads_may_ask() -> None:
         assert driver.generator.lost == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_asked_to_stop_it_returns_and_goes_on_later() -> None:
     with closing(live(OnPolicy(), most_s=0.05)) as driver:
         assert driver.next_batch(lambda: True) is None
@@ -276,7 +276,7 @@ def test_a_step_whose_probe_finds_no_generator_is_not_held_up(
         check_hours(metrics)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_idle_shares_add_up_to_what_was_waited() -> None:
     """A trainer that trains for far longer than the generators need is hardly idle, and the other way round."""
     with closing(live(Pipeline(8), generators=1, most_s=0.0)) as driver:

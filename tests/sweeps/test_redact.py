@@ -324,7 +324,7 @@ def test_no_key_of_the_projects_own_configuration_is_taken_for_a_secret() -> Non
         assert redact(path.read_text(), {}) == path.read_text(), path
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_nothing_of_a_members_own_configuration_is_taken_for_a_secret(tmp_path: Path) -> None:
     """As it stands in its spec and at the head of its journal: a study would be refused, or would lie about it."""
     experiments = ("variant=none", "experiment=replication", "aggregation=token context.max_new_tokens=18")

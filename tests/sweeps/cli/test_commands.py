@@ -214,7 +214,7 @@ def test_names_on_the_command_line_are_those_of_the_fit() -> None:
     assert list(FAMILIES) == list(FAMILY_NAMES)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_help_of_train_lists_groups_and_choices(tmp_path: Path) -> None:
     (tmp_path / "loss").mkdir()
     (tmp_path / "loss" / "mine.yaml").write_text("_target_: mine.Loss\n")

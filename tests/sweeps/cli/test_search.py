@@ -32,7 +32,7 @@ def search(folder: Path, *more: str, planner: str = "tests.light:plan") -> subpr
     return forked.run(command, cwd=folder, env=environment, timeout=PATIENCE_S)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_trial_that_fails_is_part_of_a_search_that_ends_well(tmp_path: Path) -> None:
     for _ in range(2):  # and so does the next launch, which has nothing left to do
         done = search(tmp_path, f"task.verifier={GOOD},{BAD}")

@@ -110,7 +110,7 @@ def test_leave_one_out_compares_with_the_baseline() -> None:
     assert worse.delta_a is not None and worse.delta_a.value == pytest.approx(-0.09, abs=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_baseline_can_be_asked_for_where_no_run_names_one() -> None:
     plain = [replace(curve(name, white=0.003, rng=i), baseline=None) for i, name in enumerate(("a", "b"))]
     fits = fit_curves(plain)

@@ -62,7 +62,7 @@ def test_a_snapshot_holds_a_forecast_against_what_its_fit_has_not_seen() -> None
     assert (at.check.predicted, at.check.low, at.check.high) == pytest.approx((value, low, high))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_growth_does_not_move_earlier_snapshots() -> None:
     data = curve(points=25)
     whole = history(data)
@@ -290,7 +290,7 @@ def test_two_recipes_and_two_ways_to_fit_share_a_file(tmp_path: Path) -> None:
     assert len(lines(tmp_path / "fits.jsonl")) == len(entries)
 
 
-@pytest.mark.parametrize("kept", every(4, [1, 3]))
+@pytest.mark.parametrize("kept", every(4, every(2, [1, 3], pytest.mark.full)))
 @pytest.mark.parametrize("torn", [0, 25])
 def test_stopped_between_or_within_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, torn: int) -> None:
     for name in ("whole", "stopped"):

@@ -363,7 +363,9 @@ def test_a_disk_that_took_no_last_word_is_known_before_accounting_knows(
     assert state(here.run(), here.specs[0]) == ("failed", "disk_full")
 
 
-@pytest.mark.parametrize("kind", every(14, [kind for kind, limit in POLICY.items() if limit != 0]))
+@pytest.mark.parametrize(
+    "kind", every(14, every(7, [kind for kind, limit in POLICY.items() if limit != 0], pytest.mark.full))
+)
 def test_a_member_that_is_done_at_its_last_try_is_done(tmp_path: Path, kind: str) -> None:
     times = POLICY[kind] or 12
     here = place(tmp_path, {0: [FATE_OF[kind]] * times})

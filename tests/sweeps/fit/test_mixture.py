@@ -189,7 +189,7 @@ def test_the_same_points_have_the_same_future_and_travel_light() -> None:
 # --- units ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @given(
     name=st.sampled_from(["plateau seen", "window at 2 C_mid", "late rise", "straight, no ceiling", "flat"]),
     scale=st.sampled_from(["percent", "[-1, 1]", "FLOPs"]),

@@ -181,7 +181,7 @@ def test_everything_is_escaped(tmp_path: Path, evil: str) -> None:
             ElementTree.fromstring(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_quality_r0_and_sensitivity_are_the_fits(usual_page: tuple[str, tuple[Path, ...]]) -> None:
     data = curve("scalerl", rng=1)
     fit = fit_curve(data)
@@ -260,7 +260,7 @@ def test_runs_that_went_on_with_other_code_are_named(tmp_path: Path, capsys: pyt
     assert "seed 0: from step" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_models_wrote_is_shown_and_escaped(tmp_path: Path) -> None:
     def group(step: int, *rewards: float | None) -> dict[str, object]:
         written = [

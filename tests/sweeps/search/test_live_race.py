@@ -126,7 +126,7 @@ def test_it_decides_as_the_command_does_afterwards(tmp_path: Path) -> None:
     assert looks(tmp_path) == json.loads(json.dumps([look.to_json() for look in after.looks]))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_dry_run_stops_nothing_and_says_what_it_would_have(tmp_path: Path) -> None:
     told = Told()
     states = raced(tmp_path / "dry", four(), rules=replace(LIVE, mode="dry_run"), told=told)
@@ -237,7 +237,7 @@ def test_a_member_that_fails_is_not_waited_for(tmp_path: Path) -> None:
     assert recipes(states, "stopped") == LOSERS
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_waits_as_little_for_a_member_that_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -437,7 +437,7 @@ def freed_by_hand(directory: Path, members: Sequence[tuple[str, str]]) -> None:
         file.write(json.dumps({"kind": "freed", "compute": 1.0, "steps": steps}) + "\n")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("budgets", [(60, 80), (80, 60)])
 def test_a_run_that_the_plan_names_twice_has_one_budget_the_larger(tmp_path: Path, budgets: tuple[int, int]) -> None:
     specs = four()
@@ -477,7 +477,7 @@ def test_freed_compute_is_spent_once_whoever_is_killed(kills: list[int], slots: 
         assert steps == {run: RunSpec.read(undisturbed / "runs" / run).steps for run in whole}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("after", every(5, (24, 20, 22, 27, 33), pytest.mark.full))
 def test_a_run_that_was_made_longer_is_adopted_and_not_submitted_again(tmp_path: Path, after: int) -> None:
     rules, first = replace(LIVE, freed="plan"), Cluster(slots=8, killed_after=after)
@@ -492,7 +492,7 @@ def test_a_run_that_was_made_longer_is_adopted_and_not_submitted_again(tmp_path:
         assert each.state == "stopped" or last_metrics(tmp_path / "a" / "runs" / run)["step"] == spec.steps
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_launch_of_some_of_the_members_does_not_settle_what_was_freed(tmp_path: Path) -> None:
     specs, rules = four(), replace(LIVE, freed="plan")
     raced(tmp_path, specs)
@@ -544,7 +544,7 @@ class Waiting(Cluster):
         raise KilledError
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("action", ["longer", "seed"])
 def test_what_freed_compute_pays_for_is_found_in_the_queue_by_the_next_controller(tmp_path: Path, action: str) -> None:
     specs, rules = four(), replace(LIVE, freed="plan")
@@ -579,7 +579,7 @@ def test_a_refused_launch_leaves_a_run_that_was_made_longer_its_budget(tmp_path:
         assert RunSpec.read(tmp_path / "runs" / specs[0].run).steps == 60
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_failed_is_not_made_longer_and_goes_on_to_its_own_end(tmp_path: Path) -> None:
     specs, rules, told = four(), replace(LIVE, freed="plan"), Told()
     executor = Runners(slots=8, fails={specs[0].run: 20})
@@ -592,7 +592,7 @@ def test_what_failed_is_not_made_longer_and_goes_on_to_its_own_end(tmp_path: Pat
     assert again.ticks[-1][2] == 0 and again.closed == [0]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_was_freed_is_kept_until_recipes_that_failed_have_raced(tmp_path: Path) -> None:
     specs, rules, told = four(), replace(LIVE, freed="plan"), Told()
     dead = {spec.run: 1 for spec in specs if spec.recipe != "scalerl+a=0.7"}

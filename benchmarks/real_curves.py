@@ -1,0 +1,185 @@
+"""Forecasts and chances on real curves of other people, held against what came.
+
+Each CSV of a folder (columns recipe, seed, compute, reward) is a study; its name begins with `eval` or `train`. Two
+things are asked of every file:
+
+1. Each curve (a recipe and seed) is cut at 40, 55 and 70% of its compute, and the mean of its last quarter is foretold.
+   Yardsticks are the last value and the mean of the last five. An interval holds if it has that mean inside; the mean's
+   own error is part of the interval, for it is the mean of that many evaluations.
+2. Its recipes, cut at 30, 50 and 70%, are asked for the chance of being best at the end. What is best is the recipe
+   with the highest mean over its last quarter.
+
+    python benchmarks/real_curves.py FOLDER [--out docs/real_curves.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy.stats import binomtest
+
+from sweeps.curve import Curve, make_curve
+from sweeps.decide.standing import best_chances, joint_rewards
+from sweeps.fit.fit import fit_curves
+from sweeps.fit.predict import predict_mean, readable
+from sweeps.parallel import cores
+from sweeps.source import load
+
+FORECAST_AT, CHANCES_AT = (0.4, 0.55, 0.7), (0.3, 0.5, 0.7)
+LEAST = 8
+# An interval of 95% pays this many times what it misses by (Gneiting and Raftery 2007, section 6.2).
+MISS = 40
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One forecast: what was said, what came, and the yardsticks' errors."""
+
+    file: str
+    curve: str
+    share: float
+    value: float
+    low: float
+    high: float
+    came: float
+    last: float
+    five: float
+    verdict: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether the interval has what came."""
+        return self.low <= self.came <= self.high
+
+    @property
+    def score(self) -> float:
+        """Its interval score: width, and what a miss costs."""
+        return self.high - self.low + MISS * max(self.low - self.came, self.came - self.high, 0.0)
+
+
+def part(curve: Curve, until: float, seed: str | None = None) -> Curve | None:
+    """What was evaluated up to a compute, of one seed or of all; None where that is nothing."""
+    keep = curve.compute <= until * (1 + 1e-9)
+    if seed is not None:
+        keep &= curve.seed == seed
+    name = curve.recipe if seed is None else f"{curve.recipe} seed {seed}"
+    if not keep.any():
+        return None
+    return make_curve(name, curve.compute[keep], curve.reward[keep], curve.seed[keep])
+
+
+def forecasts(file: Path, curves: Sequence[Curve]) -> list[Forecast]:
+    """Of every curve of a file, at every cut."""
+    found = []
+    for share in FORECAST_AT:
+        cut, whole = [], []
+        for curve in curves:
+            for seed in sorted(set(curve.seed)):
+                mine = curve.take(curve.seed == seed)
+                seen = part(curve, share * float(mine.compute.max()), seed)
+                if len(mine.reward) >= LEAST and seen is not None:
+                    cut.append(seen)
+                    whole.append(mine)
+        for fit, seen, mine in zip(fit_curves(cut, workers=cores(), regions=False), cut, whole, strict=True):
+            rest = mine.compute > 0.75 * mine.compute.max()
+            if not readable(fit):
+                continue
+            value, low, high = predict_mean(fit, mine.compute[rest])
+            came, scale = float(mine.reward[rest].mean()), mine.scale
+            last, five = float(seen.reward[-1]), float(seen.reward[-5:].mean())
+            numbers = [each / scale for each in (value, low, high, came, last, five)]
+            found.append(Forecast(file.stem, seen.recipe, share, *numbers, fit.verdict))
+    return found
+
+
+def chances(curves: Sequence[Curve]) -> list[tuple[float, bool]]:
+    """Of every recipe at every cut: the chance of being best at the end, and whether it was."""
+    ends = [float(curve.compute.max()) for curve in curves]
+    end = min(ends)
+    reached = [curve.take(curve.compute <= end * (1 + 1e-9)) for curve in curves]
+    came = [float(curve.reward[curve.compute > 0.75 * end].mean()) for curve in reached]
+    found = []
+    for share in CHANCES_AT:
+        parts = [part(curve, share * end) for curve in curves]
+        cut = [each for each in parts if each is not None]
+        if len(cut) < max(len(curves), 2):
+            continue
+        fits = fit_curves(cut, workers=cores(), regions=False)
+        said = best_chances(joint_rewards(fits, 0.875 * end))
+        found += [(p, reward == max(came)) for p, reward in zip(said, came, strict=True)]
+    return found
+
+
+def _share(count: int, of: int) -> str:
+    """A share with its 95% interval (Wilson)."""
+    interval = binomtest(count, of).proportion_ci(method="wilson")
+    return f"{count} of {of} ({count / of:.2f} [{interval.low:.2f}, {interval.high:.2f}])"
+
+
+def table(title: str, rows: Sequence[Forecast]) -> list[str]:
+    """One line of the table."""
+    error, last, five = (
+        float(np.mean([abs(getattr(row, name) - row.came) for row in rows])) for name in ("value", "last", "five")
+    )
+    held = _share(sum(row.holds for row in rows), len(rows))
+    score = float(np.mean([row.score for row in rows]))
+    return [f"| {title} | {held} | {error:.4f} | {last:.4f} | {five:.4f} | {score:.3f} |"]
+
+
+def report(found: Sequence[Forecast], said: Sequence[tuple[float, bool]], name: str) -> list[str]:
+    """The page."""
+    head = [
+        "| curves | intervals hold | error | last value's | last five's mean's | interval score |",
+        "|---|---|---|---|---|---|",
+    ]
+    evaluations = [row for row in found if row.file.startswith("eval")]
+    training = [row for row in found if not row.file.startswith("eval")]
+    rows = []
+    for title, some in (("all", found), ("evaluations", evaluations), ("training rewards", training)):
+        rows += table(title, some) if some else []
+    for share in FORECAST_AT:
+        rows += table(f"cut at {share:.0%}", [row for row in found if row.share == share])
+    for file in sorted({row.file for row in found}):
+        rows += table(file, [row for row in found if row.file == file])
+    low, high = [best for p, best in said if p < 0.05], [best for p, best in said if p > 0.9]
+    lines = [
+        "# Forecasts on real curves",
+        "",
+        f"Written by `python benchmarks/real_curves.py {name}`: every curve of 8 points or more is cut at "
+        f"{', '.join(f'{share:.0%}' for share in FORECAST_AT)} of its compute, and the mean of its last quarter is "
+        "foretold. Errors and widths are shares of the reward's scale.",
+        "",
+        *head,
+        *rows,
+        "",
+        f"Chances of being best at the end, each file a study cut at {', '.join(f'{s:.0%}' for s in CHANCES_AT)}:",
+        "",
+        f"- below 0.05 was said of {len(low)}: " + (f"{_share(sum(low), len(low))} were best" if low else "-"),
+        f"- above 0.9 was said of {len(high)}: " + (f"{_share(sum(high), len(high))} were best" if high else "-"),
+    ]
+    return lines
+
+
+def main() -> None:
+    """Print the page, and write it if asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found, said = [], []
+    for file in sorted(options.folder.glob("*.csv")):
+        curves = load([str(file)]).curves
+        found += forecasts(file, curves)
+        said += chances(curves)
+    lines = report(found, said, options.folder.name)
+    print("\n".join(lines))
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
