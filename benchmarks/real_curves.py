@@ -9,7 +9,10 @@ things are asked of every file:
 2. Its recipes, cut at 30, 50 and 70%, are asked for the chance of being best at the end. What is best is the recipe
    with the highest mean over its last quarter.
 
-    python benchmarks/real_curves.py FOLDER [--out docs/real_curves.md]
+    python benchmarks/real_curves.py [FOLDER] [--ablate] [--out docs/real_curves.md]
+
+Without a folder it is `benchmarks/real`: those of the curves whose licence lets them be copied. With `--ablate` the
+forecasts are made again without each law in turn, and without drifts.
 """
 
 from __future__ import annotations
@@ -18,21 +21,28 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 from scipy.stats import binomtest
 
 from sweeps.curve import Curve, make_curve
 from sweeps.decide.standing import best_chances, joint_rewards
+from sweeps.fit import mixture
 from sweeps.fit.fit import fit_curves
+from sweeps.fit.kinds import KINDS, WALK
 from sweeps.fit.predict import predict_mean, readable
-from sweeps.parallel import cores
 from sweeps.source import load
 
 FORECAST_AT, CHANCES_AT = (0.4, 0.55, 0.7), (0.3, 0.5, 0.7)
 LEAST = 8
 # An interval of 95% pays this many times what it misses by (Gneiting and Raftery 2007, section 6.2).
 MISS = 40
+WORKERS = 1  # each would have to be told what is left out
+HEAD = (
+    "| curves | intervals hold | error | last value's | last five's mean's | interval score |",
+    "|---|---|---|---|---|---|",
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ def forecasts(file: Path, curves: Sequence[Curve]) -> list[Forecast]:
                 if len(mine.reward) >= LEAST and seen is not None:
                     cut.append(seen)
                     whole.append(mine)
-        for fit, seen, mine in zip(fit_curves(cut, workers=cores(), regions=False), cut, whole, strict=True):
+        for fit, seen, mine in zip(fit_curves(cut, workers=WORKERS, regions=False), cut, whole, strict=True):
             rest = mine.compute > 0.75 * mine.compute.max()
             if not readable(fit):
                 continue
@@ -101,14 +111,17 @@ def chances(curves: Sequence[Curve]) -> list[tuple[float, bool]]:
     ends = [float(curve.compute.max()) for curve in curves]
     end = min(ends)
     reached = [curve.take(curve.compute <= end * (1 + 1e-9)) for curve in curves]
-    came = [float(curve.reward[curve.compute > 0.75 * end].mean()) for curve in reached]
+    late = [curve.reward[curve.compute > 0.75 * end] for curve in reached]
+    if not all(map(len, late)):
+        return []
+    came = [float(rewards.mean()) for rewards in late]
     found = []
     for share in CHANCES_AT:
         parts = [part(curve, share * end) for curve in curves]
         cut = [each for each in parts if each is not None]
         if len(cut) < max(len(curves), 2):
             continue
-        fits = fit_curves(cut, workers=cores(), regions=False)
+        fits = fit_curves(cut, workers=WORKERS, regions=False)
         said = best_chances(joint_rewards(fits, 0.875 * end))
         found += [(p, reward == max(came)) for p, reward in zip(said, came, strict=True)]
     return found
@@ -132,10 +145,6 @@ def table(title: str, rows: Sequence[Forecast]) -> list[str]:
 
 def report(found: Sequence[Forecast], said: Sequence[tuple[float, bool]], name: str) -> list[str]:
     """The page."""
-    head = [
-        "| curves | intervals hold | error | last value's | last five's mean's | interval score |",
-        "|---|---|---|---|---|---|",
-    ]
     evaluations = [row for row in found if row.file.startswith("eval")]
     training = [row for row in found if not row.file.startswith("eval")]
     rows = []
@@ -153,7 +162,7 @@ def report(found: Sequence[Forecast], said: Sequence[tuple[float, bool]], name: 
         f"{', '.join(f'{share:.0%}' for share in FORECAST_AT)} of its compute, and the mean of its last quarter is "
         "foretold. Errors and widths are shares of the reward's scale.",
         "",
-        *head,
+        *HEAD,
         *rows,
         "",
         f"Chances of being best at the end, each file a study cut at {', '.join(f'{s:.0%}' for s in CHANCES_AT)}:",
@@ -164,18 +173,30 @@ def report(found: Sequence[Forecast], said: Sequence[tuple[float, bool]], name: 
     return lines
 
 
+def ablation(files: Sequence[tuple[Path, Sequence[Curve]]], found: Sequence[Forecast]) -> list[str]:
+    """The forecasts again, one law less each time."""
+    rows = table("all laws", found)
+    for kind in (*KINDS, WALK):
+        with patch.dict(mixture.PRIOR, {kind.name: 1e-12}):
+            rows += table(f"without {kind.name}", [row for file, curves in files for row in forecasts(file, curves)])
+    with patch.object(mixture, "P_DRIFT", 1e-12):
+        rows += table("without drifts", [row for file, curves in files for row in forecasts(file, curves)])
+    return ["", "What each law is worth: the same forecasts without it.", "", *HEAD, *rows]
+
+
 def main() -> None:
     """Print the page, and write it if asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "real")
+    parser.add_argument("--ablate", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found, said = [], []
-    for file in sorted(options.folder.glob("*.csv")):
-        curves = load([str(file)]).curves
-        found += forecasts(file, curves)
-        said += chances(curves)
+    files = [(file, load([str(file)]).curves) for file in sorted(options.folder.glob("*.csv"))]
+    found = [row for file, curves in files for row in forecasts(file, curves)]
+    said = [each for _, curves in files for each in chances(curves)]
     lines = report(found, said, options.folder.name)
+    if options.ablate:
+        lines += ablation(files, found)
     print("\n".join(lines))
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")

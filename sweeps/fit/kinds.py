@@ -2,10 +2,8 @@
 
     sigmoid   g = 1 / (1 + (m / x)^B)                       arXiv 2510.13786, eq. 1
     weibull   g = 1 - exp(-(x / s)^k)                       the exponential among them, k = 1 (arXiv 2507.18014)
-    frechet   g = exp(-(s / x)^k)                           a slow start, and a tail like a power law's
     delayed   g = 1 - exp(-(x - t)+ / s)                    nothing happens before t
     power     g = 1 - (1 + x / s)^-k                        arXiv 2510.13786, A.4, from compute 0 on
-    logarithm g = log(1 + x / s) / log(1 + 1 / s)           no ceiling
     line      g = x                                         no ceiling
     constant  g = 0
     walk      the last value: a level that wanders on without a trend
@@ -26,7 +24,8 @@ from scipy.special import expit
 from sweeps.fit.family import Box
 from sweeps.fit.least_squares import Array
 
-# A line goes on straight to this many windows, and a drift to so many, then ever more slowly: nothing rises for ever.
+# A line goes on straight to this many windows, then ever more slowly: nothing rises for ever. A drift goes on to so
+# many, and to one more by and by.
 _STRAIGHT, _DRIFTS = 4.0, 2.0
 
 
@@ -77,12 +76,7 @@ class Kind:
 
 def drifting(x: Array) -> Array:
     """A slow drift on top of a curve, 1 at the window's end."""
-    return _slowing(x, _DRIFTS)
-
-
-def _slowing(x: Array, until: float) -> Array:
-    """x as far as `until`, its logarithm beyond, without a kink."""
-    result: Array = np.where(x <= until, x, until * (1 + np.log(np.maximum(x, until) / until)))
+    result: Array = np.where(x <= _DRIFTS, x, _DRIFTS + np.tanh(np.maximum(x - _DRIFTS, 0.0)))
     return result
 
 
@@ -96,11 +90,6 @@ def _weibull(x: Array, u: Array, v: Array) -> Array:
     return result
 
 
-def _frechet(x: Array, u: Array, v: Array) -> Array:
-    result: Array = np.exp(-((np.exp(v) / x) ** np.exp(u)))
-    return result
-
-
 def _delayed(x: Array, u: Array, v: Array) -> Array:
     result: Array = -np.expm1(-np.maximum(x - u, 0.0) / np.exp(v))
     return result
@@ -111,13 +100,9 @@ def _power(x: Array, u: Array, v: Array) -> Array:
     return result
 
 
-def _logarithm(x: Array, u: Array, v: Array) -> Array:
-    result: Array = np.log1p(x / np.exp(v)) / np.log1p(np.exp(-v)) + 0.0 * u
-    return result
-
-
 def _line(x: Array, u: Array, v: Array) -> Array:
-    result: Array = _slowing(x, _STRAIGHT) + 0.0 * (u + v)
+    slower = _STRAIGHT * (1 + np.log(np.maximum(x, _STRAIGHT) / _STRAIGHT))
+    result: Array = np.where(x <= _STRAIGHT, x, slower) + 0.0 * (u + v)
     return result
 
 
@@ -133,10 +118,8 @@ SIGMOID = Kind("sigmoid", 0.24, True, _sigmoid, (*_log(0.4, 12.0), *_log(0.02, 1
 KINDS = (
     SIGMOID,
     Kind("weibull", 0.36, True, _weibull, (*_log(0.35, 4.0), *_log(0.02, 8.0)), (6, 9), (0.1, 0.3, -1.0, 1.2)),
-    Kind("frechet", 0.05, True, _frechet, (*_log(0.35, 4.0), *_log(0.02, 4.0)), (5, 8), (0.2, 0.5, -1.5, 1.2)),
     Kind("delayed", 0.06, True, _delayed, (0.05, 0.85, *_log(0.02, 5.0)), (7, 7), (0.25, 0.25, -1.2, 1.2)),
     Kind("power", 0.04, True, _power, (*_log(0.1, 3.0), *_log(0.005, 3.0)), (5, 7), (-0.7, 0.8, -2.0, 1.5)),
-    Kind("logarithm", 0.03, False, _logarithm, (0.0, 0.0, *_log(0.005, 2.0)), (1, 5), (0.0, 1.0, -2.5, 2.0)),
     Kind("line", 0.13, False, _line),
     Kind("constant", 0.09, True, _constant),
 )

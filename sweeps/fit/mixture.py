@@ -26,8 +26,10 @@ from sweeps.fit.wander import Noises, Seen, noises, whitening
 # Before the data: R0 and A, mean and standard deviation, on a reward scale of width 1; twice that where rewards have
 # no bounds.
 R0_PRIOR, A_PRIOR = (0.3, 0.35), (0.6, 0.4)
-# A slow drift over the window and a jump: standard deviations, and how likely they are.
-DRIFT_SD, P_DRIFT = 0.07, 0.12
+# A slow drift over the window: its standard deviation in units of the points' roughness, within two limits, and how
+# likely there is one. What a run strays from any law goes with its noise; set on real curves (docs/real_curves.md).
+DRIFT_SD, DRIFT_LIMITS, P_DRIFT = 3.0, (0.02, 0.3), 0.5
+# A jump: standard deviation of its size, and how likely there is one.
 JUMP_SD, P_JUMP = 0.3, 0.45
 # Kinds that may have jumped: a jump on top of the others looks like one on top of these.
 _JUMPING = ("sigmoid", "weibull", "line", "constant")
@@ -352,7 +354,8 @@ def _explored_under(seen: Seen, noise: Noises, tilde: Array, brief: bool, rounds
     likely = np.flatnonzero(by_noise > by_noise.max() - _UNLIKELY)
     some = noise.take(likely)
     column = some.whiten @ drifting(seen.x)[:, None]
-    extras = np.concatenate([np.zeros_like(column), column], axis=2), np.array([0.0, DRIFT_SD]), np.zeros(2)
+    drift_sd = float(np.clip(DRIFT_SD * seen.roughness, *DRIFT_LIMITS))
+    extras = np.concatenate([np.zeros_like(column), column], axis=2), np.array([0.0, drift_sd]), np.zeros(2)
     solved = _solve(tilde[likely], g[likely], some.log_det, extras, _CEILING[grid.kind], seen.bounded)
     drifts = np.where(_CEILING[grid.kind], P_DRIFT, 0.0)
     with np.errstate(divide="ignore"):

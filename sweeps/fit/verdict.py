@@ -255,7 +255,6 @@ _SEEN = {
     "walk": "no law: the reward wanders, and its last value foretells the next better than any curve",
     "constant": "no law: the reward changes and settles otherwise than by a curve",
     "line": "drift: the reward rises in a straight line, with no ceiling in sight",
-    "logarithm": "drift: the reward rises with the logarithm of compute, with no ceiling in sight",
 }
 
 

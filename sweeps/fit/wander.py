@@ -83,9 +83,11 @@ class Seen:
         mean_square = float(np.sqrt(np.mean(every**2)))
         spread = max(1.4826 * float(np.median(every)), 0.3 * mean_square)
         levels = np.unique(self.z)
+        # What never passes, or always does, repeats itself whatever a step of the reward is.
+        between = self.z[(self.z > 0) & (self.z < 1)] if self.bounded else self.z
         if len(levels) == 1:
             spread = max(spread, _LEAST)
-        elif len(levels) < 0.6 * len(self.z):
+        elif not len(between) or len(np.unique(between)) < 0.6 * len(between):
             # Coarse rewards repeat themselves, which is no precision: a step of theirs is one rollout.
             spread = max(spread, 0.7 * mean_square, 0.5 * float(np.diff(levels).min()))
         if self.variance is not None:

@@ -52,7 +52,7 @@ def test_a_run_that_will_not_be_best_ends_is_saved_and_goes_on_without_the_race(
     folder, budget = study
     run_dir = folder / "study" / "mine"
     with caplog.at_level(logging.WARNING):
-        fit(tiny_model_path, run_dir, BUDGET_STEPS, [Race(folder / "study", budget)])
+        fit(tiny_model_path, run_dir, BUDGET_STEPS, [Race(folder / "study", budget, p_ahead=0.2)])
     stopped = read_journal(run_dir)
     last = stopped.records[-1].step
     assert BUDGET_STEPS / 5 <= last < BUDGET_STEPS

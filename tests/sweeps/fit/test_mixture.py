@@ -151,6 +151,22 @@ def test_the_zoo_in_short(each: int, least: float) -> None:
     assert np.mean(errors) < 0.6 * np.mean(last)
 
 
+def test_a_run_that_has_died_is_not_foretold_to_rise_again() -> None:
+    """Rewards of exactly 0 are no coarse lattice: they say how little noise there is."""
+    fit = fit_curve(make_curve("x", [1, 50, 100, 150, 200, 250, 300, 350], [0.156, 0.408, 0, 0, 0, 0, 0, 0]))
+    value, low, _ = predict_mean(fit, [400, 450, 500])
+    assert value < 0.03 and low == 0.0
+
+
+def test_what_is_noisy_may_stray_from_its_law() -> None:
+    """By more than its noise: evaluations ten times as noisy are foretold by intervals that are wider still."""
+    widths = []
+    for white in (0.004, 0.04):
+        bands = [predict(fit_curve(curve(white=white, seeds=1, rng=rng)), [30000]) for rng in range(6)]
+        widths.append(float(np.mean([band.high - band.low for band in bands])))
+    assert widths[1] > 3 * widths[0]
+
+
 def test_the_mean_of_later_evaluations_has_their_noise() -> None:
     data = curve(white=0.02, seeds=2, rng=3)
     fit = fit_curve(data)
