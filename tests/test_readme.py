@@ -47,7 +47,7 @@ def test_links_lead_somewhere() -> None:
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         ROOT / "CHANGELOG.md",
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
     ]:
         for target in re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,15 +13,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import real_curves
 from benchmarks.forecast_zoo import ZOO, Truth, seen
 from sweeps.curve import Curve, make_curve
 from sweeps.fit.fit import Fit, fit_curve, fit_curves
 from sweeps.fit.kinds import KINDS, WALK
-from sweeps.fit.mixture import PRIOR, mixture, shared_prior
+from sweeps.fit.mixture import (
+    A_PRIOR,
+    DRIFT_LIMITS,
+    DRIFT_SD,
+    JUMP_SD,
+    P_DRIFT,
+    PRIOR,
+    R0_PRIOR,
+    mixture,
+    shared_prior,
+)
 from sweeps.fit.points import FitOptions
 from sweeps.fit.predict import paths, predict, predict_mean, readable
 from sweeps.fit.verdict import TREND, Doubt, Evidence, after_fit, trend_z
+from sweeps.source import load
 from tests.examples import every
+from tests.paths import ROOT
 from tests.sweeps.fit.simulate import curve
 
 BY_NAME = {truth.name: truth for truth in ZOO}
@@ -298,3 +313,36 @@ def test_more_evaluations_are_foretold_more_closely_and_not_exactly() -> None:
 
     alone = variance(0)
     assert 0.12 < (variance(8) - alone) / (variance(2) - alone) < 0.6
+
+
+# --- what is said of it -----------------------------------------------------------------------------------------
+
+
+def test_the_methods_page_has_the_numbers() -> None:
+    page = (ROOT / "docs" / "guide" / "methods.md").read_text()
+    for kind in (*KINDS, WALK):
+        assert re.search(rf"^\| {kind.name} \| .* \| {kind.prior:.2f} \|", page, flags=re.MULTILINE | re.IGNORECASE), (
+            kind
+        )
+    low, high = DRIFT_LIMITS
+    assert f"`d ~ N(0, ({DRIFT_SD:g} r)^2)`, `{DRIFT_SD:g} r` within {low:g} and {high:g}" in page
+    assert f"there is one with probability {P_DRIFT:g}" in page and f"`j ~ N(0, {JUMP_SD:g}^2)`" in page
+    for name, (mean, sd) in (("R0", R0_PRIOR), ("A", A_PRIOR)):
+        assert f"`{name} ~ N({mean:g}, {sd:g}^2)`" in page
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("eval_rasbt_ch07_math500", "train_marinfold_exp237"), marks=pytest.mark.slow),
+        pytest.param(("train_rasbt", "train_verl_notebook", "train_nhockid_openrs"), marks=pytest.mark.full),
+    ],
+    ids=["few", "many"],
+)
+def test_real_curves_are_foretold(names: tuple[str, ...]) -> None:
+    """Their priors were set on these (docs/real_curves.md): this holds what was reached."""
+    files = [Path(real_curves.__file__).parent / "real" / f"{name}.csv" for name in names]
+    found = [row for file in files for row in real_curves.forecasts(file, load([str(file)]).curves)]
+    assert len(found) > 20 and np.mean([row.holds for row in found]) >= 0.85
+    error, last = (np.mean([abs(getattr(row, name) - row.came) for row in found]) for name in ("value", "last"))
+    assert error < last
