@@ -222,7 +222,7 @@ def test_the_same_command_again_changes_nothing(
     assert {path: path.read_bytes() for path in before} == before
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_member_that_is_killed_fails_alone_and_is_continued_by_the_same_command(
     light_studies: Place, light_undisturbed: dict[str, Deterministic]
 ) -> None:

@@ -192,6 +192,7 @@ def test_the_first_copy_dies_and_the_second_goes_on(light: OneMember) -> None:
     assert [attempt.outcome for attempt in light.attempts()] == [None, "finished"]
 
 
+@pytest.mark.full
 def test_one_that_hangs_ends_itself_and_goes_on_elsewhere(light: OneMember) -> None:
     quick = ("launch.hang_factor=2", "launch.hang_min_s=8")
     with light.launched(*quick, extra={"VERIFIER_GATE": str(light.gate)}) as process:

@@ -113,6 +113,7 @@ def test_a_mount_made_later_is_seen_by_jobs(cluster: Cluster, tmp_path: Path) ->
     assert cluster.sh(f"srun ls {tmp_path}") == ""
 
 
+@pytest.mark.full
 def test_a_node_goes_off_and_comes_back(cluster: Cluster) -> None:
     log = cluster.root / "long.log"
     job = cluster.sh(f"sbatch --parsable -w n2 -D {cluster.root} -o {log} --wrap 'hostname; exec sleep 987'")

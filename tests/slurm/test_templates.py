@@ -302,6 +302,7 @@ def trained(run_dir: Path) -> list[int]:
     return [entry["step"] for entry in map(json.loads, lines) if entry["kind"] == "train"]
 
 
+@pytest.mark.full
 def test_a_cancelled_single_run_stays_cancelled(place: Place, whole: Lab) -> None:
     job = submitted(whole, place, 0.3, "-m", "lightning_scalerl.train", *place.overrides("cancelled", *ONE))
     runs = place.root / "cancelled" / "runs"

@@ -180,6 +180,14 @@ def said(place: Place, *words: str, command: tuple[str, ...] = ("--multirun",)) 
 
 
 @pytest.mark.slow
+def test_a_launch_above_its_limit_is_refused_in_one_line(tmp_path: Path) -> None:
+    ran(tmp_path / "pilot", spec(), 10, 5.0)
+    code, out, err = said(Place(tmp_path, light=True), f"launch.like={tmp_path}/pilot", "launch.max_device_hours=11")
+    assert code == 1 and not out and len(err.strip().splitlines()) == 1
+    assert "launch.max_device_hours: 11, and 24 steps take about 12 by" in err and not (tmp_path / "study").exists()
+
+
+@pytest.mark.full
 def test_a_launch_says_what_it_takes_and_is_refused_above_its_limit(tmp_path: Path) -> None:
     place = Place(tmp_path, light=True)
     ran(tmp_path / "pilot", spec(), 10, 5.0)
