@@ -22,7 +22,12 @@ pytest_plugins = ["tests.account"]
 
 # Tests below these share what only one worker at a time may use (a cluster, with its ports and its clocks), or what one
 # worker makes once for all of them.
-GROUPS = {"tests/slurm/test_lab.py": "lab", "tests/slurm/": "slurm", "tests/member/test_identity.py": "identity"}
+GROUPS = {
+    "tests/slurm/test_lab.py": "lab",
+    "tests/slurm/": "slurm",
+    "tests/member/test_identity.py": "identity",
+    "tests/sweeps/report/test_report.py": "report",
+}
 
 
 class Grouped(LoadScopeScheduling):  # type: ignore[misc]

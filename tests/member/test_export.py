@@ -76,6 +76,7 @@ def test_what_was_trained_is_what_is_loaded(
     assert fit(str(tmp_path / "deep" / "model"), steps=1).completed_steps == 1
 
 
+@pytest.mark.slow
 def test_an_earlier_step_in_another_type(run: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     assert main(["export", str(run), str(tmp_path / "model"), "--step", "4", "--dtype", "bf16"]) == 0

@@ -91,6 +91,7 @@ def test_a_run_with_a_broken_line_goes_on_from_the_last_checkpoint_before_it(
     assert after.of_kind("train")[-1].metrics["compute/wasted_flops"] == pytest.approx(spent - kept, rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "begin", every(3, every(3, [STEPS - 3, -1], pytest.mark.full)), ids=["its end is lost", "all of it is lost"]
 )
