@@ -184,7 +184,7 @@ def test_coverage_of_half_window_predictions() -> None:
         bounded += (fit.A.low or 0) <= 0.75 <= (1.0 if fit.A.high is None else fit.A.high)
     assert hits / repeats >= 0.87
     assert bounded / repeats >= 0.87
-    assert 0.05 < np.median(widths) < 0.14
+    assert 0.05 < np.median(widths) < 0.16  # a drift off the law is allowed for
 
 
 def test_correlated_noise_widens_the_interval() -> None:
