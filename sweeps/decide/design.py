@@ -9,16 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from sweeps.as_json import AsJson
-from sweeps.decide.margin import MARGIN
-from sweeps.decide.pairwise import POWER, apart, deviation, pairing_of_two, rewards_near
+from sweeps.decide.pairwise import POWER, SURE, apart, deviation, pairing_of_two, rewards_near
 from sweeps.decide.standing import margin_of
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit
 from sweeps.fit.predict import readable
 from sweeps.fit.seeds import BORROWED_SEED_SD
 
-# Half of a two-sided test at 5%.
-_SURE = 1.959964
 _STUDIES = 4000
 
 
@@ -64,7 +61,7 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
         raise UserError(f"design: {recipes} recipes with {seeds} seeds is no study; give one of each at least")
     known = [fit for fit in fits if readable(fit) and fit.window is not None]
     scale = max((fit.curve.scale for fit in known), default=1.0)
-    margin = margin_of(known, margin) if known else MARGIN if margin is None else margin
+    margin = margin_of(known, margin)
     measured = _pairs(known, scale)
     spread: float | None = None
     if measured:
@@ -98,7 +95,7 @@ def _undecided(recipes: int, spread: float, error: float) -> float:
     # Of a difference the variances count twice.
     seen = math.hypot(spread, error) / math.sqrt(2) * rng.standard_normal((_STUDIES, recipes))
     behind = seen.max(1, keepdims=True) - seen
-    return float((behind < _SURE * error).sum(1).mean()) - 1
+    return float((behind < SURE * error).sum(1).mean()) - 1
 
 
 def _pairs(fits: Sequence[Fit], scale: float) -> list[tuple[float, float, int]]:

@@ -35,8 +35,10 @@ _GAINED = 0.8
 _LOOKS = 201
 # As many as a study of three recipes with three seeds has; few enough that a wild pair shows.
 _PRIOR_DOF = 4
+# The normal quantile of 97.5%: a two-sided test at 5%.
+SURE = 1.959964
 # The sum of the normal quantiles of 97.5% (a two-sided test at 5%) and of 80% power.
-POWER = 1.959964 + 0.841621
+POWER = SURE + 0.841621
 _MOST_SEEDS = 10_000
 
 # Of a recipe and a compute, the newest passes by prompt at or before it, by seed.
@@ -341,7 +343,7 @@ def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
 def deviation(draws: Array) -> float:
     """A quarter of what 95% of the draws span, near enough: the standard deviation where they are normal."""
     low, high = np.quantile(draws, [0.025, 0.975])
-    return float(high - low) / (2 * 1.959964)
+    return float(high - low) / (2 * SURE)
 
 
 def _bounds_where(draws: Sequence[Array | None]) -> list[Interval | None]:

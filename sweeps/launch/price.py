@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -15,7 +16,8 @@ from sweeps.as_json import AsJson
 from sweeps.curve import DEVICE_HOURS
 from sweeps.errors import UserError
 from sweeps.launch.ledger import RUNS_DIR
-from sweeps.run.journal import JOURNAL_FILE, JournalError, find_runs, finite, read_journal
+from sweeps.run.journal import find_runs, finite
+from sweeps.run.progress import journal_or_none
 from sweeps.run.spec import RunSpec
 from sweeps.terminal import counted
 
@@ -83,8 +85,9 @@ def launch_of(specs: Sequence[RunSpec], directory: Path, like: str | None = None
     """
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1e12):
         raise UserError(f"launch.rate: {rate!r} must be the money that a device hour costs, 0 or more")
-    left = {spec.run: max(spec.steps - _progress(directory / RUNS_DIR / spec.run)[1], 0) for spec in specs}
-    rates = _Rates.read(directory if like is None else Path(like))
+    progress = cache(_progress)  # the study's own runs are asked for what is left and for what a step takes
+    left = {spec.run: max(spec.steps - progress(directory / RUNS_DIR / spec.run)[1], 0) for spec in specs}
+    rates = _Rates.read(directory if like is None else Path(like), progress)
     if rates is None and like is not None:
         raise UserError(
             f"launch.like: {like}: no run with device hours here; give a study or run of ours that has taken some steps"
@@ -133,12 +136,12 @@ class _Rates:
     scales: Sequence[Mapping[str, str]]
 
     @classmethod
-    def read(cls, place: Path) -> _Rates | None:
-        """None where no run has taken a step."""
+    def read(cls, place: Path, progress: Callable[[Path], tuple[str, int, float | None]]) -> _Rates | None:
+        """As `progress` has each run, see `_progress`; None where no run has taken a step."""
         found: dict[tuple[str, str], list[float]] = defaultdict(list)
         scales: dict[str, Mapping[str, str]] = {}
         for run_dir in find_runs(place):
-            recipe, step, hours = _progress(run_dir)
+            recipe, step, hours = progress(run_dir)
             if not step or not hours:
                 continue
             scale = _scale(_configuration(run_dir))
@@ -181,11 +184,8 @@ def _configuration(run_dir: Path) -> Mapping[str, Any]:
 
 def _progress(run_dir: Path) -> tuple[str, int, float | None]:
     """A run's recipe, its last step, and the device hours until there; nothing of what cannot be read."""
-    if not (run_dir / JOURNAL_FILE).is_file():
-        return "", 0, None
-    try:
-        view = read_journal(run_dir)
-    except JournalError:
+    view = journal_or_none(run_dir)
+    if view is None:
         return "", 0, None
     last = max(view.records, key=lambda record: record.step, default=None)
     step = 0 if last is None else last.step
