@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 from scipy.stats import binomtest
 
-from sweeps.curve import Curve, make_curve
+from sweeps.curve import Curve
 from sweeps.decide.standing import best_chances, joint_rewards
 from sweeps.fit import mixture
 from sweeps.fit.fit import fit_curves
@@ -38,7 +38,6 @@ FORECAST_AT, CHANCES_AT = (0.4, 0.55, 0.7), (0.3, 0.5, 0.7)
 LEAST = 8
 # An interval of 95% pays this many times what it misses by (Gneiting and Raftery 2007, section 6.2).
 MISS = 40
-WORKERS = 1  # each would have to be told what is left out
 HEAD = (
     "| curves | intervals hold | error | last value's | last five's mean's | interval score |",
     "|---|---|---|---|---|---|",
@@ -79,7 +78,7 @@ def part(curve: Curve, until: float, seed: str | None = None) -> Curve | None:
     name = curve.recipe if seed is None else f"{curve.recipe} seed {seed}"
     if not keep.any():
         return None
-    return make_curve(name, curve.compute[keep], curve.reward[keep], curve.seed[keep])
+    return replace(curve.take(keep), recipe=name)
 
 
 def forecasts(file: Path, curves: Sequence[Curve]) -> list[Forecast]:
@@ -94,7 +93,7 @@ def forecasts(file: Path, curves: Sequence[Curve]) -> list[Forecast]:
                 if len(mine.reward) >= LEAST and seen is not None:
                     cut.append(seen)
                     whole.append(mine)
-        for fit, seen, mine in zip(fit_curves(cut, workers=WORKERS, regions=False), cut, whole, strict=True):
+        for fit, seen, mine in zip(fit_curves(cut, regions=False), cut, whole, strict=True):
             rest = mine.compute > 0.75 * mine.compute.max()
             if not readable(fit):
                 continue
@@ -121,7 +120,7 @@ def chances(curves: Sequence[Curve]) -> list[tuple[float, bool]]:
         cut = [each for each in parts if each is not None]
         if len(cut) < max(len(curves), 2):
             continue
-        fits = fit_curves(cut, workers=WORKERS, regions=False)
+        fits = fit_curves(cut, regions=False)
         said = best_chances(joint_rewards(fits, 0.875 * end))
         found += [(p, reward == max(came)) for p, reward in zip(said, came, strict=True)]
     return found
@@ -160,7 +159,8 @@ def report(found: Sequence[Forecast], said: Sequence[tuple[float, bool]], name: 
         "",
         f"Written by `python benchmarks/real_curves.py {name}`: every curve of 8 points or more is cut at "
         f"{', '.join(f'{share:.0%}' for share in FORECAST_AT)} of its compute, and the mean of its last quarter is "
-        "foretold. Errors and widths are shares of the reward's scale.",
+        "foretold. Errors and widths are shares of the reward's scale. Of the files below those in `benchmarks/real` "
+        "are in the repository; the licence of others does not let them be copied.",
         "",
         *HEAD,
         *rows,

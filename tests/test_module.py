@@ -80,7 +80,7 @@ def test_off_policy_is_as_stale_as_it_says(tiny_model_path: str) -> None:
     assert max(gaps[0], gaps[3], gaps[6]) < 1e-5 < min(gaps[1], gaps[2], gaps[4], gaps[5])
 
 
-@pytest.mark.parametrize("micro_batch", every(3, every(3, [1, 4, 12], pytest.mark.full)))
+@pytest.mark.parametrize("micro_batch", every(3, [1, 4, 12], pytest.mark.full))
 @pytest.mark.parametrize("aggregation", [SampleAggregation, TokenAggregation, None])
 def test_micro_batches_change_nothing(tiny_model_path: str, micro_batch: int, aggregation: Any) -> None:
     """Invariant 1 through the real model: one step, whatever the micro-batch size."""
@@ -226,7 +226,7 @@ REVERTED = [
 
 
 @pytest.mark.parametrize(
-    ("axis", "choice"), every(3, every(3, REVERTED, pytest.mark.full)), ids=lambda value: str(type(value).__name__)
+    ("axis", "choice"), every(3, REVERTED, pytest.mark.full), ids=lambda value: str(type(value).__name__)
 )
 def test_mechanism_counter_sees_each_reverted_choice_of_scalerl_act(
     tiny_model_path: str, axis: str, choice: Any

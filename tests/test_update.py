@@ -972,7 +972,7 @@ class Unlabelled(CountingTask):
         self.pool = [type(prompt)(prompt.prompt_id, prompt.text, prompt.answer, "hard") for prompt in self.pool]
 
 
-@pytest.mark.parametrize(("overrides", "match"), every(3, every(3, ILLEGAL.values(), pytest.mark.full)), ids=ILLEGAL)
+@pytest.mark.parametrize(("overrides", "match"), every(3, ILLEGAL.values(), pytest.mark.full), ids=ILLEGAL)
 def test_what_does_not_go_together_is_refused_before_any_compute(
     tiny_model_path: str, overrides: tuple[str, ...], match: str
 ) -> None:

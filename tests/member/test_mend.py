@@ -93,7 +93,7 @@ def test_a_run_with_a_broken_line_goes_on_from_the_last_checkpoint_before_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "begin", every(3, every(3, [STEPS - 3, -1], pytest.mark.full)), ids=["its end is lost", "all of it is lost"]
+    "begin", every(3, [STEPS - 3, -1], pytest.mark.full), ids=["its end is lost", "all of it is lost"]
 )
 def test_a_checkpoint_newer_than_the_journal_is_not_gone_on_from(
     whole: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], begin: int
