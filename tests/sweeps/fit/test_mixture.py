@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from benchmarks import real_curves
 from benchmarks.forecast_zoo import ZOO, Truth, seen
 from sweeps.curve import Curve, make_curve
+from sweeps.fit import mixture as mixture_module
 from sweeps.fit.fit import Fit, fit_curve, fit_curves
 from sweeps.fit.kinds import KINDS, WALK
 from sweeps.fit.mixture import (
@@ -173,13 +174,18 @@ def test_a_run_that_has_died_is_not_foretold_to_rise_again() -> None:
     assert value < 0.03 and low == 0.0
 
 
-def test_what_is_noisy_may_stray_from_its_law() -> None:
-    """By more than its noise: evaluations ten times as noisy are foretold by intervals that are wider still."""
-    widths = []
-    for white in (0.004, 0.04):
+def test_what_is_noisy_may_stray_from_its_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By more than its noise: drifts widen its forecasts, and those of quiet evaluations by less."""
+
+    def width(white: float) -> float:
         bands = [predict(fit_curve(curve(white=white, seeds=1, rng=rng)), [30000]) for rng in range(6)]
-        widths.append(float(np.mean([band.high - band.low for band in bands])))
-    assert widths[1] > 3 * widths[0]
+        return float(np.mean([band.high - band.low for band in bands]))
+
+    quiet, noisy = width(0.004), width(0.04)
+    assert noisy > 3 * quiet
+    monkeypatch.setattr(mixture_module, "P_DRIFT", 1e-12)
+    added = noisy - width(0.04)
+    assert added > 0.2 * noisy and added > 3 * (quiet - width(0.004))
 
 
 def test_the_mean_of_later_evaluations_has_their_noise() -> None:
