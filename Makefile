@@ -12,26 +12,37 @@ MARKERS := not vllm$(if $(FULL),, and not full$(if $(ALL),, and not slow and not
 TEST_ARGS ?= --dist loadgroup
 PYTEST := $(if $(FULL),TEST_FULL=1 )$(if $(ALL)$(FULL),CI_ALL=1 )OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-full test-study test-training test-vllm
+.PHONY: demo test test-components test-full test-rooms test-slurm test-study test-training test-vllm
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.user
 	$(BIN)/python examples/demo.py
 
-# Tests of the study never import torch, which costs each process seconds; vLLM changes the process that it is in. Its
-# tests keep one core busy, beside those of the study.
+# Tests of the study never import torch, which costs each process seconds. Those of vLLM (it changes the process that it
+# is in) and of the cluster mostly wait, so they run beside the others.
 test: $(VENV)/$(if $(ALL)$(FULL),.everything,.developer)
-	$(if $(ALL)$(FULL),$(MAKE) --jobs=2 --output-sync=target test-study test-vllm,$(MAKE) test-study)
+	$(if $(ALL)$(FULL),$(MAKE) --jobs=2 --output-sync=target test-rooms test-components,$(MAKE) test-rooms)
+
+test-rooms:
+	$(MAKE) test-study
 	$(MAKE) test-training
 
 test-study:
 	$(PYTEST) -m "$(MARKERS)" -n 3 $(TEST_ARGS) tests/sweeps
 
+test-training:
+	$(PYTEST) -m "$(MARKERS)" -n 2 $(TEST_ARGS) --ignore tests/sweeps \
+	    $(if $(ALL)$(FULL),--ignore tests/slurm)
+
+test-components:
+	$(MAKE) test-vllm
+	$(MAKE) test-slurm
+
 test-vllm:
 	$(PYTEST) -m "vllm$(if $(FULL),, and not full)" tests/generator/test_vllm.py
 
-test-training:
-	$(PYTEST) -m "$(MARKERS)" -n 2 $(TEST_ARGS) --ignore tests/sweeps
+test-slurm:
+	$(PYTEST) -m "$(MARKERS)" tests/slurm
 
 # Everything that is right but long, by hand.
 test-full:

@@ -646,6 +646,7 @@ EMPTIED: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", every(3, map(pytest.param, EMPTIED.values())), ids=EMPTIED)
 def test_batches_that_keep_nothing_several_times_in_a_row(
     tiny_model_path: str, tmp_path: Path, overrides: tuple[str, ...]

@@ -395,6 +395,7 @@ def go_on(model: str, path: Path, seed: int = 0, recipe: str = "scalerl_core", *
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     every(

@@ -144,6 +144,7 @@ def test_a_run_that_is_done_stays_done_with_a_broken_line(run_dir: Path, capfd: 
     assert (run_dir / JOURNAL_FILE).read_bytes() == raw
 
 
+@pytest.mark.slow
 def test_a_journal_of_another_run_is_refused_and_not_touched(run_dir: Path) -> None:
     path = run_dir / JOURNAL_FILE
     header, rest = path.read_bytes().split(b"\n", 1)

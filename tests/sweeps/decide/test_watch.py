@@ -232,6 +232,7 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_growing_run_is_followed(tmp_path: Path) -> None:
     """Evaluations come one by one; what is on file is at every moment what was given, each once."""
     sweep = tmp_path / "sweep"

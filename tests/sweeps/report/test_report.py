@@ -199,6 +199,7 @@ def test_quality_r0_and_sensitivity_are_the_fits(usual_page: tuple[str, tuple[Pa
     assert f"from compute 4800 (30% of the end) {cut.A.value:.3f}" in plain
 
 
+@pytest.mark.slow
 def test_families_show_who_foretells_best(usual_page: tuple[str, tuple[Path, ...]]) -> None:
     found = compare(curve("scalerl", rng=1))
     plain = words(usual_page[0])

@@ -81,6 +81,7 @@ def test_uris_that_mlflow_refuses_are_named_with_the_remedy(tmp_path: Path) -> N
     assert resolve_uri(f"sqlite:///{tmp_path}/x/../m.db") == f"sqlite:///{tmp_path}/m.db"
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("no database at all, but long enough to be looked at as one" * 20)
     with pytest.raises(UserError, match="publish later") as error:
@@ -117,6 +118,7 @@ def test_runs_are_made_once_and_found_again(tracker: Tracker, tmp_path: Path) ->
     assert run.info.artifact_uri.startswith((tmp_path / "mlartifacts").as_uri())
 
 
+@pytest.mark.slow
 def test_series_is_unique_even_for_one_recipe_and_seed(tracker: Tracker, tmp_path: Path) -> None:
     twins = [Member(run, "scalerl", 0, tmp_path / run) for run in ("aaaaaaaaaa", "bbbbbbbbbb")]
     sweep = tracker.open_sweep(tmp_path / "sweep", twins)

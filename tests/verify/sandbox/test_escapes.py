@@ -89,7 +89,7 @@ FILES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.slow if number % 3 else ()) for number, each in enumerate(FILES)]
+    "name", [pytest.param(each, marks=pytest.mark.slow if number % 9 else ()) for number, each in enumerate(FILES)]
 )
 def test_files_outside(place: Place, outside: Path, name: str) -> None:
     source = attempt(FILES[name].format(secret=str(outside / "secret"), folder=str(outside)))
