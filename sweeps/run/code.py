@@ -153,14 +153,15 @@ def checkout(root: Path | None = None, only: Sequence[str] = ()) -> Checkout | N
 
 def _diff(root: Path, *places: str) -> str | None:
     """Of the working tree to its commit. `git diff` locks and rewrites the index, whatever it is told, so it gets a
-    copy: hundreds of jobs may ask at once, and the user may be about to commit."""
+    copy: hundreds of jobs may ask at once, and the user may be about to commit. Of the same age: what was changed in
+    the second in which the index was written is looked at, not only its size and time."""
     where = git(root, "rev-parse", "--git-path", "index")
     if where is None:
         return None
     try:
         with TemporaryDirectory() as scratch:
             own = Path(scratch) / "index"
-            shutil.copyfile(root / where.strip(), own)
+            shutil.copy2(root / where.strip(), own)
             return git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", *places, index=own)
     except OSError:
         return None

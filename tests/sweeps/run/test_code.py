@@ -58,6 +58,19 @@ def test_what_is_committed_and_what_is_not_are_named(checkout: Path) -> None:
     assert code_changes(first, second) == (f"commit {first['commit'][:12]} -> {second['commit'][:12]}",)
 
 
+def test_a_change_within_the_second_of_the_commit_is_seen(checkout: Path) -> None:
+    """Git compares size and time alone of what is older than its index, and a copy of the index is new."""
+    git(checkout, "config", "core.trustctime", "false")
+    source = checkout / "sweeps" / "one.py"
+    then = 1_700_000_000
+    os.utime(source, (then, then))
+    git(checkout, "add", ".")
+    os.utime(checkout / ".git" / "index", (then, then))
+    source.write_text("loss = 3\n")
+    os.utime(source, (then, then))
+    assert code_facts(root=checkout)["diff"] is not None
+
+
 def test_another_commit_of_the_same_code_is_no_change(checkout: Path) -> None:
     first = code_facts(root=checkout)
     (checkout / "README.md").write_text("read me again\n")
