@@ -1,8 +1,8 @@
 """How often do 95% intervals hold the truth, and how wide are they beside one that is told the noise?
 
 Simulated runs with known A, B, C_mid, windows that end at 2, 4 and 8 C_mid, 20 to 80 evaluations, white noise and
-AR(1) noise of correlation 0.7. R0 is observed once, with the same noise, at compute 0. "Told" is the profile
-interval that knows the noise's size and correlation. A second table adds runs' own asymptotes, drawn with a spread
+AR(1) noise of correlation 0.7. R0 is observed once, with the same noise, at compute 0. "Told" is the same posterior
+when it is told the noise's covariance. A second table adds runs' own asymptotes, drawn with a spread
 between seeds, and asks how often `A_total` holds the mean of all seeds.
 
     python benchmarks/coverage.py --repeats 1000 --out docs/coverage.md
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.curve import Curve, make_curve
-from sweeps.fit import interval, noise
 from sweeps.fit.fit import Fit, fit_curve, fit_curves
+from sweeps.fit.law import law_of
+from sweeps.fit.points import select, weighted
 from sweeps.fit.seeds import BORROWED_SEED_SD
+from sweeps.fit.wander import Noises, whitening
 
 Array = NDArray[np.float64]
 A, B, C_MID, R0, SD = 0.61, 1.8, 2000.0, 0.2, 0.01
@@ -64,25 +66,19 @@ class Cell:
     spacing: str
 
 
-class _Told(interval.Allowed):
-    """With the noise known the statistics are normal and nothing is stretched."""
-
-    dofs = np.full(len(noise.RHOS), 1e6)
-    stretch = 1e-3
-
-
 def told(fit: Fit, rho: float) -> dict[str, float | None]:
-    """Widths of the profile intervals that know the noise; None where an end is open."""
-    assert fit.allowed is not None
-    at = int(np.flatnonzero(rho == noise.RHOS)[0])
-    allowed = fit.allowed
-    known = SD**2 * float(allowed.problem.weight.mean())
-    share = np.eye(len(noise.RHOS))[at]
-    allowed = replace(_Told(**vars(allowed)), share=share, scale=np.full(len(share), known))
-    low, high = interval.asymptote_interval(allowed)
+    """Widths of the intervals that are told the noise; None where an end is open."""
+    assert fit.law is not None and fit.lookout is not None
+    seen, law, ahead = fit.lookout.seen, fit.law, fit.lookout
+    steps = np.arange(len(seen.x))
+    covariance = SD**2 / ahead.width**2 * rho ** np.abs(steps[:, None] - steps[None, :])
+    known = Noises(whitening(covariance[None]), np.zeros(1), np.full(1, SD**2), np.zeros(1), np.ones(1))
+    problem = weighted(select(fit.curve, fit.options), fit.options, fit.bounds)
+    exact = law_of(seen, problem, law.best, ahead.end, ahead.bottom, ahead.width, known)
+    low, high = exact.asymptote_interval()
     widths: dict[str, float | None] = {"A": high - low if high < 1.0 and low > 0.0 else None}
     for axis, name in enumerate(("B", "C_mid")):
-        ends = interval.shape_interval(allowed, axis)
+        ends = exact.shape_interval(axis)
         widths[name] = None if None in ends else float(np.exp(ends[1]) - np.exp(ends[0]))  # type: ignore[arg-type]
     return widths
 

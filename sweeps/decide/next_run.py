@@ -29,7 +29,7 @@ from sweeps.decide.standing import CONFIDENCE, Standing, joint, margin_of, stand
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.least_squares import Array
-from sweeps.fit.predict import reward_at
+from sweeps.fit.predict import reward_at, spacing
 from sweeps.terminal import counted
 
 # Recipes with a curve. Where A is not identifiable its draws are wide: enough to say that the recipe may still be
@@ -199,7 +199,8 @@ def _extension_signal(fit: Fit, to: float, rows: NDArray[np.intp] | None) -> Arr
     assert noise is not None and fit.draws is not None
     added = _added_compute(fit, to)
     kept = added[np.unique(np.linspace(0, len(added) - 1, min(len(added), _MAX_POINTS)).astype(np.intp))]
-    variance = noise.sd**2 * noise.inflation / fit.seeds * len(kept) / len(added)
+    # Of each, as if they were independent, so that their mean is known as well as that of all.
+    variance = noise.of_mean(added) ** 2 * len(kept) / fit.seeds
     # The curves whose asymptotes are compared: draw by draw the same.
     own = fit.draws.curve(kept) if fit.identifiable or fit.outlook is None else fit.outlook.at(kept)
     paths = own if rows is None else own[rows]
@@ -213,11 +214,7 @@ def _added_compute(fit: Fit, to: float) -> Array:
     """Where an extension would be evaluated: on at the median spacing of the window. (m,)."""
     assert fit.window is not None
     end = fit.window[1]
-    curve = fit.curve
-    inside = (curve.compute >= fit.window[0]) & (curve.compute <= end)
-    steps = [np.diff(np.unique(curve.compute[inside & (curve.seed == label)])) for label in np.unique(curve.seed)]
-    spacing = float(np.median(np.concatenate(steps)))
-    count = max(1, round((to - end) / max(spacing, 1e-12 * end)))
+    count = max(1, round((to - end) / max(spacing(fit), 1e-12 * end)))
     return np.linspace(end, to, min(count, 10_000) + 1)[1:]
 
 

@@ -283,7 +283,7 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
             c, seen = curve.compute[late], float(curve.reward[late].mean())
             by_law = 1 - np.exp(level[s] - k_max / (1 + n_0 / size) * np.log(c / law.reference))
             errors.append((float(by_law.mean()) - seen, float(early.draws.curve(c).mean()) - seen))
-            noise.append(fit.noise.sd**2 * min(1.0, fit.noise.inflation / late.sum()))
+            noise.append(fit.noise.of_mean(c) ** 2)
     if not errors:
         return HeldOut(None, None, "unknown", 0)
     law_error, sigmoid_error = (float(v) for v in np.sqrt(np.mean(np.square(errors), axis=0)))

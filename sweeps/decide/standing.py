@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sweeps.decide.margin import MARGIN
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, refit
-from sweeps.fit.futures import by_weight
+from sweeps.fit.grid import by_weight
 from sweeps.fit.least_squares import Array
 from sweeps.fit.mixture import PRIOR, shared_prior
 from sweeps.fit.outlook import DRAWS

@@ -116,7 +116,7 @@ def _row(
 ) -> FamilyRow:
     """A family fitted to all points, which weigh the same for every family: `variance` of each, (n,)."""
     problem = problem_of(points, options, bounds, variance)
-    best, _ = profile.solve(problem, polished=2, tolerance=1e-9)
+    best = profile.solve(problem, polished=2, tolerance=1e-9)
     n = len(points.reward)
     parameters = FAMILIES[name].shape + 1 + fits_r0(options)
     # Beside the curve: the seeds' offsets and the noise's variance.

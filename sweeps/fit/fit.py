@@ -2,8 +2,8 @@
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)            arXiv 2510.13786, eq. 1
 
-or another family of `fit.family`. Intervals are 95%, from the profile likelihood (`fit.interval`), for the runs given,
-and allow for autocorrelated evaluations (`fit.noise`). Only arrays come in here: no files, no torch.
+or another family of `fit.family`. Estimates are least squares; intervals are 95% of the law's posterior (`fit.law`),
+for the runs given, and allow for a policy that wanders (`fit.wander`). Only arrays come in here: no files, no torch.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from numpy.typing import NDArray
 from sweeps.as_json import AsJson, as_json
 from sweeps.curve import Curve
 from sweeps.errors import UserError
-from sweeps.fit import interval, noise, verdict
 from sweeps.fit import least_squares as profile
-from sweeps.fit.interval import Draws
+from sweeps.fit import verdict
+from sweeps.fit.law import Draws, Law, law_of
 from sweeps.fit.least_squares import Array, Optimum, Problem
 from sweeps.fit.mixture import Mixture, mixture, shared_prior
 from sweeps.fit.outlook import DRAWS, Lookout, Outlook, lookout
 from sweeps.fit.points import FitOptions as FitOptions
-from sweeps.fit.points import Points, pooled, select, weighted
+from sweeps.fit.points import Points, pooled, pulled_in, select, weighted
 from sweeps.fit.seeds import BORROWED_SEED_SD, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
 from sweeps.fit.suspect import BadSeed, without_bad_seeds
+from sweeps.fit.wander import Noise
 from sweeps.parallel import mapped
 
 # How far R0 is moved, in units of the reward's range, to show what it does to A and B.
 R0_STEP = 0.05
 # Other laws than the sigmoid lie above it: the upper half of A's interval is this much longer, unless all of them are
-# behind by this much log predictive density. With it A is held where curves saturate later (docs/forecast_zoo.md).
+# behind by this much log predictive density. Without it a Frechet curve's A is held in 0.68, with it in 0.87.
 OTHERS, RULED_OUT = 1.25, 6.0
 
 
@@ -71,8 +72,8 @@ class Fit(AsJson):
 
     A, B, C_mid hold None where the verdict lets nothing be named; draws and noise are None if no fit was
     possible. shape: the family's shape parameters by name (B and C_mid of a sigmoid, which also stand in their own
-    fields; a power law has B only). R0_effect: see `R0Effect`. informing: seeds that say something of A. dof: points
-    less parameters. bounds: of R0 and A. allowed: what the intervals were read from.
+    fields; a power law has B only). R0_effect: see `R0Effect`. informing: seeds that say something of A. bounds:
+    of R0 and A. law: what the intervals were read from.
     bad_seeds: seeds that went their own way and are left out. lookout: what forecasts are made from; skill: how well
     each kind of curve foretells, log predictive densities by name.
     """
@@ -97,13 +98,12 @@ class Fit(AsJson):
     warnings: tuple[str, ...]
     bounds: tuple[float, float]
     draws: Draws | None = None
-    noise: noise.Noise | None = None
-    dof: float = 0.0
+    noise: Noise | None = None
     seed_excess: SeedExcess = field(default_factory=SeedExcess)
     shape: dict[str, Interval] = field(default_factory=dict)
     R0_effect: R0Effect | None = None
     informing: int = 1
-    allowed: interval.Allowed | None = None
+    law: Law | None = None
     bad_seeds: tuple[BadSeed, ...] = ()
     lookout: Lookout | None = None
     skill: Mapping[str, float] = field(default_factory=dict)
@@ -160,28 +160,6 @@ class Fit(AsJson):
         }
 
 
-def _jacobian(problem: Problem, best: Optimum, g: Array) -> Array:
-    """Derivatives of the curve by what was fitted: shape, A, R0, offsets between seeds; (n, p)."""
-    columns = []
-    for axis in range(problem.family.shape):
-        low, high = problem.box[2 * axis], problem.box[2 * axis + 1]
-        step = 1e-5 * (high - low)
-        at = np.array([best.u, best.v])
-        up, down = at.copy(), at.copy()
-        up[axis] += step
-        down[axis] -= step
-        difference = problem.family.at(problem.log_compute, float(up[0]), float(up[1]))
-        difference = difference - problem.family.at(problem.log_compute, float(down[0]), float(down[1]))
-        columns.append((best.a - best.r0) * difference / (2 * step) * (high - low))
-    if problem.a_bounds[0] < problem.a_bounds[1]:
-        columns.append(g)
-    if problem.r0_bounds[0] < problem.r0_bounds[1]:
-        columns.append(1 - g)
-    own = np.flatnonzero(problem.loose)
-    columns += [np.where(problem.seed == s, g, 0.0) - np.where(problem.seed == own[0], g, 0.0) for s in own[1:]]
-    return np.stack(columns, axis=1)
-
-
 def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: SeedSpread | None = None) -> Fit:
     """Fit one recipe's curve.
 
@@ -211,6 +189,9 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         )
     total = len(points.reward)
     points, block = pooled(points)
+    raw = points.reward
+    if options.robust:
+        points = pulled_in(points, options, curve.bounds)
     bounds = curve.bounds
     if not isinstance(options.r0, str) and not bounds[0] <= options.r0 <= bounds[1]:
         raise UserError(f"--r0 {options.r0:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
@@ -239,7 +220,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     refused = verdict.before_fit(points.compute[shown], points.reward[shown], points.seed[shown], parameters)
     if refused is not None:
         return replace(empty, verdict=refused.name, reason=refused.reason)
-    return _fit_points(empty, points, parameters)
+    return _fit_points(empty, points, raw, parameters)
 
 
 def _left_out(bad: BadSeed, kept: Curve) -> str:
@@ -259,37 +240,35 @@ def fits_r0(options: FitOptions) -> bool:
     return isinstance(options.r0, str) and options.family != "sigmoid_zero"
 
 
-def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
-    """The fit proper: solution, noise, intervals, draws, verdict."""
+def _fit_points(empty: Fit, points: Points, raw: Array, parameters: int) -> Fit:
+    """The fit proper: solution, posterior, draws, verdict. raw (n,): rewards before far ones were pulled in."""
     options, bounds = empty.options, empty.bounds
+    assert empty.lookout is not None
     problem = weighted(points, options, bounds)
-    best, coarse = profile.solve(problem)
+    best = profile.solve(problem)
     _, _, g = profile.evaluate(problem, best.u, best.v)
     informing = int(problem.loose.sum())
     parameters -= problem.seeds - informing
-    dof = max(len(points.reward) - parameters, 1)
-    allowed = interval.explore(problem, best, coarse, _jacobian(problem, best, g), dof, points.variance)
+    ahead = empty.lookout
+    law = law_of(ahead.seen, problem, best, ahead.end, ahead.bottom, ahead.width)
     gone = {bad.seed for bad in empty.bad_seeds}
     labels = [str(label) for label in np.unique(empty.curve.seed) if str(label) not in gone]
     silent = [label for label, own in zip(labels, problem.loose, strict=False) if not own]
     if silent and len(labels) == problem.seeds:
         note = f"seed {', '.join(silent)} ended too early to say anything of its asymptote; its points are used"
         empty = replace(empty, warnings=(*empty.warnings, note))
-    rng = np.random.default_rng(zlib.crc32(empty.recipe.encode()))
-    draws = interval.draw(allowed, DRAWS, rng)
-
-    near = np.quantile(draws.A, [0.025, 0.975])
-    ends = interval.asymptote_interval(allowed, (float(near[0]), float(near[1])))
-    a_low, a_high = _a_ends(points, best, ends, bounds)
-    A = Interval(best.a, a_low, a_high)
-    screen = None if empty.lookout is None else mixture(empty.lookout.seen, brief=True)
-    A = _allowing_for_others(A, options, screen, bounds)
-    shape = _shape(allowed, best)
+    draws = law.draw(DRAWS, np.random.default_rng(zlib.crc32(empty.recipe.encode())))
+    screen = mixture(ahead.seen, brief=True)
+    low, high = law.asymptote_interval()
+    if options.sigmoid and _others_are_possible(screen):
+        high = best.a + OTHERS * (high - best.a)
+    A = Interval(best.a, *_a_ends(points, (low, high), bounds))
+    shape = _shape(law)
     nothing = Interval(None, None, None)
     B = shape.get("B", nothing)
     C_mid = shape.get("C_mid", nothing)
-    about_curve = points.reward - best.r0 * (1 - g) - best.a * g
-    variance = float((points.reward - points.reward.mean()) @ (points.reward - points.reward.mean()))
+    about_curve = raw - best.r0 * (1 - g) - best.a * g
+    variance = float((raw - raw.mean()) @ (raw - raw.mean()))
     half = _half_gain(options.family, shape, points)
     doubt = _doubt(empty, A, screen)
     evidence = verdict.Evidence(
@@ -299,7 +278,7 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
         half_gain=half, half_name={"exponential": "tau ln 2", "logistic": "c"}.get(options.family, "C_mid"),
         R0=best.r0, reward_range=empty.curve.scale,
         at_edge=_edge(problem, best, points, bounds),
-        point_sd=allowed.noise.sd, doubt=doubt,
+        point_sd=law.noise.sd, doubt=doubt,
     )  # fmt: skip
     judged = verdict.after_fit(evidence)
     unnamed = judged.name in ("flat", "decreasing")
@@ -317,25 +296,22 @@ def _fit_points(empty: Fit, points: Points, parameters: int) -> Fit:
         r2=None if variance <= 0 else 1 - float(about_curve @ about_curve) / variance,
         extrapolation_error=_extrapolation_error(points, options, bounds, parameters),
         draws=draws,
-        noise=allowed.noise,
-        dof=float(dof),
+        noise=law.noise,
         informing=informing,
-        seed_excess=seed_excess(problem, best, g, (noise.RHOS, allowed.share, allowed.scale), labels)
-        if judged.identifiable
-        else SeedExcess(),
-        allowed=allowed,
-        skill={} if doubt is None else doubt.skill,
+        seed_excess=seed_excess(problem, best, g, law.noise, labels) if judged.identifiable else SeedExcess(),
+        law=law,
+        skill=doubt.skill,
     )
     return with_seed_spread(fit, empty.seed_spread)
 
 
-def _shape(allowed: interval.Allowed, best: Optimum) -> dict[str, Interval]:
+def _shape(law: Law) -> dict[str, Interval]:
     """The family's shape parameters with their intervals."""
-    family = allowed.problem.family
-    value = family.natural_at(best.u, best.v)
+    family = law.family
+    value = family.natural_at(law.best.u, law.best.v)
     found = {}
     for axis, name in enumerate(family.names):
-        ends = interval.shape_interval(allowed, axis)
+        ends = law.shape_interval(axis)
         own = [None if e is None else family.natural_at(e, e)[axis] for e in ends]
         found[name] = Interval(value[axis], own[0], own[1])
     return found
@@ -353,22 +329,15 @@ def _half_gain(
     return value * factor, None if low is None else low * factor, None if high is None else high * factor
 
 
-def _allowing_for_others(
-    A: Interval, options: FitOptions, screen: Mixture | None, bounds: tuple[float, float]
-) -> Interval:
-    """A sigmoid's A with a higher upper end where other laws are not ruled out: nearly all of them saturate later."""
-    if screen is None or options.family != "sigmoid" or A.value is None or A.high is None or A.low == A.high:
-        return A
+def _others_are_possible(screen: Mixture) -> bool:
+    """Whether other laws than the sigmoid are not ruled out: nearly all of them saturate later."""
     others = max(skill for name, skill in screen.skill.items() if name != "sigmoid")
-    if screen.skill["sigmoid"] - others > RULED_OUT:
-        return A
-    return replace(A, high=min(A.value + OTHERS * (A.high - A.value), bounds[1]))
+    return screen.skill["sigmoid"] - others <= RULED_OUT
 
 
-def _doubt(fit: Fit, A: Interval, screen: Mixture | None) -> verdict.Doubt | None:
+def _doubt(fit: Fit, A: Interval, screen: Mixture) -> verdict.Doubt:
     """What other kinds of curves say of the points; of A nothing where the family is another than they are held to."""
-    if fit.lookout is None or screen is None:
-        return None
+    assert fit.lookout is not None
     seen = fit.lookout.seen
     bottom, width = fit.lookout.bottom, fit.lookout.width
     rivals = {name: skill for name, skill in screen.skill.items() if name != "sigmoid"}
@@ -413,7 +382,7 @@ def _r0_effect(problem: Problem, best: Optimum, scale: float) -> R0Effect | None
 
 
 def _a_ends(
-    points: Points, best: Optimum, ends: Sequence[float], bounds: tuple[float, float]
+    points: Points, ends: tuple[float, float], bounds: tuple[float, float]
 ) -> tuple[float | None, float | None]:
     """A's interval: open where only a bound ends it, unless a plateau was observed on that bound."""
     low: float | None
@@ -468,7 +437,7 @@ def point_prediction(
     the recipe's own if not given.
     """
     problem = weighted(points, options, bounds)
-    best, _ = profile.solve(problem, polished=1, tolerance=1e-6)
+    best = profile.solve(problem, polished=1, tolerance=1e-6)
     with np.errstate(divide="ignore"):
         g = problem.family.at(np.log(compute), best.u, best.v)
     offset = np.zeros(1) if seed is None else np.append(best.seed_offset, 0.0)[seed]
@@ -497,7 +466,7 @@ def fit_curves(
         curves: one a recipe.
         options: how to fit.
         workers: processes to share the work, see `sweeps.parallel`.
-        regions: keep `allowed` of every fit, which figures are drawn from: about a megabyte each.
+        regions: keep `law` of every fit, which figures are drawn from: about a megabyte each.
     """
     fits = mapped(partial(_fit_one, options=options, regions=regions), curves, workers)
     scale = max((curve.scale for curve in curves), default=1.0)
@@ -514,7 +483,7 @@ def fit_curves(
 
 def _fit_one(curve: Curve, options: FitOptions | None, regions: bool) -> Fit:
     fit = fit_curve(curve, options)
-    return fit if regions else replace(fit, allowed=None)
+    return fit if regions else replace(fit, law=None)
 
 
 def refit(fit: Fit, asymptote: float) -> Fit:

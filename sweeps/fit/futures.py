@@ -7,8 +7,9 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit, ndtr, ndtri
+from scipy.special import expit
 
+from sweeps.fit.grid import by_weight, within
 from sweeps.fit.kinds import KINDS, drifting
 from sweeps.fit.least_squares import Array
 from sweeps.fit.mixture import DRIFT, JUMP, NONE, Mixture, Walk
@@ -26,7 +27,7 @@ _WALKING = len(KINDS)
 class Futures:
     """Draws on a reward scale of width 1, compute in windows. All (K,) but levels (W, m), of the walks, at nodes (m,).
 
-    kind: index in `KINDS`, beyond them for a walk. See `sweeps.fit.mixture.Cells` for the rest. smoothed (S, w): draws
+    kind: index in `KINDS`, beyond them for a walk. See `sweeps.fit.grid.Cells` for the rest. smoothed (S, w): draws
     of what the window itself shows, by no law but that the reward wanders, at the first w nodes.
     """
 
@@ -71,13 +72,6 @@ class Futures:
         return np.clip(value, 0.0, 1.0) if self.bounded else value
 
 
-def by_weight(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np.intp]:
-    """Indices drawn by weight (n,), one a slice of it, in random order: less noise than one by one. (count,)."""
-    place = (np.arange(count) + rng.random(count)) / count
-    chosen = np.minimum(np.searchsorted(np.cumsum(weight) / weight.sum(), place), len(weight) - 1)
-    return np.asarray(rng.permutation(chosen), dtype=np.intp)
-
-
 def draw(found: Mixture, count: int, rng: np.random.Generator) -> Futures:
     """Joint draws from a mixture."""
     cells, walk = found.cells, found.walk
@@ -96,9 +90,9 @@ def draw(found: Mixture, count: int, rng: np.random.Generator) -> Futures:
     determinant = np.maximum(p00 * p11 - p01**2, 1e-300)
     # A first, then R0 given A; both within what rewards can be.
     bounded = found.seen.bounded
-    drawn = _within(mean[1], np.sqrt(p00 / determinant), _CEILING[kind[curves]] & bounded, rng)
+    drawn = within(mean[1], np.sqrt(p00 / determinant), _CEILING[kind[curves]] & bounded, rng)
     a[curves] = drawn
-    r0[curves] = _within(mean[0] - p01 / p00 * (drawn - mean[1]), p00**-0.5, np.full(len(at), bounded), rng)
+    r0[curves] = within(mean[0] - p01 / p00 * (drawn - mean[1]), p00**-0.5, np.full(len(at), bounded), rng)
     walking = chosen[~curves] - len(cells.log_weight)
     now = _levels(walk, walking, rng)
     share = np.exp(walk.log_weight - walk.log_weight.max())
@@ -114,12 +108,3 @@ def _levels(walk: Walk, which: NDArray[np.intp], rng: np.random.Generator) -> Ar
     """Draws of a walk's level at its nodes, under the strengths given; (k,) -> (k, m)."""
     noise = rng.standard_normal((len(which), len(walk.x), 1))
     return np.asarray(walk.level[which] + (walk.root[which] @ noise)[..., 0])
-
-
-def _within(mean: Array, sd: Array, bounded: NDArray[np.bool_], rng: np.random.Generator) -> Array:
-    """Normal draws, cut off at 0 and 1 where bounded; (k,)."""
-    uniform = rng.random(len(mean))
-    low = np.where(bounded, ndtr(-mean / sd), 0.0)
-    high = np.where(bounded, ndtr((1 - mean) / sd), 1.0)
-    value = mean + sd * ndtri(np.clip(low + (high - low) * uniform, 1e-15, 1 - 1e-15))
-    return np.where(bounded, np.clip(value, 0.0, 1.0), value)

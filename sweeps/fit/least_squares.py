@@ -9,10 +9,6 @@ Several seeds of a recipe share the curve and differ in their asymptote, A_s = A
 ridge on d_s (a random effect). A is then the mean over the runs given, and a lasting offset between two seeds
 is neither taken for noise nor for independent evidence. All weights are 1 / variance.
 
-Sums of squares may be weighted for first-order autocorrelation rho within a seed: the inverse correlation matrix
-of an AR(1) process is [(1 + rho^2) I - rho^2 E - rho L] / (1 - rho^2), with E the ends and L the neighbours, so
-the sums for any rho follow from those of I, E and L.
-
 Source: arXiv 2510.13786, eq. 1; variable projection as in arXiv 2603.22339.
 """
 
@@ -81,19 +77,6 @@ class Problem:
         return np.sqrt(self.weight)
 
     @cached_property
-    def ends(self) -> Array:
-        """How often a point is an end of its seed's points (2: it is alone), (n,)."""
-        edge = np.ones(len(self.seed) + 1)
-        edge[1:-1] = self.seed[1:] != self.seed[:-1]
-        return edge[:-1] + edge[1:]
-
-    @cached_property
-    def links(self) -> Array:
-        """Weight of each pair of neighbours: the product of their root weights, 0 across seeds; (n - 1,)."""
-        found: Array = self.root[1:] * self.root[:-1] * (self.seed[1:] == self.seed[:-1])
-        return found
-
-    @cached_property
     def centre(self) -> float:
         """The weighted mean reward: sums of squares about it keep the digits that the mean would cost."""
         return float(self.weight @ self.reward / self.weight.sum())
@@ -107,13 +90,6 @@ class Problem:
     def totals(self) -> tuple[float, float]:
         """Sum of the weights, and of the weighted centred rewards."""
         return float(self.weight.sum()), float(self.weight @ self.centred)
-
-    def applied(self, h: Array) -> Array:
-        """I h, E h and L h in the weighted metric; (n,) -> (3, n)."""
-        neighbours = np.zeros_like(h)
-        neighbours[:-1] += self.links * h[1:]
-        neighbours[1:] += self.links * h[:-1]
-        return np.stack([self.weight * h, self.weight * self.ends * h, neighbours])
 
     def basis(self, u: Array, v: Array) -> Array:
         """g at the points for cells (k,) -> (k, n)."""
@@ -154,7 +130,6 @@ class Surface:
     sse: Array
     r0: Array
     a: Array
-    quadratic: Quadratic
 
 
 @dataclass(frozen=True)
@@ -175,73 +150,28 @@ def divide(top: Array, bottom: Array) -> Array:
     return np.where(known, top / np.where(known, bottom, 1.0), 0.0)
 
 
-def ar1_inverse(rho: Array) -> Array:
-    """Coefficients of I, E and L in the inverse correlation matrix of an AR(1) process; (r,) -> (r, 3)."""
-    coefficients: Array = np.stack([1 + rho**2, -(rho**2), -rho], axis=1) / (1 - rho**2)[:, None]
-    return coefficients
-
-
-@dataclass(frozen=True)
-class Sums:
-    """What the normal equations of any rho are made of: sums over points in the metrics I, E and L.
-
-    Shapes: gg, g1, gy (3, S, cells) or (3, 1, cells) with one seed; ones, ys, yy (3, S).
-    """
-
-    gg: Array
-    g1: Array
-    gy: Array
-    ones: Array
-    ys: Array
-    yy: Array
-    ridge: float
-    loose: Array
-
-    def mixed(self, rho: Array) -> Quadratic:
-        """The normal equations of (R0, A) at each rho, the seeds' offsets eliminated; (r,) -> (r, cells)."""
-        share = ar1_inverse(rho)[:, : len(self.gg)]
-        gg, g1, gy = (np.tensordot(share, x, 1) for x in (self.gg, self.g1, self.gy))
-        ones, ys, yy = (share @ x for x in (self.ones, self.ys, self.yy))
-        e, p = g1 - gg, gy
-        H11, E1, d = gg.sum(1), e.sum(1), p.sum(1)
-        H00 = ones.sum(1)[:, None] - H11 - 2 * E1
-        h0, c = ys.sum(1)[:, None] - d, yy.sum(1)[:, None]
-        H01, h1 = E1, d
-        if gg.shape[1] > 1:
-            # min over d_s with sum(d_s) = 0 of sum gg_s d_s^2 + ridge d_s^2 - 2 q_s d_s, q = gy - R0 e - A gg.
-            k = self.loose[:, None] / (gg + self.ridge)
-            ksum = k.sum(1)
-            k_e, k_a, k_p = ((k * x).sum(1) for x in (e, gg, p))
-            H00 = H00 - (k * e * e).sum(1) + k_e * k_e / ksum
-            H01 = H01 - (k * e * gg).sum(1) + k_e * k_a / ksum
-            H11 = H11 - (k * gg * gg).sum(1) + k_a * k_a / ksum
-            h0 = h0 - (k * p * e).sum(1) + k_p * k_e / ksum
-            h1 = h1 - (k * p * gg).sum(1) + k_p * k_a / ksum
-            c = c - (k * p * p).sum(1) + k_p * k_p / ksum
-        return Quadratic(np.broadcast_to(c, H11.shape), h0, h1, H00, H01, H11)
-
-
-def sums(problem: Problem, g: Array, metrics: int = 3) -> Sums:
-    """Sums for cells with basis g (cells, n); `metrics` of 1 leaves out E and L."""
-    member, seeds = problem.member, problem.seeds
-    one, y = (problem.applied(h)[:metrics] for h in (np.ones(len(problem.reward)), problem.reward))
-    square = g * g
-    diagonal = np.stack([problem.weight, problem.weight * problem.ends])[:metrics]
-    gg = [square @ (member * w[:, None]) for w in diagonal]
-    if metrics == 3:
-        gg.append((g[:, 1:] * g[:, :-1]) @ (2 * member[1:] * problem.links[:, None]))
-    linear = np.concatenate([one, y])[:, :, None] * member[None]
-    by = (g @ linear.transpose(1, 0, 2).reshape(len(member), -1)).reshape(len(g), 2, metrics, seeds)
-    return Sums(
-        np.stack(gg).transpose(0, 2, 1),
-        by[:, 0].transpose(1, 2, 0),
-        by[:, 1].transpose(1, 2, 0),
-        one @ member,
-        y @ member,
-        (y * problem.reward) @ member,
-        problem.ridge,
-        problem.loose,
-    )
+def normal_equations(problem: Problem, g: Array) -> Quadratic:
+    """SSE by (R0, A) of cells with basis g (cells, n), the seeds' offsets eliminated; (cells,)."""
+    member, weight = problem.member, problem.weight
+    one = (weight[:, None] * member).T
+    y = one * problem.reward
+    gg, g1, gy = one @ (g * g).T, one @ g.T, y @ g.T
+    e, p = g1 - gg, gy
+    H11, H01, h1 = gg.sum(0), e.sum(0), p.sum(0)
+    H00 = weight.sum() - H11 - 2 * H01
+    h0, c = y.sum() - h1, np.full_like(H11, float((y @ problem.reward).sum()))
+    if problem.seeds > 1:
+        # min over d_s with sum(d_s) = 0 of sum gg_s d_s^2 + ridge d_s^2 - 2 q_s d_s, q = gy - R0 e - A gg.
+        k = problem.loose[:, None] / (gg + problem.ridge)
+        ksum = k.sum(0)
+        k_e, k_a, k_p = ((k * x).sum(0) for x in (e, gg, p))
+        H00 = H00 - (k * e * e).sum(0) + k_e * k_e / ksum
+        H01 = H01 - (k * e * gg).sum(0) + k_e * k_a / ksum
+        H11 = H11 - (k * gg * gg).sum(0) + k_a * k_a / ksum
+        h0 = h0 - (k * p * e).sum(0) + k_p * k_e / ksum
+        h1 = h1 - (k * p * gg).sum(0) + k_p * k_a / ksum
+        c = c - (k * p * p).sum(0) + k_p * k_p / ksum
+    return Quadratic(c, h0, h1, H00, H01, H11)
 
 
 def linear_solution(q: Quadratic, problem: Problem) -> tuple[Array, Array, Array]:
@@ -312,9 +242,9 @@ def surface(problem: Problem, u: Array, v: Array) -> Surface:
     centre = problem.centre
     centred = shifted(problem, -centre)
     shape = (len(u), len(v))
-    q = sums(centred, problem.basis(*cells_of(u, v)), metrics=1).mixed(np.zeros(1)).take(np.arange(len(u) * len(v)))
+    q = normal_equations(centred, problem.basis(*cells_of(u, v)))
     r0, a, sse = linear_solution(q, centred)
-    return Surface(u, v, sse.reshape(shape), (r0 + centre).reshape(shape), (a + centre).reshape(shape), q)
+    return Surface(u, v, sse.reshape(shape), (r0 + centre).reshape(shape), (a + centre).reshape(shape))
 
 
 def evaluate(problem: Problem, u: float, v: float) -> tuple[Optimum, Array, Array]:
@@ -347,7 +277,7 @@ def _linear_at(problem: Problem, g: Array) -> tuple[float, float]:
         gg, g1, gy = float(wg @ g), float(wg.sum()), float(wg @ problem.centred)
         H00, H01, H11, h0, h1 = one - 2 * g1 + gg, g1 - gg, gg, ys - gy, gy
     else:
-        # The seeds' offsets eliminated, as in `Sums.mixed`.
+        # The seeds' offsets eliminated, as in `normal_equations`.
         a_s, b_s, p_s = (np.bincount(problem.seed, x, problem.seeds) for x in (wg * g, wg, wg * problem.centred))
         e_s = b_s - a_s
         k = problem.loose / (a_s + problem.ridge)
@@ -453,8 +383,8 @@ def axes_of(problem: Problem, box: Box, shape: tuple[int, int]) -> tuple[Array, 
     )
 
 
-def solve(problem: Problem, polished: int = 3, tolerance: float = 1e-12) -> tuple[Optimum, Surface]:
-    """The global least-squares solution and the coarse surface it was found on.
+def solve(problem: Problem, polished: int = 3, tolerance: float = 1e-12) -> Optimum:
+    """The global least-squares solution.
 
     The best few local minima of the grid are polished: a curve that is poorly determined has several.
     """
@@ -476,7 +406,7 @@ def solve(problem: Problem, polished: int = 3, tolerance: float = 1e-12) -> tupl
         if again.sse >= best.sse * (1 - 1e-9):
             break
         best = again
-    return best, grid
+    return best
 
 
 def _steepest(problem: Problem) -> Optimum | None:

@@ -1,31 +1,27 @@
 """What a curve may be: kinds of curves (`sweeps.fit.kinds`) averaged by how well each foretells the next evaluations.
 
-Given the shape of a curve and the noise's, the rest (R0, A, a slow drift or a jump) is linear and Gaussian, so each
-cell of a grid over kind, shape and noise has its marginal likelihood in closed form. Its logarithm is the sum of the
-log predictive densities of every point given those before: each kind is weighed by its forecasts from all origins. The
-last value is among the kinds, as a random walk.
+Each cell of a grid over kind, shape and noise has its marginal likelihood in closed form (`sweeps.fit.grid`), a slow
+drift or a jump on top included. Its logarithm is the sum of the log predictive densities of every point given those
+before: each kind is weighed by its forecasts from all origins. The last value is among the kinds, as a random walk.
 
 Sources: prequential weights, Dawid 1984; rolling origins, Tashman 2000.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import expit, ndtr
 
 from sweeps.fit.family import Box
+from sweeps.fit.grid import R0_PRIOR, Cells, cells_of, explore, grid_of, joined, solve, zoomed
 from sweeps.fit.kinds import KINDS, WALK, drifting
 from sweeps.fit.least_squares import Array
 from sweeps.fit.wander import Noises, Seen, noises, whitening
 
-# Before the data: R0 and A, mean and standard deviation, on a reward scale of width 1; twice that where rewards have
-# no bounds.
-R0_PRIOR, A_PRIOR = (0.3, 0.35), (0.6, 0.4)
 # A slow drift over the window: its standard deviation in units of the points' roughness, within two limits, and how
 # likely there is one. What a run strays from any law goes with its noise; set on real curves (docs/real_curves.md).
 DRIFT_SD, DRIFT_LIMITS, P_DRIFT = 3.0, (0.02, 0.3), 0.5
@@ -47,45 +43,12 @@ _STEPS = ((0.01, 0.3), (0.035, 0.35), (0.1, 0.2), (0.3, 0.15))
 _DROPPED, _UNLIKELY = 12.0, 7.0
 # A kind's grid is zoomed, at most so often, until this many cells share its weight; fewer where it is to be brief.
 _ROUNDS, _FINE, _ROUGH = 6, 10, 4
-# It is left where zooming would shrink it to no less than this share, or where its kind has been left behind.
-_SHRINKS, _BEHIND = 0.6, 25.0
+# It is left where its kind has been left behind by this much log weight.
+_BEHIND = 25.0
 # Points are calm where they wander by no more than this, in units of their roughness; beside a jump they wander no more
 # than `_LITTLE`, by noise of no less log weight than `_RARE`.
 _CALM, _LITTLE, _RARE = 0.3, 0.8, -5.0
 NONE, DRIFT, JUMP = 0, 1, 2
-
-
-@dataclass(frozen=True, eq=False)
-class Cells:
-    """Cells that matter; all (k,) but precision (3, k), mean (2, k) and cross (2, k).
-
-    kind: index in `KINDS`. log_weight: of the cell within everything. u, v: shape. noise: index in `Mixture.noise`.
-    precision: of R0 and A, the upper triangle. mean: of R0 and A with no extra; less cross times the extra's size with
-    it. extra: `NONE`, `DRIFT` or `JUMP`, of size extra_mean, extra_sd; a jump is at `at`, `width` wide, in windows.
-    """
-
-    kind: NDArray[np.intp]
-    log_weight: Array
-    u: Array
-    v: Array
-    noise: NDArray[np.intp]
-    precision: Array
-    mean: Array
-    cross: Array
-    extra: NDArray[np.intp]
-    extra_mean: Array
-    extra_sd: Array
-    at: Array
-    width: Array
-
-    def take(self, keep: NDArray[np.bool_]) -> Cells:
-        """Some of them."""
-        return Cells(**{name: getattr(self, name)[..., keep] for name in self.__dataclass_fields__})
-
-
-def _joined(parts: Sequence[Cells]) -> Cells:
-    names = Cells.__dataclass_fields__
-    return Cells(**{name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in names})
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +151,7 @@ def mixture(seen: Seen, brief: bool = False, prior: Mapping[str, float] | None =
     cells, boxes = _explored(seen, noise, tilde, brief)
     walk = _walked(seen, brief)
     restless = _restless(cells, walk, noise, seen)
-    every = _joined([cells, *_jumped(seen, noise, tilde, boxes)]) if restless and not brief else cells
+    every = joined([cells, *_jumped(seen, noise, tilde, boxes)]) if restless and not brief else cells
     skill = {kind.name: _lse(every.log_weight[every.kind == i]) for i, kind in enumerate(KINDS)}
     skill[WALK.name] = _lse(walk.log_weight)
     weights = prior or PRIOR
@@ -208,115 +171,6 @@ def _lse(values: Array) -> float:
     return top if not np.isfinite(top) else top + float(np.log(np.exp(values - top).sum()))
 
 
-@dataclass(frozen=True, eq=False)
-class _Solved:
-    """Bayesian linear regressions of every cell. Shapes: log_evidence, extra_mean, extra_sd (E, J, M); precision
-    (3, J, M), mean (2, J, M), cross (2, E, J, M)."""
-
-    log_evidence: Array
-    precision: Array
-    mean: Array
-    cross: Array
-    extra_mean: Array
-    extra_sd: Array
-
-
-def _solve(
-    tilde: Array, g: Array, log_det: Array, extras: tuple[Array, Array, Array] | None, ceiling: Array, bounded: bool
-) -> _Solved:
-    """Regress rewards on R0 (1 - g) + A g + an extra, in every cell.
-
-    Args:
-        tilde: whitened ones and rewards, (J, n, 2).
-        g: whitened, (J, n, M).
-        log_det: of the noise's covariance, (J,).
-        extras: whitened columns (J, n, E), prior standard deviation (E,), 0 for no extra, and log prior (E,); None for
-            no extra at all.
-        ceiling: whether A is a ceiling, (M,).
-        bounded: rewards lie in [0, 1].
-    """
-    (m0, s0), (m1, s1) = R0_PRIOR, A_PRIOR
-    if not bounded:
-        s0, s1 = 2 * s0, 2 * s1
-    d = m1 - m0
-    products = g.transpose(0, 2, 1) @ tilde
-    g1, gy = products[..., 0], products[..., 1]
-    gg = np.einsum("jnm,jnm->jm", g, g)
-    oo, oy, yy = (np.einsum("jn,jn->j", tilde[..., a], tilde[..., b])[:, None] for a, b in ((0, 0), (0, 1), (1, 1)))
-    # Rewards about the prior's mean, m0 (1 - g) + m1 g.
-    rr = yy + m0**2 * oo + d**2 * gg - 2 * m0 * oy - 2 * d * gy + 2 * m0 * d * g1
-    b1 = gy - m0 * g1 - d * gg
-    b0 = oy - m0 * oo - d * g1 - b1
-    p00, p01, p11 = oo - 2 * g1 + gg + s0**-2, g1 - gg, gg + s1**-2
-    det = p00 * p11 - p01**2
-    a0, a1 = (p11 * b0 - p01 * b1) / det, (p00 * b1 - p01 * b0) / det
-    quadratic = np.maximum(rr - b0 * a0 - b1 * a1, 0.0)
-    base = -0.5 * (tilde.shape[1] * np.log(2 * np.pi) + log_det[:, None] + quadratic + np.log(det * (s0 * s1) ** 2))
-
-    cross = np.zeros((2, 1, *base.shape))
-    size, kappa, evidence = np.zeros((1, *base.shape)), np.full((1, *base.shape), np.inf), base[None]
-    if extras is not None:
-        columns, sd, log_prior = extras
-        sd = sd[:, None, None]
-        some = sd > 0
-        safe = np.where(some, sd, 1.0)
-        h1 = (columns.transpose(0, 2, 1) @ g).transpose(1, 0, 2)
-        et = (columns.transpose(0, 2, 1) @ tilde).transpose(1, 0, 2)
-        ee = np.einsum("jne,jne->ej", columns, columns)[..., None]
-        h0 = et[..., :1] - h1
-        cross = np.stack([(p11 * h0 - p01 * h1) / det, (p00 * h1 - p01 * h0) / det]) * some
-        kappa = np.where(some, ee + safe**-2 - h0 * cross[0] - h1 * cross[1], np.inf)
-        left = et[..., 1:] - m0 * et[..., :1] - d * h1 - h0 * a0 - h1 * a1
-        size = left / kappa
-        gain = np.where(some, left * size - np.log(np.where(some, kappa, 1.0) * safe**2), 0.0)
-        evidence = base + 0.5 * gain + log_prior[:, None, None]
-    if bounded:
-        # What lies outside [0, 1] is cut off, of the prior as of what the data leave.
-        for axis, own, (centre, scale), counts in ((0, p11, (m0, s0), 1.0), (1, p00, (m1, s1), ceiling)):
-            spread = np.sqrt(own / det + cross[axis] ** 2 / kappa)
-            at = (m0 + a0, m1 + a1)[axis] - cross[axis] * size
-            inside = np.maximum(ndtr((1 - at) / spread) - ndtr(-at / spread), 1e-12)
-            evidence = evidence + counts * np.log(inside / (ndtr((1 - centre) / scale) - ndtr(-centre / scale)))
-    return _Solved(evidence, np.stack([p00, p01, p11]), np.stack([m0 + a0, m1 + a1]), cross, size, kappa**-0.5)
-
-
-@dataclass(frozen=True, eq=False)
-class _Grid:
-    """Shapes of several kinds: all (M,). log_cell: prior weight of a cell within its kind."""
-
-    kind: NDArray[np.intp]
-    u: Array
-    v: Array
-    log_cell: Array
-
-    def basis(self, x: Array) -> Array:
-        """g of every cell; (n,) -> (n, M)."""
-        parts = []
-        for i in np.unique(self.kind):
-            mine = self.kind == i
-            parts.append(KINDS[i].shape(x[:, None], self.u[mine], self.v[mine]))
-        return np.concatenate(parts, axis=1)
-
-
-def _grid(boxes: Mapping[int, Box]) -> _Grid:
-    """Centres of the cells of a box a kind."""
-    kinds, us, vs, weights = [], [], [], []
-    for i, box in boxes.items():
-        kind = KINDS[i]
-        u, v, area = kind.cells_in(box)
-        kinds.append(np.full(len(u), i))
-        us.append(u)
-        vs.append(v)
-        weights.append(kind.log_prior(u, v) + np.log(area) - kind.log_norm)
-    return _Grid(np.concatenate(kinds), np.concatenate(us), np.concatenate(vs), np.concatenate(weights))
-
-
-@cache
-def _whole_grid() -> _Grid:
-    """Of every kind's whole box: where each search begins."""
-    return _grid({i: kind.box for i, kind in enumerate(KINDS)})
-
-
 _CEILING = np.array([kind.ceiling for kind in KINDS])
 
 
@@ -333,76 +187,27 @@ def _explored(seen: Seen, noise: Noises, tilde: Array, brief: bool) -> tuple[Cel
         rounds = 3 if brief and noise.strength[rows].min() > 0 else _ROUNDS
         cells, boxes = _explored_under(seen, noise.take(rows), tilde[rows], brief, rounds)
         parts.append(replace(cells, noise=rows[cells.noise]))
-    return _joined(parts), boxes
+    return joined(parts), boxes
 
 
 def _explored_under(seen: Seen, noise: Noises, tilde: Array, brief: bool, rounds: int) -> tuple[Cells, dict[int, Box]]:
-    """The same under some kinds of noise, the grid zoomed to where the weight is, at most so many times less one."""
-    boxes = {i: kind.box for i, kind in enumerate(KINDS)}
-    for round_ in range(rounds):
-        grid = _grid(boxes) if round_ else _whole_grid()
-        g = noise.whiten @ grid.basis(seen.x)
-        solved = _solve(tilde, g, noise.log_det, None, _CEILING[grid.kind], seen.bounded)
-        weight = solved.log_evidence[0] + grid.log_cell + noise.log_prior[:, None]
-        zoomed = _zoomed(grid, weight, boxes, _ROUGH if brief else _FINE, np.inf if round_ == 0 else _BEHIND)
-        if zoomed == boxes or round_ == rounds - 1:
-            break
-        boxes = zoomed
+    """The same under some kinds of noise."""
+    found = explore(seen, noise, KINDS, rounds, _ROUGH if brief else _FINE, _BEHIND)
+    grid, g, solved, weight, boxes = found.grid, found.g, found.solved, found.weight, found.boxes
     if brief:
-        return _cells(solved, np.zeros(1), grid, noise, np.array([NONE]), np.zeros(1), np.ones(1)), boxes
+        return cells_of(solved, np.zeros(1), grid, noise, np.array([NONE]), np.zeros(1), np.ones(1)), boxes
     by_noise = weight.max(1)
     likely = np.flatnonzero(by_noise > by_noise.max() - _UNLIKELY)
     some = noise.take(likely)
     column = some.whiten @ drifting(seen.x)[:, None]
     drift_sd = float(np.clip(DRIFT_SD * seen.roughness, *DRIFT_LIMITS))
     extras = np.concatenate([np.zeros_like(column), column], axis=2), np.array([0.0, drift_sd]), np.zeros(2)
-    solved = _solve(tilde[likely], g[likely], some.log_det, extras, _CEILING[grid.kind], seen.bounded)
-    drifts = np.where(_CEILING[grid.kind], P_DRIFT, 0.0)
+    solved = solve(tilde[likely], g[likely], some.log_det, extras, grid.ceiling, seen.bounded)
+    drifts = np.where(grid.ceiling, P_DRIFT, 0.0)
     with np.errstate(divide="ignore"):
         log_extra = np.log(np.stack([1 - drifts, drifts]))[:, None, :]
-    cells = _cells(solved, log_extra, grid, some, np.array([NONE, DRIFT]), np.zeros(2), np.ones(2))
+    cells = cells_of(solved, log_extra, grid, some, np.array([NONE, DRIFT]), np.zeros(2), np.ones(2))
     return replace(cells, noise=likely[cells.noise]), boxes
-
-
-def _zoomed(grid: _Grid, weight: Array, boxes: Mapping[int, Box], fine: float, behind: float) -> dict[int, Box]:
-    """Boxes about the cells with weight, a cell wider on every side; as they were where many cells share it."""
-    best = weight.max(0)
-    result = {}
-    for i, box in boxes.items():
-        kind, mine = KINDS[i], grid.kind == i
-        own = best[mine]
-        inside = own > own.max() - 8
-        lost = own.max() < best.max() - behind
-        if len(own) == 1 or lost or np.exp(own - own.max()).sum() > fine:
-            result[i] = box
-            continue
-        ends: list[float] = []
-        for line, k, count in ((grid.u[mine], 0, kind.cells[0]), (grid.v[mine], 2, kind.cells[1])):
-            step = (box[k + 1] - box[k]) / count
-            low, high = float(line[inside].min()) - step, float(line[inside].max()) + step
-            ends += [max(low, kind.box[k]), min(high, kind.box[k + 1])]
-        area = [(high - low) / (end - start) for low, high, start, end in _sides(ends, box) if end > start]
-        result[i] = (ends[0], ends[1], ends[2], ends[3]) if np.prod(area) < _SHRINKS else box
-    return result
-
-
-def _sides(inner: Sequence[float], outer: Box) -> Iterator[tuple[float, float, float, float]]:
-    for k in (0, 2):
-        yield inner[k], inner[k + 1], outer[k], outer[k + 1]
-
-
-def _cells(
-    solved: _Solved, log_extra: Array, grid: _Grid, noise: Noises, extra: NDArray[np.intp], at: Array, width: Array
-) -> Cells:
-    """Flat, and without what does not matter in its kind."""
-    weight = solved.log_evidence + log_extra + grid.log_cell + noise.log_prior[:, None]
-    by_kind = np.full(len(KINDS), -np.inf)
-    np.maximum.at(by_kind, grid.kind, weight.max((0, 1)))
-    e, j, m = np.nonzero(weight > by_kind[grid.kind] - _DROPPED)
-    return Cells(
-        grid.kind[m], weight[e, j, m], grid.u[m], grid.v[m], j, solved.precision[:, j, m], solved.mean[:, j, m],
-        solved.cross[:, e, j, m], extra[e], solved.extra_mean[e, j, m], solved.extra_sd[e, j, m], at[e], width[e],
-    )  # fmt: skip
 
 
 def _restless(cells: Cells, walk: Walk, noise: Noises, seen: Seen) -> bool:
@@ -448,23 +253,21 @@ def _jumped(seen: Seen, noise: Noises, tilde: Array, boxes: Mapping[int, Box]) -
         # What explains a curve best without a jump need not do so with one: both are tried.
         for box in dict.fromkeys((kind.box, boxes[i])):
             for round_ in range(_JUMP_ROUNDS):
-                grid = _grid({i: box})
+                grid = grid_of(KINDS, {i: box})
                 basis = grid.basis(seen.x)
-                solved = _solve(
-                    tilde[first], few.whiten @ basis, few.log_det, anywhere, _CEILING[grid.kind], seen.bounded
-                )
+                solved = solve(tilde[first], few.whiten @ basis, few.log_det, anywhere, grid.ceiling, seen.bounded)
                 weight = solved.log_evidence + grid.log_cell + few.log_prior[:, None]
-                zoomed = _zoomed(grid, weight.max(0), {i: box}, _FINE, np.inf)[i]
-                if zoomed == box or round_ == _JUMP_ROUNDS - 1:
+                closer = zoomed(grid, weight.max(0), {i: box}, _FINE, np.inf)[i]
+                if closer == box or round_ == _JUMP_ROUNDS - 1:
                     break
-                box = zoomed
+                box = closer
             by_place = weight.max((1, 2))
             likely = at[by_place > by_place.max() - _ELSEWHERE]
             places = np.tile(likely, len(_JUMP_WIDTHS))
             width = np.repeat(np.array(_JUMP_WIDTHS) * spacing, len(likely))
             there = extras(some, places, width)
-            solved = _solve(tilde, some.whiten @ basis, some.log_det, there, _CEILING[grid.kind], seen.bounded)
-            cells = _cells(solved, np.zeros(1), grid, some, np.full(len(places), JUMP), places, width)
+            solved = solve(tilde, some.whiten @ basis, some.log_det, there, grid.ceiling, seen.bounded)
+            cells = cells_of(solved, np.zeros(1), grid, some, np.full(len(places), JUMP), places, width)
             found.append(replace(cells, noise=calm[cells.noise]))
     return found
 

@@ -13,7 +13,7 @@ from sweeps.fit.futures import Futures, draw
 from sweeps.fit.least_squares import Array
 from sweeps.fit.mixture import JUMP, Mixture, mixture
 from sweeps.fit.points import Points, pooled
-from sweeps.fit.wander import Seen
+from sweeps.fit.wander import Noise, Seen, noise_of
 
 DRAWS = 2000
 # Neighbours are averaged beyond this many points: they add nothing but time.
@@ -37,8 +37,7 @@ class Outlook:
 
     futures: joint draws, without units. end: of the window, in the curve's unit of compute. bottom, width: of the
     reward's scale. weights: of each kind of curve, by name; skill: log predictive density of each. jump: the one that
-    the points show, if more likely than not. noise: shares (J,) and the mean sampling variance, strength and memory of
-    each kind of noise, (J,) each.
+    the points show, if more likely than not. noise: about the curve.
     """
 
     futures: Futures
@@ -48,7 +47,7 @@ class Outlook:
     weights: Mapping[str, float]
     skill: Mapping[str, float]
     jump: Jump | None
-    noise: tuple[Array, Array, Array, Array]
+    noise: Noise
 
     def at(self, compute: Array) -> Array:
         """Rewards at each compute (m,), in the curve's units; (K, m)."""
@@ -63,14 +62,6 @@ class Outlook:
     def ceiling(self) -> Array:
         """What each draw comes to, see `Futures.ceiling`; (K,)."""
         return self.bottom + self.width * self.futures.ceiling
-
-    def noise_of_mean(self, compute: Array) -> float:
-        """Standard deviation of the mean of one seed's evaluations, one at each compute (m,), about the curve."""
-        x = np.asarray(compute, dtype=float) / self.end
-        apart = np.abs(x[:, None] - x[None, :])
-        share, white, strength, memory = self.noise
-        wander = np.array([s**2 * float(np.exp(-apart / m).mean()) for s, m in zip(strength, memory, strict=True)])
-        return self.width * float(np.sqrt(share @ (white / len(x) + wander)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +83,10 @@ class Lookout:
     def outlook(self) -> Outlook:
         """What the curve may do next."""
         found = mixture(self.seen, prior=self.prior)
-        noise = found.noise
         return Outlook(
             draw(found, DRAWS, np.random.default_rng(zlib.crc32(self.recipe.encode()) + 5)),
             self.end, self.bottom, self.width, found.weights, found.skill,
-            _jump(found, self.end, self.width), (found.noise_share, noise.white, noise.strength, noise.memory),
+            _jump(found, self.end, self.width), noise_of(found.noise, found.noise_share, self.end, self.width),
         )  # fmt: skip
 
 

@@ -16,11 +16,11 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import brentq
 
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.fit import least_squares as profile
-from sweeps.fit import noise
 from sweeps.fit.family import FAMILIES, Family
 from sweeps.fit.least_squares import Array, Problem
 
@@ -159,38 +159,48 @@ def weighted(points: Points, options: FitOptions, bounds: tuple[float, float]) -
     if known is None or float(np.ptp(known)) <= 1e-12 * float(known.max()):
         # Equal weights: their size matters only against the seeds' ridge, and for rounding.
         known = np.zeros(n) if known is None else known
-        if problem.seeds == 1 and not options.robust:
+        if problem.seeds == 1:
             return problem_of(points, options, bounds, np.maximum(even, floor))
-    best, _ = profile.solve(problem, polished=1, tolerance=1e-6)
+    best = profile.solve(problem, polished=1, tolerance=1e-6)
     _, residual, g = profile.evaluate(problem, best.u, best.v)
-    if options.robust:
-        problem = _robust(problem, residual, points, options, bounds, known, floor)
-    else:
-        extra = noise.extra_variance(residual, known + floor, max(n - 4, 1))
-        problem = problem_of(points, options, bounds, known + extra + floor)
+    extra = _extra_variance(residual, known + floor, max(n - 4, 1))
+    problem = problem_of(points, options, bounds, known + extra + floor)
     information = np.bincount(points.seed, problem.weight * g * g)
     return replace(problem, informing=information >= _INFORMING * information.max())
 
 
-def _robust(
-    problem: Problem,
-    residual: Array,
-    points: Points,
-    options: FitOptions,
-    bounds: tuple[float, float],
-    known: Array,
-    floor: float,
-) -> Problem:
-    """Huber's weights by re-weighting: a point beyond 1.5 robust sd gets its error enlarged to match."""
+def _extra_variance(residual: Array, variance: Array, dof: int) -> float:
+    """Variance to add to every point's own so that weighted residuals come out at their degrees of freedom.
+
+    Zero where the points' own errors already explain the residuals (Mandel and Paule 1970). Shapes: (n,).
+    """
+
+    def excess(extra: float) -> float:
+        return float((residual**2 / (variance + extra)).sum()) - dof
+
+    high = float(residual @ residual) / dof
+    return 0.0 if excess(0.0) <= 0 else float(brentq(excess, 0.0, high)) if excess(high) < 0 else high
+
+
+def pulled_in(points: Points, options: FitOptions, bounds: tuple[float, float]) -> Points:
+    """Points with those far from the curve pulled in: their least-squares curve is Huber's of the points (1964).
+
+    Found by re-weighting: a point beyond 1.5 robust standard deviations gets its error enlarged to match.
+    """
+    floor = (1e-7 * max(1.0, float(np.abs(points.reward).max()))) ** 2
+    known = np.zeros(len(points.reward)) if points.variance is None else np.maximum(points.variance, floor)
+    even = np.full(len(points.reward), max(float(np.var(points.reward)) / 10, floor))
+    problem = problem_of(points, options, bounds, even if points.variance is None else known)
+    last = np.full(len(points.reward), np.inf)
     for _ in range(_ROBUST_ROUNDS):
+        best = profile.solve(problem, polished=1, tolerance=1e-6)
+        _, residual, _ = profile.evaluate(problem, best.u, best.v)
         # The spread without the points that are far off: the median of absolute residuals.
         sd = max(1.4826 * float(np.median(np.abs(residual))), np.sqrt(floor))
         base = known + max(sd**2 - float(known.mean()), 0.0) + floor
-        stretch = np.maximum(np.abs(residual) / (_HUBER * np.sqrt(base)), 1.0)
-        problem = problem_of(points, options, bounds, base * stretch)
-        best, _ = profile.solve(problem, polished=1, tolerance=1e-6)
-        _, fresh, _ = profile.evaluate(problem, best.u, best.v)
-        if float(np.abs(fresh - residual).max()) <= 1e-6 * max(sd, 1e-12):
-            return problem
-        residual = fresh
-    return problem
+        limit = _HUBER * np.sqrt(base)
+        if float(np.abs(residual - last).max()) <= 1e-6 * sd:
+            break
+        last = residual
+        problem = problem_of(points, options, bounds, base * np.maximum(np.abs(residual) / limit, 1.0))
+    return replace(points, reward=points.reward - residual + np.clip(residual, -limit, limit))

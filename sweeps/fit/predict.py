@@ -16,7 +16,6 @@ import numpy as np
 from sweeps.curve import Array
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.futures import FARTHEST
-from sweeps.fit.interval import asymptote_confidence
 from sweeps.fit.outlook import DRAWS
 from sweeps.fit.seeds import SeedSpread
 from sweeps.fit.wander import apart
@@ -103,11 +102,17 @@ def predict_mean(fit: Fit, compute: Array | Sequence[float]) -> tuple[float, flo
 def _noise(fit: Fit, compute: Array, seeds: float, count: int) -> Array:
     """Noise of the mean of one evaluation a seed at each compute; (m,) -> (K, 1)."""
     rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 1)
-    if fit.outlook is not None:
-        sd = fit.outlook.noise_of_mean(compute) / np.sqrt(seeds)
-        return np.asarray(sd * rng.standard_normal((count, 1)))
-    assert fit.noise is not None
-    return np.asarray(fit.noise.of_mean(len(compute)) / np.sqrt(seeds) * rng.standard_t(fit.dof, (count, 1)))
+    assert fit.outlook is not None
+    return np.asarray(fit.outlook.noise.of_mean(compute) / np.sqrt(seeds) * rng.standard_normal((count, 1)))
+
+
+def spacing(fit: Fit) -> float:
+    """Median distance between evaluations of one run in the window, in compute."""
+    assert fit.window is not None
+    curve = fit.curve
+    inside = (curve.compute >= fit.window[0]) & (curve.compute <= fit.window[1])
+    steps = [np.diff(np.unique(curve.compute[inside & (curve.seed == label)])) for label in np.unique(curve.seed)]
+    return float(np.median(np.concatenate(steps)))
 
 
 def _band(fit: Fit, found: Array) -> Band:
@@ -198,9 +203,9 @@ def fitted(fit: Fit, compute: Array) -> Array:
     Raises:
         ValueError: there is no fit.
     """
-    if fit.allowed is None:
+    if fit.law is None:
         raise ValueError(f"recipe {fit.recipe!r} has no fit: {fit.verdict}, {fit.reason}")
-    best, family = fit.allowed.best, fit.allowed.problem.family
+    best, family = fit.law.best, fit.law.family
     with np.errstate(divide="ignore"):
         g = family.at(np.log(compute), best.u, best.v)
     result: Array = best.r0 * (1 - g) + best.a * g
@@ -213,7 +218,7 @@ def confidence_curve(fit: Fit) -> tuple[Array, Array]:
     Raises:
         ValueError: the fit names no A.
     """
-    if fit.allowed is None or fit.A.value is None:
+    if fit.law is None or fit.A.value is None:
         raise ValueError(f"recipe {fit.recipe!r} names no asymptote: {fit.verdict}, {fit.reason}")
     low, high, best = fit.A.low, fit.A.high, fit.A.value
     first = fit.bounds[0] if low is None else max(best - _BEYOND * (best - low), fit.bounds[0])
@@ -221,4 +226,4 @@ def confidence_curve(fit: Fit) -> tuple[Array, Array]:
     # Both sides reach the estimate itself: an open interval is long, and its peak is narrow.
     t = np.linspace(0, 1, _LOOKS) ** 2
     x = np.unique(np.clip(np.concatenate([best - (best - first) * t, best + (last - best) * t]), first, last))
-    return x, asymptote_confidence(fit.allowed, x)
+    return x, fit.law.confidence(x)

@@ -11,7 +11,8 @@ from scipy.special import stdtrit
 
 from sweeps.as_json import AsJson
 from sweeps.curve import UNNAMED
-from sweeps.fit.least_squares import Array, Optimum, Problem, ar1_inverse
+from sweeps.fit.least_squares import Array, Optimum, Problem
+from sweeps.fit.wander import Noise
 
 # Three ScaleRL runs lay within +-0.015 (arXiv 2510.13786, A.7).
 BORROWED_SEED_SD = 0.015
@@ -43,28 +44,26 @@ class SeedExcess:
     offset: Mapping[str, float] = field(default_factory=dict)
 
 
-def seed_excess(
-    problem: Problem, best: Optimum, g: Array, noise: tuple[Array, Array, Array], labels: Sequence[str]
-) -> SeedExcess:
+def seed_excess(problem: Problem, best: Optimum, g: Array, noise: Noise, labels: Sequence[str]) -> SeedExcess:
     """Per-seed asymptotes at the common shape, about their mean.
 
-    Shapes: g (n,). noise: the autocorrelations considered, their weights, and a point's variance relative to the
-    problem's weights under each, (r,). labels: of the seeds, in their order.
+    Shapes: g (n,). noise: about the curve. labels: of the seeds, in their order.
     """
-    rho, share, scale = noise
     informing = np.flatnonzero(problem.loose)
     count = len(informing)
     if count < 2:
         return SeedExcess()
-    w = problem.weight
+    pull = problem.weight * g
     residual = problem.reward - best.r0 * (1 - g) - best.a * g
-    information = np.bincount(problem.seed, w * g * g, problem.seeds)[informing]
+    information = np.bincount(problem.seed, pull * g, problem.seeds)[informing]
     if (information <= 0).any():
         return SeedExcess()
-    offset = np.bincount(problem.seed, w * g * residual, problem.seeds)[informing] / information
-    # The information on an offset under each rho; see `sweeps.fit.least_squares` for the three metrics.
-    parts = np.stack([np.bincount(problem.seed, row * g, problem.seeds)[informing] for row in problem.applied(g)])
-    sampling = float(share @ (scale[:, None] / np.maximum(ar1_inverse(rho) @ parts, 1e-300)).mean(1))
+    offset = np.bincount(problem.seed, pull * residual, problem.seeds)[informing] / information
+    errors = []
+    for seed, own in zip(informing, information, strict=True):
+        mine = problem.seed == seed
+        errors.append(float(pull[mine] @ noise.covariance(np.exp(problem.log_compute[mine])) @ pull[mine]) / own**2)
+    sampling = float(np.mean(errors))
     offset = offset - offset.mean()
     own = [labels[int(i)] for i in informing] if len(labels) == problem.seeds else []
     # A number that a reader gave a run is no seed: runs of two recipes have nothing in common by it.

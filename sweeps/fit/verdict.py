@@ -21,9 +21,8 @@ MIN_COMPUTES = 6
 # A window narrower than this factor shows one point of a curve on log compute, not its shape.
 MIN_SPAN = 1.5
 # An interval wider than this (in units of the reward's range, and never more than the gain itself) cannot separate any
-# two of the published recipes, whose A lie within 0.16 of each other (arXiv 2510.13786, fig. 2): 0.2, and what is
-# allowed for other laws.
-MAX_WIDTH = 0.225
+# two of the published recipes, whose A lie within 0.16 of each other (arXiv 2510.13786, fig. 2).
+MAX_WIDTH = 0.2
 # A plateau counts as observed at a bound if the last quarter's mean is this close: the margin of a tie.
 PLATEAU = 0.02
 # The bend is in the window if even the upper end of C_mid's interval lies below this share of it: intervals that
@@ -39,7 +38,7 @@ TREND = 4.5
 # A kind of curve ahead of the sigmoid by this much log predictive density (20 times as likely) is preferred to it.
 AHEAD = 3.0
 # A is named if this much of what all kinds of curves say of the ceiling lies within its interval.
-AGREED = 0.6
+AGREED = 0.7
 # Evaluations whose mean is called the best so far.
 _SMOOTH = 5
 # A run has gone bad if it ends this share of its gain below its best stretch.

@@ -34,6 +34,8 @@ SEED_SD, _SETTLED = 0.015, 0.15
 _EXACT = 1e-3
 # Evaluations that all agree are not infinitely precise.
 _LEAST = 0.04
+# Evaluations of a mean whose covariances are summed one by one.
+_MANY = 200
 
 
 def apart(x: Array) -> Array:
@@ -144,6 +146,57 @@ class Noises:
         """Log determinant of the covariance; (J,)."""
         found: Array = -2 * np.log(np.einsum("jnn->jn", self.whiten)).sum(1)
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class Noise:
+    """What one run's evaluations scatter by about their curve, averaged over kinds of noise, in units of reward.
+
+    white: variance of sampling. wander (m,): variance of what is remembered for `memory` (m,), in units of compute.
+    """
+
+    white: float
+    wander: Array
+    memory: Array
+
+    @property
+    def sd(self) -> float:
+        """Standard deviation of one evaluation."""
+        return float(np.sqrt(self.white + self.wander.sum()))
+
+    def covariance(self, compute: Array) -> Array:
+        """Of one run's evaluations; (n,) -> (n, n)."""
+        apart = np.abs(compute[:, None] - compute[None, :])
+        kernels = np.exp(-apart / self.memory[:, None, None])
+        result: Array = self.white * np.eye(len(compute)) + np.tensordot(self.wander, kernels, 1)
+        return result
+
+    def correlation(self, apart: float) -> float:
+        """Of two evaluations of one run, that far apart in compute."""
+        return float(self.wander @ np.exp(-apart / self.memory)) / self.sd**2
+
+    def of_mean(self, compute: Array) -> float:
+        """Standard deviation of the mean of one run's evaluations, one at each compute (m,)."""
+        at = np.asarray(compute, dtype=float)
+        # Of very many a few tell how long the run remembers.
+        few = at[np.linspace(0, len(at) - 1, min(len(at), _MANY)).astype(np.intp)]
+        apart = np.abs(few[:, None] - few[None, :])
+        remembered = float(self.wander @ np.exp(-apart / self.memory[:, None, None]).mean((1, 2)))
+        return float(np.sqrt(self.white / len(at) + remembered))
+
+
+def noise_of(every: Noises, share: Array, end: float, width: float) -> Noise:
+    """The average of kinds of noise, each with its share (J,), in units of compute and reward.
+
+    Args:
+        every: kinds of noise.
+        share: of each; they sum to 1.
+        end: of the window.
+        width: of the reward's scale.
+    """
+    memory, which = np.unique(every.memory, return_inverse=True)
+    wander: Array = np.bincount(which, share * every.strength**2).astype(float)
+    return Noise(width**2 * float(share @ every.white), width**2 * wander, end * memory)
 
 
 def noises(seen: Seen, brief: bool = False) -> Noises:

@@ -14,7 +14,7 @@ from sweeps.decide.rank import Ranking
 from sweeps.fit.fit import Fit
 from sweeps.fit.history import Snapshot
 from sweeps.fit.points import select
-from sweeps.fit.predict import confidence_curve, fitted, predict
+from sweeps.fit.predict import confidence_curve, fitted, predict, spacing
 from sweeps.report.drawing import REFUSED, RULE, STYLE, colours, draw_points, label, limits, log_axis, multiples
 
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
@@ -25,7 +25,7 @@ def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
 
     None if no recipe has a curve to depart from. Only what was fitted is drawn.
     """
-    by_recipe = {fit.recipe: fit for fit in fits if fit.allowed is not None and fit.A.value is not None}
+    by_recipe = {fit.recipe: fit for fit in fits if fit.law is not None and fit.A.value is not None}
     order = [entry.recipe for entry in ranking.ranking if entry.recipe in by_recipe]
     if not order:
         return None
@@ -50,7 +50,7 @@ def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: st
     if fit.noise is not None:
         spread = 2 * fit.noise.sd
         panel.axhspan(-spread, spread, color=colour, alpha=0.13, linewidth=0)
-        note = f"sd {fit.noise.sd:.4f}, lag 1: {fit.noise.correlation:.2f}"
+        note = f"sd {fit.noise.sd:.4f}, lag 1: {fit.noise.correlation(spacing(fit)):.2f}"
         panel.text(0.97, 0.03, note, transform=panel.transAxes, ha="right", fontsize=8.5)
     residual = points.reward - fitted(fit, points.compute)
     draw_points(panel, points.compute, residual, points.seed, left, colour)
@@ -66,7 +66,7 @@ def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     The curve cuts 0.05 at the ends of the 95% interval. One that does not fall to it before the bound of A ends in
     a dashed mark.
     """
-    by_recipe = {fit.recipe: fit for fit in fits if fit.A.value is not None and fit.allowed is not None}
+    by_recipe = {fit.recipe: fit for fit in fits if fit.A.value is not None and fit.law is not None}
     ordered = [by_recipe[entry.recipe] for entry in ranking.ranking if entry.recipe in by_recipe]
     groups = [
         ("A identifiable", [fit for fit in ordered if fit.identifiable]),

@@ -148,10 +148,10 @@ def test_quantiles_of_infinite_draws_are_open_not_nan() -> None:
 def test_near_not_near_unknown() -> None:
     near = near_asymptote(fit_curve(curve(end=40000, points=81)))
     assert near.verdict == "near" and near.share.low is not None and near.share.low >= 0.95
-    far = near_asymptote(fit_curve(curve(end=5000, points=41)))
-    assert far.verdict == "not near" and far.share.value == pytest.approx(1 / (1 + 0.5**1.9), abs=0.06)
+    far = near_asymptote(fit_curve(curve(end=6000, points=81)))
+    assert far.verdict == "not near" and far.share.value == pytest.approx(1 / (1 + (2500 / 6000) ** 1.9), abs=0.06)
     assert far.gain_2x.value == pytest.approx(
-        float(law(np.array([10000.0]), 0.61, 1.9, 2500, 0.3)[0] - law(np.array([5000.0]), 0.61, 1.9, 2500, 0.3)[0]),
+        float(law(np.array([12000.0]), 0.61, 1.9, 2500, 0.3)[0] - law(np.array([6000.0]), 0.61, 1.9, 2500, 0.3)[0]),
         abs=0.02,
     )
     # A share of 0.94, not known well enough to say on which side of 0.95 it lies.

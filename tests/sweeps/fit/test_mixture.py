@@ -18,15 +18,14 @@ from benchmarks.forecast_zoo import ZOO, Truth, seen
 from sweeps.curve import Curve, make_curve
 from sweeps.fit import mixture as mixture_module
 from sweeps.fit.fit import Fit, fit_curve, fit_curves
+from sweeps.fit.grid import A_PRIOR, R0_PRIOR
 from sweeps.fit.kinds import KINDS, WALK
 from sweeps.fit.mixture import (
-    A_PRIOR,
     DRIFT_LIMITS,
     DRIFT_SD,
     JUMP_SD,
     P_DRIFT,
     PRIOR,
-    R0_PRIOR,
     mixture,
     shared_prior,
 )

@@ -19,9 +19,8 @@ from sweeps.decide.rank import rank
 from sweeps.errors import UserError
 from sweeps.fit.compare import compare
 from sweeps.fit.fit import FitOptions, fit_curve, fit_curves
-from sweeps.fit.interval import asymptote_confidence
 from sweeps.fit.points import select
-from sweeps.fit.predict import confidence_curve, fitted
+from sweeps.fit.predict import confidence_curve, fitted, spacing
 from sweeps.report.drawing import label
 from sweeps.report.figures import history_figure, profile_figure, residuals_figure
 from sweeps.report.write import histories, write_ranking_csv, write_report
@@ -340,9 +339,9 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 def test_confidence_curve_cuts_five_percent_at_the_interval() -> None:
     fit = fit_curve(curve(rng=1))
-    assert fit.allowed is not None and fit.A.value is not None
+    assert fit.law is not None and fit.A.value is not None
     ends = np.array([fit.A.low, fit.A.value, fit.A.high])
-    low, middle, high = asymptote_confidence(fit.allowed, ends)
+    low, middle, high = fit.law.confidence(ends)
     assert low == pytest.approx(0.05, abs=0.002) and high == pytest.approx(0.05, abs=0.002) and middle > 0.8
     x, p = confidence_curve(fit)
     assert x[0] < ends[0] < ends[2] < x[-1] and (np.diff(x) > 0).all()
@@ -350,15 +349,15 @@ def test_confidence_curve_cuts_five_percent_at_the_interval() -> None:
     assert (np.diff(p[: top + 1]) >= 0).all() and (np.diff(p[top:]) <= 0).all()
     for bad in (np.array([1.1]), np.array([0.6, 0.5])):
         with pytest.raises(ValueError, match="must increase"):
-            asymptote_confidence(fit.allowed, bad)
+            fit.law.confidence(bad)
     fixed = fit_curve(curve(rng=1), FitOptions(asymptote=0.6))
-    assert fixed.allowed is not None
+    assert fixed.law is not None
     with pytest.raises(ValueError, match="fixed"):
-        asymptote_confidence(fixed.allowed, np.array([0.6]))
+        fixed.law.confidence(np.array([0.6]))
 
 
 def test_an_open_asymptote_ends_at_its_bound_with_a_mark() -> None:
-    unbent = next(fit for fit in (fit_curve(curve(end=2500, rng=i)) for i in range(9)) if fit.A.high is None)
+    unbent = next(fit for fit in (fit_curve(curve(end=1500, rng=i)) for i in range(9)) if fit.A.high is None)
     opened = replace(unbent, verdict="open")
     x, p = confidence_curve(opened)
     assert x[-1] == 1 and p[-1] > 0.05 and p[0] < 0.05
@@ -384,7 +383,7 @@ def test_residuals_are_about_the_fitted_curve() -> None:
     (panel,) = figure.axes
     drawn = np.concatenate([line.get_ydata() for line in panel.lines if line.get_linestyle() == "None"])
     np.testing.assert_allclose(np.sort(drawn), np.sort(about))
-    assert f"lag 1: {fit.noise.correlation:.2f}" in panel.texts[0].get_text()
+    assert f"lag 1: {fit.noise.correlation(spacing(fit)):.2f}" in panel.texts[0].get_text()
 
 
 @pytest.mark.full

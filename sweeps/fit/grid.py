@@ -1,0 +1,309 @@
+"""The engine under every posterior of a curve: a grid over kind, shape and noise, each cell solved exactly.
+
+Given the shape of a curve and the noise's, the rest (R0, A, and an extra on top) is linear and Gaussian, so each cell
+has its marginal likelihood in closed form. The grid is zoomed to where the weight is: nothing depends on a start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr, ndtri
+
+from sweeps.fit.family import Box
+from sweeps.fit.kinds import Kind
+from sweeps.fit.least_squares import Array
+from sweeps.fit.wander import Noises, Seen
+
+# Before the data: R0 and A, mean and standard deviation, on a reward scale of width 1; twice that where rewards have
+# no bounds.
+R0_PRIOR, A_PRIOR = (0.3, 0.35), (0.6, 0.4)
+# Log weight below the best at which cells are dropped.
+_DROPPED = 12.0
+# A grid is left where zooming would shrink it to no less than this share.
+_SHRINKS = 0.6
+
+Prior = tuple[tuple[float, float], tuple[float, float]]
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """Cells that matter; all (k,) but sides (2, k), precision (3, k), mean (2, k) and cross (2, k).
+
+    kind: index in the kinds. log_weight: of the cell within everything. u, v: shape, sides: of the cell in both. noise:
+    index in the kinds of noise. precision: of R0 and A, the upper triangle. mean: of R0 and A with no extra; less cross
+    times the extra's size with it. extra: `NONE`, `DRIFT` or `JUMP` of `sweeps.fit.mixture`, of size extra_mean,
+    extra_sd; a jump is at `at`, `width` wide, in windows.
+    """
+
+    kind: NDArray[np.intp]
+    log_weight: Array
+    u: Array
+    v: Array
+    sides: Array
+    noise: NDArray[np.intp]
+    precision: Array
+    mean: Array
+    cross: Array
+    extra: NDArray[np.intp]
+    extra_mean: Array
+    extra_sd: Array
+    at: Array
+    width: Array
+
+    def take(self, keep: NDArray[np.bool_]) -> Cells:
+        """Some of them."""
+        return Cells(**{name: getattr(self, name)[..., keep] for name in self.__dataclass_fields__})
+
+
+def joined(parts: Sequence[Cells]) -> Cells:
+    """All cells of several sets."""
+    names = Cells.__dataclass_fields__
+    return Cells(**{name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in names})
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """Bayesian linear regressions of every cell. Shapes: log_evidence, extra_mean, extra_sd (E, J, M); precision
+    (3, J, M), mean (2, J, M), cross (2, E, J, M)."""
+
+    log_evidence: Array
+    precision: Array
+    mean: Array
+    cross: Array
+    extra_mean: Array
+    extra_sd: Array
+
+
+def usual_prior(bounded: bool) -> Prior:
+    """Of R0 and A, mean and standard deviation, where nothing else is known of them."""
+    wide = 1.0 if bounded else 2.0
+    return (R0_PRIOR[0], wide * R0_PRIOR[1]), (A_PRIOR[0], wide * A_PRIOR[1])
+
+
+def solve(
+    tilde: Array,
+    g: Array,
+    log_det: Array,
+    extras: tuple[Array, Array, Array] | None,
+    ceiling: NDArray[np.bool_],
+    bounded: bool,
+    prior: Prior | None = None,
+) -> Solved:
+    """Regress rewards on R0 (1 - g) + A g + an extra, in every cell.
+
+    Args:
+        tilde: whitened ones and rewards, (J, n, 2).
+        g: whitened, (J, n, M).
+        log_det: of the noise's covariance, (J,).
+        extras: whitened columns (J, n, E), prior standard deviation (E,), 0 for no extra, and log prior (E,); None for
+            no extra at all.
+        ceiling: whether A is a ceiling, (M,).
+        bounded: rewards lie in [0, 1].
+        prior: mean and standard deviation of R0 and of A; the usual ones if not given.
+    """
+    (m0, s0), (m1, s1) = prior or usual_prior(bounded)
+    d = m1 - m0
+    products = g.transpose(0, 2, 1) @ tilde
+    g1, gy = products[..., 0], products[..., 1]
+    gg = np.einsum("jnm,jnm->jm", g, g)
+    oo, oy, yy = (np.einsum("jn,jn->j", tilde[..., a], tilde[..., b])[:, None] for a, b in ((0, 0), (0, 1), (1, 1)))
+    # Rewards about the prior's mean, m0 (1 - g) + m1 g.
+    rr = yy + m0**2 * oo + d**2 * gg - 2 * m0 * oy - 2 * d * gy + 2 * m0 * d * g1
+    b1 = gy - m0 * g1 - d * gg
+    b0 = oy - m0 * oo - d * g1 - b1
+    p00, p01, p11 = oo - 2 * g1 + gg + s0**-2, g1 - gg, gg + s1**-2
+    det = p00 * p11 - p01**2
+    a0, a1 = (p11 * b0 - p01 * b1) / det, (p00 * b1 - p01 * b0) / det
+    quadratic = np.maximum(rr - b0 * a0 - b1 * a1, 0.0)
+    base = -0.5 * (tilde.shape[1] * np.log(2 * np.pi) + log_det[:, None] + quadratic + np.log(det * (s0 * s1) ** 2))
+
+    cross = np.zeros((2, 1, *base.shape))
+    size, kappa, evidence = np.zeros((1, *base.shape)), np.full((1, *base.shape), np.inf), base[None]
+    if extras is not None:
+        columns, sd, log_prior = extras
+        sd = sd[:, None, None]
+        some = sd > 0
+        safe = np.where(some, sd, 1.0)
+        h1 = (columns.transpose(0, 2, 1) @ g).transpose(1, 0, 2)
+        et = (columns.transpose(0, 2, 1) @ tilde).transpose(1, 0, 2)
+        ee = np.einsum("jne,jne->ej", columns, columns)[..., None]
+        h0 = et[..., :1] - h1
+        cross = np.stack([(p11 * h0 - p01 * h1) / det, (p00 * h1 - p01 * h0) / det]) * some
+        kappa = np.where(some, ee + safe**-2 - h0 * cross[0] - h1 * cross[1], np.inf)
+        left = et[..., 1:] - m0 * et[..., :1] - d * h1 - h0 * a0 - h1 * a1
+        size = left / kappa
+        gain = np.where(some, left * size - np.log(np.where(some, kappa, 1.0) * safe**2), 0.0)
+        evidence = base + 0.5 * gain + log_prior[:, None, None]
+    if bounded:
+        # What lies outside [0, 1] is cut off, of the prior as of what the data leave.
+        for axis, own, (centre, scale), counts in ((0, p11, (m0, s0), 1.0), (1, p00, (m1, s1), ceiling)):
+            spread = np.sqrt(own / det + cross[axis] ** 2 / kappa)
+            at = (m0 + a0, m1 + a1)[axis] - cross[axis] * size
+            inside = np.maximum(ndtr((1 - at) / spread) - ndtr(-at / spread), 1e-12)
+            evidence = evidence + counts * np.log(inside / (ndtr((1 - centre) / scale) - ndtr(-centre / scale)))
+    return Solved(evidence, np.stack([p00, p01, p11]), np.stack([m0 + a0, m1 + a1]), cross, size, kappa**-0.5)
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Shapes of several kinds: all (M,) but sides (2, M). log_cell: prior weight of a cell within its kind."""
+
+    kinds: Sequence[Kind]
+    kind: NDArray[np.intp]
+    u: Array
+    v: Array
+    sides: Array
+    log_cell: Array
+
+    @property
+    def ceiling(self) -> NDArray[np.bool_]:
+        """Whether A is a ceiling, (M,)."""
+        return np.array([kind.ceiling for kind in self.kinds])[self.kind]
+
+    def basis(self, x: Array) -> Array:
+        """g of every cell; (n,) -> (n, M)."""
+        parts = []
+        for i in np.unique(self.kind):
+            mine = self.kind == i
+            parts.append(self.kinds[i].shape(x[:, None], self.u[mine], self.v[mine]))
+        return np.concatenate(parts, axis=1)
+
+
+def grid_of(kinds: Sequence[Kind], boxes: Mapping[int, Box]) -> Grid:
+    """Centres of the cells of a box a kind."""
+    number, us, vs, sides, weights = [], [], [], [], []
+    for i, box in boxes.items():
+        kind = kinds[i]
+        u, v, area = kind.cells_in(box)
+        number.append(np.full(len(u), i))
+        us.append(u)
+        vs.append(v)
+        sides.append(np.repeat([[(box[1] - box[0]) / kind.cells[0]], [(box[3] - box[2]) / kind.cells[1]]], len(u), 1))
+        weights.append(kind.log_prior(u, v) + np.log(area) - kind.log_norm)
+    u, v, side, log_cell = (np.concatenate(each, axis=-1) for each in (us, vs, sides, weights))
+    return Grid(kinds, np.concatenate(number), u, v, side, log_cell)
+
+
+@dataclass(frozen=True, eq=False)
+class Explored:
+    """A grid zoomed to where the weight is, and its cells solved under every kind of noise.
+
+    g: whitened basis, (J, n, M). weight: log weights, (J, M). boxes: the grid's, by number of the kind.
+    """
+
+    grid: Grid
+    g: Array
+    solved: Solved
+    weight: Array
+    boxes: dict[int, Box]
+
+    def cells(self, noise: Noises) -> Cells:
+        """The cells that matter, nothing on top of their curves; the weights of all sum to 1."""
+        found = cells_of(self.solved, np.zeros(1), self.grid, noise, np.zeros(1, int), np.zeros(1), np.ones(1))
+        whole = float(np.log(np.exp(found.log_weight - found.log_weight.max()).sum()) + found.log_weight.max())
+        return replace(found, log_weight=found.log_weight - whole)
+
+
+def explore(
+    seen: Seen,
+    noise: Noises,
+    kinds: Sequence[Kind],
+    rounds: int,
+    fine: float,
+    behind: float = np.inf,
+    prior: Prior | None = None,
+) -> Explored:
+    """Zoom the grid of all kinds, each from its whole box, at most so many rounds less one.
+
+    Args:
+        seen: a recipe's evaluations.
+        noise: under which they are looked at.
+        kinds: of curves.
+        rounds: most looks at the grid.
+        fine: see `zoomed`.
+        behind: see `zoomed`; of no effect in the first round.
+        prior: of R0 and A.
+    """
+    tilde = noise.whiten @ np.stack([np.ones(len(seen.x)), seen.z], axis=1)
+    boxes = {i: kind.box for i, kind in enumerate(kinds)}
+    for round_ in range(rounds):
+        grid = grid_of(kinds, boxes)
+        g = noise.whiten @ grid.basis(seen.x)
+        solved = solve(tilde, g, noise.log_det, None, grid.ceiling, seen.bounded, prior)
+        weight = solved.log_evidence[0] + grid.log_cell + noise.log_prior[:, None]
+        closer = zoomed(grid, weight, boxes, fine, np.inf if round_ == 0 else behind)
+        if closer == boxes:
+            break
+        if round_ < rounds - 1:
+            boxes = closer
+    return Explored(grid, g, solved, weight, boxes)
+
+
+def zoomed(grid: Grid, weight: Array, boxes: Mapping[int, Box], fine: float, behind: float) -> dict[int, Box]:
+    """Boxes about the cells with weight, a cell wider on every side; as they were where many cells share it.
+
+    Args:
+        grid: of the boxes.
+        weight: log weight of each cell under each kind of noise, (J, M).
+        boxes: by number of the kind.
+        fine: a kind's grid is fine enough where this many cells share its weight.
+        behind: a kind is left as it is where its best cell is behind by this much log weight.
+    """
+    best = weight.max(0)
+    result = {}
+    for i, box in boxes.items():
+        kind, mine = grid.kinds[i], grid.kind == i
+        own = best[mine]
+        inside = own > own.max() - 8
+        lost = own.max() < best.max() - behind
+        if len(own) == 1 or lost or np.exp(own - own.max()).sum() > fine:
+            result[i] = box
+            continue
+        ends: list[float] = []
+        for line, k, count in ((grid.u[mine], 0, kind.cells[0]), (grid.v[mine], 2, kind.cells[1])):
+            step = (box[k + 1] - box[k]) / count
+            low, high = float(line[inside].min()) - step, float(line[inside].max()) + step
+            ends += [max(low, kind.box[k]), min(high, kind.box[k + 1])]
+        area = [(high - low) / (end - start) for low, high, start, end in _sides(ends, box) if end > start]
+        result[i] = (ends[0], ends[1], ends[2], ends[3]) if np.prod(area) < _SHRINKS else box
+    return result
+
+
+def _sides(inner: Sequence[float], outer: Box) -> Iterator[tuple[float, float, float, float]]:
+    for k in (0, 2):
+        yield inner[k], inner[k + 1], outer[k], outer[k + 1]
+
+
+def cells_of(
+    solved: Solved, log_extra: Array, grid: Grid, noise: Noises, extra: NDArray[np.intp], at: Array, width: Array
+) -> Cells:
+    """Flat, and without what does not matter in its kind."""
+    weight = solved.log_evidence + log_extra + grid.log_cell + noise.log_prior[:, None]
+    by_kind = np.full(len(grid.kinds), -np.inf)
+    np.maximum.at(by_kind, grid.kind, weight.max((0, 1)))
+    e, j, m = np.nonzero(weight > by_kind[grid.kind] - _DROPPED)
+    return Cells(
+        grid.kind[m], weight[e, j, m], grid.u[m], grid.v[m], grid.sides[:, m], j, solved.precision[:, j, m],
+        solved.mean[:, j, m], solved.cross[:, e, j, m], extra[e], solved.extra_mean[e, j, m],
+        solved.extra_sd[e, j, m], at[e], width[e],
+    )  # fmt: skip
+
+
+def by_weight(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np.intp]:
+    """Indices drawn by weight (n,), one a slice of it, in random order: less noise than one by one. (count,)."""
+    place = (np.arange(count) + rng.random(count)) / count
+    chosen = np.minimum(np.searchsorted(np.cumsum(weight) / weight.sum(), place), len(weight) - 1)
+    return np.asarray(rng.permutation(chosen), dtype=np.intp)
+
+
+def within(mean: Array, sd: Array, bounded: NDArray[np.bool_], rng: np.random.Generator) -> Array:
+    """Normal draws, cut off at 0 and 1 where bounded; (k,)."""
+    uniform = rng.random(len(mean))
+    low = np.where(bounded, ndtr(-mean / sd), 0.0)
+    high = np.where(bounded, ndtr((1 - mean) / sd), 1.0)
+    value = mean + sd * ndtri(np.clip(low + (high - low) * uniform, 1e-15, 1 - 1e-15))
+    return np.where(bounded, np.clip(value, 0.0, 1.0), value)

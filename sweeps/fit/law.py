@@ -1,0 +1,227 @@
+"""The posterior of one law: A, B, C_mid and R0 with their intervals, joint draws, and the noise about the curve.
+
+The same engine, priors and noise as of forecasts (`sweeps.fit.grid`, `sweeps.fit.wander`), for the fitted family alone
+and with nothing on top of it. The estimate beside the interval is the least-squares one, as the source fits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import ndtr
+
+from sweeps.fit.family import SIGMOID, Box, Family
+from sweeps.fit.grid import Cells, Prior, by_weight, explore, usual_prior, within
+from sweeps.fit.kinds import SIGMOID as SIGMOID_KIND
+from sweeps.fit.kinds import Kind
+from sweeps.fit.least_squares import Array, Optimum, Problem
+from sweeps.fit.wander import Noise, Noises, Seen, noise_of, noises
+
+# Share of the posterior beyond either end of an interval.
+TAIL = 0.025
+# The grid is zoomed until this many cells share the weight, at most so often.
+_FINE, _ROUNDS = 20, 6
+# Cells of a family other than the sigmoid, whose shape is as likely anywhere in its box: two coordinates, or one.
+_CELLS = {2: (10, 14), 1: (24, 1), 0: (1, 1)}
+# What is fixed is known this well, on a reward scale of width 1.
+_FIXED = 1e-5
+# An end is open where A's best likelihood beyond it is less than this deviance behind: that of 95%.
+_DEVIANCE, _TRIALS = 3.84, 101
+# An interval that ends in the last part of a box ends there because the box does.
+_EDGE = 0.05
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """Joint draws of a curve's parameters; each (K,).
+
+    For a family other than the sigmoid, B and C_mid hold its first and second shape parameter.
+    """
+
+    A: Array
+    B: Array
+    C_mid: Array
+    R0: Array
+    family: Family = SIGMOID
+
+    def curve(self, compute: Array) -> Array:
+        """R at `compute` for each draw. Shapes: (m,) -> (K, m)."""
+        with np.errstate(divide="ignore"):
+            log_compute = np.log(compute)
+        u, v = self.family.search(self.B, self.C_mid)
+        g = self.family.basis(log_compute[None], u[:, None], v[:, None])
+        result: Array = self.R0[:, None] * (1 - g) + self.A[:, None] * g
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class Law:
+    """What the data leave of one law's parameters.
+
+    cells: with log weights that sum to 1; u and v are the family's search coordinates, R0 and A on the scale from
+    `bottom`, `width` wide. log_prior (k,): of each cell's shape. best: the least-squares solution. box: of the search
+    coordinates. a_bounds: where A may be, in reward; equal where it is fixed. noise: about the curve.
+    """
+
+    family: Family
+    cells: Cells
+    log_prior: Array
+    best: Optimum
+    box: Box
+    a_bounds: tuple[float, float]
+    bottom: float
+    width: float
+    bounded: bool
+    noise: Noise
+
+    @property
+    def weight(self) -> Array:
+        """Of each cell, (k,)."""
+        return np.exp(self.cells.log_weight)
+
+    def _asymptote(self) -> tuple[Array, Array]:
+        """Mean and standard deviation of A in each cell, in reward; (k,)."""
+        p00, p01, p11 = self.cells.precision
+        spread = np.sqrt(p00 / np.maximum(p00 * p11 - p01**2, 1e-300))
+        return self.bottom + self.width * self.cells.mean[1], self.width * spread
+
+    def asymptote_interval(self) -> tuple[float, float]:
+        """A's interval; an end that the data leave open is a bound of A. A plateau there is for the verdict."""
+        low, high = self.a_bounds
+        if low == high:
+            return low, low
+        mean, sd = self._asymptote()
+        weight = self.weight
+
+        def below(value: float) -> float:
+            return float(weight @ ndtr((value - mean) / sd))
+
+        ends = [_solved(below, level, float((mean - 9 * sd).min()), float((mean + 9 * sd).max())) for level in _LEVELS]
+        first, last = max(min(ends[0], self.best.a), low), min(max(ends[1], self.best.a), high)
+        # What only the priors end is open: half-way to the bound the best likelihood, over all else, is as good.
+        trial = np.linspace(low, high, _TRIALS)
+        log_density = -0.5 * ((trial[:, None] - mean) / sd) ** 2 - np.log(sd) + self.cells.log_weight - self.log_prior
+        (centre, spread), wide = usual_prior(self.bounded)[1], self.width
+        likely = log_density.max(1) + 0.5 * ((trial - self.bottom - wide * centre) / (wide * spread)) ** 2
+        good = trial[likely > likely.max() - 0.5 * _DEVIANCE]
+        below, above = (good <= 0.5 * (low + first)).any(), (good >= 0.5 * (high + last)).any()
+        return (low if below else first), (high if above else last)
+
+    def shape_interval(self, axis: int) -> tuple[float | None, float | None]:
+        """Interval of a search coordinate, 0 or 1; None for an end where only the search's box ends it."""
+        at, side = (self.cells.u, self.cells.v)[axis], self.cells.sides[axis]
+        weight, (low, high) = self.weight, self.box[2 * axis : 2 * axis + 2]
+
+        def below(value: float) -> float:
+            return float(weight @ np.clip((value - at) / side + 0.5, 0.0, 1.0))
+
+        first, last = (_solved(below, level, float((at - side).min()), float((at + side).max())) for level in _LEVELS)
+        best = (self.best.u, self.best.v)[axis]
+        first, last, margin = min(first, best), max(last, best), _EDGE * (high - low)
+        return (None if first < low + margin else first), (None if last > high - margin else last)
+
+    def confidence(self, values: Array) -> Array:
+        """Twice the posterior beyond each trial value of A, on its lesser side: 0.05 at the ends of the 95% interval.
+
+        Shapes: (k,), increasing -> (k,).
+
+        Raises:
+            ValueError: A is fixed, or the values do not increase or lie outside its bounds.
+        """
+        low, high = self.a_bounds
+        if low == high:
+            raise ValueError(f"A is fixed at {low:g}: it has no confidence curve")
+        if len(values) and not ((np.diff(values) > 0).all() and low <= values[0] and values[-1] <= high):
+            raise ValueError(f"values of A must increase and lie within its bounds, {low:g} to {high:g}")
+        mean, sd = self._asymptote()
+        chance = ndtr((values[:, None] - mean) / sd) @ self.weight
+        return np.asarray(2 * np.minimum(chance, 1 - chance))
+
+    def draw(self, count: int, rng: np.random.Generator) -> Draws:
+        """Joint draws: a cell by its weight, a shape within it evenly, then A, then R0 given A, within their bounds."""
+        cells = self.cells
+        chosen = by_weight(self.weight, count, rng)
+        u, v = (
+            np.clip(at[chosen] + side[chosen] * (rng.random(count) - 0.5), low, high)
+            for at, side, low, high in (
+                (cells.u, cells.sides[0], *self.box[:2]),
+                (cells.v, cells.sides[1], *self.box[2:]),
+            )
+        )
+        p00, p01, p11 = cells.precision[:, chosen]
+        mean, cut = cells.mean[:, chosen], np.full(count, self.bounded)
+        spread = np.sqrt(p00 / np.maximum(p00 * p11 - p01**2, 1e-300))
+        a = within(mean[1], spread, cut, rng)
+        r0 = within(mean[0] - p01 / p00 * (a - mean[1]), p00**-0.5, cut, rng)
+        first, second = self.family.natural(u, v)
+        if self.family.name != "logistic":
+            second = np.maximum(second, np.finfo(float).tiny)
+        return Draws(self.bottom + self.width * a, first, second, self.bottom + self.width * r0, self.family)
+
+
+_LEVELS = (TAIL, 1 - TAIL)
+
+
+def _solved(below: Callable[[float], float], level: float, low: float, high: float) -> float:
+    """Where a distribution reaches a level."""
+    return float(brentq(lambda value: below(value) - level, low, high, xtol=1e-9 * (high - low)))
+
+
+def law_of(
+    seen: Seen,
+    problem: Problem,
+    best: Optimum,
+    end: float,
+    bottom: float,
+    width: float,
+    every: Noises | None = None,
+) -> Law:
+    """The posterior of the problem's family.
+
+    Args:
+        seen: the evaluations, without units.
+        problem: the family, its search, and what is fixed.
+        best: the least-squares solution.
+        end: of the window, the unit of `seen.x`.
+        bottom: of the reward's scale.
+        width: of the reward's scale.
+        every: the kinds of noise there may be; the usual ones if not given.
+    """
+    family = problem.family
+    sigmoid = family.basis is SIGMOID.basis
+    kind = SIGMOID_KIND if sigmoid else _flat_kind(family, problem.box, end)
+    prior = _prior(problem, seen.bounded, bottom, width)
+    every = every or noises(seen)
+    found = explore(seen, every, [kind], _ROUNDS, _FINE, prior=prior)
+    cells = found.cells(every)
+    shift = np.log(end) if sigmoid else 0.0
+    box = (*kind.box[:2], kind.box[2] + shift, kind.box[3] + shift)
+    share: Array = np.bincount(cells.noise, np.exp(cells.log_weight), len(every.log_prior)).astype(float)
+    return Law(
+        family, replace(cells, v=cells.v + shift), kind.log_prior(cells.u, cells.v), best, box, problem.a_bounds,
+        bottom, width, seen.bounded, noise_of(every, share, end, width),
+    )  # fmt: skip
+
+
+def _flat_kind(family: Family, box: Box, end: float) -> Kind:
+    """A family as a kind of curve, its shape as likely anywhere in the box of its search."""
+    wide = 1e3 * (1 + max(abs(side) for side in box))
+    return Kind(family.name, 1.0, True, partial(_basis, family, end), box, _CELLS[family.shape], (0.0, wide, 0.0, wide))
+
+
+def _basis(family: Family, end: float, x: Array, u: Array, v: Array) -> Array:
+    return family.basis(np.log(x * end), u, v)
+
+
+def _prior(problem: Problem, bounded: bool, bottom: float, width: float) -> Prior:
+    """The usual one, but for what is fixed."""
+    r0, a = usual_prior(bounded)
+    if problem.r0_bounds[0] == problem.r0_bounds[1]:
+        r0 = ((problem.r0_bounds[0] - bottom) / width, _FIXED)
+    if problem.a_bounds[0] == problem.a_bounds[1]:
+        a = ((problem.a_bounds[0] - bottom) / width, _FIXED)
+    return r0, a
