@@ -63,8 +63,8 @@ def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: st
 def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     """The p value of every A, a curve a recipe: ranked ones left, those whose A is open right. None if there is none.
 
-    The curve cuts 0.05 at the ends of the 95% interval. One that does not fall to it before the bound of A ends in
-    a dashed mark.
+    The curve cuts 0.05 at the ends of the 95% interval (but for what is allowed for other laws); an end that the data
+    leave open is marked at the bound of A.
     """
     by_recipe = {fit.recipe: fit for fit in fits if fit.A.value is not None and fit.law is not None}
     ordered = [by_recipe[entry.recipe] for entry in ranking.ranking if entry.recipe in by_recipe]
@@ -103,8 +103,8 @@ def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
 def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object) -> None:
     x, p = confidence_curve(fit)
     panel.plot(x, p, color=colour, linewidth=1.4, linestyle=dash, label=_legend(fit.recipe))
-    for end, bound in ((0, fit.bounds[0]), (-1, fit.bounds[1])):
-        if p[end] > 0.05 and abs(x[end] - bound) <= 1e-9 * (fit.bounds[1] - fit.bounds[0]):
+    for end, known in ((0, fit.A.low), (-1, fit.A.high)):
+        if known is None:
             panel.plot([x[end], x[end]], [0, p[end]], color=colour, linewidth=1.4, linestyle=(0, (2, 2)))
             panel.annotate(
                 "open",
