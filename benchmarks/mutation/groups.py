@@ -71,7 +71,7 @@ GROUPS = {
         _each("tests/sweeps/run", "test_writer", "test_lease", "test_lease_contention"),
     ),
     "fit": Group(
-        _each("sweeps/fit", "least_squares", "interval", "verdict"),
+        _each("sweeps/fit", "least_squares", "grid", "law", "verdict"),
         _each("tests/sweeps/fit", "test_compare", "test_fit", "test_published"),
     ),
     "rank": Group(

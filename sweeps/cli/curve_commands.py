@@ -96,7 +96,7 @@ def _fitted(options: argparse.Namespace, regions: bool = False) -> tuple[LoadedS
     for line in study.shown:
         print(f"source: {one_line(line)}", file=sys.stderr)
     how = _fit_options(options)
-    if getattr(options, "method", "profile") == METHOD:
+    if getattr(options, "method", "posterior") == METHOD:
         from sweeps.fit.published import fit_literal
 
         return study, [fit_literal(curve, how) for curve in study.curves]

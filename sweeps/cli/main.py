@@ -168,8 +168,8 @@ def _fitting(command: Command) -> None:
     )
     fit.add_argument(
         "--method",
-        choices=["profile", METHOD],
-        default="profile",
+        choices=["posterior", METHOD],
+        default="posterior",
         help=f"{METHOD}: the published procedure, its grid included, in GPU-hours (seconds a recipe; no intervals); "
         "default: %(default)s",
     )

@@ -5,13 +5,13 @@ margin of a tie. Before anything is run, the chance of that is read off the fits
 that could be run the future is played through (a preposterior analysis): a truth is drawn, the evaluations it
 would yield are drawn, every draw is weighted by how well it explains them, the recipe is chosen anew.
 
-What this approximates: new evaluations come at the spacing of the old ones and with independent noise whose
-variance is the old one's times its inflation by autocorrelation; an extension tells of A through the curve
-alone; a seed is one observation of the recipe's A with the variance between seeds plus that of one run's fit;
-the choice after the results is the one with least chance of being wrong, not of least expected loss, by which the
-rest of a budget is committed; ties in A are not broken by B; one step is looked ahead. Where few draws explain new
-data, the noise is raised until enough do, which understates the gain. Where A is not identifiable its draws are what
-the curve may come to by any law, which is wide.
+What this approximates: new evaluations come at the spacing of the old ones and with independent noise that leaves
+their mean as uncertain as the old noise does; an extension tells of A through the curve alone; a seed is one
+observation of the recipe's A with the variance between seeds plus that of one run's fit; the choice after the results
+is the one with least chance of being wrong, not of least expected loss, by which the rest of a budget is committed;
+ties in A are not broken by B; one step is looked ahead. Where few draws explain new data, the noise is raised until
+enough do, which understates the gain. Where A is not identifiable its draws are what the curve may come to by any
+law, which is wide.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from benchmarks import real_curves
 from benchmarks.forecast_zoo import ZOO, Truth, seen
 from sweeps.curve import Curve, make_curve
 from sweeps.fit import mixture as mixture_module
-from sweeps.fit.fit import Fit, fit_curve, fit_curves
+from sweeps.fit.fit import OTHERS, RULED_OUT, Fit, fit_curve, fit_curves
 from sweeps.fit.grid import A_PRIOR, R0_PRIOR
 from sweeps.fit.kinds import KINDS, WALK
 from sweeps.fit.mixture import (
@@ -31,7 +31,19 @@ from sweeps.fit.mixture import (
 )
 from sweeps.fit.points import FitOptions
 from sweeps.fit.predict import paths, predict, predict_mean, readable
-from sweeps.fit.verdict import TREND, Doubt, Evidence, after_fit, trend_z
+from sweeps.fit.verdict import (
+    AGREED,
+    AHEAD,
+    BEND,
+    MAX_WIDTH,
+    REACH,
+    RISE,
+    TREND,
+    Doubt,
+    Evidence,
+    after_fit,
+    trend_z,
+)
 from sweeps.source import load
 from tests.examples import every
 from tests.paths import ROOT
@@ -334,6 +346,12 @@ def test_the_methods_page_has_the_numbers() -> None:
     assert f"there is one with probability {P_DRIFT:g}" in page and f"`j ~ N(0, {JUMP_SD:g}^2)`" in page
     for name, (mean, sd) in (("R0", R0_PRIOR), ("A", A_PRIOR)):
         assert f"`{name} ~ N({mean:g}, {sd:g}^2)`" in page
+    flat = " ".join(page.split())
+    assert f"A's is {OTHERS:g} times as long unless every other law is behind by {RULED_OUT:g} in" in flat
+    assert f"within {MAX_WIDTH:g} of the scale" in flat and f"at least {AGREED:g} of what all kinds say" in flat
+    assert f"lies below {BEND:g} of the window" in flat and f"ends before {REACH:g} C_mid" in flat
+    assert f"over the constant above {RISE:g}, or a trend of more than {TREND:g} standard" in flat
+    assert f"ahead of the sigmoid by more than {AHEAD:g} in log density" in flat
 
 
 @pytest.mark.parametrize(
