@@ -108,8 +108,8 @@ class Law:
         (centre, spread), wide = usual_prior(self.bounded)[1], self.width
         likely = log_density.max(1) + 0.5 * ((trial - self.bottom - wide * centre) / (wide * spread)) ** 2
         good = trial[likely > likely.max() - 0.5 * _DEVIANCE]
-        below, above = (good <= 0.5 * (low + first)).any(), (good >= 0.5 * (high + last)).any()
-        return (low if below else first), (high if above else last)
+        down, up = (good <= 0.5 * (low + first)).any(), (good >= 0.5 * (high + last)).any()
+        return (low if down else first), (high if up else last)
 
     def shape_interval(self, axis: int) -> tuple[float | None, float | None]:
         """Interval of a search coordinate, 0 or 1; None for an end where only the search's box ends it."""
