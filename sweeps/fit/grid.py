@@ -216,8 +216,9 @@ def explore(
     fine: float,
     behind: float = np.inf,
     prior: Prior | None = None,
+    boxes: dict[int, Box] | None = None,
 ) -> Explored:
-    """Zoom the grid of all kinds, each from its whole box, at most so many rounds less one.
+    """Zoom the grid of all kinds, at most so many rounds less one.
 
     Args:
         seen: a recipe's evaluations.
@@ -227,9 +228,10 @@ def explore(
         fine: see `zoomed`.
         behind: see `zoomed`; of no effect in the first round.
         prior: of R0 and A.
+        boxes: to begin with, by number of the kind; each kind's whole box if not given.
     """
     tilde = noise.whiten @ np.stack([np.ones(len(seen.x)), seen.z], axis=1)
-    boxes = {i: kind.box for i, kind in enumerate(kinds)}
+    boxes = boxes or {i: kind.box for i, kind in enumerate(kinds)}
     for round_ in range(rounds):
         grid = grid_of(kinds, boxes)
         g = noise.whiten @ grid.basis(seen.x)

@@ -25,6 +25,8 @@ from sweeps.fit.wander import Noise, Noises, Seen, noise_of, noises
 TAIL = 0.025
 # The grid is zoomed until this many cells share the weight, at most so often.
 _FINE, _ROUNDS = 20, 6
+# The last look has so many times the cells on either side, and no kind of noise so far behind in log weight.
+_FINER, _UNLIKELY = 2, 7.0
 # Cells of a family other than the sigmoid, whose shape is as likely anywhere in its box: two coordinates, or one.
 _CELLS = {2: (10, 14), 1: (24, 1), 0: (1, 1)}
 # What is fixed is known this well, on a reward scale of width 1.
@@ -196,7 +198,12 @@ def law_of(
     kind = SIGMOID_KIND if sigmoid else _flat_kind(family, problem.box, end)
     prior = _prior(problem, seen.bounded, bottom, width)
     every = every or noises(seen)
-    found = explore(seen, every, [kind], _ROUNDS, _FINE, prior=prior)
+    rough = explore(seen, every, [kind], _ROUNDS, _FINE, prior=prior)
+    # Of the box that was found a finer look, under the kinds of noise that matter: intervals are read off its cells.
+    behind = rough.weight.max(1)
+    every = every.take(np.flatnonzero(behind > behind.max() - _UNLIKELY))
+    finer = replace(kind, cells=(_FINER * kind.cells[0], _FINER * kind.cells[1]))
+    found = explore(seen, every, [finer], 1, _FINE, prior=prior, boxes=rough.boxes)
     cells = found.cells(every)
     shift = np.log(end) if sigmoid else 0.0
     box = (*kind.box[:2], kind.box[2] + shift, kind.box[3] + shift)
