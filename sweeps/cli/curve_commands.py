@@ -23,6 +23,7 @@ from sweeps.source import LoadedStudy, load
 from sweeps.terminal import counted
 
 if TYPE_CHECKING:
+    from sweeps.decide.by_axis import ByAxis
     from sweeps.decide.watch import News
     from sweeps.fit.fit import Fit
     from sweeps.fit.points import FitOptions
@@ -199,11 +200,17 @@ def rank_command(options: argparse.Namespace) -> int:
         workers=cores(),
         brief=not options.json,
     )
+    sided = _by_axis(options, study)
     warn([*study.warnings, *code_changes(study.runs)])
     if options.json:
-        print_json(ranking.to_json())
+        print_json({**ranking.to_json(), "by_axis": None if sided is None else sided.to_json()})
         return 0
     print_ranking(ranking)
+    if sided is not None:
+        from sweeps.report.text import axis_rows
+
+        print(f"\n{one_line(sided.sentence)}\n")
+        print(table(*axis_rows(sided)))
     if ranking.leave_one_out:
         print(f"\nagainst {one_line(ranking.baseline or '')}:")
         rows = [
@@ -214,6 +221,31 @@ def rank_command(options: argparse.Namespace) -> int:
     for note in idle_variants(study.runs):
         warn([note])
     return 0
+
+
+def _by_axis(options: argparse.Namespace, study: LoadedStudy) -> ByAxis | None:
+    """The ranking on every axis asked for; None if none is."""
+    if options.axes is None:
+        if options.rate is not None:
+            raise UserError(f"--rate {options.rate:g}: a price of device hours, for --axes")
+        return None
+    from sweeps.decide.by_axis import by_axis
+    from sweeps.fit.fit import fit_curves
+    from sweeps.parallel import cores
+    from sweeps.source.journals import axes_of
+
+    named = [axis.strip() for axis in options.axes.split(",") if axis.strip()]
+    axes = named or (axes_of(study.runs) if study.runs else [])
+    if not axes:
+        raise UserError("--axes: a source that is no study of ours says no axes; name its columns: --axes step,hours")
+    how = _fit_options(options)
+    if how.min_compute is not None or how.max_compute is not None:
+        raise UserError("--axes: a window on one axis cuts no other; leave out --min-compute and --max-compute")
+    found = {}
+    for axis in dict.fromkeys(axes):
+        options.x = axis
+        found[axis] = fit_curves(_load(options).curves, how, workers=cores(), regions=False)
+    return by_axis(found, options.rate)
 
 
 def plan_command(options: argparse.Namespace) -> int:

@@ -189,6 +189,14 @@ def _deciding(command: Command) -> None:
     )
     _add_source(ranking)
     _add_ranking(ranking)
+    ranking.add_argument(
+        "--axes",
+        nargs="?",
+        const="",
+        metavar="X,Y",
+        help="also rank at as many steps, device hours, FLOPs side by side: columns as of --x; of journals, all",
+    )
+    ranking.add_argument("--rate", type=_number, metavar="MONEY", help="of a device hour: with --axes, by cost too")
     ranking.add_argument("--json", action="store_true", help="print a JSON object")
 
     planning = command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sweeps.decide.by_axis import ByAxis
 from sweeps.decide.plan import Plan
 from sweeps.decide.rank import Ranking
 from sweeps.decide.reward import Rewards
@@ -158,6 +159,18 @@ def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
             p = "-" if entry.p_best_at_budget is None else f"{entry.p_best_at_budget:.2f}"
             row += [shown(entry.R_at_budget, ".3f"), p]
         rows.append(row)
+    return head, rows
+
+
+def axis_rows(sided: ByAxis) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a ranking on several axes: each recipe's place, reward and chance of the highest."""
+    head = ["recipe", *(f"at {column.compute:.4g} {column.name}" for column in sided.columns)]
+    rows = []
+    for recipe in sided.recipes:
+        places = [column.row(recipe) for column in sided.columns]
+        rows.append(
+            [recipe, *("-" if at is None else f"{at[0]}. {at[1].R.value:.3f} (P {at[1].p_best:.2f})" for at in places)]
+        )
     return head, rows
 
 

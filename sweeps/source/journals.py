@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sweeps.curve import FLOPS, default_axis
+from sweeps.curve import FLOPS, UNITS, default_axis
 from sweeps.errors import UserError, require
 from sweeps.run.files import parse_json
 from sweeps.run.journal import CONFIG_FILE, JournalError, JournalView, Record, finite, read_journal
@@ -16,6 +16,8 @@ from sweeps.source.namesakes import tell_apart
 from sweeps.source.text import listed, short
 from sweeps.terminal import counted
 
+# The axis that every journal has beside those of compute.
+STEP = "step"
 _PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
 
 
@@ -80,7 +82,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
                     "than its journal"
                 )
             for record in records:
-                compute = _metric(view, record, axis, "--x", ("compute/",))
+                compute = float(record.step) if axis == STEP else _metric(view, record, axis, "--x", ("compute/",))
                 reward = _metric(view, record, name, "--metric", ("eval/",))
                 points.compute.append(compute)
                 points.reward.append(reward)
@@ -161,6 +163,12 @@ def _seed_labels(views: Sequence[JournalView]) -> list[str]:
         at = runs.index(run)
         labels.append(seed if at == 0 else f"{seed}#{at + 1}")
     return labels
+
+
+def axes_of(views: Sequence[JournalView]) -> list[str]:
+    """What runs can be compared along: steps, and every compute axis that all their evaluations have."""
+    records = [record for view in views for record in view.of_kind("eval")]
+    return [STEP, *(axis for axis in UNITS if records and all(axis in record.metrics for record in records))]
 
 
 def _default_axis(views: Sequence[JournalView]) -> str:

@@ -1,0 +1,99 @@
+"""Is the recipe that is ahead after as many steps also ahead for as many tokens, device hours, as much money?
+
+A recipe with longer answers or a stale policy makes more of a step than of an hour. So recipes are held against each
+other at the compute that all have spent, once for every axis that the source records, side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sweeps.as_json import AsJson
+from sweeps.curve import DEVICE_HOURS, UNITS
+from sweeps.decide.reward import RewardRow, rewards
+from sweeps.errors import UserError
+from sweeps.fit.fit import Fit
+
+_NAMES = {**UNITS, "step": "steps"}
+
+
+@dataclass(frozen=True)
+class Column(AsJson):
+    """One axis. name: in words. compute: the most that all recipes have spent. rows: the highest reward there first."""
+
+    axis: str
+    name: str
+    compute: float
+    rows: tuple[RewardRow, ...]
+
+    @property
+    def first(self) -> RewardRow:
+        """The recipe with the highest reward there."""
+        return self.rows[0]
+
+    def row(self, recipe: str) -> tuple[int, RewardRow] | None:
+        """A recipe's place, from 1, and its row; None if it cannot be read on this axis."""
+        return next(((place, row) for place, row in enumerate(self.rows, 1) if row.recipe == recipe), None)
+
+
+@dataclass(frozen=True)
+class ByAxis(AsJson):
+    """All axes, and whether they agree on who is ahead."""
+
+    columns: tuple[Column, ...]
+    agreed: bool
+    sentence: str
+
+    @property
+    def recipes(self) -> list[str]:
+        """All of them, in the order of the first axis."""
+        return list(dict.fromkeys(row.recipe for column in self.columns for row in column.rows))
+
+
+def by_axis(fits: Mapping[str, Sequence[Fit]], rate: float | None = None) -> ByAxis:
+    """Hold recipes against each other on every axis.
+
+    Args:
+        fits: one a recipe, for each axis.
+        rate: money that an hour of a device costs; an axis of its own, by the device hours, else by another axis in
+            hours.
+
+    Raises:
+        UserError: the rate is not positive, there are no device hours to multiply it with, or no axis can be read.
+    """
+    columns = []
+    for axis, own in fits.items():
+        found = rewards(own)
+        if found is not None:
+            columns.append(Column(axis, _NAMES.get(axis, axis.rpartition("/")[2]), found.compute, found.rows))
+    if rate is not None:
+        if not 0 < rate < float("inf"):
+            raise UserError(f"--rate {rate:g}: must be a positive price of a device hour")
+        timed = [column for column in columns if column.axis.casefold().rstrip("s").endswith("hour")]
+        hours = min(timed, key=lambda column: column.axis != DEVICE_HOURS, default=None)
+        if hours is None:
+            raise UserError(f"--rate {rate:g}: no axis in hours among {', '.join(fits)}; name one in --axes")
+        columns.append(Column("cost", "cost", rate * hours.compute, hours.rows))
+    if not columns:
+        raise UserError("--axes: no recipe has evaluations enough on any of them")
+    firsts = {column.first.recipe for column in columns}
+    return ByAxis(tuple(columns), len(firsts) == 1, _sentence(columns))
+
+
+def _sentence(columns: Sequence[Column]) -> str:
+    by_first: dict[str, list[Column]] = {}
+    for column in columns:
+        by_first.setdefault(column.first.recipe, []).append(column)
+    parts = [
+        f"{recipe} at as much of {_listed([column.name for column in own])} "
+        f"(P = {min(column.first.p_best for column in own):.2f}{' at least' if len(own) > 1 else ''})"
+        for recipe, own in by_first.items()
+    ]
+    if len(parts) == 1:
+        return f"ahead whatever is held equal: {parts[0]}"
+    return f"who is ahead depends on what is held equal: {'; '.join(parts)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

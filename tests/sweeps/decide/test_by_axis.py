@@ -1,0 +1,85 @@
+"""Truths about ranks on several axes: who is ahead by the step need not be by the hour, and that is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sweeps.cli.main import main
+from sweeps.curve import DEVICE_HOURS, make_curve
+from sweeps.decide.by_axis import by_axis
+from sweeps.errors import UserError
+from sweeps.fit.fit import Fit, fit_curves
+from tests.paths import ROOT
+from tests.sweeps.fit.simulate import law
+
+STEPS = np.linspace(0, 400, 41)
+
+
+def fits(axis: str, hours_a_step: dict[str, float]) -> list[Fit]:
+    """`long` makes more of a step than `short`; an axis other than the steps is hours."""
+    curves = []
+    for number, (recipe, c_mid) in enumerate((("long", 60.0), ("short", 110.0))):
+        reward = law(STEPS, 0.7, 1.6, c_mid, 0.2) + 0.004 * np.random.default_rng(number).standard_normal(41)
+        curves.append(make_curve(recipe, STEPS * (1 if axis == "step" else hours_a_step[recipe]), reward, axis=axis))
+    return fit_curves(curves)
+
+
+def test_they_disagree_where_a_step_costs_more() -> None:
+    dear = {"long": 0.06, "short": 0.02}
+    found = by_axis({axis: fits(axis, dear) for axis in ("step", DEVICE_HOURS)}, rate=2.5)
+    assert not found.agreed and [column.name for column in found.columns] == ["steps", "device hours", "cost"]
+    assert [column.first.recipe for column in found.columns] == ["long", "short", "short"]
+    steps, hours, cost = found.columns
+    assert (steps.compute, hours.compute, cost.compute) == pytest.approx((400, 8.0, 20.0))
+    assert found.sentence.startswith("who is ahead depends on what is held equal: long at as much of steps (P = ")
+    assert "short at as much of device hours and cost (P = " in found.sentence
+    place = hours.row("long")
+    assert place is not None and place[0] == 2 and hours.row("another") is None
+
+
+def test_they_agree_where_a_step_costs_the_same() -> None:
+    same = dict.fromkeys(("long", "short"), 0.02)
+    found = by_axis({axis: fits(axis, same) for axis in ("step", "gpu_hours")})
+    assert found.agreed and found.sentence.startswith("ahead whatever is held equal: long at as much of steps and gpu_")
+
+
+def test_what_is_wrong_with_it() -> None:
+    known = {"step": fits("step", {})}
+    for rate, told in ((2.0, "no axis in hours among step"), (0.0, "positive"), (float("nan"), "positive")):
+        with pytest.raises(UserError, match=told):
+            by_axis(known, rate)
+    with pytest.raises(UserError, match="no recipe has evaluations enough"):
+        by_axis({"step": fit_curves([make_curve("one", [0, 1], [0.1, 0.2])])})
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = str(ROOT / "examples" / "study")
+    assert main(["rank", study, "--axes", "--rate", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["by_axis"]
+    assert [column["axis"] for column in found["columns"]] == [
+        "step", "compute/virtual_device_hours", "compute/flops", "cost",
+    ]  # fmt: skip
+    assert found["columns"][3]["compute"] == pytest.approx(2 * found["columns"][1]["compute"])
+    table = tmp_path / "runs.csv"
+    rows = ["recipe,compute,hours,reward"]
+    for fit in fits("step", {}):
+        rows += [
+            f"{fit.recipe},{x:g},{x * (0.06 if fit.recipe == 'long' else 0.02):g},{y:g}"
+            for x, y in zip(fit.curve.compute, fit.curve.reward, strict=True)
+        ]
+    table.write_text("\n".join(rows))
+    assert main(["rank", str(table), "--axes", "compute,hours"]) == 0
+    out = capsys.readouterr().out
+    assert "depends on what is held equal" in out and "at 400 compute" in out and "1. 0." in out
+    for wrong, told in (
+        (["--axes"], "name its columns"),
+        (["--rate", "2"], "for --axes"),
+        (["--axes", "days"], "no column days"),
+        (["--axes", "hours", "--max-compute", "3"], "cuts no other"),
+    ):
+        assert main(["rank", str(table), *wrong]) == 1
+        assert told in capsys.readouterr().err
