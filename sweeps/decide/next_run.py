@@ -319,7 +319,9 @@ def _options(fit: Fit, limit: float | None) -> list[Step]:
     if fit.C_mid.value is not None and 1.1 * end < 4 * fit.C_mid.value < _FACTORS[-1] * end:
         targets.add(4 * fit.C_mid.value)
     found = [Step(fit.recipe, "extend", to, None, (to - end) * fit.seeds, "") for to in sorted(targets)]
-    found.append(Step(fit.recipe, "seed", end, None, end, ""))
+    if fit.verdict != "pre_inflection":
+        # Another run that ends before the bend, too, would say nothing of where the curve goes.
+        found.append(Step(fit.recipe, "seed", end, None, end, ""))
     return [step for step in found if limit is None or step.cost <= limit]
 
 
