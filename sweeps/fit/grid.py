@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -188,6 +189,12 @@ def grid_of(kinds: Sequence[Kind], boxes: Mapping[int, Box]) -> Grid:
     return Grid(kinds, np.concatenate(number), u, v, side, log_cell)
 
 
+@lru_cache(maxsize=8)
+def _whole_grid(kinds: tuple[Kind, ...]) -> Grid:
+    """Of every kind's whole box: where each search begins."""
+    return grid_of(kinds, {i: kind.box for i, kind in enumerate(kinds)})
+
+
 @dataclass(frozen=True, eq=False)
 class Explored:
     """A grid zoomed to where the weight is, and its cells solved under every kind of noise.
@@ -211,7 +218,7 @@ class Explored:
 def explore(
     seen: Seen,
     noise: Noises,
-    kinds: Sequence[Kind],
+    kinds: tuple[Kind, ...],
     rounds: int,
     fine: float,
     behind: float = np.inf,
@@ -231,9 +238,10 @@ def explore(
         boxes: to begin with, by number of the kind; each kind's whole box if not given.
     """
     tilde = noise.whiten @ np.stack([np.ones(len(seen.x)), seen.z], axis=1)
+    whole = boxes is None
     boxes = boxes or {i: kind.box for i, kind in enumerate(kinds)}
     for round_ in range(rounds):
-        grid = grid_of(kinds, boxes)
+        grid = _whole_grid(kinds) if whole and not round_ else grid_of(kinds, boxes)
         g = noise.whiten @ grid.basis(seen.x)
         solved = solve(tilde, g, noise.log_det, None, grid.ceiling, seen.bounded, prior)
         weight = solved.log_evidence[0] + grid.log_cell + noise.log_prior[:, None]

@@ -32,7 +32,7 @@ _CELLS = {2: (10, 14), 1: (24, 1), 0: (1, 1)}
 # What is fixed is known this well, on a reward scale of width 1.
 _FIXED = 1e-5
 # An end is open where A's best likelihood beyond it is less than this deviance behind: that of 95%.
-_DEVIANCE, _TRIALS = 3.84, 101
+_DEVIANCE, _TRIALS = 3.84, 41
 # An interval that ends in the last part of a box ends there because the box does.
 _EDGE = 0.05
 
@@ -198,12 +198,12 @@ def law_of(
     kind = SIGMOID_KIND if sigmoid else _flat_kind(family, problem.box, end)
     prior = _prior(problem, seen.bounded, bottom, width)
     every = every or noises(seen)
-    rough = explore(seen, every, [kind], _ROUNDS, _FINE, prior=prior)
+    rough = explore(seen, every, (kind,), _ROUNDS, _FINE, prior=prior)
     # Of the box that was found a finer look, under the kinds of noise that matter: intervals are read off its cells.
     behind = rough.weight.max(1)
     every = every.take(np.flatnonzero(behind > behind.max() - _UNLIKELY))
     finer = replace(kind, cells=(_FINER * kind.cells[0], _FINER * kind.cells[1]))
-    found = explore(seen, every, [finer], 1, _FINE, prior=prior, boxes=rough.boxes)
+    found = explore(seen, every, (finer,), 1, _FINE, prior=prior, boxes=rough.boxes)
     cells = found.cells(every)
     shift = np.log(end) if sigmoid else 0.0
     box = (*kind.box[:2], kind.box[2] + shift, kind.box[3] + shift)
