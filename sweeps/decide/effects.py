@@ -26,8 +26,8 @@ from sweeps.curve import Array
 from sweeps.decide.reach import first_above
 from sweeps.decide.standing import joint
 from sweeps.errors import UserError
+from sweeps.fit.constants import FARTHEST
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.futures import FARTHEST
 from sweeps.fit.predict import asymptote_draws, paths, readable
 
 # The level of an axis on which a recipe does not depart from its base.

@@ -22,6 +22,7 @@ from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.fit import least_squares as profile
 from sweeps.fit import verdict
+from sweeps.fit.constants import AHEAD, OTHERS, PLATEAU, RULED_OUT
 from sweeps.fit.law import Draws, Law, law_of
 from sweeps.fit.least_squares import Array, Optimum, Problem
 from sweeps.fit.mixture import Mixture, mixture, shared_prior
@@ -35,9 +36,6 @@ from sweeps.parallel import mapped
 
 # How far R0 is moved, in units of the reward's range, to show what it does to A and B.
 R0_STEP = 0.05
-# Other laws than the sigmoid lie above it: the upper half of A's interval is this much longer, unless all of them are
-# behind by this much log predictive density. Without it a Frechet curve's A is held in 0.68, with it in 0.87.
-OTHERS, RULED_OUT = 1.25, 6.0
 
 
 @dataclass(frozen=True)
@@ -345,7 +343,7 @@ def _doubt(fit: Fit, A: Interval, screen: Mixture) -> verdict.Doubt:
     ahead = rivals[rival] - screen.skill["sigmoid"]
     jump = None
     asked = fit.options.sigmoid
-    if asked and (screen.restless or ahead > verdict.AHEAD):
+    if asked and (screen.restless or ahead > AHEAD):
         found = fit.lookout.outlook
         jump, ahead = found.jump, max(found.skill[rival] - found.skill["sigmoid"], 0.0)
     low, high = (
@@ -354,7 +352,7 @@ def _doubt(fit: Fit, A: Interval, screen: Mixture) -> verdict.Doubt:
         )
     )  # fmt: skip
     # A ceiling within the margin of a tie is the same one.
-    near = verdict.PLATEAU * fit.curve.scale / width
+    near = PLATEAU * fit.curve.scale / width
     return verdict.Doubt(
         skill=screen.skill,
         rise=screen.rise,

@@ -9,13 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit
 
+from sweeps.fit.constants import FARTHEST
 from sweeps.fit.grid import by_weight, within
 from sweeps.fit.kinds import KINDS, drifting
 from sweeps.fit.least_squares import Array
 from sweeps.fit.mixture import DRIFT, JUMP, NONE, Mixture, Walk
 
-# A curve without a ceiling counts as ending where it is at this many windows, as far as forecasts go.
-FARTHEST = 10.0
 # Where a walk is drawn beyond the window's end, in windows.
 _NODES = np.array([0.02, 0.05, 0.1, 0.175, 0.25, 0.4, 0.6, 0.8, 1, 1.5, 2, 3, 5, 9, 20, 50, 99.0])
 _SMOOTHED = 400

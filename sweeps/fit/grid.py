@@ -14,14 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri
 
+from sweeps.fit.constants import A_PRIOR, R0_PRIOR
 from sweeps.fit.family import Box
 from sweeps.fit.kinds import Kind
 from sweeps.fit.least_squares import Array
 from sweeps.fit.wander import Noises, Seen
 
-# Before the data: R0 and A, mean and standard deviation, on a reward scale of width 1; twice that where rewards have
-# no bounds.
-R0_PRIOR, A_PRIOR = (0.3, 0.35), (0.6, 0.4)
 # Log weight below the best at which cells are dropped.
 _DROPPED = 12.0
 # A grid is left where zooming would shrink it to no less than this share.

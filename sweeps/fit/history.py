@@ -11,9 +11,9 @@ import numpy as np
 from sweeps.as_json import AsJson
 from sweeps.curve import Curve
 from sweeps.errors import UserError
+from sweeps.fit.constants import MIN_COMPUTES
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curve
 from sweeps.fit.predict import predict, predict_mean, readable
-from sweeps.fit.verdict import MIN_COMPUTES
 
 # Compute grows by this factor from one snapshot to the next; also how far apart two must be to confirm another.
 GROWTH = 1.15

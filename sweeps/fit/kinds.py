@@ -21,12 +21,9 @@ from functools import cached_property
 import numpy as np
 from scipy.special import expit
 
+from sweeps.fit.constants import DRIFTS, KIND_PRIORS, P_CONSTANT, P_LINE, P_WALK, STRAIGHT
 from sweeps.fit.family import Box
 from sweeps.fit.least_squares import Array
-
-# A line goes on straight to this many windows, then ever more slowly: nothing rises for ever. A drift goes on to so
-# many, and to one more by and by.
-_STRAIGHT, _DRIFTS = 4.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class Kind:
 
 def drifting(x: Array) -> Array:
     """A slow drift on top of a curve, 1 at the window's end."""
-    result: Array = np.where(x <= _DRIFTS, x, _DRIFTS + np.tanh(np.maximum(x - _DRIFTS, 0.0)))
+    result: Array = np.where(x <= DRIFTS, x, DRIFTS + np.tanh(np.maximum(x - DRIFTS, 0.0)))
     return result
 
 
@@ -101,8 +98,8 @@ def _power(x: Array, u: Array, v: Array) -> Array:
 
 
 def _line(x: Array, u: Array, v: Array) -> Array:
-    slower = _STRAIGHT * (1 + np.log(np.maximum(x, _STRAIGHT) / _STRAIGHT))
-    result: Array = np.where(x <= _STRAIGHT, x, slower) + 0.0 * (u + v)
+    slower = STRAIGHT * (1 + np.log(np.maximum(x, STRAIGHT) / STRAIGHT))
+    result: Array = np.where(x <= STRAIGHT, x, slower) + 0.0 * (u + v)
     return result
 
 
@@ -114,13 +111,18 @@ def _log(low: float, high: float) -> tuple[float, float]:
     return float(np.log(low)), float(np.log(high))
 
 
-SIGMOID = Kind("sigmoid", 0.24, True, _sigmoid, (*_log(0.4, 12.0), *_log(0.02, 10.0)), (8, 12), (0.8, 0.45, -0.9, 1.2))
+def _kind(name: str, basis: Callable[[Array, Array, Array], Array], box: Box, cells: tuple[int, int]) -> Kind:
+    prior, likely = KIND_PRIORS[name]
+    return Kind(name, prior, True, basis, box, cells, likely)
+
+
+SIGMOID = _kind("sigmoid", _sigmoid, (*_log(0.4, 12.0), *_log(0.02, 10.0)), (8, 12))
 KINDS = (
     SIGMOID,
-    Kind("weibull", 0.36, True, _weibull, (*_log(0.35, 4.0), *_log(0.02, 8.0)), (6, 9), (0.1, 0.3, -1.0, 1.2)),
-    Kind("delayed", 0.06, True, _delayed, (0.05, 0.85, *_log(0.02, 5.0)), (7, 7), (0.25, 0.25, -1.2, 1.2)),
-    Kind("power", 0.04, True, _power, (*_log(0.1, 3.0), *_log(0.005, 3.0)), (5, 7), (-0.7, 0.8, -2.0, 1.5)),
-    Kind("line", 0.13, False, _line),
-    Kind("constant", 0.09, True, _constant),
+    _kind("weibull", _weibull, (*_log(0.35, 4.0), *_log(0.02, 8.0)), (6, 9)),
+    _kind("delayed", _delayed, (0.05, 0.85, *_log(0.02, 5.0)), (7, 7)),
+    _kind("power", _power, (*_log(0.1, 3.0), *_log(0.005, 3.0)), (5, 7)),
+    Kind("line", P_LINE, False, _line),
+    Kind("constant", P_CONSTANT, True, _constant),
 )
-WALK = Kind("walk", 0.06, False, _constant)
+WALK = Kind("walk", P_WALK, False, _constant)

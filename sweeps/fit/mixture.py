@@ -16,20 +16,25 @@ from functools import cached_property
 import numpy as np
 from scipy.special import expit, ndtr
 
+from sweeps.fit.constants import (
+    DRIFT_LIMITS,
+    DRIFT_SD,
+    JUMP_SD,
+    JUMP_WIDTHS,
+    KINDS_WORTH,
+    P_DRIFT,
+    P_JUMP,
+    R0_PRIOR,
+    WALK_STEPS,
+)
 from sweeps.fit.family import Box
-from sweeps.fit.grid import R0_PRIOR, Cells, cells_of, explore, grid_of, joined, solve, zoomed
+from sweeps.fit.grid import Cells, cells_of, explore, grid_of, joined, solve, zoomed
 from sweeps.fit.kinds import KINDS, WALK, drifting
 from sweeps.fit.least_squares import Array
 from sweeps.fit.wander import Noises, Seen, noises, whitening
 
-# A slow drift over the window: its standard deviation in units of the points' roughness, within two limits, and how
-# likely there is one. What a run strays from any law goes with its noise; set on real curves (docs/real_curves.md).
-DRIFT_SD, DRIFT_LIMITS, P_DRIFT = 3.0, (0.02, 0.3), 0.5
-# A jump: standard deviation of its size, and how likely there is one.
-JUMP_SD, P_JUMP = 0.3, 0.45
 # Kinds that may have jumped: a jump on top of the others looks like one on top of these.
 _JUMPING = ("sigmoid", "weibull", "line", "constant")
-_JUMP_WIDTHS = (1e-3, 0.35, 1.0)
 _MOST_JUMPS = 24
 # Log weight behind the best place at which a jump of one width lies so far off that none of another width is there.
 _ELSEWHERE = 25.0
@@ -37,8 +42,6 @@ _ELSEWHERE = 25.0
 _SEARCHED = 7
 # A grid is zoomed so often, less one, where there may be a jump: what jumped twice is a steep rise and a jump.
 _JUMP_ROUNDS = 3
-# The random walk: standard deviations over one window, and weights.
-_STEPS = ((0.01, 0.3), (0.035, 0.35), (0.1, 0.2), (0.3, 0.15))
 # Log weights below the best at which cells are dropped, and noises no longer looked at.
 _DROPPED, _UNLIKELY = 12.0, 7.0
 # A kind's grid is zoomed, at most so often, until this many cells share its weight; fewer where it is to be brief.
@@ -112,14 +115,12 @@ class Mixture:
 
 
 PRIOR = {kind.name: kind.prior for kind in (*KINDS, WALK)}
-# The kinds' prior is worth this many recipes when a study's own are counted.
-_WORTH = 4.0
 
 
 def shared_prior(skills: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The kinds' weights that a study's recipes have shown: what foretold the others is trusted more in each.
 
-    Stacking by expectation and maximization, drawn to the kinds' own prior as if by `_WORTH` more recipes.
+    Stacking by expectation and maximization, drawn to the kinds' own prior as if by `KINDS_WORTH` more recipes.
 
     Args:
         skills: log predictive density of each kind, by name, of every recipe.
@@ -133,7 +134,7 @@ def shared_prior(skills: Sequence[Mapping[str, float]]) -> dict[str, float]:
     weight = start
     for _ in range(50):
         share = likely * weight
-        weight = (_WORTH * start + (share / share.sum(1, keepdims=True)).sum(0)) / (_WORTH + len(table))
+        weight = (KINDS_WORTH * start + (share / share.sum(1, keepdims=True)).sum(0)) / (KINDS_WORTH + len(table))
     return dict(zip(names, weight.tolist(), strict=True))
 
 
@@ -236,7 +237,7 @@ def _jumped(seen: Seen, noise: Noises, tilde: Array, boxes: Mapping[int, Box]) -
     calm = np.flatnonzero((noise.strength <= _LITTLE * seen.roughness) & (noise.log_prior > _RARE))
     some, tilde = noise.take(calm), tilde[calm]
     spacing = float(np.median(np.diff(computes)))
-    log_prior = float(np.log(P_JUMP / (len(at) * len(_JUMP_WIDTHS))))
+    log_prior = float(np.log(P_JUMP / (len(at) * len(JUMP_WIDTHS))))
 
     def extras(within: Noises, places: Array, width: Array) -> tuple[Array, Array, Array]:
         columns = within.whiten @ expit((seen.x[:, None] - places) / width)
@@ -245,7 +246,7 @@ def _jumped(seen: Seen, noise: Noises, tilde: Array, boxes: Mapping[int, Box]) -
     # The search, for places and shapes, makes do with the likeliest kinds of noise and one width.
     first = np.argsort(-some.log_prior, kind="stable")[:_SEARCHED]
     few = some.take(first)
-    anywhere = extras(few, at, np.full(len(at), _JUMP_WIDTHS[1] * spacing))
+    anywhere = extras(few, at, np.full(len(at), JUMP_WIDTHS[1] * spacing))
     found = []
     for i, kind in enumerate(KINDS):
         if kind.name not in _JUMPING:
@@ -263,8 +264,8 @@ def _jumped(seen: Seen, noise: Noises, tilde: Array, boxes: Mapping[int, Box]) -
                 box = closer
             by_place = weight.max((1, 2))
             likely = at[by_place > by_place.max() - _ELSEWHERE]
-            places = np.tile(likely, len(_JUMP_WIDTHS))
-            width = np.repeat(np.array(_JUMP_WIDTHS) * spacing, len(likely))
+            places = np.tile(likely, len(JUMP_WIDTHS))
+            width = np.repeat(np.array(JUMP_WIDTHS) * spacing, len(likely))
             there = extras(some, places, width)
             solved = solve(tilde, some.whiten @ basis, some.log_det, there, grid.ceiling, seen.bounded)
             cells = cells_of(solved, np.zeros(1), grid, some, np.full(len(places), JUMP), places, width)
@@ -277,7 +278,7 @@ def _walked(seen: Seen, brief: bool) -> Walk:
     x, z, n = seen.x, seen.z, len(seen.x)
     common = np.minimum(x[:, None], x[None, :])
     own = seen.between + seen.wandering(min(0.7 * seen.roughness, 0.012), 0.1)
-    tried = [(step, variance, share * weight) for variance, share in seen.white for step, weight in _STEPS]
+    tried = [(step, variance, share * weight) for variance, share in seen.white for step, weight in WALK_STEPS]
     covariance = np.stack([own + np.diag(variance) + step**2 * common for step, variance, _ in tried])
     steps, log_prior = np.array([step for step, _, _ in tried]), np.log([weight for _, _, weight in tried])
     whiten = whitening(covariance)

@@ -21,20 +21,13 @@ from scipy.optimize import brentq
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.fit import least_squares as profile
+from sweeps.fit.constants import HUBER, INFORMING, RIDGE_SD
 from sweeps.fit.family import FAMILIES, Family
 from sweeps.fit.least_squares import Array, Problem
 
-# The penalty on offsets between the seeds given: twice the published spread of A, weak on purpose.
-_RIDGE_SD = 0.03
-
 # More points than this add nothing to a curve of four parameters but time: neighbours are averaged.
 MOST_POINTS = 1000
-# Residuals beyond this many robust standard deviations count with less weight (Huber 1964).
-_HUBER = 1.5
 _ROBUST_ROUNDS = 8
-# A seed with less than this share of the best seed's information on A says nothing of its own asymptote.
-_INFORMING = 0.2
-
 R0Mode = float | Literal["first", "free"]
 
 
@@ -144,7 +137,7 @@ def problem_of(points: Points, options: FitOptions, bounds: tuple[float, float],
     elif options.family == "power_law":
         r0 = bounds
     a = bounds if options.asymptote is None else (options.asymptote, options.asymptote)
-    ridge = 1.0 / (_RIDGE_SD * (bounds[1] - bounds[0])) ** 2
+    ridge = 1.0 / (RIDGE_SD * (bounds[1] - bounds[0])) ** 2
     return Problem(log_compute, points.reward, 1.0 / variance, points.seed, ridge, r0, a, options.shape)
 
 
@@ -166,7 +159,7 @@ def weighted(points: Points, options: FitOptions, bounds: tuple[float, float]) -
     extra = _extra_variance(residual, known + floor, max(n - 4, 1))
     problem = problem_of(points, options, bounds, known + extra + floor)
     information = np.bincount(points.seed, problem.weight * g * g)
-    return replace(problem, informing=information >= _INFORMING * information.max())
+    return replace(problem, informing=information >= INFORMING * information.max())
 
 
 def _extra_variance(residual: Array, variance: Array, dof: int) -> float:
@@ -198,7 +191,7 @@ def pulled_in(points: Points, options: FitOptions, bounds: tuple[float, float]) 
         # The spread without the points that are far off: the median of absolute residuals.
         sd = max(1.4826 * float(np.median(np.abs(residual))), np.sqrt(floor))
         base = known + max(sd**2 - float(known.mean()), 0.0) + floor
-        limit = _HUBER * np.sqrt(base)
+        limit = HUBER * np.sqrt(base)
         if float(np.abs(residual - last).max()) <= 1e-6 * sd:
             break
         last = residual

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sweeps.curve import Array
+from sweeps.fit.constants import FARTHEST
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.futures import FARTHEST
 from sweeps.fit.outlook import DRAWS
 from sweeps.fit.seeds import SeedSpread
 from sweeps.fit.wander import apart

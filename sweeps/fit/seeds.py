@@ -11,11 +11,11 @@ from scipy.special import stdtrit
 
 from sweeps.as_json import AsJson
 from sweeps.curve import UNNAMED
+from sweeps.fit.constants import SEED_SD
 from sweeps.fit.least_squares import Array, Optimum, Problem
 from sweeps.fit.wander import Noise
 
-# Three ScaleRL runs lay within +-0.015 (arXiv 2510.13786, A.7).
-BORROWED_SEED_SD = 0.015
+BORROWED_SEED_SD = SEED_SD
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A seed is held against the median of the others, over the later half of the compute that it shares with them. What sets
 honest seeds apart is the noise of their means, the wander of a policy and the published spread of asymptotes; a seed
-beyond `_SURE` times that is left out of the curve, the worst first, as long as most seeds agree.
+beyond `BAD_SEED` times that is left out of the curve, the worst first, as long as most seeds agree.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ import numpy as np
 
 from sweeps.as_json import AsJson
 from sweeps.curve import Curve
+from sweeps.fit.constants import BAD_SEED, BAD_SEED_APART, BAD_SEED_WANDER
 from sweeps.fit.least_squares import Array
-
-_SURE = 4.0
-# Of means over half a window, on a reward scale of width 1: a policy's wander, and seeds' own asymptotes.
-_WANDER, _APART = 0.02, 0.025
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ def _off(curve: Curve, label: str) -> tuple[BadSeed, float] | None:
     if int(seen.sum()) < 3:
         return None
     gap: Array = own[seen] - np.nanmedian(stacked[:, seen], axis=0)
-    honest = 2 * (_WANDER**2 + _APART**2) * curve.scale**2 + float(np.var(np.diff(gap))) / len(gap)
+    honest = 2 * (BAD_SEED_WANDER**2 + BAD_SEED_APART**2) * curve.scale**2 + float(np.var(np.diff(gap))) / len(gap)
     off = np.abs(gap) > 0.5 * abs(float(gap.mean()))
     first = float(at[seen][np.argmax(off)])
-    return BadSeed(label, first, float(np.median(gap))), _SURE * float(np.sqrt(honest))
+    return BadSeed(label, first, float(np.median(gap))), BAD_SEED * float(np.sqrt(honest))

@@ -14,35 +14,24 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
+from sweeps.fit.constants import (
+    AGREED,
+    AHEAD,
+    BEND,
+    COLLAPSE,
+    MAX_WIDTH,
+    MIN_COMPUTES,
+    MIN_SPAN,
+    PLATEAU,
+    REACH,
+    RISE,
+    TREND,
+)
 from sweeps.fit.least_squares import Array
 from sweeps.fit.outlook import Jump
 
-MIN_COMPUTES = 6
-# A window narrower than this factor shows one point of a curve on log compute, not its shape.
-MIN_SPAN = 1.5
-# An interval wider than this (in units of the reward's range, and never more than the gain itself) cannot separate any
-# two of the published recipes, whose A lie within 0.16 of each other (arXiv 2510.13786, fig. 2).
-MAX_WIDTH = 0.2
-# A plateau counts as observed at a bound if the last quarter's mean is this close: the margin of a tie.
-PLATEAU = 0.02
-# The bend is in the window if even the upper end of C_mid's interval lies below this share of it: intervals that
-# miss, one in twenty, mostly miss by little.
-BEND = 0.85
-# Before this many times the upper end of C_mid a window shows the bend and no plateau, and a lull passes for one: A
-# must then be known all the better, by the square of what is missing.
-REACH = 3.5
-# A rise needs this much log evidence over a constant with a policy that wanders; and whatever wander explains, a trend
-# of more standard deviations than this, by the points' scatter or by their sampling errors, is no level curve.
-RISE = 2.0
-TREND = 4.5
-# A kind of curve ahead of the sigmoid by this much log predictive density (20 times as likely) is preferred to it.
-AHEAD = 3.0
-# A is named if this much of what all kinds of curves say of the ceiling lies within its interval.
-AGREED = 0.7
 # Evaluations whose mean is called the best so far.
 _SMOOTH = 5
-# A run has gone bad if it ends this share of its gain below its best stretch.
-COLLAPSE = 0.2
 
 
 @dataclass(frozen=True)

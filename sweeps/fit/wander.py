@@ -15,32 +15,28 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg.lapack import dpotrf, dtrtri
 
+from sweeps.fit.constants import (
+    EXACT,
+    LEAST_SD,
+    MEMORIES,
+    P_STILL,
+    SEED_SD,
+    SETTLED,
+    STRENGTHS,
+    WANDER_AT,
+    WANDER_SD,
+    WHITE_KNOWN,
+    WHITE_UNKNOWN,
+)
 from sweeps.fit.least_squares import Array
 
-# The wander's standard deviation that half the policies exceed, at a memory of `_AT` windows; and how likely there is
-# none to speak of.
-WANDER_SD, _AT = 0.03, 0.3
-P_STILL = 0.15
-# Strengths tried, in units of the points' roughness; memories, in windows, with their weights.
-STRENGTHS = (0.25, 0.7, 1.6, 3.5)
-MEMORIES = ((0.03, 0.25), (0.15, 0.3), (0.7, 0.45))
-# Sampling errors tried: as multiples of the variance given (the same prompts every time make evaluations agree better
-# than their own errors say), or of the roughness where none is given.
-_WHITE_KNOWN = ((0.5, 0.1), (1.0, 0.9))
-_WHITE_UNKNOWN = ((0.35, 0.25), (0.7, 0.35), (1.2, 0.4))
-# Seeds of one recipe end about this far apart (arXiv 2510.13786, A.7), and do not begin so.
-SEED_SD, _SETTLED = 0.015, 0.15
-# No law holds more exactly than this.
-_EXACT = 1e-3
-# Evaluations that all agree are not infinitely precise.
-_LEAST = 0.04
 # Evaluations of a mean whose covariances are summed one by one.
 _MANY = 200
 
 
 def apart(x: Array) -> Array:
     """How much of what sets seeds apart there is by then; compute in windows, (n,)."""
-    grown: Array = -np.expm1(-x / _SETTLED)
+    grown: Array = -np.expm1(-x / SETTLED)
     return grown
 
 
@@ -88,21 +84,21 @@ class Seen:
         # What never passes, or always does, repeats itself whatever a step of the reward is.
         between = self.z[(self.z > 0) & (self.z < 1)] if self.bounded else self.z
         if len(levels) == 1:
-            spread = max(spread, _LEAST)
+            spread = max(spread, LEAST_SD)
         elif not len(between) or len(np.unique(between)) < 0.6 * len(between):
             # Coarse rewards repeat themselves, which is no precision: a step of theirs is one rollout.
             spread = max(spread, 0.7 * mean_square, 0.5 * float(np.diff(levels).min()))
         if self.variance is not None:
             spread = max(spread, 0.5 * float(np.sqrt(np.median(self.variance))))
-        return max(spread, _EXACT)
+        return max(spread, EXACT)
 
     @cached_property
     def white(self) -> list[tuple[Array, float]]:
         """Sampling variances to consider (n,), with their weights."""
         if self.variance is not None:
-            return [(np.maximum(self.variance * scale, _EXACT**2), weight) for scale, weight in _WHITE_KNOWN]
+            return [(np.maximum(self.variance * scale, EXACT**2), weight) for scale, weight in WHITE_KNOWN]
         even = np.full(len(self.x), self.roughness**2)
-        return [(even * scale**2, weight) for scale, weight in _WHITE_UNKNOWN]
+        return [(even * scale**2, weight) for scale, weight in WHITE_UNKNOWN]
 
     @cached_property
     def between(self) -> Array:
@@ -212,7 +208,7 @@ def noises(seen: Seen, brief: bool = False) -> Noises:
         for memory, share, kernel in kernels:
             for times in strengths:
                 strength = times * seen.roughness
-                rate = strength / (WANDER_SD * np.sqrt(memory / _AT))
+                rate = strength / (WANDER_SD * np.sqrt(memory / WANDER_AT))
                 covariance.append(white + strength**2 * kernel)
                 prior.append(weight * (1 - P_STILL) * share / len(strengths) / (1 + rate**2) ** 2)
                 what.append((mean, strength, memory))

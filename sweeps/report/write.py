@@ -15,10 +15,10 @@ from sweeps.decide.next_run import choice_of, comparable, settle
 from sweeps.decide.rank import Ranking
 from sweeps.errors import UserError, require
 from sweeps.fit.compare import Comparison
+from sweeps.fit.constants import MIN_COMPUTES
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.history import GROWTH, Snapshot, history
 from sweeps.fit.sensitivity import sensitivity
-from sweeps.fit.verdict import MIN_COMPUTES
 from sweeps.launch.again import command
 from sweeps.run.journal import JournalView
 from sweeps.run.rollouts import a_few

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from scipy.special import expit, logsumexp
 
 from sweeps.curve import Curve, make_curve
+from sweeps.fit.constants import A_PRIOR, MEMORIES, P_STILL, R0_PRIOR, STRENGTHS, WANDER_AT, WANDER_SD
 from sweeps.fit.fit import Fit, fit_curve
-from sweeps.fit.grid import A_PRIOR, R0_PRIOR
 from sweeps.fit.kinds import SIGMOID
 from sweeps.fit.points import FitOptions
-from sweeps.fit.wander import MEMORIES, P_STILL, STRENGTHS, WANDER_SD, Seen
+from sweeps.fit.wander import Seen
 from tests.examples import every
 from tests.sweeps.fit.simulate import curve
 
@@ -50,7 +50,7 @@ def covariances(seen: Seen) -> tuple[Array, Array]:
         for memory, how_likely in MEMORIES:
             for times in STRENGTHS:
                 tau = times * seen.roughness
-                rate = tau / (WANDER_SD * np.sqrt(memory / 0.3))
+                rate = tau / (WANDER_SD * np.sqrt(memory / WANDER_AT))
                 found.append(still + tau**2 * np.exp(-apart / memory) * seen.same)
                 weights.append(share * (1 - P_STILL) * how_likely / len(STRENGTHS) / (1 + rate**2) ** 2)
     return np.stack(found), np.log(weights)

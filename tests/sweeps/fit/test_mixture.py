@@ -17,33 +17,29 @@ from benchmarks import real_curves
 from benchmarks.forecast_zoo import ZOO, Truth, seen
 from sweeps.curve import Curve, make_curve
 from sweeps.fit import mixture as mixture_module
-from sweeps.fit.fit import OTHERS, RULED_OUT, Fit, fit_curve, fit_curves
-from sweeps.fit.grid import A_PRIOR, R0_PRIOR
-from sweeps.fit.kinds import KINDS, WALK
-from sweeps.fit.mixture import (
-    DRIFT_LIMITS,
-    DRIFT_SD,
-    JUMP_SD,
-    P_DRIFT,
-    PRIOR,
-    mixture,
-    shared_prior,
-)
-from sweeps.fit.points import FitOptions
-from sweeps.fit.predict import paths, predict, predict_mean, readable
-from sweeps.fit.verdict import (
+from sweeps.fit.constants import (
+    A_PRIOR,
     AGREED,
     AHEAD,
     BEND,
+    DRIFT_LIMITS,
+    DRIFT_SD,
+    JUMP_SD,
     MAX_WIDTH,
+    OTHERS,
+    P_DRIFT,
+    R0_PRIOR,
     REACH,
     RISE,
+    RULED_OUT,
     TREND,
-    Doubt,
-    Evidence,
-    after_fit,
-    trend_z,
 )
+from sweeps.fit.fit import Fit, fit_curve, fit_curves
+from sweeps.fit.kinds import KINDS, WALK
+from sweeps.fit.mixture import PRIOR, mixture, shared_prior
+from sweeps.fit.points import FitOptions
+from sweeps.fit.predict import paths, predict, predict_mean, readable
+from sweeps.fit.verdict import Doubt, Evidence, after_fit, trend_z
 from sweeps.source import load
 from tests.examples import every
 from tests.paths import ROOT

@@ -1,0 +1,97 @@
+"""Every number of `sweeps.fit` that was set by hand and decides what is said of a curve, with what it was set on.
+
+How finely something is computed (grids, rounds, draws) stands beside the computation: it decides nothing, and
+`tests/sweeps/fit/test_law.py` holds it to a sampler that knows no grid. Rewards are on a scale of width 1, compute is
+in windows: units of the largest that was evaluated. docs/guide/methods.md has the equations. "The zoo" is
+benchmarks/forecast_zoo.py, "real curves" benchmarks/real_curves.py.
+"""
+
+from __future__ import annotations
+
+# --- before the data ------------------------------------------------------------------------------------------------
+
+# Of each kind of curve (`sweeps.fit.kinds`): how likely it is, and mean and standard deviation of its two shape
+# coordinates. Set on the zoo; what each is worth on real curves: docs/real_curves.md.
+KIND_PRIORS: dict[str, tuple[float, tuple[float, float, float, float]]] = {
+    "sigmoid": (0.24, (0.8, 0.45, -0.9, 1.2)),
+    "weibull": (0.36, (0.1, 0.3, -1.0, 1.2)),
+    "delayed": (0.06, (0.25, 0.25, -1.2, 1.2)),
+    "power": (0.04, (-0.7, 0.8, -2.0, 1.5)),
+}
+P_LINE, P_CONSTANT, P_WALK = 0.13, 0.09, 0.06
+# The kinds' prior is worth this many recipes when a study's own are counted: a choice, held on docs/ranking.md.
+KINDS_WORTH = 4.0
+# R0 and A, mean and standard deviation; twice that where rewards have no bounds: wide, a
+# choice. What they do to intervals: docs/coverage.md.
+R0_PRIOR, A_PRIOR = (0.3, 0.35), (0.6, 0.4)
+# A line goes on straight to this many windows, then ever more slowly: nothing rises for ever. A drift goes on to so
+# many, and to one more by and by. A choice.
+STRAIGHT, DRIFTS = 4.0, 2.0
+# A slow drift over the window: its standard deviation in units of the points' roughness, within two limits, and how
+# likely there is one. What a run strays from any law goes with its noise; set on real curves (docs/real_curves.md).
+DRIFT_SD, DRIFT_LIMITS, P_DRIFT = 3.0, (0.02, 0.3), 0.5
+# A jump: standard deviation of its size, how likely there is one, and its widths in units of the evaluations' spacing.
+# Set on the zoo's steps and collapses.
+JUMP_SD, P_JUMP = 0.3, 0.45
+JUMP_WIDTHS = (1e-3, 0.35, 1.0)
+# The random walk: standard deviations over one window, and weights. Set on the zoo.
+WALK_STEPS = ((0.01, 0.3), (0.035, 0.35), (0.1, 0.2), (0.3, 0.15))
+# A curve without a ceiling counts as ending where it is at this many windows: beyond, no study could tell or use it.
+FARTHEST = 10.0
+
+# --- noise ----------------------------------------------------------------------------------------------------------
+
+# The wander's standard deviation that half the policies exceed, at a memory of so many windows; and how likely there is
+# none to speak of. Set on the zoo.
+WANDER_SD, WANDER_AT = 0.03, 0.3
+P_STILL = 0.15
+# Strengths tried, in units of the points' roughness; memories, in windows, with their weights: a grid over what the
+# prior on the rate allows.
+STRENGTHS = (0.25, 0.7, 1.6, 3.5)
+MEMORIES = ((0.03, 0.25), (0.15, 0.3), (0.7, 0.45))
+# Sampling errors tried, with their weights: as multiples of the variance given (the same prompts every time make
+# evaluations agree better than their own errors say), or of the roughness where none is given. Set on the zoo.
+WHITE_KNOWN = ((0.5, 0.1), (1.0, 0.9))
+WHITE_UNKNOWN = ((0.35, 0.25), (0.7, 0.35), (1.2, 0.4))
+# Seeds of one recipe end about this far apart (three ScaleRL runs lay within it: arXiv 2510.13786, A.7), and do not
+# begin so; the ridge on offsets between the seeds given is twice that, weak on purpose.
+SEED_SD, SETTLED = 0.015, 0.15
+RIDGE_SD = 0.03
+# No law holds more exactly than this; evaluations that all agree are not infinitely precise.
+EXACT, LEAST_SD = 1e-3, 0.04
+# A seed with less than this share of the best seed's information on A says nothing of its own asymptote.
+INFORMING = 0.2
+# A seed has left the others beyond this many standard deviations of what sets honest means over half a window apart: a
+# policy's wander, and seeds' own asymptotes. A choice, held on the zoo's and docs/ranking.md's studies with a bad seed.
+BAD_SEED, BAD_SEED_WANDER, BAD_SEED_APART = 4.0, 0.02, 0.025
+# With `--robust`, residuals beyond this many robust standard deviations count with less weight (Huber 1964).
+HUBER = 1.5
+
+# --- verdicts -------------------------------------------------------------------------------------------------------
+
+# Fewer distinct computes along one run, or a narrower window by factor, show a point of a curve, not its shape.
+MIN_COMPUTES, MIN_SPAN = 6, 1.5
+# An interval wider than this (in units of the reward's range, and never more than the gain itself) cannot separate any
+# two of the published recipes, whose A lie within 0.16 of each other (arXiv 2510.13786, fig. 2).
+MAX_WIDTH = 0.2
+# A plateau counts as observed at a bound if the last quarter's mean is this close: the margin of a tie.
+PLATEAU = 0.02
+# The bend is in the window if even the upper end of C_mid's interval lies below this share of it: intervals that
+# miss, one in twenty, mostly miss by little.
+BEND = 0.85
+# Before this many times the upper end of C_mid a window shows the bend and no plateau, and a lull passes for one: A
+# must then be known all the better, by the square of what is missing. Set on the zoo.
+REACH = 3.5
+# A rise needs this much log evidence over a constant with a policy that wanders; and whatever wander explains, a trend
+# of more standard deviations than this, by the points' scatter or by their sampling errors, is no level curve. Set on
+# the zoo's flat curves.
+RISE, TREND = 2.0, 4.5
+# A kind of curve ahead of the sigmoid by this much log predictive density (20 times as likely) is preferred to it.
+AHEAD = 3.0
+# A is named if this much of what all kinds of curves say of the ceiling lies within its interval. Set on the zoo.
+AGREED = 0.7
+# Other laws than the sigmoid lie above it: the upper half of A's interval is this much longer, unless all of them are
+# behind by this much log predictive density. Without it a Frechet curve's A is held in 0.68, with it in 0.87 (zoo).
+OTHERS, RULED_OUT = 1.25, 6.0
+# A run has gone bad if it ends this share of its gain below its best stretch. A choice, held on the zoo.
+COLLAPSE = 0.2
