@@ -20,7 +20,8 @@ COMPUTED = {
     "history.py": {"GROWTH", "RECENT", "REACH"},
     "kinds.py": {"SIGMOID", "KINDS"},
     "law.py": {
-        "TAIL", "_FINE", "_ROUNDS", "_FINER", "_UNLIKELY", "_CELLS", "_FIXED", "_DEVIANCE", "_TRIALS", "_EDGE", "_LEVELS",
+        "TAIL", "_FINE", "_ROUNDS", "_FINER", "_UNLIKELY", "_CELLS", "_FIXED", "_DEVIANCE", "_TRIALS", "_EDGE",
+        "_LEVELS",
     },
     "least_squares.py": {"_COARSE", "_STEEP", "_STEEP_SPAN", "_RESTARTS", "_ITERATIONS"},
     "mixture.py": {
