@@ -313,12 +313,12 @@ def test_a_million_points_are_averaged_and_counted() -> None:
 @pytest.mark.parametrize("rho", every(2, [0.7, 0.0], pytest.mark.full))
 def test_coverage_of_every_parameter(rho: float) -> None:
     """A cell of `benchmarks/coverage.py` with few repeats: far from the 48% of intervals that trust every point."""
-    cell = coverage.Cell(4.0, 40, rho, "log")
+    cell = coverage.Cell(4.0, 40, rho, "even")
     rows = coverage.many(cell, 60)
     for name in coverage.NAMES:
         held, _, _, ratio = coverage.summarise(rows, name)
-        assert held >= 0.87, name
-        assert ratio < 1.8, name
+        assert held >= 0.83, name
+        assert ratio < 2.1, name
 
 
 def verdict_of(reward: np.ndarray, compute: np.ndarray | None = None) -> str:
