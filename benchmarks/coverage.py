@@ -69,12 +69,12 @@ class Cell:
 def told(fit: Fit, rho: float) -> dict[str, float | None]:
     """Widths of the intervals that are told the noise; None where an end is open."""
     assert fit.law is not None and fit.lookout is not None
-    seen, law, ahead = fit.lookout.seen, fit.law, fit.lookout
-    steps = np.arange(len(seen.x))
+    ahead = fit.lookout
+    steps = np.arange(len(ahead.seen.x))
     covariance = SD**2 / ahead.width**2 * rho ** np.abs(steps[:, None] - steps[None, :])
     known = Noises(whitening(covariance[None]), np.zeros(1), np.full(1, SD**2), np.zeros(1), np.ones(1))
     problem = weighted(select(fit.curve, fit.options), fit.options, fit.bounds)
-    exact = law_of(seen, problem, law.best, ahead.end, ahead.bottom, ahead.width, known)
+    exact = law_of(ahead, problem, fit.law.best, known)
     low, high = exact.asymptote_interval()
     widths: dict[str, float | None] = {"A": high - low if high < 1.0 and low > 0.0 else None}
     for axis, name in enumerate(("B", "C_mid")):

@@ -248,7 +248,7 @@ def _fit_points(empty: Fit, points: Points, raw: Array, parameters: int) -> Fit:
     informing = int(problem.loose.sum())
     parameters -= problem.seeds - informing
     ahead = empty.lookout
-    law = law_of(ahead.seen, problem, best, ahead.end, ahead.bottom, ahead.width)
+    law = law_of(ahead, problem, best)
     gone = {bad.seed for bad in empty.bad_seeds}
     labels = [str(label) for label in np.unique(empty.curve.seed) if str(label) not in gone]
     silent = [label for label, own in zip(labels, problem.loose, strict=False) if not own]
@@ -464,7 +464,7 @@ def fit_curves(
         curves: one a recipe.
         options: how to fit.
         workers: processes to share the work, see `sweeps.parallel`.
-        regions: keep `law` of every fit, which figures are drawn from: about a megabyte each.
+        regions: keep `law` of every fit, which figures are drawn from: about half a megabyte each.
     """
     fits = mapped(partial(_fit_one, options=options, regions=regions), curves, workers)
     scale = max((curve.scale for curve in curves), default=1.0)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy.special import expit
 
 from sweeps.fit.constants import FARTHEST
-from sweeps.fit.grid import by_weight, within
+from sweeps.fit.grid import by_weight, draw_levels
 from sweeps.fit.kinds import KINDS, drifting
 from sweeps.fit.least_squares import Array
 from sweeps.fit.mixture import DRIFT, JUMP, NONE, Mixture, Walk
@@ -84,14 +84,7 @@ def draw(found: Mixture, count: int, rng: np.random.Generator) -> Futures:
     kind[curves], extra[curves] = cells.kind[at], cells.extra[at]
     u[curves], v[curves], jump_at[curves], width[curves] = cells.u[at], cells.v[at], cells.at[at], cells.width[at]
     size[curves] = cells.extra_mean[at] + cells.extra_sd[at] * rng.standard_normal(len(at))
-    mean = cells.mean[:, at] - cells.cross[:, at] * size[curves]
-    p00, p01, p11 = cells.precision[:, at]
-    determinant = np.maximum(p00 * p11 - p01**2, 1e-300)
-    # A first, then R0 given A; both within what rewards can be.
-    bounded = found.seen.bounded
-    drawn = within(mean[1], np.sqrt(p00 / determinant), _CEILING[kind[curves]] & bounded, rng)
-    a[curves] = drawn
-    r0[curves] = within(mean[0] - p01 / p00 * (drawn - mean[1]), p00**-0.5, np.full(len(at), bounded), rng)
+    r0[curves], a[curves] = draw_levels(cells, at, size[curves], found.seen.bounded, _CEILING[kind[curves]], rng)
     walking = chosen[~curves] - len(cells.log_weight)
     now = _levels(walk, walking, rng)
     share = np.exp(walk.log_weight - walk.log_weight.max())
@@ -100,7 +93,7 @@ def draw(found: Mixture, count: int, rng: np.random.Generator) -> Futures:
     moved = np.cumsum(walk.step[walking, None] * spans * rng.standard_normal((len(walking), len(spans))), axis=1)
     levels = np.concatenate([now, now[:, -1:] + moved], axis=1)
     nodes = np.concatenate([walk.x, walk.x[-1] + _NODES])
-    return Futures(kind, u, v, r0, a, extra, size, jump_at, width, nodes, levels, smoothed, bounded)
+    return Futures(kind, u, v, r0, a, extra, size, jump_at, width, nodes, levels, smoothed, found.seen.bounded)
 
 
 def _levels(walk: Walk, which: NDArray[np.intp], rng: np.random.Generator) -> Array:

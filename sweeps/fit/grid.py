@@ -7,7 +7,7 @@ has its marginal likelihood in closed form. The grid is zoomed to where the weig
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -20,8 +20,8 @@ from sweeps.fit.kinds import Kind
 from sweeps.fit.least_squares import Array
 from sweeps.fit.wander import Noises, Seen
 
-# Log weight below the best at which cells are dropped.
-_DROPPED = 12.0
+# Log weights below the best at which cells are dropped, and kinds of noise no longer looked at.
+DROPPED, _UNLIKELY = 12.0, 7.0
 # A grid is left where zooming would shrink it to no less than this share.
 _SHRINKS = 0.6
 
@@ -56,6 +56,17 @@ class Cells:
     def take(self, keep: NDArray[np.bool_]) -> Cells:
         """Some of them."""
         return Cells(**{name: getattr(self, name)[..., keep] for name in self.__dataclass_fields__})
+
+    @property
+    def variance(self) -> Array:
+        """Of A, nothing on top, (k,)."""
+        p00, p01, p11 = self.precision
+        return np.asarray(p00 / np.maximum(p00 * p11 - p01**2, 1e-300))
+
+    def noise_share(self, kinds: int) -> Array:
+        """Weight of each of so many kinds of noise, (J,); they sum to 1."""
+        share = np.bincount(self.noise, np.exp(self.log_weight), kinds)
+        return np.asarray(share / max(float(share.sum()), 1e-300))
 
 
 def joined(parts: Sequence[Cells]) -> Cells:
@@ -187,6 +198,11 @@ def grid_of(kinds: Sequence[Kind], boxes: Mapping[int, Box]) -> Grid:
     return Grid(kinds, np.concatenate(number), u, v, side, log_cell)
 
 
+def whitened(seen: Seen, noise: Noises) -> Array:
+    """Ones and rewards under every kind of noise, (J, n, 2)."""
+    return np.asarray(noise.whiten @ np.stack([np.ones(len(seen.x)), seen.z], axis=1))
+
+
 @lru_cache(maxsize=8)
 def _whole_grid(kinds: tuple[Kind, ...]) -> Grid:
     """Of every kind's whole box: where each search begins."""
@@ -197,20 +213,28 @@ def _whole_grid(kinds: tuple[Kind, ...]) -> Grid:
 class Explored:
     """A grid zoomed to where the weight is, and its cells solved under every kind of noise.
 
-    g: whitened basis, (J, n, M). weight: log weights, (J, M). boxes: the grid's, by number of the kind.
+    tilde: whitened ones and rewards, (J, n, 2). g: whitened basis, (J, n, M). weight: log weights, (J, M). boxes: the
+    grid's, by number of the kind.
     """
 
+    noise: Noises
     grid: Grid
+    tilde: Array
     g: Array
     solved: Solved
     weight: Array
     boxes: dict[int, Box]
 
-    def cells(self, noise: Noises) -> Cells:
-        """The cells that matter, nothing on top of their curves; the weights of all sum to 1."""
-        found = cells_of(self.solved, np.zeros(1), self.grid, noise, np.zeros(1, int), np.zeros(1), np.ones(1))
-        whole = float(np.log(np.exp(found.log_weight - found.log_weight.max()).sum()) + found.log_weight.max())
-        return replace(found, log_weight=found.log_weight - whole)
+    def cells(self) -> Cells:
+        """The cells that matter, nothing on top of their curves."""
+        nothing = np.zeros(1, dtype=np.intp), np.zeros(1), np.ones(1)
+        return cells_of(self.solved, np.zeros(1), self.grid, self.noise, *nothing)
+
+    @property
+    def likely(self) -> NDArray[np.intp]:
+        """Kinds of noise that are not far behind the likeliest."""
+        best = self.weight.max(1)
+        return np.flatnonzero(best > best.max() - _UNLIKELY)
 
 
 def explore(
@@ -235,7 +259,7 @@ def explore(
         prior: of R0 and A.
         boxes: to begin with, by number of the kind; each kind's whole box if not given.
     """
-    tilde = noise.whiten @ np.stack([np.ones(len(seen.x)), seen.z], axis=1)
+    tilde = whitened(seen, noise)
     whole = boxes is None
     boxes = boxes or {i: kind.box for i, kind in enumerate(kinds)}
     for round_ in range(rounds):
@@ -248,7 +272,7 @@ def explore(
             break
         if round_ < rounds - 1:
             boxes = closer
-    return Explored(grid, g, solved, weight, boxes)
+    return Explored(noise, grid, tilde, g, solved, weight, boxes)
 
 
 def zoomed(grid: Grid, weight: Array, boxes: Mapping[int, Box], fine: float, behind: float) -> dict[int, Box]:
@@ -293,12 +317,18 @@ def cells_of(
     weight = solved.log_evidence + log_extra + grid.log_cell + noise.log_prior[:, None]
     by_kind = np.full(len(grid.kinds), -np.inf)
     np.maximum.at(by_kind, grid.kind, weight.max((0, 1)))
-    e, j, m = np.nonzero(weight > by_kind[grid.kind] - _DROPPED)
+    e, j, m = np.nonzero(weight > by_kind[grid.kind] - DROPPED)
     return Cells(
         grid.kind[m], weight[e, j, m], grid.u[m], grid.v[m], grid.sides[:, m], j, solved.precision[:, j, m],
         solved.mean[:, j, m], solved.cross[:, e, j, m], extra[e], solved.extra_mean[e, j, m],
         solved.extra_sd[e, j, m], at[e], width[e],
     )  # fmt: skip
+
+
+def log_sum(values: Array) -> float:
+    """Of weights given by their logarithms (n,); minus infinity for none."""
+    top = float(values.max()) if len(values) else -np.inf
+    return top if not np.isfinite(top) else top + float(np.log(np.exp(values - top).sum()))
 
 
 def by_weight(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np.intp]:
@@ -308,7 +338,32 @@ def by_weight(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np
     return np.asarray(rng.permutation(chosen), dtype=np.intp)
 
 
-def within(mean: Array, sd: Array, bounded: NDArray[np.bool_], rng: np.random.Generator) -> Array:
+def draw_levels(
+    cells: Cells,
+    chosen: NDArray[np.intp],
+    size: Array | float,
+    bounded: bool,
+    ceiling: NDArray[np.bool_],
+    rng: np.random.Generator,
+) -> tuple[Array, Array]:
+    """R0 and A of the cells chosen: A first, then R0 given A, within what rewards can be. (k,) each.
+
+    Args:
+        cells: to draw from.
+        chosen: which, (k,).
+        size: of what is on top of the curve, (k,).
+        bounded: rewards lie in [0, 1].
+        ceiling: whether A is one, and so a reward, (k,).
+        rng: random numbers.
+    """
+    mean = cells.mean[:, chosen] - cells.cross[:, chosen] * size
+    p00, p01, _ = cells.precision[:, chosen]
+    a = _within(mean[1], np.sqrt(cells.variance[chosen]), ceiling & bounded, rng)
+    r0 = _within(mean[0] - p01 / p00 * (a - mean[1]), p00**-0.5, np.full(len(chosen), bounded), rng)
+    return r0, a
+
+
+def _within(mean: Array, sd: Array, bounded: NDArray[np.bool_], rng: np.random.Generator) -> Array:
     """Normal draws, cut off at 0 and 1 where bounded; (k,)."""
     uniform = rng.random(len(mean))
     low = np.where(bounded, ndtr(-mean / sd), 0.0)

@@ -15,18 +15,19 @@ from scipy.optimize import brentq
 from scipy.special import ndtr
 
 from sweeps.fit.family import SIGMOID, Box, Family
-from sweeps.fit.grid import Cells, Prior, by_weight, explore, usual_prior, within
+from sweeps.fit.grid import Cells, Prior, by_weight, draw_levels, explore, log_sum, usual_prior
 from sweeps.fit.kinds import SIGMOID as SIGMOID_KIND
 from sweeps.fit.kinds import Kind
 from sweeps.fit.least_squares import Array, Optimum, Problem
-from sweeps.fit.wander import Noise, Noises, Seen, noise_of, noises
+from sweeps.fit.outlook import Lookout
+from sweeps.fit.wander import Noise, Noises, noise_of, noises
 
 # Share of the posterior beyond either end of an interval.
 TAIL = 0.025
 # The grid is zoomed until this many cells share the weight, at most so often.
 _FINE, _ROUNDS = 20, 6
-# The last look has so many times the cells on either side, and no kind of noise so far behind in log weight.
-_FINER, _UNLIKELY = 2, 7.0
+# The last look has so many times the cells on either side.
+_FINER = 2
 # Cells of a family other than the sigmoid, whose shape is as likely anywhere in its box: two coordinates, or one.
 _CELLS = {2: (10, 14), 1: (24, 1), 0: (1, 1)}
 # What is fixed is known this well, on a reward scale of width 1.
@@ -87,9 +88,7 @@ class Law:
 
     def _asymptote(self) -> tuple[Array, Array]:
         """Mean and standard deviation of A in each cell, in reward; (k,)."""
-        p00, p01, p11 = self.cells.precision
-        spread = np.sqrt(p00 / np.maximum(p00 * p11 - p01**2, 1e-300))
-        return self.bottom + self.width * self.cells.mean[1], self.width * spread
+        return self.bottom + self.width * self.cells.mean[1], self.width * np.sqrt(self.cells.variance)
 
     def asymptote_interval(self) -> tuple[float, float]:
         """A's interval; an end that the data leave open is a bound of A. A plateau there is for the verdict."""
@@ -154,11 +153,7 @@ class Law:
                 (cells.v, cells.sides[1], *self.box[2:]),
             )
         )
-        p00, p01, p11 = cells.precision[:, chosen]
-        mean, cut = cells.mean[:, chosen], np.full(count, self.bounded)
-        spread = np.sqrt(p00 / np.maximum(p00 * p11 - p01**2, 1e-300))
-        a = within(mean[1], spread, cut, rng)
-        r0 = within(mean[0] - p01 / p00 * (a - mean[1]), p00**-0.5, cut, rng)
+        r0, a = draw_levels(cells, chosen, 0.0, self.bounded, np.full(count, True), rng)
         first, second = self.family.natural(u, v)
         if self.family.name != "logistic":
             second = np.maximum(second, np.finfo(float).tiny)
@@ -173,44 +168,32 @@ def _solved(below: Callable[[float], float], level: float, low: float, high: flo
     return float(brentq(lambda value: below(value) - level, low, high, xtol=1e-9 * (high - low)))
 
 
-def law_of(
-    seen: Seen,
-    problem: Problem,
-    best: Optimum,
-    end: float,
-    bottom: float,
-    width: float,
-    every: Noises | None = None,
-) -> Law:
+def law_of(ahead: Lookout, problem: Problem, best: Optimum, every: Noises | None = None) -> Law:
     """The posterior of the problem's family.
 
     Args:
-        seen: the evaluations, without units.
+        ahead: the evaluations, without units, and their units.
         problem: the family, its search, and what is fixed.
         best: the least-squares solution.
-        end: of the window, the unit of `seen.x`.
-        bottom: of the reward's scale.
-        width: of the reward's scale.
         every: the kinds of noise there may be; the usual ones if not given.
     """
-    family = problem.family
+    family, seen, end = problem.family, ahead.seen, ahead.end
     sigmoid = family.basis is SIGMOID.basis
     kind = SIGMOID_KIND if sigmoid else _flat_kind(family, problem.box, end)
-    prior = _prior(problem, seen.bounded, bottom, width)
+    prior = _prior(problem, seen.bounded, ahead.bottom, ahead.width)
     every = every or noises(seen)
     rough = explore(seen, every, (kind,), _ROUNDS, _FINE, prior=prior)
     # Of the box that was found a finer look, under the kinds of noise that matter: intervals are read off its cells.
-    behind = rough.weight.max(1)
-    every = every.take(np.flatnonzero(behind > behind.max() - _UNLIKELY))
+    every = every.take(rough.likely)
     finer = replace(kind, cells=(_FINER * kind.cells[0], _FINER * kind.cells[1]))
-    found = explore(seen, every, (finer,), 1, _FINE, prior=prior, boxes=rough.boxes)
-    cells = found.cells(every)
+    cells = explore(seen, every, (finer,), 1, _FINE, prior=prior, boxes=rough.boxes).cells()
+    cells = replace(cells, log_weight=cells.log_weight - log_sum(cells.log_weight))
     shift = np.log(end) if sigmoid else 0.0
     box = (*kind.box[:2], kind.box[2] + shift, kind.box[3] + shift)
-    share: Array = np.bincount(cells.noise, np.exp(cells.log_weight), len(every.log_prior)).astype(float)
     return Law(
         family, replace(cells, v=cells.v + shift), kind.log_prior(cells.u, cells.v), best, box, problem.a_bounds,
-        bottom, width, seen.bounded, noise_of(every, share, end, width),
+        ahead.bottom, ahead.width, seen.bounded,
+        noise_of(every, cells.noise_share(len(every.log_prior)), end, ahead.width),
     )  # fmt: skip
 
 

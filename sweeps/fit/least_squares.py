@@ -123,13 +123,11 @@ class Quadratic:
 
 @dataclass(frozen=True)
 class Surface:
-    """The SSE over a grid with everything linear solved. Shapes: u (I,), v (J,), the rest (I, J)."""
+    """The SSE over a grid with everything linear solved. Shapes: u (I,), v (J,), sse (I, J)."""
 
     u: Array
     v: Array
     sse: Array
-    r0: Array
-    a: Array
 
 
 @dataclass(frozen=True)
@@ -239,12 +237,9 @@ def cells_of(u: Array, v: Array) -> tuple[Array, Array]:
 
 def surface(problem: Problem, u: Array, v: Array) -> Surface:
     """SSE over the grid u x v, everything else solved exactly."""
-    centre = problem.centre
-    centred = shifted(problem, -centre)
-    shape = (len(u), len(v))
-    q = normal_equations(centred, problem.basis(*cells_of(u, v)))
-    r0, a, sse = linear_solution(q, centred)
-    return Surface(u, v, sse.reshape(shape), (r0 + centre).reshape(shape), (a + centre).reshape(shape))
+    centred = shifted(problem, -problem.centre)
+    _, _, sse = linear_solution(normal_equations(centred, problem.basis(*cells_of(u, v))), centred)
+    return Surface(u, v, sse.reshape(len(u), len(v)))
 
 
 def evaluate(problem: Problem, u: float, v: float) -> tuple[Optimum, Array, Array]:

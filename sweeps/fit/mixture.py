@@ -28,7 +28,7 @@ from sweeps.fit.constants import (
     WALK_STEPS,
 )
 from sweeps.fit.family import Box
-from sweeps.fit.grid import Cells, cells_of, explore, grid_of, joined, solve, zoomed
+from sweeps.fit.grid import DROPPED, Cells, cells_of, explore, grid_of, joined, log_sum, solve, whitened, zoomed
 from sweeps.fit.kinds import KINDS, WALK, drifting
 from sweeps.fit.least_squares import Array
 from sweeps.fit.wander import Noises, Seen, noises, whitening
@@ -42,8 +42,6 @@ _ELSEWHERE = 25.0
 _SEARCHED = 7
 # A grid is zoomed so often, less one, where there may be a jump: what jumped twice is a steep rise and a jump.
 _JUMP_ROUNDS = 3
-# Log weights below the best at which cells are dropped, and noises no longer looked at.
-_DROPPED, _UNLIKELY = 12.0, 7.0
 # A kind's grid is zoomed, at most so often, until this many cells share its weight; fewer where it is to be brief.
 _ROUNDS, _FINE, _ROUGH = 6, 10, 4
 # It is left where its kind has been left behind by this much log weight.
@@ -97,9 +95,7 @@ class Mixture:
     def p_ceiling(self, low: float, high: float) -> float:
         """Probability that the curve has a ceiling, and that it lies between two rewards."""
         cells = self.cells
-        p00, p01, p11 = cells.precision
-        own = p00 / np.maximum(p00 * p11 - p01**2, 1e-300)
-        spread = np.sqrt(own + (cells.cross[1] * cells.extra_sd) ** 2)
+        spread = np.sqrt(cells.variance + (cells.cross[1] * cells.extra_sd) ** 2)
         mean = cells.mean[1] - cells.cross[1] * cells.extra_mean + np.where(cells.extra == JUMP, cells.extra_mean, 0.0)
         inside = ndtr((high - mean) / spread) - ndtr((low - mean) / spread)
         if self.seen.bounded:
@@ -110,8 +106,7 @@ class Mixture:
     @cached_property
     def noise_share(self) -> Array:
         """Weight of each kind of noise, (J,)."""
-        share = np.bincount(self.cells.noise, np.exp(self.cells.log_weight), len(self.noise.log_prior))
-        return np.asarray(share / max(float(share.sum()), 1e-300))
+        return self.cells.noise_share(len(self.noise.log_prior))
 
 
 PRIOR = {kind.name: kind.prior for kind in (*KINDS, WALK)}
@@ -148,34 +143,28 @@ def mixture(seen: Seen, brief: bool = False, prior: Mapping[str, float] | None =
             is looked for where the points wander more than is usual.
     """
     noise = noises(seen, brief)
-    tilde = noise.whiten @ np.stack([np.ones(len(seen.x)), seen.z], axis=1)
-    cells, boxes = _explored(seen, noise, tilde, brief)
+    cells, boxes = _explored(seen, noise, brief)
     walk = _walked(seen, brief)
     restless = _restless(cells, walk, noise, seen)
-    every = joined([cells, *_jumped(seen, noise, tilde, boxes)]) if restless and not brief else cells
-    skill = {kind.name: _lse(every.log_weight[every.kind == i]) for i, kind in enumerate(KINDS)}
-    skill[WALK.name] = _lse(walk.log_weight)
+    every = joined([cells, *_jumped(seen, noise, boxes)]) if restless and not brief else cells
+    skill = {kind.name: log_sum(every.log_weight[every.kind == i]) for i, kind in enumerate(KINDS)}
+    skill[WALK.name] = log_sum(walk.log_weight)
     weights = prior or PRIOR
     log_prior = np.log([weights[kind.name] for kind in KINDS])
     log_cell = every.log_weight + log_prior[every.kind]
     log_walk = walk.log_weight + np.log(weights[WALK.name])
-    whole = _lse(np.concatenate([log_cell, log_walk]))
+    whole = log_sum(np.concatenate([log_cell, log_walk]))
     log_cell, log_walk = log_cell - whole, log_walk - whole
-    kept = log_cell > -_DROPPED
+    kept = log_cell > -DROPPED
     cells = replace(every, log_weight=log_cell).take(kept)
     rise = max(value for name, value in skill.items() if name != WALK.name) - skill["constant"]
     return Mixture(seen, cells, replace(walk, log_weight=log_walk), noise, skill, rise, restless)
 
 
-def _lse(values: Array) -> float:
-    top = float(values.max()) if len(values) else -np.inf
-    return top if not np.isfinite(top) else top + float(np.log(np.exp(values - top).sum()))
-
-
 _CEILING = np.array([kind.ceiling for kind in KINDS])
 
 
-def _explored(seen: Seen, noise: Noises, tilde: Array, brief: bool) -> tuple[Cells, dict[int, Box]]:
+def _explored(seen: Seen, noise: Noises, brief: bool) -> tuple[Cells, dict[int, Box]]:
     """The cells of all kinds, and the box of each kind that matters where points are calm.
 
     Calm points and wandering ones have grids of their own: a grid that is fine enough for wander is too coarse to say
@@ -186,39 +175,39 @@ def _explored(seen: Seen, noise: Noises, tilde: Array, brief: bool) -> tuple[Cel
     for rows in (np.flatnonzero(~calm), np.flatnonzero(calm)):
         # Where points wander a coarser grid tells enough to see whether anything is amiss.
         rounds = 3 if brief and noise.strength[rows].min() > 0 else _ROUNDS
-        cells, boxes = _explored_under(seen, noise.take(rows), tilde[rows], brief, rounds)
+        cells, boxes = _explored_under(seen, noise.take(rows), brief, rounds)
         parts.append(replace(cells, noise=rows[cells.noise]))
     return joined(parts), boxes
 
 
-def _explored_under(seen: Seen, noise: Noises, tilde: Array, brief: bool, rounds: int) -> tuple[Cells, dict[int, Box]]:
+def _explored_under(seen: Seen, noise: Noises, brief: bool, rounds: int) -> tuple[Cells, dict[int, Box]]:
     """The same under some kinds of noise."""
     found = explore(seen, noise, KINDS, rounds, _ROUGH if brief else _FINE, _BEHIND)
-    grid, g, solved, weight, boxes = found.grid, found.g, found.solved, found.weight, found.boxes
     if brief:
-        return cells_of(solved, np.zeros(1), grid, noise, np.array([NONE]), np.zeros(1), np.ones(1)), boxes
-    by_noise = weight.max(1)
-    likely = np.flatnonzero(by_noise > by_noise.max() - _UNLIKELY)
+        return found.cells(), found.boxes
+    grid, likely = found.grid, found.likely
     some = noise.take(likely)
     column = some.whiten @ drifting(seen.x)[:, None]
     drift_sd = float(np.clip(DRIFT_SD * seen.roughness, *DRIFT_LIMITS))
     extras = np.concatenate([np.zeros_like(column), column], axis=2), np.array([0.0, drift_sd]), np.zeros(2)
-    solved = solve(tilde[likely], g[likely], some.log_det, extras, grid.ceiling, seen.bounded)
+    solved = solve(found.tilde[likely], found.g[likely], some.log_det, extras, grid.ceiling, seen.bounded)
     drifts = np.where(grid.ceiling, P_DRIFT, 0.0)
     with np.errstate(divide="ignore"):
         log_extra = np.log(np.stack([1 - drifts, drifts]))[:, None, :]
     cells = cells_of(solved, log_extra, grid, some, np.array([NONE, DRIFT]), np.zeros(2), np.ones(2))
-    return replace(cells, noise=likely[cells.noise]), boxes
+    return replace(cells, noise=likely[cells.noise]), found.boxes
 
 
 def _restless(cells: Cells, walk: Walk, noise: Noises, seen: Seen) -> bool:
     """Whether smooth curves explain the points only by more wander than is usual, or not as well as a walk."""
     weight = np.exp(cells.log_weight - cells.log_weight.max())
     strong = noise.strength[cells.noise] > seen.roughness
-    return float(weight[strong].sum()) > 0.5 * float(weight.sum()) or _lse(walk.log_weight) > _lse(cells.log_weight)
+    return float(weight[strong].sum()) > 0.5 * float(weight.sum()) or log_sum(walk.log_weight) > log_sum(
+        cells.log_weight
+    )
 
 
-def _jumped(seen: Seen, noise: Noises, tilde: Array, boxes: Mapping[int, Box]) -> list[Cells]:
+def _jumped(seen: Seen, noise: Noises, boxes: Mapping[int, Box]) -> list[Cells]:
     """Kinds with a jump somewhere, sudden or spread over an evaluation or two."""
     computes = np.unique(seen.x)
     at = 0.5 * (computes[1:] + computes[:-1])
@@ -235,7 +224,8 @@ def _jumped(seen: Seen, noise: Noises, tilde: Array, boxes: Mapping[int, Box]) -
         )
     # Wander and a jump explain the same thing: beside a jump there is little, and no unlikely kind, of it.
     calm = np.flatnonzero((noise.strength <= _LITTLE * seen.roughness) & (noise.log_prior > _RARE))
-    some, tilde = noise.take(calm), tilde[calm]
+    some = noise.take(calm)
+    tilde = whitened(seen, some)
     spacing = float(np.median(np.diff(computes)))
     log_prior = float(np.log(P_JUMP / (len(at) * len(JUMP_WIDTHS))))
 

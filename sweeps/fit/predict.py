@@ -80,8 +80,8 @@ def predict(fit: Fit, compute: Array | Sequence[float], observations: int = 0) -
     if observations:
         assert fit.window is not None
         each = max(round(observations / max(fit.seeds, 1)), 1)
-        spacing = (fit.window[1] - fit.window[0]) * fit.seeds / max(fit.n - fit.seeds, 1)
-        around: Array = fit.window[1] + spacing * np.arange(each, dtype=float)
+        step = (fit.window[1] - fit.window[0]) * fit.seeds / max(fit.n - fit.seeds, 1)
+        around: Array = fit.window[1] + step * np.arange(each, dtype=float)
         found = np.asarray(found + _noise(fit, around, observations / each, len(found)))
     return _band(fit, found)
 

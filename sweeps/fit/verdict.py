@@ -72,8 +72,8 @@ class Evidence:
 
     compute, reward: the points, (n,). A, B and half_gain (C_mid of a sigmoid): value, low, high, None for open; B
     and half_gain are None where the family has none. reward_range: width of the reward's scale. at_edge: the edge of
-    the search the fit lies on. point_sd: of one point about the curve. doubt: what other kinds of curves say, None
-    where there are too few points. half_name: what the family calls half_gain.
+    the search the fit lies on. point_sd: of one point about the curve. doubt: what other kinds of curves say.
+    half_name: what the family calls half_gain.
     """
 
     compute: Array
@@ -85,7 +85,7 @@ class Evidence:
     reward_range: float
     at_edge: str | None
     point_sd: float
-    doubt: Doubt | None
+    doubt: Doubt
     half_name: str = "C_mid"
 
 
@@ -207,7 +207,7 @@ def after_fit(e: Evidence) -> Verdict:
             "open",
             f"A is only known to {a_low:.3f}..{a_high:.3f} (at most {allowed:.2g} wide is allowed){reach}; {cure}",
         )
-    if e.doubt is not None and e.doubt.agreed < AGREED:
+    if e.doubt.agreed < AGREED:
         return Verdict(
             "open",
             f"other kinds of curves fit as well and put the ceiling elsewhere: {e.doubt.agreed:.0%} of what they say "
@@ -221,9 +221,9 @@ def after_fit(e: Evidence) -> Verdict:
 def _level(e: Evidence, gain: float) -> Verdict | None:
     """`flat`, by the trend and not by the shape; a curve that does not rise and yet is not level is a misfit."""
     doubt = e.doubt
-    if (doubt is not None and doubt.rise > RISE) and gain > 0:
+    if doubt.rise > RISE and gain > 0:
         return None
-    if doubt is None or abs(doubt.z) <= TREND:
+    if abs(doubt.z) <= TREND:
         return Verdict(
             "flat",
             f"the rise does not exceed the noise (sd {e.point_sd:.2g} a point); "
@@ -249,8 +249,6 @@ _SEEN = {
 def _misfit(e: Evidence) -> Verdict | None:
     """What the points show that no sigmoid has, or which kind of curve foretells them so much better."""
     doubt = e.doubt
-    if doubt is None:
-        return None
     order = np.argsort(e.compute, kind="stable")
     smooth = np.convolve(e.reward[order], np.ones(_SMOOTH) / _SMOOTH, mode="valid")
     best = float(e.compute[order][int(smooth.argmax()) + _SMOOTH // 2])

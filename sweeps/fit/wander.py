@@ -162,9 +162,11 @@ class Noise:
 
     def covariance(self, compute: Array) -> Array:
         """Of one run's evaluations; (n,) -> (n, n)."""
+        return self.white * np.eye(len(compute)) + self._remembered(compute)
+
+    def _remembered(self, compute: Array) -> Array:
         apart = np.abs(compute[:, None] - compute[None, :])
-        kernels = np.exp(-apart / self.memory[:, None, None])
-        result: Array = self.white * np.eye(len(compute)) + np.tensordot(self.wander, kernels, 1)
+        result: Array = np.tensordot(self.wander, np.exp(-apart / self.memory[:, None, None]), 1)
         return result
 
     def correlation(self, apart: float) -> float:
@@ -176,9 +178,7 @@ class Noise:
         at = np.asarray(compute, dtype=float)
         # Of very many a few tell how long the run remembers.
         few = at[np.linspace(0, len(at) - 1, min(len(at), _MANY)).astype(np.intp)]
-        apart = np.abs(few[:, None] - few[None, :])
-        remembered = float(self.wander @ np.exp(-apart / self.memory[:, None, None]).mean((1, 2)))
-        return float(np.sqrt(self.white / len(at) + remembered))
+        return float(np.sqrt(self.white / len(at) + self._remembered(few).mean()))
 
 
 def noise_of(every: Noises, share: Array, end: float, width: float) -> Noise:
