@@ -186,12 +186,14 @@ def _shape_names(fits: Sequence[Fit]) -> list[str]:
 
 def rank_command(options: argparse.Namespace) -> int:
     """`scalerl rank`."""
+    _check_axes(options)
     study, fits = _fitted(options)
     from sweeps.decide.rank import rank
     from sweeps.fit.fit import shown
     from sweeps.parallel import cores
     from sweeps.run.health import code_changes, idle_variants
 
+    axes = _axes(options, study)
     ranking = rank(
         fits,
         margin=options.margin,
@@ -200,7 +202,7 @@ def rank_command(options: argparse.Namespace) -> int:
         workers=cores(),
         brief=not options.json,
     )
-    sided = _by_axis(options, study)
+    sided = None if axes is None else _by_axis(options, axes, fits)
     warn([*study.warnings, *code_changes(study.runs)])
     if options.json:
         print_json({**ranking.to_json(), "by_axis": None if sided is None else sided.to_json()})
@@ -223,28 +225,42 @@ def rank_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _by_axis(options: argparse.Namespace, study: LoadedStudy) -> ByAxis | None:
-    """The ranking on every axis asked for; None if none is."""
+def _check_axes(options: argparse.Namespace) -> None:
+    """What needs no fit to be wrong with `--axes` and `--rate`."""
+    if options.axes is None and options.rate is not None:
+        raise UserError(f"--rate {options.rate:g}: a price of device hours, for --axes")
+    if options.rate is not None and not 0 < options.rate < float("inf"):
+        raise UserError(f"--rate {options.rate:g}: must be a positive price of a device hour")
+    if options.axes is not None and (options.min_compute is not None or options.max_compute is not None):
+        raise UserError("--axes: a window on one axis cuts no other; leave out --min-compute and --max-compute")
+
+
+def _axes(options: argparse.Namespace, study: LoadedStudy) -> list[str] | None:
+    """What to rank along beside the study's own axis; None if nothing else was asked for."""
+    from sweeps.source.journals import axes_of
+
     if options.axes is None:
-        if options.rate is not None:
-            raise UserError(f"--rate {options.rate:g}: a price of device hours, for --axes")
         return None
+    named = [axis.strip() for axis in options.axes.split(",") if axis.strip()]
+    axes = list(dict.fromkeys(named)) or (axes_of(study.runs) if study.runs else [])
+    if not axes:
+        raise UserError("--axes: a source that is no study of ours says no axes; name its columns: --axes step,hours")
+    return axes
+
+
+def _by_axis(options: argparse.Namespace, axes: Sequence[str], fits: Sequence[Fit]) -> ByAxis:
+    """The ranking on every axis; the one that `fits` are along needs no others."""
     from sweeps.decide.by_axis import by_axis
     from sweeps.fit.fit import fit_curves
     from sweeps.parallel import cores
-    from sweeps.source.journals import axes_of
 
-    named = [axis.strip() for axis in options.axes.split(",") if axis.strip()]
-    axes = named or (axes_of(study.runs) if study.runs else [])
-    if not axes:
-        raise UserError("--axes: a source that is no study of ours says no axes; name its columns: --axes step,hours")
-    how = _fit_options(options)
-    if how.min_compute is not None or how.max_compute is not None:
-        raise UserError("--axes: a window on one axis cuts no other; leave out --min-compute and --max-compute")
-    found = {}
-    for axis in dict.fromkeys(axes):
+    found: dict[str, Sequence[Fit]] = {}
+    for axis in axes:
+        if axis == fits[0].curve.axis:
+            found[axis] = fits
+            continue
         options.x = axis
-        found[axis] = fit_curves(_load(options).curves, how, workers=cores(), regions=False)
+        found[axis] = fit_curves(_load(options).curves, _fit_options(options), workers=cores(), regions=False)
     return by_axis(found, options.rate)
 
 
