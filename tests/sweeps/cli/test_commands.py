@@ -74,7 +74,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int
 def test_fit_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "fit", EXAMPLE, "--r0", "0.3", "--min-compute", "1000")
     assert code == 0
-    assert "identifiable" in out and "scalerl+normalization=prompt" in out and "pre_inflection" in out
+    assert "identifiable" in out and "scalerl+normalization=prompt" in out and "open]" in out
 
 
 def test_rank_prints_outcome_and_json(capsys: pytest.CaptureFixture[str]) -> None:
