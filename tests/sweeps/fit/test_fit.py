@@ -153,7 +153,7 @@ def test_interval_opens_when_the_window_ends_before_the_bend() -> None:
         assert fit.A.low is not None and fit.A.high is not None
         widths.append(fit.A.high - fit.A.low)
     assert widths == sorted(widths)
-    early = fit_curve(curve(end=0.5 * 2500, points=31, rng=3))
+    early = fit_curve(curve(end=0.75 * 2500, points=31, rng=3))
     assert early.A.high is None and not early.identifiable
     assert early.to_json()["A"]["high"] is None and early.A_total[1] is None
 

@@ -312,7 +312,7 @@ def test_same_input_same_bytes(tmp_path: Path, usual_page: tuple[str, tuple[Path
 
 
 def test_ranking_csv(tmp_path: Path) -> None:
-    fits = fit_curves([curve("scalerl", rng=1), curve("a,b", end=1500, rng=1)])
+    fits = fit_curves([curve("scalerl", rng=1), curve("a,b", end=1500)])
     path = write_ranking_csv(tmp_path / "new" / "ranking.csv", fits, rank(fits))
     with path.open(newline="") as handle:
         rows = list(csv.DictReader(handle))
@@ -357,7 +357,7 @@ def test_confidence_curve_cuts_five_percent_at_the_interval() -> None:
 
 
 def test_an_open_asymptote_ends_at_its_bound_with_a_mark() -> None:
-    unbent = next(fit for fit in (fit_curve(curve(end=1500, rng=i)) for i in range(9)) if fit.A.high is None)
+    unbent = next(fit for fit in (fit_curve(curve(end=2500, rng=i)) for i in range(9)) if fit.A.high is None)
     opened = replace(unbent, verdict="open")
     x, p = confidence_curve(opened)
     assert x[-1] == 1 and p[0] < 0.05
