@@ -243,13 +243,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    error = 2 * float(np.sqrt(0.95 * 0.05 / options.repeats))
     lines = [
         "# A zoo of curves: what forecasts are worth outside the family",
         "",
-        f"Written by `python benchmarks/forecast_zoo.py`: {options.repeats} studies a row, each with 30 evaluations of "
-        "250 prompts on one seed where its name says nothing else. A forecast at 1.25 and 2 times the window, with its "
-        "95% interval, against the truth, and against the last value seen. The first fifteen are of the family, the "
-        "others are not; what the window does not show (*) no data foretell.",
+        f"Written by `python benchmarks/forecast_zoo.py --repeats {options.repeats}`: so many studies a row, each with "
+        "30 evaluations of 250 prompts on one seed where its name says nothing else. A forecast at 1.25 and 2 times "
+        "the window, with its 95% interval, against the truth, and against the last value seen. The first fifteen are "
+        "of the family, the others are not; what the window does not show (*) no data foretell.",
         "",
         "In plain words. **Promised**, as far as this zoo goes: a forecast at 1.25 and 2 times the window with an "
         "interval that holds in nine cases of ten or more, whatever the law, and an error about half of the last "
@@ -258,9 +259,9 @@ def main() -> None:
         "promised**: a policy that wanders for long looks like a curve, and the nearer forecast then holds less "
         "often; after two steps the forecast is behind the last value; intervals are wider than they need be "
         "where the curve is a sigmoid; where a curve saturates more slowly than a sigmoid (power law, B = 0.8) and its "
-        "window happens to end in a lull, in one case of thirty, an asymptote is named that is too low; and what no "
-        "data foreshadow (*) nobody foretells. In a row of 200 a "
-        "coverage of 0.95 is seen as 0.92 to 0.98.",
+        "window happens to end in a lull, in one case of fourteen, an asymptote is named that is too low; and what "
+        f"no data foreshadow (*) nobody foretells. In a row of {options.repeats} a coverage of 0.95 is seen as "
+        f"{0.95 - error:.2f} to {0.95 + error:.2f}.",
         "",
         "| truth | intervals hold | error | of the last value | verdict | A named | A held | `flat` on a trend |",
         "|---|---|---|---|---|---|---|---|",

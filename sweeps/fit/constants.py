@@ -91,8 +91,8 @@ AHEAD = 3.0
 # A is named if this much of what all kinds of curves say of the ceiling lies within its interval. Set on the zoo.
 AGREED = 0.7
 # Other laws than the sigmoid lie above it: the upper half of A's interval is this much longer, unless all of them are
-# behind by this much log predictive density. Set on the zoo: without it a Frechet curve's A is held in 0.71 of the
-# cases in which it is named, with it in 0.90.
+# behind by this much log predictive density. Set on the zoo's Frechet curves, whose A is then held in 0.84 of the cases
+# in which it is named (docs/forecast_zoo.md).
 OTHERS, RULED_OUT = 1.4, 6.0
 # A run has gone bad if it ends this share of its gain below its best stretch. A choice, held on the zoo.
 COLLAPSE = 0.2
