@@ -302,7 +302,8 @@ def _next(
         moved = mains @ left @ z[len(run) :].T  # (contrasts, candidates)
         own = np.einsum("np,pq,nq->n", z[len(run) :], left, z[len(run) :]) + noise
         gains = (moved**2).sum(0) / own / before
-        best = int(np.argmax(gains))
+        # The first of those that differ by rounding: which that is must not hang on the order of a machine's sums.
+        best = int(np.argmax(gains > gains.max() * (1 - 1e-6)))
         if gains[best] < 1e-3:
             break
         found.append(Cell(dict(zip(axes, candidates[best], strict=True)), float(gains[best])))
