@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ from sweeps.fit.wander import Noises, Seen
 DROPPED, _UNLIKELY = 12.0, 7.0
 # A grid is left where zooming would shrink it to no less than this share.
 _SHRINKS = 0.6
+# Standard deviations from an end beyond which nothing of a normal distribution is cut off by it.
+_INSIDE = 7.0
 
 Prior = tuple[tuple[float, float], tuple[float, float]]
 
@@ -77,15 +80,18 @@ def joined(parts: Sequence[Cells]) -> Cells:
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """Bayesian linear regressions of every cell. Shapes: log_evidence, extra_mean, extra_sd (E, J, M); precision
-    (3, J, M), mean (2, J, M), cross (2, E, J, M)."""
+    """Bayesian linear regressions of every cell.
+
+    Shapes: log_evidence, extra_mean and extra_precision (E, J, M), cross (2, E, J, M); precision, three, and mean, two
+    of (J, M) each.
+    """
 
     log_evidence: Array
-    precision: Array
-    mean: Array
+    precision: tuple[Array, Array, Array]
+    mean: tuple[Array, Array]
     cross: Array
     extra_mean: Array
-    extra_sd: Array
+    extra_precision: Array
 
 
 def usual_prior(bounded: bool) -> Prior:
@@ -117,8 +123,8 @@ def solve(
     """
     (m0, s0), (m1, s1) = prior or usual_prior(bounded)
     d = m1 - m0
-    products = g.transpose(0, 2, 1) @ tilde
-    g1, gy = products[..., 0], products[..., 1]
+    products = tilde.transpose(0, 2, 1) @ g
+    g1, gy = products[:, 0], products[:, 1]
     gg = np.einsum("jnm,jnm->jm", g, g)
     oo, oy, yy = (np.einsum("jn,jn->j", tilde[..., a], tilde[..., b])[:, None] for a, b in ((0, 0), (0, 1), (1, 1)))
     # Rewards about the prior's mean, m0 (1 - g) + m1 g.
@@ -153,9 +159,19 @@ def solve(
         for axis, own, (centre, scale), counts in ((0, p11, (m0, s0), 1.0), (1, p00, (m1, s1), ceiling)):
             spread = np.sqrt(own / det + cross[axis] ** 2 / kappa)
             at = (m0 + a0, m1 + a1)[axis] - cross[axis] * size
-            inside = np.maximum(ndtr((1 - at) / spread) - ndtr(-at / spread), 1e-12)
-            evidence = evidence + counts * np.log(inside / (ndtr((1 - centre) / scale) - ndtr(-centre / scale)))
-    return Solved(evidence, np.stack([p00, p01, p11]), np.stack([m0 + a0, m1 + a1]), cross, size, kappa**-0.5)
+            whole = log(ndtr((1 - centre) / scale) - ndtr(-centre / scale))
+            evidence = evidence + counts * (_log_inside(at, spread) - whole)
+    return Solved(evidence, (p00, p01, p11), (m0 + a0, m1 + a1), cross, size, kappa)
+
+
+def _log_inside(mean: Array, sd: Array) -> Array:
+    """Log probability that a normal value lies in [0, 1]; all shapes alike."""
+    result = np.zeros(mean.shape)
+    # So far inside that nothing is cut off, as nearly always.
+    near = np.abs(mean - 0.5) + _INSIDE * sd > 0.5
+    mean, sd = mean[near], sd[near]
+    result[near] = np.log(np.maximum(ndtr((1 - mean) / sd) - ndtr(-mean / sd), 1e-12))
+    return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,17 +201,18 @@ class Grid:
 
 def grid_of(kinds: Sequence[Kind], boxes: Mapping[int, Box]) -> Grid:
     """Centres of the cells of a box a kind."""
-    number, us, vs, sides, weights = [], [], [], [], []
-    for i, box in boxes.items():
-        kind = kinds[i]
-        u, v, area = kind.cells_in(box)
-        number.append(np.full(len(u), i))
-        us.append(u)
-        vs.append(v)
-        sides.append(np.repeat([[(box[1] - box[0]) / kind.cells[0]], [(box[3] - box[2]) / kind.cells[1]]], len(u), 1))
-        weights.append(kind.log_prior(u, v) + np.log(area) - kind.log_norm)
-    u, v, side, log_cell = (np.concatenate(each, axis=-1) for each in (us, vs, sides, weights))
-    return Grid(kinds, np.concatenate(number), u, v, side, log_cell)
+    parts = [_centres(kinds[i], box) for i, box in boxes.items()]
+    number = np.repeat(list(boxes), [len(u) for u, *_ in parts])
+    u, v, sides, log_cell = (np.concatenate(each, axis=-1) for each in zip(*parts, strict=True))
+    return Grid(kinds, number, u, v, sides, log_cell)
+
+
+@lru_cache(maxsize=64)
+def _centres(kind: Kind, box: Box) -> tuple[Array, Array, Array, Array]:
+    """Of one kind: u, v (k,), sides (2, k), log prior weight (k,). Most kinds stay as they are from round to round."""
+    u, v, area = kind.cells_in(box)
+    sides = np.repeat([[(box[1] - box[0]) / kind.cells[0]], [(box[3] - box[2]) / kind.cells[1]]], len(u), 1)
+    return u, v, sides, kind.log_prior(u, v) + np.log(area) - kind.log_norm
 
 
 def whitened(seen: Seen, noise: Noises) -> Array:
@@ -319,9 +336,10 @@ def cells_of(
     np.maximum.at(by_kind, grid.kind, weight.max((0, 1)))
     e, j, m = np.nonzero(weight > by_kind[grid.kind] - DROPPED)
     return Cells(
-        grid.kind[m], weight[e, j, m], grid.u[m], grid.v[m], grid.sides[:, m], j, solved.precision[:, j, m],
-        solved.mean[:, j, m], solved.cross[:, e, j, m], extra[e], solved.extra_mean[e, j, m],
-        solved.extra_sd[e, j, m], at[e], width[e],
+        grid.kind[m], weight[e, j, m], grid.u[m], grid.v[m], grid.sides[:, m], j,
+        np.stack([part[j, m] for part in solved.precision]), np.stack([part[j, m] for part in solved.mean]),
+        solved.cross[:, e, j, m], extra[e], solved.extra_mean[e, j, m], solved.extra_precision[e, j, m] ** -0.5,
+        at[e], width[e],
     )  # fmt: skip
 
 

@@ -165,7 +165,7 @@ _LEVELS = (TAIL, 1 - TAIL)
 
 def _solved(below: Callable[[float], float], level: float, low: float, high: float) -> float:
     """Where a distribution reaches a level."""
-    return float(brentq(lambda value: below(value) - level, low, high, xtol=1e-9 * (high - low)))
+    return float(brentq(lambda value: below(value) - level, low, high, xtol=1e-7 * (high - low)))
 
 
 def law_of(ahead: Lookout, problem: Problem, best: Optimum, every: Noises | None = None) -> Law:

@@ -27,6 +27,8 @@ _COARSE = (30, 48)
 # Lines of the grid for steep curves, and how far down in u it goes: to a fifth of the steepest.
 _STEEP, _STEEP_SPAN = (8, 90), 1.6
 _RESTARTS = 8
+# A minimum of the coarse grid that is worse than its best by this factor is not polished.
+_HOPELESS = 10.0
 _ITERATIONS = 60
 
 
@@ -388,7 +390,9 @@ def solve(problem: Problem, polished: int = 3, tolerance: float = 1e-12) -> Opti
     rows, columns = grid.sse.shape
     neighbours = [padded[i : i + rows, j : j + columns] for i in range(3) for j in range(3) if (i, j) != (1, 1)]
     minima = np.argwhere(grid.sse <= np.min(neighbours, axis=0))
-    order = np.argsort(grid.sse[minima[:, 0], minima[:, 1]], kind="stable")[:polished]
+    value = grid.sse[minima[:, 0], minima[:, 1]]
+    order = np.argsort(value, kind="stable")[:polished]
+    order = order[value[order] <= _HOPELESS * value.min()]
     found = [polish(problem, float(grid.u[i]), float(grid.v[j]), max(tolerance, 1e-3)) for i, j in minima[order]]
     best = min(found, key=lambda o: o.sse)
     steep = _steepest(problem)
