@@ -2,8 +2,6 @@
 
     sigmoid   g = 1 / (1 + (m / x)^B)                       arXiv 2510.13786, eq. 1
     weibull   g = 1 - exp(-(x / s)^k)                       the exponential among them, k = 1 (arXiv 2507.18014)
-    delayed   g = 1 - exp(-(x - t)+ / s)                    nothing happens before t
-    power     g = 1 - (1 + x / s)^-k                        arXiv 2510.13786, A.4, from compute 0 on
     line      g = x                                         no ceiling
     constant  g = 0
     walk      the last value: a level that wanders on without a trend
@@ -21,7 +19,7 @@ from functools import cached_property
 import numpy as np
 from scipy.special import expit
 
-from sweeps.fit.constants import DRIFTS, KIND_PRIORS, P_CONSTANT, P_LINE, P_WALK, STRAIGHT
+from sweeps.fit.constants import KIND_PRIORS, P_CONSTANT, P_LINE, P_WALK, SCALE_PRIOR, STRAIGHT
 from sweeps.fit.family import Box
 from sweeps.fit.least_squares import Array
 
@@ -73,7 +71,7 @@ class Kind:
 
 def drifting(x: Array) -> Array:
     """A slow drift on top of a curve, 1 at the window's end."""
-    result: Array = np.where(x <= DRIFTS, x, DRIFTS + np.tanh(np.maximum(x - DRIFTS, 0.0)))
+    result: Array = np.where(x <= STRAIGHT, x, STRAIGHT + np.tanh(np.maximum(x - STRAIGHT, 0.0)))
     return result
 
 
@@ -84,16 +82,6 @@ def _sigmoid(x: Array, u: Array, v: Array) -> Array:
 
 def _weibull(x: Array, u: Array, v: Array) -> Array:
     result: Array = -np.expm1(-((x / np.exp(v)) ** np.exp(u)))
-    return result
-
-
-def _delayed(x: Array, u: Array, v: Array) -> Array:
-    result: Array = -np.expm1(-np.maximum(x - u, 0.0) / np.exp(v))
-    return result
-
-
-def _power(x: Array, u: Array, v: Array) -> Array:
-    result: Array = -np.expm1(-np.exp(u) * np.log1p(x / np.exp(v)))
     return result
 
 
@@ -112,16 +100,14 @@ def _log(low: float, high: float) -> tuple[float, float]:
 
 
 def _kind(name: str, basis: Callable[[Array, Array, Array], Array], box: Box, cells: tuple[int, int]) -> Kind:
-    prior, likely = KIND_PRIORS[name]
-    return Kind(name, prior, True, basis, box, cells, likely)
+    prior, shape = KIND_PRIORS[name]
+    return Kind(name, prior, True, basis, box, cells, (*shape, *SCALE_PRIOR))
 
 
 SIGMOID = _kind("sigmoid", _sigmoid, (*_log(0.4, 12.0), *_log(0.02, 10.0)), (8, 12))
 KINDS = (
     SIGMOID,
     _kind("weibull", _weibull, (*_log(0.35, 4.0), *_log(0.02, 8.0)), (6, 9)),
-    _kind("delayed", _delayed, (0.05, 0.85, *_log(0.02, 5.0)), (7, 7)),
-    _kind("power", _power, (*_log(0.1, 3.0), *_log(0.005, 3.0)), (5, 7)),
     Kind("line", P_LINE, False, _line),
     Kind("constant", P_CONSTANT, True, _constant),
 )

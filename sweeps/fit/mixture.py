@@ -17,7 +17,6 @@ import numpy as np
 from scipy.special import expit, ndtr
 
 from sweeps.fit.constants import (
-    DRIFT_LIMITS,
     DRIFT_SD,
     JUMP_SD,
     JUMP_WIDTHS,
@@ -33,8 +32,6 @@ from sweeps.fit.kinds import KINDS, WALK, drifting
 from sweeps.fit.least_squares import Array
 from sweeps.fit.wander import Noises, Seen, noises, whitening
 
-# Kinds that may have jumped: a jump on top of the others looks like one on top of these.
-_JUMPING = ("sigmoid", "weibull", "line", "constant")
 _MOST_JUMPS = 24
 # Log weight behind the best place at which a jump of one width lies so far off that none of another width is there.
 _ELSEWHERE = 25.0
@@ -188,8 +185,8 @@ def _explored_under(seen: Seen, noise: Noises, brief: bool, rounds: int) -> tupl
     grid, likely = found.grid, found.likely
     some = noise.take(likely)
     column = some.whiten @ drifting(seen.x)[:, None]
-    drift_sd = float(np.clip(DRIFT_SD * seen.roughness, *DRIFT_LIMITS))
-    extras = np.concatenate([np.zeros_like(column), column], axis=2), np.array([0.0, drift_sd]), np.zeros(2)
+    drift_sd = np.array([0.0, DRIFT_SD * seen.roughness])
+    extras = np.concatenate([np.zeros_like(column), column], axis=2), drift_sd, np.zeros(2)
     solved = solve(found.tilde[likely], found.g[likely], some.log_det, extras, grid.ceiling, seen.bounded)
     drifts = np.where(grid.ceiling, P_DRIFT, 0.0)
     with np.errstate(divide="ignore"):
@@ -239,8 +236,6 @@ def _jumped(seen: Seen, noise: Noises, boxes: Mapping[int, Box]) -> list[Cells]:
     anywhere = extras(few, at, np.full(len(at), JUMP_WIDTHS[1] * spacing))
     found = []
     for i, kind in enumerate(KINDS):
-        if kind.name not in _JUMPING:
-            continue
         # What explains a curve best without a jump need not do so with one: both are tried.
         for box in dict.fromkeys((kind.box, boxes[i])):
             for round_ in range(_JUMP_ROUNDS):
@@ -268,9 +263,9 @@ def _walked(seen: Seen, brief: bool) -> Walk:
     x, z, n = seen.x, seen.z, len(seen.x)
     common = np.minimum(x[:, None], x[None, :])
     own = seen.between + seen.wandering(min(0.7 * seen.roughness, 0.012), 0.1)
-    tried = [(step, variance, share * weight) for variance, share in seen.white for step, weight in WALK_STEPS]
-    covariance = np.stack([own + np.diag(variance) + step**2 * common for step, variance, _ in tried])
-    steps, log_prior = np.array([step for step, _, _ in tried]), np.log([weight for _, _, weight in tried])
+    tried = [(step, variance) for variance in seen.white for step in WALK_STEPS]
+    covariance = np.stack([own + np.diag(variance) + step**2 * common for step, variance in tried])
+    steps, log_prior = np.array([step for step, _ in tried]), -np.log(len(tried))
     whiten = whitening(covariance)
     m0, s0 = R0_PRIOR if seen.bounded else (R0_PRIOR[0], 2 * R0_PRIOR[1])
     tilde = whiten @ np.stack([np.ones(n), z - m0], axis=1)

@@ -21,7 +21,7 @@ from scipy.optimize import brentq
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.fit import least_squares as profile
-from sweeps.fit.constants import HUBER, INFORMING, RIDGE_SD
+from sweeps.fit.constants import HUBER, INFORMING, MEANS_SD
 from sweeps.fit.family import FAMILIES, Family
 from sweeps.fit.least_squares import Array, Problem
 
@@ -137,7 +137,7 @@ def problem_of(points: Points, options: FitOptions, bounds: tuple[float, float],
     elif options.family == "power_law":
         r0 = bounds
     a = bounds if options.asymptote is None else (options.asymptote, options.asymptote)
-    ridge = 1.0 / (RIDGE_SD * (bounds[1] - bounds[0])) ** 2
+    ridge = 1.0 / (MEANS_SD * (bounds[1] - bounds[0])) ** 2
     return Problem(log_compute, points.reward, 1.0 / variance, points.seed, ridge, r0, a, options.shape)
 
 

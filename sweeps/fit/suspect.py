@@ -13,7 +13,7 @@ import numpy as np
 
 from sweeps.as_json import AsJson
 from sweeps.curve import Curve
-from sweeps.fit.constants import BAD_SEED, BAD_SEED_APART, BAD_SEED_WANDER
+from sweeps.fit.constants import BAD_SEED, MEANS_SD
 from sweeps.fit.least_squares import Array
 
 
@@ -83,7 +83,7 @@ def _off(curve: Curve, label: str) -> tuple[BadSeed, float] | None:
     if int(seen.sum()) < 3:
         return None
     gap: Array = own[seen] - np.nanmedian(stacked[:, seen], axis=0)
-    honest = 2 * (BAD_SEED_WANDER**2 + BAD_SEED_APART**2) * curve.scale**2 + float(np.var(np.diff(gap))) / len(gap)
+    honest = 2 * (MEANS_SD * curve.scale) ** 2 + float(np.var(np.diff(gap))) / len(gap)
     off = np.abs(gap) > 0.5 * abs(float(gap.mean()))
     first = float(at[seen][np.argmax(off)])
     return BadSeed(label, first, float(np.median(gap))), BAD_SEED * float(np.sqrt(honest))

@@ -23,7 +23,6 @@ from sweeps.fit.constants import (
     SEED_SD,
     SETTLED,
     STRENGTHS,
-    WANDER_AT,
     WANDER_SD,
     WHITE_KNOWN,
     WHITE_UNKNOWN,
@@ -93,12 +92,12 @@ class Seen:
         return max(spread, EXACT)
 
     @cached_property
-    def white(self) -> list[tuple[Array, float]]:
-        """Sampling variances to consider (n,), with their weights."""
+    def white(self) -> list[Array]:
+        """Sampling variances to consider, each (n,)."""
         if self.variance is not None:
-            return [(np.maximum(self.variance * scale, EXACT**2), weight) for scale, weight in WHITE_KNOWN]
+            return [np.maximum(self.variance * scale, EXACT**2) for scale in WHITE_KNOWN]
         even = np.full(len(self.x), self.roughness**2)
-        return [(even * scale**2, weight) for scale, weight in WHITE_UNKNOWN]
+        return [even * scale**2 for scale in WHITE_UNKNOWN]
 
     @cached_property
     def between(self) -> Array:
@@ -197,20 +196,20 @@ def noise_of(every: Noises, share: Array, end: float, width: float) -> Noise:
 
 def noises(seen: Seen, brief: bool = False) -> Noises:
     """Every kind of noise, with its weight before the data; brief: the few that most curves are explained by."""
-    memories, strengths = (MEMORIES[1:], STRENGTHS[1:3]) if brief else (MEMORIES, STRENGTHS)
-    kernels = [(memory, share, seen.wandering(1.0, memory)) for memory, share in memories]
+    strengths = STRENGTHS[:2] if brief else STRENGTHS
+    kernels = [(memory, seen.wandering(1.0, memory)) for memory in MEMORIES]
     covariance, prior, what = [], [], []
-    for variance, weight in seen.white[-1:] if brief else seen.white:
+    for variance in seen.white[-1:] if brief else seen.white:
         white, mean = seen.between + np.diag(variance), float(variance.mean())
         covariance.append(white)
-        prior.append(weight * P_STILL)
+        prior.append(P_STILL)
         what.append((mean, 0.0, 1.0))
-        for memory, share, kernel in kernels:
+        for memory, kernel in kernels:
             for times in strengths:
                 strength = times * seen.roughness
-                rate = strength / (WANDER_SD * np.sqrt(memory / WANDER_AT))
+                rate = strength / (WANDER_SD * np.sqrt(memory))
                 covariance.append(white + strength**2 * kernel)
-                prior.append(weight * (1 - P_STILL) * share / len(strengths) / (1 + rate**2) ** 2)
+                prior.append((1 - P_STILL) / (len(kernels) * len(strengths)) / (1 + rate**2) ** 2)
                 what.append((mean, strength, memory))
     return Noises(whitening(np.stack(covariance)), np.log(prior) - np.log(np.sum(prior)), *np.array(what).T)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.special import expit, logsumexp
 
 from sweeps.curve import Curve, make_curve
-from sweeps.fit.constants import A_PRIOR, MEMORIES, P_STILL, R0_PRIOR, STRENGTHS, WANDER_AT, WANDER_SD
+from sweeps.fit.constants import A_PRIOR, MEMORIES, P_STILL, R0_PRIOR, STRENGTHS, WANDER_SD
 from sweeps.fit.fit import Fit, fit_curve
 from sweeps.fit.kinds import SIGMOID
 from sweeps.fit.points import FitOptions
@@ -43,16 +43,16 @@ def covariances(seen: Seen) -> tuple[Array, Array]:
     """Every kind of noise that docs/guide/methods.md lists: (J, n, n), and their log weights (J,)."""
     apart = np.abs(seen.x[:, None] - seen.x[None, :])
     found, weights = [], []
-    for variance, share in seen.white:
+    for variance in seen.white:
         still = np.diag(variance) + seen.between
         found.append(still)
-        weights.append(share * P_STILL)
-        for memory, how_likely in MEMORIES:
+        weights.append(P_STILL)
+        for memory in MEMORIES:
             for times in STRENGTHS:
                 tau = times * seen.roughness
-                rate = tau / (WANDER_SD * np.sqrt(memory / WANDER_AT))
+                rate = tau / (WANDER_SD * np.sqrt(memory))
                 found.append(still + tau**2 * np.exp(-apart / memory) * seen.same)
-                weights.append(share * (1 - P_STILL) * how_likely / len(STRENGTHS) / (1 + rate**2) ** 2)
+                weights.append((1 - P_STILL) / (len(MEMORIES) * len(STRENGTHS)) / (1 + rate**2) ** 2)
     return np.stack(found), np.log(weights)
 
 

@@ -22,7 +22,6 @@ from sweeps.fit.constants import (
     AGREED,
     AHEAD,
     BEND,
-    DRIFT_LIMITS,
     DRIFT_SD,
     JUMP_SD,
     MAX_WIDTH,
@@ -99,11 +98,10 @@ def test_a_level_curve_is_flat_also_where_it_wanders() -> None:
 @pytest.mark.parametrize(
     ("name", "verdicts", "said"),
     every(
-        3,
+        2,
         [
             ("late rise", {"misfit", "pre_inflection"}, "late rise: the reward rose by"),
             ("collapse at 92% of the window", {"misfit", "decreasing"}, "fell by"),
-            ("delayed start", {"misfit", "identifiable", "open"}, "delayed start"),
         ],
     ),
 )
@@ -156,9 +154,10 @@ def test_every_verdict_can_be_forecast_from() -> None:
 
 
 @pytest.mark.parametrize(
-    ("each", "least"), [pytest.param(4, 0.9, marks=pytest.mark.slow), pytest.param(12, 0.93, marks=pytest.mark.full)]
+    ("each", "least", "most"),
+    [pytest.param(4, 0.9, 0.999, marks=pytest.mark.slow), pytest.param(12, 0.93, 0.995, marks=pytest.mark.full)],
 )
-def test_the_zoo_in_short(each: int, least: float) -> None:
+def test_the_zoo_in_short(each: int, least: float, most: float) -> None:
     """Coverage and errors over every truth at once; `benchmarks/forecast_zoo.py` has each by itself."""
     held, errors, last = [], [], []
     for place, truth in enumerate(ZOO):
@@ -170,7 +169,7 @@ def test_the_zoo_in_short(each: int, least: float) -> None:
             held.append((band.low <= future) & (future <= band.high))
             errors.append(np.abs(band.value - future))
             last.append(abs(np.mean([data.reward[data.seed == s][-1] for s in np.unique(data.seed)]) - future))
-    assert least <= np.mean(held) <= 0.995
+    assert least <= np.mean(held) <= most
     assert np.mean(errors) < 0.6 * np.mean(last)
 
 
@@ -216,9 +215,9 @@ def test_weights_are_a_distribution_and_a_sigmoid_is_recognised() -> None:
 def test_what_foretold_other_recipes_is_trusted_more() -> None:
     even = dict.fromkeys(PRIOR, 0.0)
     assert shared_prior([]) == pytest.approx({name: value / sum(PRIOR.values()) for name, value in PRIOR.items()})
-    telling = {**even, "delayed": 6.0}
+    telling = {**even, "line": 6.0}
     shared = shared_prior([telling] * 8)
-    assert shared["delayed"] > 0.5 > PRIOR["delayed"] and sum(shared.values()) == pytest.approx(1)
+    assert shared["line"] > 0.5 > PRIOR["line"] and sum(shared.values()) == pytest.approx(1)
     assert shared_prior([even] * 8)["sigmoid"] == pytest.approx(PRIOR["sigmoid"] / sum(PRIOR.values()), abs=0.02)
 
 
@@ -258,10 +257,10 @@ def test_units_change_nothing(name: str, scale: str, number: int) -> None:
 
 
 def test_recipes_of_a_study_are_forecast_in_the_light_of_each_other() -> None:
-    fits = fit_curves([study("delayed start", k) for k in range(3)])
-    alone = fit_curve(study("delayed start", 0))
+    fits = fit_curves([study("steep, B = 4", k) for k in range(3)])
+    alone = fit_curve(study("steep, B = 4", 0))
     assert fits[0].outlook is not None and alone.outlook is not None
-    assert fits[0].outlook.weights["delayed"] >= alone.outlook.weights["delayed"]
+    assert fits[0].outlook.weights["sigmoid"] > alone.outlook.weights["sigmoid"]
 
 
 def test_mixtures_need_not_be_told_of_jumps() -> None:
@@ -337,8 +336,7 @@ def test_the_methods_page_has_the_numbers() -> None:
         assert re.search(rf"^\| {kind.name} \| .* \| {kind.prior:.2f} \|", page, flags=re.MULTILINE | re.IGNORECASE), (
             kind
         )
-    low, high = DRIFT_LIMITS
-    assert f"`d ~ N(0, ({DRIFT_SD:g} r)^2)`, `{DRIFT_SD:g} r` within {low:g} and {high:g}" in page
+    assert f"`d ~ N(0, ({DRIFT_SD:g} r)^2)`" in page
     assert f"there is one with probability {P_DRIFT:g}" in page and f"`j ~ N(0, {JUMP_SD:g}^2)`" in page
     for name, (mean, sd) in (("R0", R0_PRIOR), ("A", A_PRIOR)):
         assert f"`{name} ~ N({mean:g}, {sd:g}^2)`" in page
