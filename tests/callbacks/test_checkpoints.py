@@ -574,3 +574,10 @@ def test_writing_and_reading_a_large_checkpoint_are_signs_of_life(
     noted.clear()
     assert checkpoint_file.damage(path) is None
     assert noted.count("checkpoint") >= 32
+
+
+def test_no_save_is_remarked_upon(tiny_model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lightning says at each save that does not say it what it takes `weights_only` for."""
+    with caplog.at_level("INFO", logger="lightning.pytorch.trainer.connectors.checkpoint_connector"):
+        fit(tiny_model_path, tmp_path, steps=2, checkpoint_every=1)
+    assert len(checkpoints(tmp_path / "checkpoints")) == 2 and "weights_only" not in caplog.text

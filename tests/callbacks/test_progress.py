@@ -71,3 +71,13 @@ def test_the_models_table_has_no_flops_of_zero(caplog: pytest.LogCaptureFixture)
     with caplog.at_level("INFO", logger="lightning.pytorch.callbacks.model_summary"):
         ParameterSummary.summarize(columns, 27_800, 27_800, 0.1, {"train": 1, "eval": 0}, 0)
     assert "Trainable params" in caplog.text and "flops" not in caplog.text.lower()
+
+
+def test_the_table_of_a_run_is_the_one_without_flops(
+    tiny_model_path: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Logged, or printed where Rich is there: of Lightning's own the last line is of FLOPs."""
+    with caplog.at_level("INFO", logger="lightning.pytorch.callbacks.model_summary"):
+        fit(tiny_model_path, steps=1, enable_model_summary=True)
+    said = "".join([caplog.text, *capfd.readouterr()])
+    assert "Trainable params" in said and "flops" not in said.lower()

@@ -173,3 +173,15 @@ def test_a_generator_that_is_only_asked_how_it_is_gives_no_sign_of_life(monkeypa
     assert noted == []
     meter.on_event(Event("decode", 0.0, StepReport((), 0, 0, 3, 30)))
     assert noted == ["decode"]
+
+
+def test_a_generators_steps_cost_what_lies_inside_of_its_windows() -> None:
+    """What a report calls outside, of prompts and completions together, is on no axis."""
+    found = FlopModel.of(tiny("Mistral", WINDOWS["Mistral"]))
+    costs = []
+    for outside_tokens in (0, 31):
+        meter = ComputeMeter(found)
+        meter.on_event(Event("decode", 0.0, StepReport((), 10, 55, 3, 36, prefilled=1, outside=outside_tokens)))
+        costs.append(meter.metrics()["compute/flops_generate"])
+    assert costs[0] == found.prefill(10, 55, 1) + found.decode(3, 36)
+    assert costs[0] - costs[1] == 31 * found.per_context / found.layers > 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_scalerl.callbacks.run_log import RunLog
+from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.run import run_member
 from sweeps.errors import UserError
@@ -156,3 +157,16 @@ def test_a_journal_of_another_run_is_refused_and_not_touched(run_dir: Path) -> N
         run_member(run_dir)
     assert path.read_bytes() == raw
     assert names(run_dir) == before
+
+
+def test_a_changed_specification_is_not_run_under_the_identity_of_what_it_was(run_dir: Path) -> None:
+    """Whoever starts a member by hand asks no ledger: the member compares content and identity itself."""
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / JOURNAL_FILE).unlink()
+    path = run_dir / SPEC_FILE
+    values = json.loads(path.read_text())
+    values["config"]["optimizer"]["lr"] *= 2
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigurationError, match=f"^{path}: names run {run_dir.name} .*restore what was changed"):
+        run_member(run_dir)
+    assert not (run_dir / JOURNAL_FILE).exists() and not (run_dir / "checkpoints").exists()

@@ -224,3 +224,16 @@ def test_data_that_has_changed_or_is_gone_is_no_edited_configuration(tmp_path: P
     check_run(run_dir, RunSpec.read(run_dir))
     data.unlink()
     check_run(run_dir, RunSpec.read(run_dir))
+
+
+def test_collect_runs_nothing_that_somebody_elses_launch_names(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A foreign `entry` or `planner` is named before anything runs."""
+    study = tmp_path / "study"
+    for field, value in {"entry": "os:mkdir", "planner": "os:system"}.items():
+        launched(study, **{field: value})
+        before = sorted(study.rglob("*"))
+        assert main(["collect", str(study), "--wait"]) == 1
+        assert f"launch.json: {field}: '{value}'" in capsys.readouterr().err
+        assert sorted(study.rglob("*")) == before

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
+from lightning_scalerl import Evaluate
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.axes.async_mode.base import AsyncMode
 from lightning_scalerl.axes.precision import Precision
@@ -306,3 +307,18 @@ def test_bad_settings_are_refused(given: dict[str, Any], says: str) -> None:
 def test_what_cannot_be_sent_is_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot be sent to another process .* use driver=virtual"):
         Live().generator(lambda **arguments: None, Weights(Size()), {})
+
+
+@pytest.mark.slow
+def test_a_live_runs_hours_are_those_of_its_parts_however_long_it_evaluates(
+    tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its starting evaluation comes before the clock of the axis."""
+    Threads(monkeypatch)
+    keep = Keep()
+    fit(tiny_model_path, steps=3, callbacks=[Pipeline(3), Evaluate(2, 4), keep], overrides=["driver=live"])
+    evaluated = [metrics for kind, _, metrics in keep.records if kind == "eval"]
+    assert len(evaluated) == 3 and evaluated[0]["time/evaluate_s"] > 0
+    for _, _, metrics in keep.records:
+        check_hours(metrics)
+    assert all(hours > 0 for hours in keep.of("compute/device_hours"))

@@ -17,6 +17,7 @@ from sweeps.cli import curve_commands
 from sweeps.cli import main as cli
 from sweeps.fit.family import FAMILIES
 from sweeps.fit.names import FAMILY_NAMES
+from sweeps.run.rollouts import write_groups
 from tests.examples import every
 from tests.paths import ROOT
 
@@ -321,3 +322,16 @@ def test_a_closed_pipe_is_no_error() -> None:
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stderr == "" and done.stdout == "[\n"
+
+
+def test_one_group_of_rollouts_is_one_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the count that the command ends with."""
+    rollout = {
+        "completion": "2", "outcome": "score", "correct": True, "reward": 1.0, "parts": {}, "extra": {},
+        "versions": [[0, 1]], "tokens": 1, "forced": 0, "finish_reason": "stop",
+    }  # fmt: skip
+    about = {"prompt_id": "a", "prompt": "1+1=", "answer": "2", "difficulty": "", "source": "train"}
+    write_groups(tmp_path, [{"step": step, "admission": step, **about, "rollouts": [rollout]} for step in (1, 2)])
+    for words, said in (((), "2 groups"), (("--step", "2"), "1 group")):
+        code, out, err = run(capsys, "rollouts", tmp_path, *words)
+        assert code == 0 and out.endswith(f"\n{said}\n"), (out, err)

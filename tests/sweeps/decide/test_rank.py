@@ -178,3 +178,9 @@ def test_evaluation_sets_are_not_ranked_against_each_other() -> None:
     fits = fit_curves([replace(c, factors={"set": c.recipe[-4:]}) for c in data])
     with pytest.raises(UserError, match=r"code, math.*--metric"):
         rank(fits)
+
+
+def test_one_recipe_that_cannot_be_ranked_is_the_only_one() -> None:
+    """A study of one has no "none of the 1 recipes"."""
+    sentence = rank(fit_curves([curve("short", end=1500)])).sentence
+    assert "short, the only recipe, is not identifiable" in sentence and "1 recipes" not in sentence

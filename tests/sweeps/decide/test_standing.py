@@ -181,3 +181,12 @@ def test_what_takes_the_least_is_known_or_not_said() -> None:
     assert [each[head.index("times the least")] for each in rows] == ["-", "1", "2.00 [1.00, 3.00]"]
     assert [each[-1] for each in reward_rows(replace(known, fastest=None))[1]] == ["-", "-", "2.00 [1.00, 3.00]"]
     assert "fastest" not in known.to_json()
+
+
+def test_where_nobody_is_known_to_get_there_nobody_takes_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No draw reaches the reward: the first of them is not called the fastest."""
+    monkeypatch.setattr("sweeps.decide.reward.first_above", lambda paths, *_: np.full(len(paths), np.inf))
+    found = rewards(fit_curves([curve("a"), curve("b", a=0.5)]))
+    assert found is not None and found.reward is not None and found.fastest is None
+    head, rows = reward_rows(found)
+    assert [each[head.index("times the least")] for each in rows] == ["-", "-"] and " takes " not in found.sentence

@@ -322,3 +322,17 @@ def test_a_job_without_a_name_of_ours_is_never_looked_at(tmp_path: Path) -> None
             return {"1": JobInfo("1", "RUNNING", "n0", "None", "", "")}
 
     assert overview(here.directory, Confused(VirtualTime()))[0].state == "ended"
+
+
+def test_a_hole_in_a_launched_members_journal_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It went on from a checkpoint that was newer than its journal."""
+    here = place(tmp_path, members=2)
+    here.run()
+    journal = Journal(here.run_dir(here.specs[1].run))
+    journal.resume(STEPS + 3)
+    journal.close()
+    lacks = f"no records of steps {STEPS + 1} to {STEPS + 3}"
+    views = {each.run: each.reason for each in overview(here.directory)}
+    assert [views[spec.run] for spec in here.specs] == [None, lacks]
+    assert cli.main(["status", str(here.directory)]) == 0
+    assert lacks in " ".join(capsys.readouterr().out.split())

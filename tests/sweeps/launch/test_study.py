@@ -808,3 +808,45 @@ def test_a_study_of_another_version_is_refused_before_anything_is_written(tmp_pa
         Study(tmp_path, [member("dapo")]).run(ScriptedExecutor(), accepted=lambda: began.append("yes"))
     assert not began
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_what_a_controller_says_by_itself_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pipe that is full, as standard error: a plain write would never return."""
+
+    class Unread(io.StringIO):
+        def fileno(self) -> int:
+            return writing
+
+        def write(self, text: str) -> int:
+            raise AssertionError("it waits for a reader")
+
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb"), os.fdopen(writing, "wb", buffering=0):
+        os.set_blocking(writing, False)
+        with pytest.raises(BlockingIOError):
+            while True:
+                os.write(writing, b"x" * 65536)
+        os.set_blocking(writing, True)
+        monkeypatch.setattr("sys.stderr", Unread())
+        Progress(4, 4, every_s=0).say("that is all")
+
+
+def test_no_folder_is_made_where_a_study_was_before_it_was_renamed(tmp_path: Path, specs: list[RunSpec]) -> None:
+    """Between two submissions, of which the second would make the folder of its member."""
+    here = tmp_path / "here"
+
+    class Makes(ScriptedExecutor):
+        def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
+            for each in members:
+                each.run_dir.mkdir(parents=True, exist_ok=True)
+            return super().submit(submission, members)
+
+        def poll(self, timeout_s: float) -> list[Outcome]:
+            self.max_parallel = 2
+            here.rename(tmp_path / "there")
+            return []
+
+    executor = Makes(max_parallel=1)
+    with pytest.raises(LeaseLostError, match=f"^{here}: renamed or removed while"):
+        Study(here, specs).run(executor)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"] and executor.submitted == [specs[0].run]

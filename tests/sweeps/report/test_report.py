@@ -443,3 +443,13 @@ def test_names_that_begin_alike_are_told_apart_in_a_figure() -> None:
     assert len({label(name) for name in names}) == 3
     assert all(len(label("x" * length)) == min(length, 34) for length in range(80))
     assert label("scalerl+loss=dapo") == "scalerl+loss=dapo" and label("a\nb") == "a?b"
+
+
+def test_the_page_calls_nobody_the_fastest_where_nobody_is_known_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compute that no draw comes to is no 1 in the column of times."""
+    monkeypatch.setattr("sweeps.decide.reward.first_above", lambda paths, *_: np.full(len(paths), np.inf))
+    text, _ = report(tmp_path, curve("scalerl", rng=1), curve("b", a=0.5, rng=2))
+    section = text.split("Times the least")[1].split("</table>")[0]
+    assert section.count("<tr>") >= 2 and not re.search(r">\s*1\s*</td>", section)

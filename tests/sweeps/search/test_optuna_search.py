@@ -520,3 +520,21 @@ def test_a_range_that_holds_nothing_is_named() -> None:
         Axis("lr", low=0, high=float("inf"))
     with pytest.raises(UserError, match=r"lr: .* a logarithm needs ends above 0"):
         Axis("lr", low=0, high=1, log=True)
+
+
+def test_a_search_is_gone_on_with_once_a_killed_ones_lock_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Optuna opens its file: there it would wait 30 s for the lock."""
+    search(tmp_path, SearchSettings(2, 2, budget=1.0))
+    lock, opened = tmp_path / f"{TRIALS_FILE}.lock", optuna_search._opened
+    lock.symlink_to(tmp_path / TRIALS_FILE)
+
+    def unlocked(path: Path) -> optuna.Study:
+        assert not lock.is_symlink()
+        return opened(path)
+
+    monkeypatch.setattr(optuna_search, "_LOCK_GRACE_S", 0.05)
+    monkeypatch.setattr(optuna_search, "_opened", unlocked)
+    search(tmp_path, SearchSettings(3, 2, budget=1.0))
+    assert len(trials(tmp_path)) == 3

@@ -65,3 +65,21 @@ def test_mlflow_knows_who_was_stopped_and_why_and_whom_the_race_added(schema: Pa
     assert set(tracked().values()) == {("FINISHED", None)}
     (parent,) = tracker.client.search_runs([experiment], "tags.kind = 'sweep'")
     assert "race.jsonl" in {file.path for file in tracker.client.list_artifacts(parent.info.run_id)}
+
+
+@pytest.mark.slow
+def test_whoever_publishes_runs_that_went_on_takes_back_why_they_were_stopped(schema: Path, tmp_path: Path) -> None:
+    """A run that a later one took up again was not stopped: MLflow says so no longer."""
+    shutil.copy(schema, tmp_path / "mlflow.db")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    raced(tmp_path / "study", four())
+    tracker = Tracker(uri, "study", AXIS)
+
+    def reasons() -> int:
+        assert main(["publish", str(tmp_path / "study"), "--mlflow", uri]) == 0
+        runs = tracker.client.search_runs([tracker.prepare()], "tags.kind = 'member'", max_results=100)
+        return sum("stopped.reason" in run.data.tags for run in runs)
+
+    assert reasons() > 0
+    Study(tmp_path / "study", four()).run(Runners(slots=8), [])
+    assert reasons() == 0
