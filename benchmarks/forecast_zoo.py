@@ -259,7 +259,7 @@ def main() -> None:
         "promised**: a policy that wanders for long looks like a curve, and the nearer forecast then holds less "
         "often; after two steps the forecast is behind the last value; intervals are wider than they need be "
         "where the curve is a sigmoid; where a curve saturates more slowly than a sigmoid (power law, B = 0.8) and its "
-        "window happens to end in a lull, in one case of fourteen, an asymptote is named that is too low; and what "
+        "window happens to end in a lull, in one case of fifteen, an asymptote is named that is too low; and what "
         f"no data foreshadow (*) nobody foretells. In a row of {options.repeats} a coverage of 0.95 is seen as "
         f"{0.95 - error:.2f} to {0.95 + error:.2f}.",
         "",

@@ -10,20 +10,24 @@ from __future__ import annotations
 
 # --- before the data ------------------------------------------------------------------------------------------------
 
-# Of each kind of curve (`sweeps.fit.kinds`): how likely it is, and mean and standard deviation of the logarithm of its
-# shape (B of a sigmoid); then of the logarithm of its scale in windows (C_mid), for all alike. Set on the zoo; what
-# each kind is worth on real curves: docs/real_curves.md. A power law and a delayed start were worth nothing there.
+# Of each kind of curve (`sweeps.fit.kinds`): how likely it is. Set on the zoo; what each is worth on real curves:
+# docs/real_curves.md. A power law was worth nothing there, nor is a delayed start, but only by its kind it is named.
+P_LINE = P_CONSTANT = 0.12
+P_DELAYED = P_WALK = 0.06
+# And the mean and standard deviation of the logarithm of its shape (B of a sigmoid; of a delayed start when it begins,
+# in windows); then of the logarithm of its scale in windows (C_mid), for all alike.
 KIND_PRIORS: dict[str, tuple[float, tuple[float, float]]] = {
     "sigmoid": (0.24, (0.8, 0.45)),
     "weibull": (0.36, (0.1, 0.3)),
+    "delayed": (P_DELAYED, (0.25, 0.25)),
 }
 SCALE_PRIOR = (-1.0, 1.2)
-P_LINE, P_CONSTANT, P_WALK = 0.13, 0.09, 0.06
 # The kinds' prior is worth this many recipes when a study's own are counted: a choice, held on docs/ranking.md.
 KINDS_WORTH = 4.0
-# R0 and A, mean and standard deviation; twice that where rewards have no bounds: wide, a
-# choice. What they do to intervals: docs/coverage.md.
-R0_PRIOR, A_PRIOR = (0.3, 0.35), (0.6, 0.4)
+# R0 and A, mean and standard deviation; twice that where rewards have no bounds: wide, a choice. What they do to
+# intervals: docs/coverage.md.
+LEVEL_SD = 0.4
+R0_PRIOR, A_PRIOR = (0.3, LEVEL_SD), (0.6, LEVEL_SD)
 # A line goes on straight to this many windows, then ever more slowly: nothing rises for ever. A drift goes on to as
 # many, and to one more by and by. A choice.
 STRAIGHT = 3.0
@@ -46,7 +50,7 @@ FARTHEST = 10.0
 WANDER_SD, P_STILL = 0.055, 0.15
 # Strengths tried, in units of the points' roughness, and memories, in windows, as likely one as another: a grid over
 # what the prior on the rate allows.
-STRENGTHS, MEMORIES = (0.5, 2.0, 4.0), (0.1, 0.7)
+STRENGTHS, MEMORIES = (0.5, 2.0, 4.0), (0.1, 0.8)
 # Sampling errors tried, as likely one as another: as multiples of the variance given (the same prompts every time make
 # evaluations agree better than their own errors say), or standard deviations in units of the roughness where none is
 # given.

@@ -2,6 +2,7 @@
 
     sigmoid   g = 1 / (1 + (m / x)^B)                       arXiv 2510.13786, eq. 1
     weibull   g = 1 - exp(-(x / s)^k)                       the exponential among them, k = 1 (arXiv 2507.18014)
+    delayed   g = 1 - exp(-(x - t)+ / s)                    nothing happens before t
     line      g = x                                         no ceiling
     constant  g = 0
     walk      the last value: a level that wanders on without a trend
@@ -85,6 +86,11 @@ def _weibull(x: Array, u: Array, v: Array) -> Array:
     return result
 
 
+def _delayed(x: Array, u: Array, v: Array) -> Array:
+    result: Array = -np.expm1(-np.maximum(x - u, 0.0) / np.exp(v))
+    return result
+
+
 def _line(x: Array, u: Array, v: Array) -> Array:
     slower = STRAIGHT * (1 + np.log(np.maximum(x, STRAIGHT) / STRAIGHT))
     result: Array = np.where(x <= STRAIGHT, x, slower) + 0.0 * (u + v)
@@ -108,6 +114,7 @@ SIGMOID = _kind("sigmoid", _sigmoid, (*_log(0.4, 12.0), *_log(0.02, 10.0)), (8, 
 KINDS = (
     SIGMOID,
     _kind("weibull", _weibull, (*_log(0.35, 4.0), *_log(0.02, 8.0)), (6, 9)),
+    _kind("delayed", _delayed, (0.05, 0.85, *_log(0.02, 5.0)), (7, 7)),
     Kind("line", P_LINE, False, _line),
     Kind("constant", P_CONSTANT, True, _constant),
 )

@@ -32,6 +32,8 @@ from sweeps.fit.kinds import KINDS, WALK, drifting
 from sweeps.fit.least_squares import Array
 from sweeps.fit.wander import Noises, Seen, noises, whitening
 
+# Kinds that may have jumped: a jump on top of a delayed start looks like one on top of these.
+_JUMPING = ("sigmoid", "weibull", "line", "constant")
 _MOST_JUMPS = 24
 # Log weight behind the best place at which a jump of one width lies so far off that none of another width is there.
 _ELSEWHERE = 25.0
@@ -236,6 +238,8 @@ def _jumped(seen: Seen, noise: Noises, boxes: Mapping[int, Box]) -> list[Cells]:
     anywhere = extras(few, at, np.full(len(at), JUMP_WIDTHS[1] * spacing))
     found = []
     for i, kind in enumerate(KINDS):
+        if kind.name not in _JUMPING:
+            continue
         # What explains a curve best without a jump need not do so with one: both are tried.
         for box in dict.fromkeys((kind.box, boxes[i])):
             for round_ in range(_JUMP_ROUNDS):

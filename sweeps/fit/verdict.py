@@ -239,6 +239,7 @@ def _level(e: Evidence, gain: float) -> Verdict | None:
 
 # What a kind of curve is called where it explains the points better than a sigmoid.
 _SEEN = {
+    "delayed": "delayed start: nothing happens at first, then the reward rises at once",
     "walk": "no law: the reward wanders, and its last value foretells the next better than any curve",
     "constant": "no law: the reward changes and settles otherwise than by a curve",
     "line": "drift: the reward rises in a straight line, with no ceiling in sight",

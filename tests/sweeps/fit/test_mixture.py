@@ -98,10 +98,11 @@ def test_a_level_curve_is_flat_also_where_it_wanders() -> None:
 @pytest.mark.parametrize(
     ("name", "verdicts", "said"),
     every(
-        2,
+        3,
         [
             ("late rise", {"misfit", "pre_inflection"}, "late rise: the reward rose by"),
             ("collapse at 92% of the window", {"misfit", "decreasing"}, "fell by"),
+            ("delayed start", {"misfit", "identifiable", "open"}, "delayed start"),
         ],
     ),
 )
