@@ -1,7 +1,7 @@
-"""Does following the advice of `scalerl plan` lead to fewer wrong choices than spending the same elsewhere?
+"""Does following the advice of `scalerl plan` lead to better choices than spending the same elsewhere?
 
 Simulated studies of four recipes (A 0.60, 0.565, 0.50, 0.46; windows of 1.3 to 4 C_mid, one seed each, seeds
-differing by 0.015). A choice is wrong if another recipe's true A is higher by more than 0.02. In each study one step
+differing by 0.015). What a choice costs is how far its true A lies below the best one's. In each study one step
 is taken as advised, and the same step, at the same cost, on each recipe in turn (the mean is that of a random one).
 
     python benchmarks/advice.py --studies 250
@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.curve import Curve, make_curve
-from sweeps.decide.next_run import Step, choice_of, chosen_recipe, settle
+from sweeps.decide.next_run import Step, choice_of, settle
+from sweeps.decide.standing import stand
 from sweeps.fit.fit import Fit, fit_curve
 
 Array = NDArray[np.float64]
@@ -46,7 +47,7 @@ def revealed(full: Curve, ends: dict[str, float]) -> Curve:
 
 
 def one_study(study: int) -> tuple[float, float, float, float]:
-    """Wrong choices before, after the advised step, after it on a random recipe; and the fall that was promised."""
+    """Loss before, after the advised step, after it on a random recipe; and the fall that was promised."""
     rng = np.random.default_rng(study)
     truth = ASYMPTOTES[rng.permutation(4)]
     full, ends = [], []
@@ -59,16 +60,16 @@ def one_study(study: int) -> tuple[float, float, float, float]:
         full.append(make_curve(f"r{r}", compute, reward, np.repeat(["0", "1"], points)))
     fits = [fit_curve(revealed(c, e)) for c, e in zip(full, ends, strict=True)]
 
-    def wrong(known: list[Fit]) -> float:
-        chosen = chosen_recipe(known, MARGIN)
-        return 1.0 if chosen is None else float(truth.max() - truth[int(chosen[1:])] > MARGIN)
+    def loss(known: list[Fit]) -> float:
+        chosen = stand(known, MARGIN).leader
+        return float(truth.max() - (truth.mean() if chosen is None else truth[int(chosen[1:])]))
 
     steps = [step for step in settle(choice_of(fits)).steps if step.expected_gain is not None]
     if not steps:
-        return (wrong(fits),) * 3 + (0.0,)
+        return (loss(fits),) * 3 + (0.0,)
     step = steps[0]
-    each = [wrong([*fits[:r], fit_curve(revealed(full[r], _more(ends[r], step))), *fits[r + 1 :]]) for r in range(4)]
-    return wrong(fits), each[int(step.recipe[1:])], float(np.mean(each)), step.expected_gain or 0.0
+    each = [loss([*fits[:r], fit_curve(revealed(full[r], _more(ends[r], step))), *fits[r + 1 :]]) for r in range(4)]
+    return loss(fits), each[int(step.recipe[1:])], float(np.mean(each)), step.expected_gain or 0.0
 
 
 def _more(ends: dict[str, float], step: Step) -> dict[str, float]:
@@ -85,13 +86,13 @@ def main() -> None:
         rows = np.array(list(pool.map(one_study, range(options.studies), chunksize=5)))
     before, advised, random, promised = rows.mean(0)
     difference = rows[:, 2] - rows[:, 1]
-    print("| | wrong choices |\n|---|---|")
-    print(f"| before | {before:.2f} |")
-    print(f"| after the step advised | {advised:.2f} |")
-    print(f"| after the same step on a recipe drawn at random | {random:.2f} |")
+    print("| | loss |\n|---|---|")
+    print(f"| before | {before:.4f} |")
+    print(f"| after the step advised | {advised:.4f} |")
+    print(f"| after the same step on a recipe drawn at random | {random:.4f} |")
     error = difference.std(ddof=1) / np.sqrt(len(rows))
-    print(f"\nThe fall promised was {promised:.2f}, {before - advised:.2f} came; random less advised ", end="")
-    print(f"{difference.mean():.2f} (standard error {error:.3f}); {len(rows)} studies.")
+    print(f"\nThe fall promised was {promised:.4f}, {before - advised:.4f} came; random less advised ", end="")
+    print(f"{difference.mean():.4f} (standard error {error:.4f}); {len(rows)} studies.")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """What to run next so that the right recipe is chosen, and how to split a budget.
 
-The choice is by asymptote: choosing is wrong if the best recipe's A exceeds the chosen one's by more than the
-margin of a tie. Before anything is run, the chance of that is read off the fits' joint draws. For each thing
-that could be run the future is played through (a preposterior analysis): a truth is drawn, the evaluations it
-would yield are drawn, every draw is weighted by how well it explains them, the recipe is chosen anew.
+The choice is by asymptote, and what it costs is how far the chosen recipe's A lies below the best one's: its loss, as
+of `sweeps.decide.standing`. Before anything is run the least expected loss is read off the fits' joint draws. For each
+thing that could be run the future is played through (a preposterior analysis): a truth is drawn, the evaluations it
+would yield are drawn, every draw is weighted by how well it explains them, the recipe is chosen anew, and what is
+gained is by how much the loss is then expected to be less (the value of sample information, Raiffa and Schlaifer 1961).
 
 What this approximates: new evaluations come at the spacing of the old ones and with independent noise that leaves
 their mean as uncertain as the old noise does; an extension tells of A through the curve alone; a seed is one
-observation of the recipe's A with the variance between seeds plus that of one run's fit; the choice after the results
-is the one with least chance of being wrong, not of least expected loss, by which the rest of a budget is committed;
-ties in A are not broken by B; one step is looked ahead. Where few draws explain new data, the noise is raised until
+observation of the recipe's A with the variance between seeds plus that of one run's fit; ties in A are not broken by
+B; one step is looked ahead. Where few draws explain new data, the noise is raised until
 enough do, which understates the gain. Where A is not identifiable its draws are what the curve may come to by any
 law, which is wide.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.as_json import AsJson
-from sweeps.decide.standing import CONFIDENCE, Standing, joint, margin_of, stand, wrong_chances
+from sweeps.decide.standing import Standing, stand
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.least_squares import Array
@@ -40,8 +40,8 @@ _OUTCOMES = 400
 _SAMPLES = 256
 # Effective number of draws an outcome must leave, on average.
 _ENOUGH = 20.0
-# What is less than this does not exceed the error of the simulation.
-_WORTH = 0.005
+# What is less than this, of the reward's scale, does not exceed the error of the simulation.
+_WORTH = 0.0005
 # An extension may fall short of the recipe's best by this much of the gain if it is cheaper a point of gain.
 _CHEAPER = 0.5
 # How far an evaluated point may stand for its neighbours.
@@ -55,8 +55,8 @@ class Step(AsJson):
     """Something that could be run next.
 
     action: `extend` (each of the recipe's runs, to `compute`) or `seed` (one more run of `compute`).
-    expected_gain: by how much it is expected to lower the chance of choosing a recipe whose A is lower than the
-    best by more than the margin; None where that cannot be computed. cost: of all that, in the curves' unit.
+    expected_gain: by how much it is expected to lower the loss of choosing, in reward: how far the chosen recipe's A
+    lies below the best; None where that cannot be computed. cost: of all that, in the curves' unit.
     """
 
     recipe: str
@@ -117,8 +117,8 @@ class _Future:
     """
 
     def __init__(self, fits: Sequence[Fit], standing: Standing) -> None:
-        self.fits, self.margin = list(fits), standing.margin
-        every = [one.asymptote(self.margin) for one in standing.drawn]
+        self.fits = list(fits)
+        every = [one.asymptote(standing.margin) for one in standing.drawn]
         top = np.max(every, axis=0)
         best = np.array([float((theta == top).mean()) for theta in every])
         order = [int(i) for i in np.argsort(-best, kind="stable")]
@@ -134,29 +134,30 @@ class _Future:
             if i not in self.theta:
                 np.maximum(self._rest, self._sample(fits[i], every[i]), out=self._rest)
         self._after: dict[tuple[int, str, float], Array] = {}
-        self.p_wrong = float(self._wrong(list(self._prior.values())).mean(axis=(1, 2)).min())
+        self.loss = float(self._losses(list(self._prior.values())).mean(axis=(1, 2)).min())
+        self.worth = _WORTH * max(fit.curve.scale for fit in fits)
 
-    def _wrong(self, samples: Sequence[Array]) -> Array:
-        """Whether the best A exceeds each recipe's by more than the margin. Shapes: (J, L) each -> (R, J, L)."""
+    def _losses(self, samples: Sequence[Array]) -> Array:
+        """By how much the best A exceeds each recipe's. Shapes: (J, L) each -> (R, J, L)."""
         stacked = np.stack(samples)
-        wrong: Array = np.maximum(stacked.max(axis=0), self._rest) - stacked > self.margin
-        return wrong
+        losses: Array = np.maximum(stacked.max(axis=0), self._rest) - stacked
+        return losses
 
     def _sample(self, fit: Fit, theta: Array) -> Array:
         rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 4)
         drawn: Array = theta[rng.integers(len(theta), size=(_OUTCOMES, _SAMPLES))]
         return drawn
 
-    def p_after(self, steps: Mapping[int, Step]) -> float:
-        """Expected chance of a wrong choice once these were run, by index of the recipe.
+    def loss_after(self, steps: Mapping[int, Step]) -> float:
+        """Expected loss of the choice once these were run, by index of the recipe.
 
         The choice is made on half of an outcome's draws and judged on the other, so that it cannot profit from
         the simulation's own noise.
         """
         samples = [self._posterior(i, steps[i]) if i in steps else prior for i, prior in self._prior.items()]
-        wrong = self._wrong(samples)
+        losses = self._losses(samples)
         half = _SAMPLES // 2
-        first, second = wrong[:, :, :half].mean(2), wrong[:, :, half:].mean(2)
+        first, second = losses[:, :, :half].mean(2), losses[:, :, half:].mean(2)
         j = np.arange(_OUTCOMES)
         return float((second[first.argmin(0), j].mean() + first[second.argmin(0), j].mean()) / 2)
 
@@ -248,13 +249,6 @@ def _contenders(fits: Sequence[Fit]) -> list[Fit]:
     return [fit for fit in fits if fit.verdict in _CONTENDS and fit.draws is not None and fit.lookout is not None]
 
 
-def chosen_recipe(fits: Sequence[Fit], margin: float | None = None) -> str | None:
-    """The recipe with the least chance of being a wrong choice as things stand; None if no recipe has a curve."""
-    if not _contenders(fits):
-        return None
-    return fits[int(np.argmin(wrong_chances(joint(fits), margin_of(fits, margin))))].recipe
-
-
 @dataclass(frozen=True, eq=False)
 class Choice:
     """Where a choice stands, and the future of it once somebody asks: both are worked out once."""
@@ -301,7 +295,7 @@ def settle(choice: Choice, limit: float | None = None) -> Settlement:
     sentence = f"not settled: {standing.sentence.removeprefix('undecided: ')}"
     steps = [_best_step(choice.future, list(fits).index(fit), limit) for fit in contenders]
     chosen = sorted((s for s in steps if s is not None), key=lambda s: (-(s.expected_gain or 0) / s.cost, s.recipe))
-    if max((step.expected_gain or 0.0 for step in chosen), default=0.0) < 0.01:
+    if max((step.expected_gain or 0.0 for step in chosen), default=0.0) < choice.future.worth:
         # One step is looked ahead; several together may pay where none alone can turn the choice.
         sentence += "; no single step is expected to change that, several seeds might"
     return _settlement(standing, [*chosen, *cures], sentence, settled=False)
@@ -345,7 +339,7 @@ def _best_step(future: _Future, i: int, limit: float | None) -> Step | None:
     fit = future.fits[i]
     # What is as good as out of the race cannot turn the choice.
     judged = [
-        _judged(fit, step, future.p_wrong - future.p_after({i: step}) if i in future.near else 0.0)
+        _judged(fit, step, future.loss - future.loss_after({i: step}) if i in future.near else 0.0)
         for step in _options(fit, limit)
     ]
     if not judged:
@@ -374,7 +368,7 @@ def split_budget(choice: Choice, budget: float) -> Split:
     """A budget of further compute over recipes: what settles the choice, then the rest for the winner.
 
     Steps are taken one after the other by expected gain per compute, each judged together with those before
-    it and at most one a recipe, until the choice is sure, nothing is worth its compute, or the budget is spent.
+    it and at most one a recipe, until the choice is decided, no step is worth anything, or the budget is spent.
     The rest continues one run of the recipe of least expected loss if that loss is within the margin, as things stand
     or as the steps are expected to leave them; else it is kept. It is a plan before the results: plan again with them.
 
@@ -393,15 +387,15 @@ def split_budget(choice: Choice, budget: float) -> Split:
         return _split_cures(fits, budget)
     future = choice.future
     taken: dict[int, Step] = {}
-    now, left = future.p_wrong, budget
-    while not standing.decided and now > 1 - CONFIDENCE:
+    now, left = future.loss, budget
+    while not standing.decided:
         offers = [
-            (i, _judged(fits[i], step, now - future.p_after({**taken, i: step})))
+            (i, _judged(fits[i], step, now - future.loss_after({**taken, i: step})))
             for i in future.near
             if i not in taken and fits[i] in contenders
             for step in _options(fits[i], left)
         ]
-        offers = [(i, step) for i, step in offers if (step.expected_gain or 0.0) >= _WORTH]
+        offers = [(i, step) for i, step in offers if (step.expected_gain or 0.0) >= future.worth]
         if not offers:
             break
         i, step = max(offers, key=lambda offer: (offer[1].expected_gain or 0.0) / offer[1].cost)

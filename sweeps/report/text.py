@@ -38,13 +38,13 @@ def sections(plan: Plan) -> Iterator[Section]:
             [s.recipe, s.action, f"{s.compute:.4g}", f"{s.cost:.4g}", _gain(s.expected_gain), s.reason]
             for s in plan.next
         ]
-        yield "what to run next (gain: by how much the chance of a wrong choice is expected to fall):", head, rows
+        yield "what to run next (gain: by how much nearer to the best A the choice is expected to come):", head, rows
     if plan.split is not None:
         yield plan.split.sentence, [], []
 
 
 def _gain(gain: float | None) -> str:
-    return "not known" if gain is None else "< 0.01" if gain < 0.01 else f"{gain:.2f}"
+    return "not known" if gain is None else "< 0.001" if gain < 0.001 else f"{gain:.3f}"
 
 
 def _target_section(plan: Plan) -> Section:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from scipy.stats import norm
 
 from benchmarks.advice import one_study
@@ -180,16 +181,16 @@ def test_advice_goes_to_what_is_poorly_known() -> None:
     first = found.steps[0]
     assert (first.recipe, first.action) == ("short", "extend") and first.compute > 4500
     gains = {step.recipe: step.expected_gain or 0.0 for step in found.steps}
-    assert gains["short"] > 0.05 and gains["lost"] < 0.01
+    assert gains["short"] > 0.005 and gains["lost"] < 0.001
     # A gain cannot exceed what there is to lose.
-    assert gains["short"] <= (found.p_wrong or 0)
+    assert gains["short"] <= choice_of(contested()).standing.losses["short"]
 
 
 def test_more_compute_tells_more() -> None:
     future = choice_of(contested(), 0.02).future
-    after = [future.p_after({1: Step("short", "extend", to, None, to - 4500, "")}) for to in (4800, 9000, 27000)]
+    after = [future.loss_after({1: Step("short", "extend", to, None, to - 4500, "")}) for to in (4800, 9000, 27000)]
     assert after[0] > after[1] > after[2]
-    assert after[0] <= future.p_wrong + 0.02
+    assert after[0] <= future.loss + 0.002
 
 
 def test_the_gain_of_a_seed_is_that_of_two_normals() -> None:
@@ -206,10 +207,15 @@ def test_the_gain_of_a_seed_is_that_of_two_normals() -> None:
     variance = 2 * 0.015**2
     left = variance - 0.015**2 / 2
     means = (a - b) + np.sqrt(variance - left) * norm.ppf((np.arange(4000) + 0.5) / 4000)
-    before = norm.sf(abs(a - b) / np.sqrt(variance))
-    gain = before - norm.sf(np.abs(means) / np.sqrt(left)).mean()
-    assert found.p_wrong == pytest.approx(before, abs=0.02)
-    assert found.steps[0].expected_gain == pytest.approx(gain, abs=0.02) and gain > 0.03
+
+    def loss(ahead: NDArray[np.float64], sd: float) -> NDArray[np.float64]:
+        """Of choosing the one that is ahead by so much, known to so much: the normal loss integral."""
+        return np.asarray(sd * norm.pdf(ahead / sd) - ahead * norm.sf(ahead / sd))
+
+    before = float(loss(np.abs(np.array(a - b)), float(np.sqrt(variance))))
+    gain = before - float(loss(np.abs(means), float(np.sqrt(left))).mean())
+    assert min(choice_of(fits, 0.0).standing.losses.values()) == pytest.approx(before, rel=0.1)
+    assert found.steps[0].expected_gain == pytest.approx(gain, rel=0.15) and gain > 0.001
 
 
 def test_a_truth_does_not_vouch_for_itself() -> None:
@@ -270,10 +276,10 @@ def test_without_an_identifiable_recipe_nothing_is_committed() -> None:
 def test_following_the_advice_beats_a_random_recipe(studies: int) -> None:
     """One step of equal cost, on some of the studies of `benchmarks/advice.py`."""
     before, advised, random, promised = np.mean([one_study(i) for i in range(studies)], axis=0)
-    assert advised < before - 0.05
-    assert advised < random - 0.03
+    assert advised < 0.7 * before
+    assert advised < 0.85 * random
     # What was promised came, within the error of so many studies.
-    assert promised == pytest.approx(before - advised, abs=0.09)
+    assert promised == pytest.approx(before - advised, abs=0.5 * before)
 
 
 # --- rollouts a prompt ----------------------------------------------------------------------------------------
