@@ -71,7 +71,8 @@ def test_a_dry_run_says_so_and_stops_nothing(
 ) -> None:
     folder, budget = study
     with caplog.at_level(logging.WARNING):
-        fit(tiny_model_path, folder / "study" / "dry", BUDGET_STEPS, [Race(folder / "study", budget, dry_run=True)])
+        race = Race(folder / "study", budget, p_ahead=0.2, dry_run=True)
+        fit(tiny_model_path, folder / "study" / "dry", BUDGET_STEPS, [race])
     assert read_journal(folder / "study" / "dry").records[-1].step == BUDGET_STEPS
     assert caplog.text.count("race: would be stopped at compute") == 1
 

@@ -190,19 +190,18 @@ def test_what_somebody_elses_launch_names_is_not_run(run_dir: Path, tmp_path: Pa
 
 def test_ones_own_folder_needs_no_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "my_task", raising=False)
     mine = tmp_path / "mine"
     (mine / "task").mkdir(parents=True)
-    (mine / "my_task.py").write_text(MINE)
+    (mine / "my_trusted_task.py").write_text(MINE)
     own = (Path(__file__).parents[2] / "conf" / "task" / "arithmetic.yaml").read_text()
-    (mine / "task" / "mine.yaml").write_text(own.replace("lightning_scalerl.ArithmeticTask", "my_task.MyTask"))
+    (mine / "task" / "mine.yaml").write_text(own.replace("lightning_scalerl.ArithmeticTask", "my_trusted_task.MyTask"))
     run_dir = planned(tmp_path, "task=mine", folders=[mine])
     check_runs([[str(run_dir), run_dir.name]], [])
     # Through a module of mine, nothing of others'.
-    edit(run_dir, "config.task._target_", "my_task.os.mkdir")
-    with pytest.raises(UserError, match=r"config.task._target_: 'my_task.os.mkdir'"):
+    edit(run_dir, "config.task._target_", "my_trusted_task.os.mkdir")
+    with pytest.raises(UserError, match=r"config.task._target_: 'my_trusted_task.os.mkdir'"):
         check_run(run_dir, RunSpec.read(run_dir))
-    edit(run_dir, "config.task._target_", "my_task.MyTask")
+    edit(run_dir, "config.task._target_", "my_trusted_task.MyTask")
     check_run(run_dir, RunSpec.read(run_dir))
     # What anybody may write is nobody's own, nor is what belongs to somebody else.
     mine.chmod(0o777)
