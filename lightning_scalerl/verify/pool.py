@@ -1,8 +1,9 @@
 """Verifiers in processes of their own: asynchronous, each of them killable, replaced when one is.
 
-A thread of this process gives completions to whichever worker is free, and takes what comes back. A worker that is
-over its time is killed with everything that it has started, and another takes its place; so is one that dies. Nobody
-else waits meanwhile.
+A thread of this process gives completions to whichever worker is free, and takes what comes back. Where grading is
+quick a worker has the next ones at hand before it has answered: waiting for one another would cost more than grading.
+A worker that is over its time is killed with everything that it has started, and another takes its place; so is one
+that dies. Nobody else waits meanwhile: what is at hand behind a completion that takes long is given to others.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import inf, isinf
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
@@ -30,6 +33,13 @@ from sweeps.run.activity import activity
 
 # Imports of a reward function may be heavy, on a busy machine.
 START_S = 120.0
+# Completions are given out ahead as long as the last of them has to wait about this long, but no more than so many, and
+# no more bytes than a pipe takes whose other end does not read.
+_AHEAD_S, _MOST_AHEAD, _AHEAD_BYTES = 0.01, 8, 32768
+# What the latest completion counts in the mean time that one takes.
+_LATEST = 0.1
+# A completion takes long, and what is at hand behind it is given to others, after so many seconds.
+_LONG_S = 0.1
 
 
 @dataclass
@@ -40,6 +50,7 @@ class _Job:
     sample: Sample
     attempts: int = 0
     seconds: float = 0.0
+    size: int = 0  # in bytes, as it was sent
 
 
 @dataclass
@@ -51,7 +62,8 @@ class _Worker:
     scratch: str  # in the names of its sandboxes' folders
     deadline: float  # of the start, or of the job in hand
     ready: bool = False
-    job: _Job | None = None
+    jobs: deque[_Job] = field(default_factory=deque)  # the first is in hand, the others at hand
+    given_away: deque[_Job] = field(default_factory=deque)  # behind those: it will answer, and nobody listens
     since: float = 0.0
 
 
@@ -62,6 +74,7 @@ class _Shared:
     queue: deque[_Job] = field(default_factory=deque)
     done: dict[int, Outcome] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)  # tickets that are given out and not fetched
+    awaited: set[int] = field(default_factory=set)  # those of them that a caller stands still for
     error: ConfigurationError | None = None
     closing: bool = False
     woken: bool = False
@@ -105,6 +118,7 @@ class VerifierPool:
         self._wake_r, self._wake_w = Pipe(duplex=False)
         self._workers: list[_Worker] = []
         self._count = workers
+        self._mean_s = inf
         self._thread = threading.Thread(target=self._run, name="verifiers", daemon=True)
         self._thread.start()
 
@@ -128,7 +142,9 @@ class VerifierPool:
             if ticket not in self._shared.waiting:
                 raise KeyError(f"ticket {ticket} is not waited for")
             shared = self._shared
+            shared.awaited.add(ticket)
             self._changed.wait_for(lambda: ticket in shared.done or shared.error is not None or shared.closing)
+            shared.awaited.discard(ticket)
             self._raise()
             if ticket not in shared.done:
                 raise RuntimeError("the pool of verifiers is closed")
@@ -209,21 +225,44 @@ class VerifierPool:
         return _Worker(process, ours, scratch, time.monotonic() + START_S)
 
     def _assign(self) -> None:
-        for worker in self._workers:
-            if worker.ready and worker.job is None:
-                with self._changed:
-                    if not self._shared.queue:
+        """One to each worker, then another to each, so that they end together."""
+        ahead = int(min(_MOST_AHEAD, max(1.0, _AHEAD_S / max(self._mean_s, 1e-6))))
+        for held in range(ahead):
+            for worker in self._workers:
+                at_hand = sum(job.size for job in worker.jobs)
+                if worker.ready and not worker.given_away and len(worker.jobs) == held and at_hand < _AHEAD_BYTES:
+                    with self._changed:
+                        if not self._shared.queue:
+                            return
+                        job = self._shared.queue.popleft()
+                    message = ForkingPickler.dumps(job.sample)
+                    job.size = len(message)
+                    if held and job.size > _AHEAD_BYTES:
+                        # It could not be sent before the worker reads.
+                        with self._changed:
+                            self._shared.queue.appendleft(job)
                         return
-                    job = self._shared.queue.popleft()
-                worker.job, worker.since = job, time.monotonic()
-                worker.deadline = worker.since + max(self._timeout_s, float(self._needs_s(job.sample)))
-                job.attempts += 1
-                with suppress(OSError):  # likewise
-                    worker.connection.send(job.sample)
+                    worker.jobs.append(job)
+                    if not held:
+                        self._begins(worker)
+                    # Its death is heard of by its end of the pipe.
+                    with suppress(OSError):
+                        worker.connection.send_bytes(message)
+
+    def _begins(self, worker: _Worker) -> None:
+        """With the first of its jobs."""
+        job = worker.jobs[0]
+        job.attempts += 1
+        worker.since = time.monotonic()
+        worker.deadline = worker.since + self._allowed_s(job)
+
+    def _allowed_s(self, job: _Job) -> float:
+        return max(self._timeout_s, float(self._needs_s(job.sample)))
 
     def _listen(self) -> None:
         """Until somebody says something, or somebody's time is over."""
-        busy = [worker.deadline for worker in self._workers if worker.job is not None or not worker.ready]
+        busy = [worker.deadline for worker in self._workers if worker.jobs or worker.given_away or not worker.ready]
+        busy += [worker.since + _LONG_S for worker in self._workers if len(worker.jobs) > 1]
         patience = max(0.0, min(busy) - time.monotonic()) if busy else None
         heard = wait([self._wake_r, *(worker.connection for worker in self._workers)], patience)
         if self._wake_r in heard:
@@ -248,14 +287,26 @@ class VerifierPool:
             if said is not None:
                 self._fail(f"task: the verifier cannot be loaded in a process of its own: {said}")
             return
-        job, worker.job = worker.job, None
-        if job is not None:
-            self._ended(job, said)
+        if worker.jobs:
+            seconds = float(said.seconds)
+            self._mean_s = seconds if isinf(self._mean_s) else self._mean_s + _LATEST * (seconds - self._mean_s)
+            self._ended(worker.jobs.popleft(), said)
+            if worker.jobs:
+                self._begins(worker)
+        elif worker.given_away:
+            worker.given_away.popleft()
+        if worker.given_away and not worker.jobs:
+            worker.deadline = time.monotonic() + self._allowed_s(worker.given_away[0])
 
     def _end_overruns(self) -> None:
         now = time.monotonic()
         for number, worker in enumerate(self._workers):
-            if worker.job is not None and now >= worker.deadline:
+            if len(worker.jobs) > 1 and now >= worker.since + _LONG_S:
+                behind = [worker.jobs.pop() for _ in range(len(worker.jobs) - 1)]
+                worker.given_away.extendleft(behind)
+                with self._changed:
+                    self._shared.queue.extendleft(behind)
+            if (worker.jobs or worker.given_away) and now >= worker.deadline:
                 self._replace(number, f"timed out after {worker.deadline - worker.since:g} s")
             elif not worker.ready and now >= worker.deadline:
                 self._fail(f"task: the verifier was not loaded within {START_S:g} s")
@@ -270,8 +321,10 @@ class VerifierPool:
             self._fail(f"task: the verifier's process ended while it was loaded (exit status {status})")
             return
         self._workers[number] = self._started()
-        if worker.job is not None:
-            self._ended(worker.job, Outcome("error", why=why, seconds=time.monotonic() - worker.since))
+        if worker.jobs:
+            self._ended(worker.jobs.popleft(), Outcome("error", why=why, seconds=time.monotonic() - worker.since))
+        with self._changed:
+            self._shared.queue.extendleft(reversed(worker.jobs))
 
     def _ended(self, job: _Job, outcome: Outcome) -> None:
         activity.note("grade")
@@ -283,7 +336,8 @@ class VerifierPool:
                 self._shared.queue.append(job)
                 return
             self._shared.done[job.ticket] = replace(outcome, seconds=job.seconds, attempts=job.attempts)
-            self._changed.notify_all()
+            if job.ticket in self._shared.awaited:
+                self._changed.notify_all()
 
     def _fail(self, why: str) -> None:
         with self._changed:

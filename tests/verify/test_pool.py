@@ -105,6 +105,28 @@ def test_others_are_graded_while_one_hangs(pool: VerifierPool) -> None:
     assert pool.wait(hanging).kind == "error"
 
 
+def test_what_is_at_hand_behind_one_that_hangs_or_dies_is_given_to_others() -> None:
+    """Where grading is quick, workers have the next completions at hand: none of them waits, or counts as tried."""
+    verifiers = VerifierPool(OBEDIENT, workers=2, timeout_s=1000.0, retries=0)
+    outcomes(verifiers, *["is 1"] * 40)
+    hanging = verifiers.submit(ask("spin"))
+    dying = verifiers.submit(ask("die"))
+    found = outcomes(verifiers, *(f"is {number}" for number in range(50)))
+    assert [(outcome.reward, outcome.attempts) for outcome in found] == [(number, 1) for number in range(50)]
+    died = verifiers.wait(dying)
+    assert died.kind == "error" and "its process died" in died.why
+    assert not [ticket for ticket, _ in verifiers.done() if ticket == hanging]
+    verifiers.close()
+
+
+def test_completions_too_large_for_a_pipe_are_given_out_one_by_one(pool: VerifierPool) -> None:
+    """A pipe whose other end does not read takes no more: the pool would wait for a worker that hangs."""
+    outcomes(pool, *["is 1"] * 40)
+    hanging = pool.submit(ask("spin"))
+    found = outcomes(pool, *["pid " + "x" * 400_000] * 12)
+    assert [outcome.kind for outcome in found] == ["score"] * 12 and pool.wait(hanging).kind == "error"
+
+
 def test_a_worker_is_killed_with_all_that_it_started(pool: VerifierPool, tmp_path: Path) -> None:
     marker = f"scalerl-test-{tmp_path.name}-{os.getpid()}"
     (bad,) = outcomes(pool, f"child {marker}")
