@@ -50,11 +50,11 @@ FARTHEST = 10.0
 WANDER_SD, P_STILL = 0.055, 0.15
 # Strengths tried, in units of the points' roughness, and memories, in windows, as likely one as another: a grid over
 # what the prior on the rate allows.
-STRENGTHS, MEMORIES = (0.5, 2.0, 4.0), (0.1, 0.8)
+STRENGTHS, MEMORIES = (0.5, 1.7, 4.5), (0.04, 0.7)
 # Sampling errors tried, as likely one as another: as multiples of the variance given (the same prompts every time make
 # evaluations agree better than their own errors say), or standard deviations in units of the roughness where none is
 # given.
-WHITE_KNOWN, WHITE_UNKNOWN = (0.5, 1.0), (0.6, 1.2)
+WHITE_KNOWN, WHITE_UNKNOWN = (0.7, 1.0), (0.6, 1.2)
 # Seeds of one recipe end about this far apart (three ScaleRL runs lay within it: arXiv 2510.13786, A.7), and do not
 # begin so. With their policies' wander, means over half a window lie apart by twice that, which is also the ridge on
 # offsets between the seeds given, weak on purpose.
