@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import inf, isinf
+from functools import cached_property
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -50,7 +50,11 @@ class _Job:
     sample: Sample
     attempts: int = 0
     seconds: float = 0.0
-    size: int = 0  # in bytes, as it was sent
+
+    @cached_property
+    def message(self) -> memoryview:
+        """The completion as it is sent."""
+        return ForkingPickler.dumps(self.sample)
 
 
 @dataclass
@@ -118,7 +122,7 @@ class VerifierPool:
         self._wake_r, self._wake_w = Pipe(duplex=False)
         self._workers: list[_Worker] = []
         self._count = workers
-        self._mean_s = inf
+        self._mean_s = _AHEAD_S  # nothing is given out ahead until grading is seen to be quick
         self._thread = threading.Thread(target=self._run, name="verifiers", daemon=True)
         self._thread.start()
 
@@ -229,25 +233,20 @@ class VerifierPool:
         ahead = int(min(_MOST_AHEAD, max(1.0, _AHEAD_S / max(self._mean_s, 1e-6))))
         for held in range(ahead):
             for worker in self._workers:
-                at_hand = sum(job.size for job in worker.jobs)
+                at_hand = sum(len(job.message) for job in worker.jobs)
                 if worker.ready and not worker.given_away and len(worker.jobs) == held and at_hand < _AHEAD_BYTES:
                     with self._changed:
-                        if not self._shared.queue:
+                        queue = self._shared.queue
+                        # What is too large could not be sent before the worker reads.
+                        if not queue or (held and len(queue[0].message) > _AHEAD_BYTES):
                             return
-                        job = self._shared.queue.popleft()
-                    message = ForkingPickler.dumps(job.sample)
-                    job.size = len(message)
-                    if held and job.size > _AHEAD_BYTES:
-                        # It could not be sent before the worker reads.
-                        with self._changed:
-                            self._shared.queue.appendleft(job)
-                        return
+                        job = queue.popleft()
                     worker.jobs.append(job)
                     if not held:
                         self._begins(worker)
                     # Its death is heard of by its end of the pipe.
                     with suppress(OSError):
-                        worker.connection.send_bytes(message)
+                        worker.connection.send_bytes(job.message)
 
     def _begins(self, worker: _Worker) -> None:
         """With the first of its jobs."""
@@ -288,8 +287,7 @@ class VerifierPool:
                 self._fail(f"task: the verifier cannot be loaded in a process of its own: {said}")
             return
         if worker.jobs:
-            seconds = float(said.seconds)
-            self._mean_s = seconds if isinf(self._mean_s) else self._mean_s + _LATEST * (seconds - self._mean_s)
+            self._mean_s += _LATEST * (said.seconds - self._mean_s)
             self._ended(worker.jobs.popleft(), said)
             if worker.jobs:
                 self._begins(worker)
