@@ -21,6 +21,7 @@ from sweeps.fit.fit import Fit
 from sweeps.fit.history import Snapshot, departure
 from sweeps.fit.sensitivity import MAIN, Row, signed, summary
 from sweeps.report.drawing import colours, inline_svg
+from sweeps.report.text import gain
 from sweeps.run.health import code_changes, idle_variants, mechanism_counters, truncation_alarms
 from sweeps.run.journal import JournalView
 from sweeps.run.rollouts import Shown
@@ -107,7 +108,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    called = (number, compact, signed, summary, colours, inline_svg, columns, identifiable_from)
+    called = (number, compact, gain, signed, summary, colours, inline_svg, columns, identifiable_from)
     templates.globals |= {function.__name__: function for function in called}
     templates.globals |= {"NAMED": NAMED, "MAIN": MAIN, "TALL": _TALL, "FAMILIES": FAMILIES}
     templates.filters["shape_names"] = lambda family: FAMILIES[family].names

@@ -35,7 +35,7 @@ def sections(plan: Plan) -> Iterator[Section]:
     if plan.next:
         head = ["recipe", "action", "compute", "cost", "expected gain", "why"]
         rows = [
-            [s.recipe, s.action, f"{s.compute:.4g}", f"{s.cost:.4g}", _gain(s.expected_gain), s.reason]
+            [s.recipe, s.action, f"{s.compute:.4g}", f"{s.cost:.4g}", gain(s.expected_gain), s.reason]
             for s in plan.next
         ]
         yield "what to run next (gain: by how much nearer to the best A the choice is expected to come):", head, rows
@@ -43,8 +43,9 @@ def sections(plan: Plan) -> Iterator[Section]:
         yield plan.split.sentence, [], []
 
 
-def _gain(gain: float | None) -> str:
-    return "not known" if gain is None else "< 0.001" if gain < 0.001 else f"{gain:.3f}"
+def gain(expected: float | None) -> str:
+    """What a step is expected to gain, in reward, as text and report say it."""
+    return "not known" if expected is None else "< 0.001" if expected < 0.001 else f"{expected:.3f}"
 
 
 def _target_section(plan: Plan) -> Section:
