@@ -40,7 +40,8 @@ class Curve:
     Shapes: compute, reward, seed (labels) and sd are (n,). sd is the standard error of each reward, None if
     unknown. axis and metric name the columns; compute is in the unit of the axis. factors: what else groups the
     points, as text by name (`size`, say), where the source was asked to group by it. baseline: the recipe that this one
-    departs from, or is; None where the source does not say.
+    departs from, or is; None where the source does not say. at_peak: what compute amounts to at the peak of the
+    learning rate (`sweeps.fit.schedule`), None where the rate does not decay or is not known.
     """
 
     recipe: str
@@ -53,6 +54,7 @@ class Curve:
     warnings: tuple[str, ...] = ()
     factors: Mapping[str, str] = field(default_factory=dict)
     baseline: str | None = None
+    at_peak: Array | None = None
 
     @cached_property
     def range(self) -> tuple[float, float] | None:
@@ -89,7 +91,10 @@ class Curve:
     def take(self, keep: NDArray[np.bool_]) -> Curve:
         """Some of its points; keep (n,)."""
         sd = None if self.sd is None else self.sd[keep]
-        return replace(self, compute=self.compute[keep], reward=self.reward[keep], seed=self.seed[keep], sd=sd)
+        at_peak = None if self.at_peak is None else self.at_peak[keep]
+        return replace(
+            self, compute=self.compute[keep], reward=self.reward[keep], seed=self.seed[keep], sd=sd, at_peak=at_peak
+        )
 
 
 def make_curve(
@@ -103,6 +108,7 @@ def make_curve(
     warnings: Sequence[str] = (),
     factors: Mapping[str, str] | None = None,
     baseline: str | None = None,
+    at_peak: Sequence[float] | Array | None = None,
 ) -> Curve:
     """A curve from arrays: checked, sorted, repeated rows dropped with a warning.
 
@@ -144,7 +150,8 @@ def make_curve(
         raise UserError(f"recipe {recipe!r}: {axis} or {metric} exceeds {_LARGEST:g}; give it in a larger unit")
     kept = order[~repeated]
     sd = None if e is None else e[kept]
-    return Curve(recipe, c[kept], y[kept], s[kept], sd, axis, metric, tuple(notes), dict(factors or {}), baseline)
+    peak = None if at_peak is None else np.asarray(at_peak, dtype=float)[kept]
+    return Curve(recipe, c[kept], y[kept], s[kept], sd, axis, metric, tuple(notes), dict(factors or {}), baseline, peak)
 
 
 # Of so many seeds it is said what two rewards at one compute they have.

@@ -24,6 +24,7 @@ from sweeps.terminal import counted
 
 if TYPE_CHECKING:
     from sweeps.decide.by_axis import ByAxis
+    from sweeps.decide.plan import Plan
     from sweeps.decide.watch import News
     from sweeps.fit.fit import Fit
     from sweeps.fit.points import FitOptions
@@ -274,6 +275,13 @@ def plan_command(options: argparse.Namespace) -> int:
         options.refuse("one of the arguments --target --budget --design is required")
     if options.like is not None or options.rate is not None:
         options.refuse("--like and --rate: of a study to come; give --design")
+    if options.output is not None:
+        if options.size is None:
+            options.refuse("-o: the figure is of model sizes; name their column with --size")
+        from sweeps.report.drawing import check_format
+
+        check_format(Path(options.output))
+        _check_place(Path(options.output))
     options.group = [name for name in (options.rollouts, options.difficulty, *options.group) if name is not None]
     study, fits = _fitted(options)
     from sweeps.decide.plan import Factors, make_plan
@@ -286,6 +294,8 @@ def plan_command(options: argparse.Namespace) -> int:
 
     commands = [command(step, study.runs, fits[0].curve.axis) for step in plan.next]
     warn(study.warnings)
+    if options.output is not None:
+        _draw_frontier(plan, fits, options.size, Path(options.output))
     if options.json:
         entry = plan.to_json()
         for step, line in zip(entry["next"], commands, strict=True):
@@ -304,6 +314,28 @@ def plan_command(options: argparse.Namespace) -> int:
     for sizes in plan.sizes:
         warn([f"{sizes.recipe}: {note}" for note in sizes.warnings])
     return 0
+
+
+def _draw_frontier(plan: Plan, fits: Sequence[Fit], column: str, path: Path) -> None:
+    """The figure of the one recipe whose sizes are compared.
+
+    Raises:
+        UserError: there are several recipes, or no sigmoid across the sizes.
+    """
+    from sweeps.decide.power_law import sized
+    from sweeps.report.drawing import write_figure
+    from sweeps.report.frontier import frontier_figure
+
+    if len(plan.sizes) != 1:
+        names = ", ".join(sizes.recipe for sizes in plan.sizes)
+        raise UserError(f"{path}: the figure is of one recipe's sizes, and there are {names}; give a source with one")
+    sizes = plan.sizes[0]
+    if sizes.joint is None:
+        raise UserError(
+            f"{path}: no figure, for a size of {sizes.recipe} has too few points for a curve; evaluate more"
+        )
+    by_size = sized(fits, column)[sizes.recipe]
+    write_figure(frontier_figure(sizes.joint, sizes.frontier, list(by_size.values())), path)
 
 
 def _design(options: argparse.Namespace) -> int:
@@ -387,7 +419,7 @@ def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
 def effects_command(options: argparse.Namespace) -> int:
     """`scalerl effects`."""
     if options.output is not None:
-        from sweeps.report.forest import check_format
+        from sweeps.report.drawing import check_format
 
         check_format(Path(options.output))
         _check_place(Path(options.output))
@@ -398,9 +430,10 @@ def effects_command(options: argparse.Namespace) -> int:
     found = effects(fits, options.interaction)
     warn(study.warnings)
     if options.output is not None:
-        from sweeps.report.forest import draw_forest
+        from sweeps.report.drawing import write_figure
+        from sweeps.report.forest import forest_figure
 
-        draw_forest(found, Path(options.output))
+        write_figure(forest_figure(found), Path(options.output))
     if options.json:
         print_json(found.to_json())
         return 0

@@ -507,6 +507,9 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", default="", metavar="LIST", help="model sizes not seen to answer for, with --size: 1e9,14B"
     )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="with --size: draw the best size over budgets: .svg, .png or .pdf"
+    )
     parser.add_argument("--like", metavar="SOURCE", help="with --design: an earlier study, by which it is foretold")
     parser.add_argument("--rate", type=_number, metavar="MONEY", help="with --design: what a device hour costs")
     parser.add_argument("--rollouts", metavar="COL", help="rollouts a prompt, where varied: a column or key")

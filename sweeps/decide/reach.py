@@ -155,7 +155,8 @@ def near_asymptote(fit: Fit) -> Asymptote:
     if fit.draws is None or fit.window is None or fit.verdict not in _RISING:
         return Asymptote(fit.recipe, "unknown", _NOTHING, _NOTHING, f"{fit.verdict}: {fit.reason}")
     end, draws = fit.window[1], fit.draws
-    shares = 1 / (1 + np.exp(np.clip(draws.B * (np.log(draws.C_mid) - np.log(end)), -700, 700)))
+    ahead = np.log(draws.C_mid) - np.log(draws.at_peak(np.array(end)))
+    shares = 1 / (1 + np.exp(np.clip(draws.B * ahead, -700, 700)))
     now, later = draws.curve(np.array([end, 2 * end])).T
     share, gain = quantiles(shares), quantiles(later - now)
     assert share.low is not None and share.high is not None and share.value is not None and gain.value is not None

@@ -1,8 +1,8 @@
 """Model sizes compared: when the larger one overtakes, which is best for a budget, and which law to trust.
 
-Two laws answer, the power law of `sweeps.decide.power_law` and a sigmoid per size (arXiv 2510.13786, eq. 1). They
-disagree far out: the first has no ceiling below R = 1. Which predicts the last quarter of every size's compute
-better, from the rest, is said beside every answer.
+Two laws answer, the power law of `sweeps.decide.power_law` and a sigmoid whose parameters go with size
+(`sweeps.decide.across_sizes`; arXiv 2510.13786, eq. 1). They disagree far out: the first has no ceiling below R = 1.
+Which predicts the last quarter of every size's compute better, from the rest, is said beside every answer.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from sweeps.as_json import AsJson, as_json
+from sweeps.decide.across_sizes import AcrossSizes, Frontier, fit_across
 from sweeps.decide.power_law import PowerLaw, fit_power_law
-from sweeps.decide.reach import check_target, compute_to_reach
+from sweeps.decide.reach import check_target, first_above
 from sweeps.decide.standing import CONFIDENCE
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, fit_curve
 from sweeps.fit.least_squares import Array
-from sweeps.fit.predict import FAR, chance, quantiles, seed_offsets, support
+from sweeps.fit.predict import FAR, chance, quantiles
 
 _HELD_OUT = 0.25
 _GRID = 400
@@ -30,8 +31,7 @@ _GRID = 400
 class Crossover(AsJson):
     """The compute from which the larger of two sizes has the lower loss, by both laws.
 
-    None where it does not within `FAR` times the data (more than half of the draws), or for the sigmoid where
-    one of the two asymptotes is not identifiable.
+    None where it does not within `FAR` times the data (more than half of the draws), or where there is no such law.
     """
 
     smaller: float
@@ -57,7 +57,7 @@ class HeldOut(AsJson):
 
 @dataclass(frozen=True)
 class SizeChoice(AsJson):
-    """One size at a budget. R and p_best by each law; sigmoid's are None where it may not be read there."""
+    """One size at a budget. R and p_best by each law; the sigmoid's are None where there is none."""
 
     size: float
     extrapolation: bool
@@ -90,10 +90,15 @@ class SizeReach(AsJson):
 
 @dataclass(frozen=True)
 class Sizes(AsJson):
-    """One recipe across sizes. choices is empty without a budget, reach without a target."""
+    """One recipe across sizes.
+
+    choices is empty without a budget, reach without a target, frontier where joint is None.
+    """
 
     recipe: str
     law: PowerLaw
+    joint: AcrossSizes | None
+    frontier: tuple[Frontier, ...]
     crossovers: tuple[Crossover, ...]
     held_out: HeldOut
     choices: tuple[SizeChoice, ...]
@@ -114,6 +119,8 @@ class Sizes(AsJson):
             "left_out": law.left_out,
             "rmse_log_loss": law.rmse,
             "lines": [line(law, size) for size in every],
+            "joint": as_json(self.joint),
+            "frontier": as_json(self.frontier),
             "crossovers": as_json(self.crossovers),
             "held_out": self.held_out.to_json(),
             "best_size": as_json(self.choices),
@@ -162,37 +169,42 @@ def compare_sizes(
         check_target(list(by_size.values()), target)
         if target >= 1:
             raise UserError(f"--target {target:g}: a power law in 1 - R never reaches it; give less than 1")
-    law = fit_power_law(dict(by_size), recipe)
+    law, joint = fit_power_law(dict(by_size), recipe), fit_across(by_size, recipe)
+    frontier = () if joint is None else joint.frontier(_start(by_size), _end(by_size))
     compared = held_out(by_size)
     unseen = sorted({size for size in more if not law.seen(size)})
-    choices = () if budget is None else best_size(law, by_size, budget, unseen)
-    reach = () if target is None else _reach(law, by_size, target, unseen)
+    choices = () if budget is None else best_size(law, joint, list(by_size), budget, unseen)
+    reach = () if target is None else _reach(law, joint, by_size, target, unseen)
     sentence = _sentence(choices, budget, compared) if choices else ""
-    notes = _warnings(law, by_size, compared, budget, unseen)
-    return Sizes(recipe, law, crossovers(law, by_size), compared, choices, reach, sentence, notes)
+    notes = _warnings(law, joint, by_size, compared, budget, unseen)
+    crossed = crossovers(law, joint, by_size)
+    return Sizes(recipe, law, joint, frontier, crossed, compared, choices, reach, sentence, notes)
 
 
 def _end(by_size: Mapping[float, Fit]) -> float:
     return max(float(fit.curve.compute.max()) for fit in by_size.values())
 
 
-def crossovers(law: PowerLaw, by_size: Mapping[float, Fit]) -> tuple[Crossover, ...]:
+def _start(by_size: Mapping[float, Fit]) -> float:
+    return min(float(fit.curve.compute[fit.curve.compute > 0].min()) for fit in by_size.values())
+
+
+def crossovers(law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float, Fit]) -> tuple[Crossover, ...]:
     """For every pair of sizes, the compute from which the larger has the lower loss for good.
 
     "For good" is up to `FAR` times the largest compute of the data.
     """
     sizes, found = list(by_size), []
-    start = min(float(fit.curve.compute[fit.curve.compute > 0].min()) for fit in by_size.values())
+    start = _start(by_size)
     grid = np.geomspace(start, FAR * _end(by_size), _GRID)
     for i, smaller in enumerate(sizes):
         for larger in sizes[i + 1 :]:
             law_at = overtakes(law.log_loss(smaller, grid) - law.log_loss(larger, grid), grid)
             power_law, by_sigmoid = _opened(quantiles(law_at), start), None
-            pair = (by_size[smaller], by_size[larger])
-            if all(fit.identifiable for fit in pair):
-                small, large = (_sigmoid(fit, grid) for fit in pair)
+            if joint is not None:
+                small, large = (joint.curve(size, grid) for size in (smaller, larger))
                 by_sigmoid = _opened(quantiles(overtakes(large - small, grid)), start)
-            reason = _crossing_reason(power_law, by_sigmoid, pair, grid)
+            reason = _crossing_reason(power_law, by_sigmoid, grid)
             found.append(
                 Crossover(
                     smaller,
@@ -210,14 +222,6 @@ def _opened(crossing: Interval, start: float) -> Interval:
     return replace(crossing, low=None) if crossing.low is not None and crossing.low <= start * 1.001 else crossing
 
 
-def _sigmoid(fit: Fit, compute: Array) -> Array:
-    """Curves of a recipe's mean over seeds, per draw. Shapes: (m,) -> (K, m)."""
-    assert fit.draws is not None
-    # The sigmoid's own, whatever the verdict: here it is one of two laws that are held against each other.
-    over_seeds = fit.draws.A + seed_offsets(fit)
-    return replace(fit.draws, A=np.maximum(over_seeds, fit.draws.R0)).curve(compute)
-
-
 def overtakes(lead: Array, grid: Array) -> Array:
     """From which compute on `lead` stays positive to the grid's end; infinite if it does not. (K, m) -> (K,)."""
     behind = lead <= 0
@@ -232,12 +236,11 @@ def overtakes(lead: Array, grid: Array) -> Array:
     return np.asarray(np.where(last == lead.shape[1] - 1, np.inf, result))
 
 
-def _crossing_reason(law: Interval, sigmoid: Interval | None, pair: tuple[Fit, Fit], grid: Array) -> str:
+def _crossing_reason(law: Interval, sigmoid: Interval | None, grid: Array) -> str:
     words = []
     for name, found in (("power law", law), ("sigmoid", sigmoid)):
         if found is None:
-            refused = [fit for fit in pair if not fit.identifiable]
-            words.append(f"{name}: A of {refused[0].recipe} is not identifiable ({refused[0].verdict})")
+            words.append(f"{name}: a size has none")
         elif found.value is None:
             words.append(f"{name}: never within {FAR:g} x the data")
         elif found.high is not None and found.high <= grid[0] * 1.001:
@@ -262,9 +265,12 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
             first[size] = fit_curve(fit.curve, replace(fit.options, max_compute=cut), fit.seed_spread)
         except UserError:
             return HeldOut(None, None, "unknown", 0)
+    joint = fit_across(first)
     try:
         law = fit_power_law(first)
     except UserError:
+        joint = None
+    if joint is None:
         return HeldOut(None, None, "unknown", 0)
     k_max, n_0, level = law.best
     errors: list[tuple[float, float]] = []
@@ -273,7 +279,7 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
         early = first[size]
         cut = early.options.max_compute or 0.0
         end = np.inf if fit.options.max_compute is None else fit.options.max_compute
-        if early.draws is None or fit.noise is None:
+        if fit.noise is None:
             continue
         curve = fit.curve
         for label in np.unique(curve.seed):
@@ -282,7 +288,7 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
                 continue
             c, seen = curve.compute[late], float(curve.reward[late].mean())
             by_law = 1 - np.exp(level[s] - k_max / (1 + n_0 / size) * np.log(c / law.reference))
-            errors.append((float(by_law.mean()) - seen, float(early.draws.curve(c).mean()) - seen))
+            errors.append((float(by_law.mean()) - seen, float(joint.curve(size, c).mean()) - seen))
             noise.append(fit.noise.of_mean(c) ** 2)
     if not errors:
         return HeldOut(None, None, "unknown", 0)
@@ -295,42 +301,53 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
 
 
 def best_size(
-    law: PowerLaw, by_size: Mapping[float, Fit], budget: float, unseen: Sequence[float] = ()
+    law: PowerLaw, joint: AcrossSizes | None, seen: Sequence[float], budget: float, unseen: Sequence[float] = ()
 ) -> tuple[SizeChoice, ...]:
     """Every size's reward at a budget and its probability of being best, by each law; the sizes in order.
 
-    p_best of the sigmoid is over the sizes whose fit may be read at the budget; that of the power law over the
-    sizes seen, and for an unseen one over those and itself.
+    p_best is over the sizes seen, and for an unseen one over those and itself.
     """
-    seen = list(by_size)
-    loss = np.stack([law.log_loss(size, np.array([budget]))[:, 0] for size in seen])
-    readable = [size for size in seen if (support(by_size[size]) or 0.0) >= budget]
-    curves = [_sigmoid(by_size[size], np.array([budget]))[:, 0] for size in readable]
-    by_law = (loss == loss.min(0)).mean(1)
-    by_sigmoid = (np.stack(curves) == np.max(curves, axis=0)).mean(1) if curves else []
-    sigmoid_p = dict(zip(readable, map(float, by_sigmoid), strict=True))
-    sigmoid_r = dict(zip(readable, map(quantiles, curves), strict=True))
-    choices = [
-        SizeChoice(size, False, law.reward(size, budget), float(p), sigmoid_r.get(size), sigmoid_p.get(size))
-        for size, p in zip(seen, by_law, strict=True)
-    ]
-    for size in unseen:
-        p = float((law.log_loss(size, np.array([budget]))[:, 0] < loss.min(0)).mean())
-        choices.append(SizeChoice(size, True, law.reward(size, budget), p, None, None))
-    return tuple(sorted(choices, key=lambda choice: choice.size))
+    at = np.array([budget])
+    by_law = [-law.log_loss(size, at)[:, 0] for size in seen]
+    by_sigmoid = [] if joint is None else [joint.curve(size, at)[:, 0] for size in seen]
+    choices = []
+    for size in sorted([*seen, *unseen]):
+        own_law, own_sigmoid = -law.log_loss(size, at)[:, 0], None if joint is None else joint.curve(size, at)[:, 0]
+        choices.append(
+            SizeChoice(
+                size,
+                size in unseen,
+                law.reward(size, budget),
+                _p_best(own_law, by_law),
+                None if own_sigmoid is None else quantiles(own_sigmoid),
+                None if own_sigmoid is None else _p_best(own_sigmoid, by_sigmoid),
+            )
+        )
+    return tuple(choices)
+
+
+def _p_best(own: Array, seen: Sequence[Array]) -> float:
+    """How often draws are at least the best of the sizes seen."""
+    return float((own >= np.max(seen, axis=0)).mean())
 
 
 def _reach(
-    law: PowerLaw, by_size: Mapping[float, Fit], target: float, unseen: Sequence[float]
+    law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float, Fit], target: float, unseen: Sequence[float]
 ) -> tuple[SizeReach, ...]:
     far = FAR * _end(by_size)
+    grid = np.concatenate([[0.0], np.geomspace(_start(by_size) / 10, far, _GRID)])
     found = []
     for size in sorted([*by_size, *unseen]):
         times = law.compute_to_reach(size, target)
         by_law = quantiles(np.where(times > far, np.inf, times))
-        by_sigmoid = compute_to_reach(by_size[size], target).compute if size in by_size else None
-        found.append(SizeReach(size, size not in by_size, None if by_law.value is None else by_law, by_sigmoid))
+        curves = None if joint is None else joint.curve(size, grid)
+        by_sigmoid = None if curves is None else quantiles(first_above(curves, grid, target))
+        found.append(SizeReach(size, size not in by_size, _named(by_law), _named(by_sigmoid)))
     return tuple(found)
+
+
+def _named(found: Interval | None) -> Interval | None:
+    return None if found is None or found.value is None else found
 
 
 def _sentence(choices: Sequence[SizeChoice], budget: float | None, compared: HeldOut) -> str:
@@ -357,7 +374,12 @@ def _sentence(choices: Sequence[SizeChoice], budget: float | None, compared: Hel
 
 
 def _warnings(
-    law: PowerLaw, by_size: Mapping[float, Fit], compared: HeldOut, budget: float | None, unseen: Sequence[float]
+    law: PowerLaw,
+    joint: AcrossSizes | None,
+    by_size: Mapping[float, Fit],
+    compared: HeldOut,
+    budget: float | None,
+    unseen: Sequence[float],
 ) -> tuple[str, ...]:
     notes = []
     if law.left_out:
@@ -369,7 +391,7 @@ def _warnings(
             f"the intercept of a size not seen is a line through {len(law.sizes)} sizes: "
             + ("its interval leaves out how far sizes lie off it" if len(law.sizes) == 2 else "little tests it")
         )
-    ceilings = [fit.A.high for fit in by_size.values() if fit.identifiable and fit.A.high is not None]
+    ceilings = [] if joint is None else [high for size in by_size if (high := joint.ceiling(size).high) is not None]
     text = "a power law in 1 - R has no ceiling below 1"
     if ceilings:
         text += f"; the sigmoids put it at {max(ceilings):.3f} or less for the sizes seen"

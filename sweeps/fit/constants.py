@@ -34,14 +34,20 @@ STRAIGHT = 3.0
 # A slow drift over the window: its standard deviation in units of the points' roughness, and how likely there is one.
 # What a run strays from any law goes with its noise; set on real curves (docs/real_curves.md).
 DRIFT_SD, P_DRIFT = 3.0, 0.5
+# No law holds more exactly than this.
+EXACT = 1e-3
 # A jump: standard deviation of its size, how likely there is one, and its widths in units of the evaluations' spacing.
 # Set on the zoo's steps and collapses.
 JUMP_SD, P_JUMP = 0.3, 0.45
-JUMP_WIDTHS = (1e-3, 0.35, 1.0)
+JUMP_WIDTHS = (EXACT, 0.35, 1.0)
 # The random walk: standard deviations over one window, as likely one as another: a grid.
 WALK_STEPS = (0.015, 0.06, 0.2)
 # A curve without a ceiling counts as ending where it is at this many windows: beyond, no study could tell or use it.
 FARTHEST = 10.0
+
+# A learning rate that has come down to this share of its peak brings as much a compute as at the peak, for cooling down
+# brings what it costs; below, proportionally less. Set on 18 runs of the arithmetic task (docs/guide/methods.md).
+COOLED = 0.5
 
 # --- noise ----------------------------------------------------------------------------------------------------------
 
@@ -60,8 +66,8 @@ WHITE_KNOWN, WHITE_UNKNOWN = (0.7, 1.0), (0.6, 1.2)
 # offsets between the seeds given, weak on purpose.
 SEED_SD, SETTLED = 0.015, 0.15
 MEANS_SD = 0.03
-# No law holds more exactly than this; evaluations that all agree are not infinitely precise.
-EXACT, LEAST_SD = 1e-3, 0.04
+# Evaluations that all agree are not infinitely precise.
+LEAST_SD = 0.04
 # A seed with less than this share of the best seed's information on A says nothing of its own asymptote.
 INFORMING = 0.2
 # A seed has left the others beyond this many standard deviations of what sets honest means apart. A choice, held on the

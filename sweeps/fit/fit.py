@@ -29,6 +29,7 @@ from sweeps.fit.mixture import Mixture, mixture, shared_prior
 from sweeps.fit.outlook import DRAWS, Lookout, Outlook, lookout
 from sweeps.fit.points import FitOptions as FitOptions
 from sweeps.fit.points import Points, pooled, pulled_in, select, weighted
+from sweeps.fit.schedule import Schedule, schedule_of
 from sweeps.fit.seeds import BORROWED_SEED_SD, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
 from sweeps.fit.suspect import BadSeed, without_bad_seeds
 from sweeps.fit.wander import Noise
@@ -173,6 +174,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     spread = seed_spread or SeedSpread(BORROWED_SEED_SD * curve.scale)
     kept, bad = without_bad_seeds(curve, options.max_compute)
     points = select(kept, options)
+    schedule = schedule_of(kept, options.max_compute)
     if not len(points.reward) and options.min_compute is None and options.max_compute is None:
         reason = f"no evaluation above compute 0, which --r0 or the family leaves out of {len(curve.reward)}; run on"
         nothing = Interval(None, None, None)
@@ -196,9 +198,14 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     seeds = int(points.seed.max()) + 1
     parameters = options.shape.shape + (options.asymptote is None) + fits_r0(options) + (seeds - 1)
     low = 0.0 if options.min_compute is None else options.min_compute
+    warnings = list(curve.warnings)
+    if schedule is not None:
+        low = float(schedule.count(np.array(low)))
+        warnings.append(_decays(schedule))
     inside = points.compute[points.compute >= low]
     window = (float(inside.min()), float(inside.max())) if len(inside) else None
-    warnings = list(curve.warnings)
+    if schedule is not None and window is not None:
+        window = (float(schedule.compute_at(np.array(window[0]))), float(schedule.compute[-1]))
     if options.r0 == "first" and options.shape.from_zero and not (curve.compute == 0).any():
         warnings.append("no evaluation at compute 0: R0 is inferred from the curve; give --r0 if it is known")
     warnings += [_left_out(seed, kept) for seed in bad]
@@ -211,7 +218,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
         0.0 if zero else None if isinstance(options.r0, str) else float(options.r0),
         options.r0 if isinstance(options.r0, str) and not zero else "given",
         spread, None, None, total, seeds, window, None, tuple(warnings), bounds, bad_seeds=bad,
-        lookout=lookout(curve.recipe, points, curve.range),
+        lookout=lookout(curve.recipe, points, curve.range, schedule),
     )  # fmt: skip
     # A first evaluation from before the window observes R0; it shows nothing of the curve's shape.
     shown = points.compute >= low
@@ -219,6 +226,14 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     if refused is not None:
         return replace(empty, verdict=refused.name, reason=refused.reason)
     return _fit_points(empty, points, raw, parameters)
+
+
+def _decays(schedule: Schedule) -> str:
+    """What a learning rate that decays does to what is said of the curve."""
+    return (
+        f"the learning rate decays: compute counts {schedule.rate:.0%} at the end, A, B and C_mid are the peak's, "
+        "and forecasts are of these runs; a longer schedule is another run"
+    )
 
 
 def _left_out(bad: BadSeed, kept: Curve) -> str:

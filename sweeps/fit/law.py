@@ -20,6 +20,7 @@ from sweeps.fit.kinds import SIGMOID as SIGMOID_KIND
 from sweeps.fit.kinds import Kind
 from sweeps.fit.least_squares import Array, Optimum, Problem
 from sweeps.fit.outlook import Lookout
+from sweeps.fit.schedule import Schedule
 from sweeps.fit.wander import Noise, Noises, noise_of, noises
 
 # Share of the posterior beyond either end of an interval.
@@ -42,7 +43,8 @@ _EDGE = 0.05
 class Draws:
     """Joint draws of a curve's parameters; each (K,).
 
-    For a family other than the sigmoid, B and C_mid hold its first and second shape parameter.
+    For a family other than the sigmoid, B and C_mid hold its first and second shape parameter. schedule: of the
+    learning rate, by whose peak compute counts; None for constant.
     """
 
     A: Array
@@ -50,11 +52,16 @@ class Draws:
     C_mid: Array
     R0: Array
     family: Family = SIGMOID
+    schedule: Schedule | None = None
+
+    def at_peak(self, compute: Array) -> Array:
+        """What compute amounts to at the peak of the learning rate; any shape."""
+        return compute if self.schedule is None else self.schedule.count(compute)
 
     def curve(self, compute: Array) -> Array:
         """R at `compute` for each draw. Shapes: (m,) -> (K, m)."""
         with np.errstate(divide="ignore"):
-            log_compute = np.log(compute)
+            log_compute = np.log(self.at_peak(compute))
         u, v = self.family.search(self.B, self.C_mid)
         g = self.family.basis(log_compute[None], u[:, None], v[:, None])
         result: Array = self.R0[:, None] * (1 - g) + self.A[:, None] * g
@@ -80,6 +87,7 @@ class Law:
     width: float
     bounded: bool
     noise: Noise
+    schedule: Schedule | None = None
 
     @property
     def weight(self) -> Array:
@@ -157,7 +165,9 @@ class Law:
         first, second = self.family.natural(u, v)
         if self.family.name != "logistic":
             second = np.maximum(second, np.finfo(float).tiny)
-        return Draws(self.bottom + self.width * a, first, second, self.bottom + self.width * r0, self.family)
+        return Draws(
+            self.bottom + self.width * a, first, second, self.bottom + self.width * r0, self.family, self.schedule
+        )
 
 
 _LEVELS = (TAIL, 1 - TAIL)
@@ -193,7 +203,7 @@ def law_of(ahead: Lookout, problem: Problem, best: Optimum, every: Noises | None
     return Law(
         family, replace(cells, v=cells.v + shift), kind.log_prior(cells.u, cells.v), best, box, problem.a_bounds,
         ahead.bottom, ahead.width, seen.bounded,
-        noise_of(every, cells.noise_share(len(every.log_prior)), end, ahead.width),
+        noise_of(every, cells.noise_share(len(every.log_prior)), end, ahead.width), ahead.schedule,
     )  # fmt: skip
 
 

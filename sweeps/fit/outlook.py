@@ -13,6 +13,7 @@ from sweeps.fit.futures import Futures, draw
 from sweeps.fit.least_squares import Array
 from sweeps.fit.mixture import JUMP, Mixture, mixture
 from sweeps.fit.points import Points, pooled
+from sweeps.fit.schedule import Schedule
 from sweeps.fit.wander import Noise, Seen, noise_of
 
 DRAWS = 2000
@@ -37,7 +38,7 @@ class Outlook:
 
     futures: joint draws, without units. end: of the window, in the curve's unit of compute. bottom, width: of the
     reward's scale. weights: of each kind of curve, by name; skill: log predictive density of each. jump: the one that
-    the points show, if more likely than not. noise: about the curve.
+    the points show, if more likely than not. noise: about the curve. schedule: of the learning rate, None for constant.
     """
 
     futures: Futures
@@ -48,15 +49,19 @@ class Outlook:
     skill: Mapping[str, float]
     jump: Jump | None
     noise: Noise
+    schedule: Schedule | None = None
 
     def at(self, compute: Array) -> Array:
         """Rewards at each compute (m,), in the curve's units; (K, m)."""
-        return self.bottom + self.width * self.futures.at(np.asarray(compute, dtype=float) / self.end)
+        at = np.asarray(compute, dtype=float)
+        at_peak = at if self.schedule is None else self.schedule.count(at)
+        return self.bottom + self.width * self.futures.at(at_peak / self.end)
 
     def smoothed(self) -> tuple[Array, Array]:
         """What the window shows, by no law: computes (w,), and draws of the reward there (S, w)."""
         values = self.bottom + self.width * self.futures.smoothed
-        return self.end * self.futures.nodes[: values.shape[1]], values
+        at_peak: Array = self.end * self.futures.nodes[: values.shape[1]]
+        return at_peak if self.schedule is None else self.schedule.compute_at(at_peak), values
 
     @cached_property
     def ceiling(self) -> Array:
@@ -69,7 +74,7 @@ class Lookout:
     """What an outlook is made from, and the outlook once somebody asks: it takes a while.
 
     seen: a recipe's evaluations; end: of their window, in the curve's unit; bottom, width: of the reward's scale.
-    prior: of the kinds of curves, as other recipes of the study have shown.
+    prior: of the kinds of curves, as other recipes of the study have shown. schedule: see `Outlook`.
     """
 
     recipe: str
@@ -78,6 +83,7 @@ class Lookout:
     bottom: float
     width: float
     prior: Mapping[str, float] | None = None
+    schedule: Schedule | None = None
 
     @cached_property
     def outlook(self) -> Outlook:
@@ -86,11 +92,12 @@ class Lookout:
         return Outlook(
             draw(found, DRAWS, np.random.default_rng(zlib.crc32(self.recipe.encode()) + 5)),
             self.end, self.bottom, self.width, found.weights, found.skill,
-            _jump(found, self.end, self.width), noise_of(found.noise, found.noise_share, self.end, self.width),
+            _jump(found, self.end, self.width, self.schedule),
+            noise_of(found.noise, found.noise_share, self.end, self.width), self.schedule,
         )  # fmt: skip
 
 
-def _jump(found: Mixture, end: float, width: float) -> Jump | None:
+def _jump(found: Mixture, end: float, width: float, schedule: Schedule | None) -> Jump | None:
     """The jump that the points show, if they show one: two evaluations of each seed, for one that lies off is none."""
     after = len(found.seen.x) - np.searchsorted(found.seen.x, found.cells.at)
     cells = found.cells.take((found.cells.extra == JUMP) & (after >= 2 * found.seen.seeds))
@@ -103,16 +110,21 @@ def _jump(found: Mixture, end: float, width: float) -> Jump | None:
         order = np.argsort(values)
         return float(values[order][np.searchsorted(np.cumsum(weight[order]), 0.5 * weight.sum())])
 
-    return Jump(p, end * median(cells.at), width * median(cells.extra_mean))
+    at = end * median(cells.at)
+    at = at if schedule is None else float(schedule.compute_at(np.array(at)))
+    return Jump(p, at, width * median(cells.extra_mean))
 
 
-def lookout(recipe: str, points: Points, scale: tuple[float, float] | None) -> Lookout | None:
+def lookout(
+    recipe: str, points: Points, scale: tuple[float, float] | None, schedule: Schedule | None = None
+) -> Lookout | None:
     """Points without units; None where there are too few to say anything.
 
     Args:
         recipe: its label, which seeds the draws.
         points: its points.
         scale: the ends of the reward's scale, None if rewards have no bounds.
+        schedule: by which the points' compute counts, None if it is what was spent.
     """
     positive = points.compute > 0
     if len(points.reward) < _LEAST or len(np.unique(points.compute[positive])) < _LEAST - 1:
@@ -126,4 +138,5 @@ def lookout(recipe: str, points: Points, scale: tuple[float, float] | None) -> L
     end = float(points.compute.max())
     variance = None if fewer.variance is None else fewer.variance[order] / width**2
     x, z = fewer.compute[order] / end, (fewer.reward[order] - bottom) / width
-    return Lookout(recipe, Seen(x, z, fewer.seed[order], variance, scale is not None), end, bottom, width)
+    seen = Seen(x, z, fewer.seed[order], variance, scale is not None)
+    return Lookout(recipe, seen, end, bottom, width, schedule=schedule)

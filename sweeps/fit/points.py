@@ -73,14 +73,17 @@ class Points:
     seed: NDArray[np.intp]
 
     def take(self, keep: NDArray[np.bool_]) -> Points:
-        """Some of the points, seeds counted anew."""
+        """Some of the points, seeds at_peak anew."""
         _, seed = np.unique(self.seed[keep], return_inverse=True)
         variance = None if self.variance is None else self.variance[keep]
         return Points(self.compute[keep], self.reward[keep], variance, seed.astype(np.intp))
 
 
 def select(curve: Curve, options: FitOptions) -> Points:
-    """The points within the window, and the first evaluations where they observe R0."""
+    """The points within the window, and the first evaluations where they observe R0.
+
+    Their compute is that at the peak of the learning rate (`sweeps.fit.schedule`).
+    """
     low = -np.inf if options.min_compute is None else options.min_compute
     high = np.inf if options.max_compute is None else options.max_compute
     keep = (curve.compute >= low) & (curve.compute <= high)
@@ -98,7 +101,8 @@ def select(curve: Curve, options: FitOptions) -> Points:
     if sd is not None and sd.size and float(np.median(sd)) > 0:
         # An evaluation whose samples all agree reports no error; it is not infinitely precise.
         variance = np.maximum(sd, 0.5 * float(np.median(sd))) ** 2
-    return Points(curve.compute[keep][order], curve.reward[keep][order], variance, seed[order].astype(np.intp))
+    at_peak = curve.compute if curve.at_peak is None else curve.at_peak
+    return Points(at_peak[keep][order], curve.reward[keep][order], variance, seed[order].astype(np.intp))
 
 
 def pooled(points: Points, most: int = MOST_POINTS) -> tuple[Points, int]:

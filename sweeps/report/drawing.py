@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from sweeps.curve import Array, Curve
 from sweeps.decide.rank import Ranking
+from sweeps.errors import UserError
 
 # Okabe and Ito's colours: told apart by most colour-blind readers, legible on white and on near-black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C28F00", "#56A0D9")
@@ -145,3 +147,24 @@ def inline_svg(document: str, prefix: str, description: str) -> str:
     style = f' style="max-width:{float(width.group(1)) * 4 / 3:.0f}px"' if width else ""
     body = re.sub(r'\s(?:width|height)="[\d.]+pt"', "", body, count=2)
     return body.replace("<svg", f'<svg role="img" aria-label="{description}" class="figure"{style}', 1)
+
+
+_FORMATS = ("svg", "png", "pdf")
+
+
+def check_format(path: Path) -> str:
+    """Return the format that a file's ending names.
+
+    Raises:
+        UserError: another than SVG, PNG and PDF.
+    """
+    ending: str = path.suffix.lower().removeprefix(".")
+    if ending not in _FORMATS:
+        raise UserError(f"{path}: figures are written as {', '.join(_FORMATS)}; end the file's name with one of them")
+    return ending
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write it on white in the format of the file's ending, see `check_format`."""
+    with rc_context(STYLE):
+        figure.savefig(path, format=check_format(path), dpi=160, facecolor="white")

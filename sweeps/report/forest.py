@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from sweeps.decide.effects import Effects
-from sweeps.errors import UserError
 from sweeps.report.drawing import COLOURS, REFUSED, RULE, STYLE, label
-
-_FORMATS = ("svg", "png", "pdf")
 
 
 def forest_figure(found: Effects) -> Figure:
@@ -32,21 +27,3 @@ def forest_figure(found: Effects) -> Figure:
         panel.set_xlabel(f"effect on the asymptote, on average over {found.cells} recipes (95%)")
         panel.margins(y=0.5 / max(len(found.effects), 1))
     return figure
-
-
-def check_format(path: Path) -> str:
-    """Return the format that a file's ending names.
-
-    Raises:
-        UserError: another than SVG, PNG and PDF.
-    """
-    ending = path.suffix.lower().removeprefix(".")
-    if ending not in _FORMATS:
-        raise UserError(f"{path}: figures are written as {', '.join(_FORMATS)}; end the file's name with one of them")
-    return ending
-
-
-def draw_forest(found: Effects, path: Path) -> None:
-    """Write it in the format of the file's ending, see `check_format`."""
-    with rc_context(STYLE):
-        forest_figure(found).savefig(path, format=check_format(path), dpi=160, facecolor="white")

@@ -77,6 +77,18 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
         [],
         [],
     )
+    if sizes.joint is not None:
+        powers = sizes.joint.exponents
+        rows = [
+            [f"{size:.4g}", shown(sizes.joint.ceiling(size), ".3f"), shown(sizes.joint.half_gain(size), ".4g")]
+            for size in sizes.joint.sizes.tolist()
+        ]
+        yield (
+            f"sigmoids of all sizes together: 1 - A goes as N^{shown(powers['one_minus_A'], '.3f')}, C_mid as "
+            f"N^{shown(powers['C_mid'], '.3f')}:",
+            ["size", "A", "C_mid"],
+            rows,
+        )
     if sizes.choices:
         head = ["size", "seen", "R, power law", "P(best)", "R, sigmoid", "P(best)"]
         rows = [

@@ -78,6 +78,7 @@ class CurvePoints:
     reward: list[float] = field(default_factory=list)
     seed: list[str] = field(default_factory=list)
     sd: list[float | None] = field(default_factory=list)
+    at_peak: list[float | None] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     baseline: str | None = None
     own_seeds: bool = False
@@ -88,12 +89,14 @@ class CurvePoints:
         reward: Sequence[float],
         seed: Sequence[str],
         sd: Sequence[float | None] | None,
+        at_peak: Sequence[float | None] | None = None,
     ) -> None:
-        """Add points, with their standard errors where they are known."""
+        """Add points, with their standard errors and what their compute counts as where they are known."""
         self.compute.extend(compute)
         self.reward.extend(reward)
         self.seed.extend(seed)
         self.sd.extend([None] * len(compute) if sd is None else sd)
+        self.at_peak.extend([None] * len(compute) if at_peak is None else at_peak)
 
 
 class Collected:
@@ -170,6 +173,7 @@ class Collected:
                     points.warnings,
                     points.factors,
                     points.baseline,
+                    _at_peak(points),
                 )
             )
         return curves
@@ -202,7 +206,7 @@ class Collected:
             for own in dict.fromkeys(old.seed):
                 names[own] = _free(seed, known)
                 known.add(names[own])
-            new.extend(old.compute, old.reward, [names[own] for own in old.seed], old.sd)
+            new.extend(old.compute, old.reward, [names[own] for own in old.seed], old.sd, old.at_peak)
             new.warnings += [note for note in old.warnings if note not in new.warnings]
             new.baseline = new.baseline or old.baseline
         for points in self._points.values():
@@ -212,6 +216,13 @@ class Collected:
             parts.setdefault(now[label], []).append(f"{label} (seed {seed})")
         said = "; ".join(f"{recipe} <- {', '.join(runs)}" for recipe, runs in sorted(parts.items()))
         self.study.note(short(f"seeds from the runs' names: {said}", 2000), shown=True)
+
+
+def _at_peak(points: CurvePoints) -> list[float] | None:
+    """Compute at the peak of the learning rate; None where no run's rate decays."""
+    if all(value is None for value in points.at_peak):
+        return None
+    return [own if value is None else value for own, value in zip(points.compute, points.at_peak, strict=True)]
 
 
 def _free(label: str, known: Container[str]) -> str:

@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sweeps.curve import FLOPS, UNITS, default_axis
 from sweeps.errors import UserError, require
+from sweeps.fit.schedule import at_peak_rate
 from sweeps.run.files import parse_json
 from sweeps.run.journal import CONFIG_FILE, JournalError, JournalView, Record, finite, read_journal
 from sweeps.source.collected import ALL, Collected, CurvePoints
@@ -18,6 +21,7 @@ from sweeps.terminal import counted
 
 # The axis that every journal has beside those of compute.
 STEP = "step"
+_RATE = "train/learning_rate"
 _PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
 
 
@@ -81,6 +85,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
                     f"run {view.path.parent.name} (seed {seed}) has {view.missing}: it went on from a checkpoint newer "
                     "than its journal"
                 )
+            spent: list[float] = []
             for record in records:
                 compute = float(record.step) if axis == STEP else _metric(view, record, axis, "--x", ("compute/",))
                 reward = _metric(view, record, name, "--metric", ("eval/",))
@@ -88,7 +93,9 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
                 points.reward.append(reward)
                 points.sd.append(finite(record.metrics.get(f"{name}_se")))
                 points.seed.append(seed)
+                spent.append(compute)
                 count += 1
+            points.at_peak.extend(_at_peak(view, axis, spent))
     for label, (points, curves) in identities.items():
         if len(curves) > 1:  # of runs that do not all say which they are
             points.warnings.append(
@@ -104,6 +111,21 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
         f"sd <- the evaluation's standard error; {counted(len(study.runs), 'run')}: {counted(count, 'point')}",
         shown=False,
     )
+
+
+def _at_peak(view: JournalView, axis: str, spent: Sequence[float]) -> list[float | None]:
+    """What the compute of evaluations amounts to at the peak of the learning rate; None each if it does not decay."""
+    logged = [
+        (float(record.step) if axis == STEP else value, rate)
+        for record in view.of_kind("train")
+        if (rate := finite(record.metrics.get(_RATE))) is not None
+        and ((value := finite(record.metrics.get(axis))) is not None or axis == STEP)
+    ]
+    if not logged:
+        return [None] * len(spent)
+    compute, rate = np.array(logged, dtype=float).T
+    found = at_peak_rate(compute, rate, np.array(spent))
+    return [None] * len(spent) if found is None else list(found.tolist())
 
 
 def _labels(view: JournalView, into: Collected) -> tuple[str, dict[str, str]]:

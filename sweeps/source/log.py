@@ -14,10 +14,11 @@ import numpy as np
 
 from sweeps.curve import Array
 from sweeps.errors import UserError
+from sweeps.fit.schedule import at_peak_rate
 from sweeps.source.cells import Rows, is_empty, numbers
 from sweeps.source.collected import ALL, Collected
 from sweeps.source.text import listed, short
-from sweeps.source.vocabulary import SCALERL, STEP_NAMES, Vocabulary, first_match, vocabulary_of
+from sweeps.source.vocabulary import RATE, SCALERL, STEP_NAMES, Vocabulary, first_match, vocabulary_of
 from sweeps.terminal import counted
 
 # Columns that tell the runs of one file apart, in W&B's exports of several runs.
@@ -226,7 +227,7 @@ def _add_reward(
     warnings: Sequence[str],
 ) -> None:
     counts = {"points": 0, "absent": 0, "superseded": 0, "bad": 0, "start": 0, "between": 0, "rows": 0}
-    without = with_sd = used = 0
+    without = with_sd = used = decays = 0
     seeds_named = recipes_named = False
     for log in logs:
         counts["rows"] += log.rows
@@ -271,7 +272,12 @@ def _add_reward(
         sd = _standard_error(log, reward.name, steps)
         with_sd += sd is not None
         label = into.run_label(points, seed)
-        points.extend(spent.tolist(), values.tolist(), [label] * len(steps), None if sd is None else sd.tolist())
+        at_peak = _at_peak(log, compute, steps, spent, where)
+        decays += at_peak is not None
+        points.extend(
+            spent.tolist(), values.tolist(), [label] * len(steps),
+            None if sd is None else sd.tolist(), None if at_peak is None else at_peak.tolist(),
+        )  # fmt: skip
         counts["points"] += len(steps)
         used += 1
     if not counts["points"]:
@@ -292,6 +298,7 @@ def _add_reward(
         (counts["superseded"], "values superseded at their step"),
         (counts["start"], "points before the first step, at compute 0"),
         (counts["between"], "points whose compute is interpolated between logged steps"),
+        (decays, "runs whose compute counts less as the learning rate decays"),
         (without if len(logs) > 1 else 0, "runs left out"),
     ):
         if number:
@@ -361,6 +368,15 @@ def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Ar
         at, values = np.concatenate([[0.0], at]), np.concatenate([[0.0], values])
         start = int((steps <= 0).sum())
     return np.interp(steps, at, values), start, int((~logged).sum()) - start, said
+
+
+def _at_peak(log: Log, compute: Column, steps: Array, spent: Array, where: str) -> Array | None:
+    """What compute `spent` at `steps` amounts to at the peak of the learning rate; None if none is logged."""
+    name = next(iter(first_match([RATE], log.names)), None)
+    if name is None:
+        return None
+    at, rate, _ = log.series(name).latest()
+    return None if not len(at) else at_peak_rate(_compute_at(log, compute, at, where)[0], rate, spent)
 
 
 def _gaps(at: Array, name: str) -> list[str]:

@@ -103,6 +103,9 @@ OPEN_INSTRUCT = Vocabulary(
 
 VOCABULARIES = (SCALERL, VERL, PRIME_RL, OPEN_INSTRUCT, TRL_TRACKED, TRL)
 
+# What each calls the learning rate: ours and transformers', verl's, prime-rl's, open-instruct's.
+RATE = r"(?:train/)?learning_rate|(?:actor|optim)/lr|lr"
+
 # Steps of an optimizer or a tracker: an order, not compute.
 STEP_NAMES = ("_step", "step", "Step", "global_step", "training_step", "trainer/global_step", "train/global_step")
 

@@ -136,7 +136,8 @@ def test_a_size_not_seen_is_predicted_and_marked() -> None:
     assert choices[1.4e10].extrapolation and choices[2e9].extrapolation and not choices[7e9].extrapolation
     for size in (2e9, 1.4e10):
         assert holds(choices[size].R, 1 - float(np.exp(log_loss(size, np.array(20000.0)))))
-        assert choices[size].R_sigmoid is None
+        found = choices[size].R_sigmoid
+        assert found is not None and holds(found, 1 - float(np.exp(log_loss(size, np.array(20000.0)))))
     ours, other = choices[7e9].R, choices[1.4e10].R
     assert None not in (ours.low, ours.high, other.low, other.high)
     assert (other.high or 0) - (other.low or 0) > (ours.high or 0) - (ours.low or 0)
@@ -186,7 +187,7 @@ def test_a_larger_size_that_never_wins() -> None:
         for n, k in (("1B", 0.5), ("2B", 0.7))
     ]
     by_size = sized(fit_curves(curves), "size")["s"]
-    (pair,) = crossovers(fit_power_law(by_size), by_size)
+    (pair,) = crossovers(fit_power_law(by_size), None, by_size)
     assert pair.power_law is None and "power law: never within 100 x the data" in pair.reason
     plan = compare_sizes(by_size, "s", budget=10000.0)
     assert max(plan.choices, key=lambda choice: choice.p_best).size == 1e9

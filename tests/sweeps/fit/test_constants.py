@@ -33,6 +33,7 @@ COMPUTED = {
     "predict.py": {"FAR", "_BEYOND", "_LOOKS"},
     "published.py": {"A_GRID", "C_MID_GRID", "MIN_COMPUTE", "_MIN_COMPUTES"},
     "sensitivity.py": {"_CUTS", "_ENDS"},
+    "schedule.py": {"_LAST"},
     "verdict.py": {"_SMOOTH"},
     "wander.py": {"_MANY"},
 }  # fmt: skip

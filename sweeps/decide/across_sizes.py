@@ -1,0 +1,190 @@
+"""A recipe's sigmoid across model sizes, all of them at once, and the frontier: the best size for every budget.
+
+    log(1 - A) = a0 - a1 log N     log C_mid = c0 + c1 log N     log B = b0     log(1 - R0) = r0 - r1 log N
+
+each size off by its own, N(0, tau^2). What a size's own runs say of its four numbers are the draws of its posterior
+(`sweeps.fit.law`); they are weighed by how well they agree with the lines through all sizes, and the lines follow from
+them (a Gibbs sampler over draws; Gelman and Hill 2007, chapter 12). So a size whose curve has not bent yet borrows from
+those that have, as much as sizes have been seen to lie on a line, and a size that was not run has a curve as well.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sweeps.as_json import AsJson
+from sweeps.fit.fit import Fit, Interval
+from sweeps.fit.least_squares import Array
+from sweeps.fit.predict import FAR, quantiles, seed_offsets
+from sweeps.fit.schedule import Schedule
+
+# Of (1 - A, C_mid, B, 1 - R0), in logarithms: whether it changes with size at all; the standard deviation of the slope
+# before the data; how far sizes lie off the line, which counts as so many sizes seen. What is published (compute to
+# reach a loss grows no faster than N^2, ceilings' distance from 1 shrinks with a power below 1) is well within.
+_SLOPED = (True, True, False, True)
+_SLOPE_SD = (0.5, 1.0, 1.0, 0.5)
+_OFF, _OFF_WORTH = (0.1, 0.3, 0.15, 0.05), 2.0
+# What is left of a ceiling on the bound.
+_LEAST = 1e-3
+_BURN, _DRAWS = 200, 1000
+_GRID, _BUDGETS = 61, 40
+
+
+@dataclass(frozen=True)
+class Frontier(AsJson):
+    """The best size at one compute, and the reward that it reaches there. extrapolation: beyond every run seen."""
+
+    compute: float
+    size: Interval
+    R: Interval
+    extrapolation: bool
+
+
+@dataclass(frozen=True, eq=False)
+class AcrossSizes(AsJson):
+    """Joint draws.
+
+    sizes (S,): ascending, in parameters. own (D, S, 4): of each size's logarithms of 1 - A, C_mid, B and 1 - R0.
+    line (D, 4, 2): value at the sizes' mean log N, and slope. off (D, 4): tau. schedules: of each size's learning rate.
+    """
+
+    sizes: Array
+    own: Array
+    line: Array
+    off: Array
+    schedules: tuple[Schedule | None, ...]
+
+    def curve(self, size: float, compute: Array) -> Array:
+        """Reward of a size, seen or not, over seeds; (m,) -> (D, m)."""
+        at = np.flatnonzero(np.isclose(self.sizes, size, rtol=1e-9))
+        schedule = self.schedules[int(at[0])] if len(at) else None
+        return _rewards(self._numbers(size), compute if schedule is None else schedule.count(compute))
+
+    def _numbers(self, size: float) -> Array:
+        """The four logarithms of a size; (D, 4)."""
+        at = np.flatnonzero(np.isclose(self.sizes, size, rtol=1e-9))
+        if len(at):
+            seen: Array = self.own[:, int(at[0])]
+            return seen
+        rng = np.random.default_rng(zlib.crc32(f"{size:.9g}".encode()))
+        return self._on_line(np.log(size)) + self.off * rng.standard_normal(self.off.shape)
+
+    def _on_line(self, log_size: float) -> Array:
+        return np.asarray(self.line[..., 0] + self.line[..., 1] * (log_size - np.log(self.sizes).mean()))
+
+    def ceiling(self, size: float) -> Interval:
+        """A of a size, seen or not."""
+        return quantiles(1 - np.exp(self._numbers(size)[:, 0]))
+
+    def half_gain(self, size: float) -> Interval:
+        """C_mid of a size, seen or not, in the unit of compute."""
+        return quantiles(np.exp(self._numbers(size)[:, 1]))
+
+    @property
+    def exponents(self) -> dict[str, Interval]:
+        """1 - A goes as N to the first of them, C_mid to the second."""
+        return {"one_minus_A": quantiles(self.line[:, 0, 1]), "C_mid": quantiles(self.line[:, 1, 1])}
+
+    def frontier(self, start: float, end: float) -> tuple[Frontier, ...]:
+        """The best size over budgets from the first evaluation to as far as a forecast is a plan.
+
+        Sizes between those seen are on the line, off it as their neighbours are; none beyond them is proposed.
+
+        Args:
+            start, end: compute of the first evaluation and of the last, over all sizes.
+        """
+        log_n = np.linspace(np.log(self.sizes[0]), np.log(self.sizes[-1]), _GRID)
+        known = np.log(self.sizes)
+        off = self.own - np.stack([self._on_line(log_size) for log_size in known], axis=1)
+        right = np.clip(np.searchsorted(known, log_n), 1, len(known) - 1)
+        share = ((log_n - known[right - 1]) / (known[right] - known[right - 1]))[:, None]
+        lines = np.stack([self._on_line(log_size) for log_size in log_n], axis=1)
+        numbers = lines + (1 - share) * off[:, right - 1] + share * off[:, right]
+        found = []
+        for compute in np.geomspace(start, end * np.sqrt(FAR), _BUDGETS):
+            reward = _rewards(numbers.reshape(-1, 4), np.array([compute])).reshape(numbers.shape[:2])
+            best = np.exp(log_n)[reward.argmax(1)]
+            found.append(Frontier(float(compute), quantiles(best), quantiles(reward.max(1)), bool(compute > end)))
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """`joint` of one entry of `sizes` of `scalerl plan --size --json`."""
+        return {
+            "exponents": {name: found.to_json() for name, found in self.exponents.items()},
+            "sizes": [
+                {"size": size, "A": self.ceiling(size).to_json(), "C_mid": self.half_gain(size).to_json()}
+                for size in self.sizes.tolist()
+            ],
+        }
+
+
+def _rewards(numbers: Array, compute: Array) -> Array:
+    """(D, 4), (m,) -> (D, m)."""
+    top, start = 1 - np.exp(np.minimum(numbers[:, 0], 0.0)), 1 - np.exp(np.minimum(numbers[:, 3], 0.0))
+    start = np.minimum(start, top)
+    with np.errstate(divide="ignore"):
+        beyond = np.exp(numbers[:, 2])[:, None] * (numbers[:, 1][:, None] - np.log(compute)[None])
+    result: Array = start[:, None] + (top - start)[:, None] / (1 + np.exp(np.clip(beyond, -700, 700)))
+    return result
+
+
+def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | None:
+    """The joint posterior of a recipe's sizes; None where one of them has no sigmoid at all, or there is but one.
+
+    Args:
+        by_size: fits of pass rates by size in parameters, ascending, whatever their verdicts.
+        recipe: its name, which seeds the draws.
+    """
+    fits = list(by_size.values())
+    if len(fits) < 2 or any(fit.draws is None or fit.family != "sigmoid" for fit in fits):
+        return None
+    rng = np.random.default_rng(zlib.crc32(recipe.encode()) + 7)
+    sizes = np.array(list(by_size), dtype=float)
+    draws = np.stack([_logarithms(fit) for fit in fits])
+    u = np.log(sizes) - np.log(sizes).mean()
+    chosen = draws[:, 0].copy()
+    for c in range(4):
+        chosen[:, c] = np.median(draws[..., c], axis=1)
+    off = np.array(_OFF)
+    own, line, offs = [], [], []
+    for sweep in range(_BURN + _DRAWS):
+        lines, off = _lines_given(chosen, u, off, rng)
+        expected = lines[:, 0] + u[:, None] * lines[:, 1]
+        log_weight = -0.5 * (((draws - expected[:, None]) / off) ** 2).sum(2)
+        weight = np.cumsum(np.exp(log_weight - log_weight.max(1, keepdims=True)), axis=1)
+        at = (weight < rng.random(len(u))[:, None] * weight[:, -1:]).sum(1)
+        chosen = draws[np.arange(len(u)), at]
+        if sweep >= _BURN:
+            own.append(chosen)
+            line.append(lines)
+            offs.append(off)
+    schedules = tuple(fit.draws.schedule for fit in fits if fit.draws is not None)
+    return AcrossSizes(sizes, np.stack(own), np.stack(line), np.stack(offs), schedules)
+
+
+def _logarithms(fit: Fit) -> Array:
+    """Of 1 - A over seeds, C_mid, B and 1 - R0, per draw; (K, 4)."""
+    assert fit.draws is not None
+    top = np.clip(np.maximum(fit.draws.A + seed_offsets(fit), fit.draws.R0), 0.0, 1 - _LEAST)
+    start = np.clip(fit.draws.R0, 0.0, top)
+    return np.stack([np.log1p(-top), np.log(fit.draws.C_mid), np.log(fit.draws.B), np.log1p(-start)], axis=1)
+
+
+def _lines_given(chosen: Array, u: Array, off: Array, rng: np.random.Generator) -> tuple[Array, Array]:
+    """A draw of the lines (4, 2), and then of how far sizes lie off them (4,), given each size's numbers (S, 4)."""
+    lines = np.zeros((4, 2))
+    count = len(u)
+    for c, sloped in enumerate(_SLOPED):
+        lines[c, 0] = chosen[:, c].mean() + off[c] / np.sqrt(count) * rng.standard_normal()
+        if sloped:
+            precision = u @ u / off[c] ** 2 + _SLOPE_SD[c] ** -2
+            mean = (u @ chosen[:, c]) / off[c] ** 2 / precision
+            lines[c, 1] = mean + rng.standard_normal() / np.sqrt(precision)
+    left = chosen - lines[:, 0] - u[:, None] * lines[:, 1]
+    squares = _OFF_WORTH * np.array(_OFF) ** 2 + (left**2).sum(0)
+    return lines, np.sqrt(squares / rng.chisquare(_OFF_WORTH + count, 4))

@@ -1,0 +1,58 @@
+"""The frontier over budgets: what each model size comes to with compute, and which size is best for how much of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from sweeps.decide.across_sizes import AcrossSizes, Frontier
+from sweeps.fit.fit import Fit
+from sweeps.fit.least_squares import Array
+from sweeps.report.drawing import COLOURS, INK, STYLE, draw_points, limits, log_axis
+
+
+def frontier_figure(joint: AcrossSizes, frontier: Sequence[Frontier], fits: Sequence[Fit]) -> Figure:
+    """Left the sizes' points and curves with the best of all; right the best size for a budget with its 95% band.
+
+    Beyond the largest compute that was evaluated lines are dashed: extrapolation.
+
+    Args:
+        joint: the sigmoids of all sizes.
+        frontier: the best size over budgets.
+        fits: of the sizes, in their order.
+    """
+    compute = np.array([each.compute for each in frontier])
+    seen = ~np.array([each.extrapolation for each in frontier])
+    left, _ = limits([fit.curve for fit in fits])
+    with rc_context(STYLE):
+        figure = Figure(figsize=(9.4, 3.6), layout="constrained")
+        rewards, sizes = figure.subplots(1, 2)
+        for panel in (rewards, sizes):
+            log_axis(panel, left, float(compute[-1]))
+            panel.set_xlabel(f"compute of one run ({fits[0].curve.unit})")
+        for index, (size, fit) in enumerate(zip(joint.sizes.tolist(), fits, strict=True)):
+            colour = COLOURS[index % len(COLOURS)]
+            draw_points(rewards, fit.curve.compute, fit.curve.reward, fit.curve.seed, left, colour)
+            rewards.plot(compute, np.median(joint.curve(size, compute), 0), color=colour, label=f"{size:.3g}")
+        best = _ends([each.R.value for each in frontier])
+        for part, dash in ((seen, "-"), (~seen, (0, (2, 2)))):
+            rewards.plot(compute[part], best[part], color=INK, linewidth=2.2, alpha=0.5, linestyle=dash)
+        rewards.set_ylabel("reward")
+        rewards.legend(title="size", frameon=False, fontsize=8)
+        low, value, high = (_ends([getattr(each.size, end) for each in frontier]) for end in ("low", "value", "high"))
+        sizes.fill_between(compute, low, high, color=COLOURS[0], alpha=0.15, linewidth=0)
+        for part, dash in ((seen, "-"), (~seen, (0, (2, 2)))):
+            sizes.plot(compute[part], value[part], color=COLOURS[0], linestyle=dash)
+        sizes.set_yscale("log")
+        sizes.set_ylim(0.8 * joint.sizes[0], 1.25 * joint.sizes[-1])
+        sizes.set_yticks(joint.sizes, [f"{size:.3g}" for size in joint.sizes])
+        sizes.minorticks_off()
+        sizes.set_ylabel("best size for the budget")
+    return figure
+
+
+def _ends(values: Sequence[float | None]) -> Array:
+    return np.array([np.nan if value is None else value for value in values])

@@ -1,0 +1,132 @@
+"""A sigmoid across model sizes: planted laws found, sizes that lend to each other, the frontier, the figure."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sweeps.cli.main import main
+from sweeps.curve import make_curve
+from sweeps.decide.across_sizes import AcrossSizes, fit_across
+from sweeps.fit.fit import Fit, Interval, fit_curves
+from tests.paths import ROOT
+from tests.sweeps.fit.simulate import law as sigmoid
+
+SIZES = (0.5e9, 1.5e9, 3e9, 7e9)
+# 1 - A, C_mid, B and 1 - R0 at 2e9 parameters, and how they go with size; each size is off by so much of its own.
+AT, SLOPES, OFF = (0.3, 3000.0, 1.6, 0.7), (-0.2, 0.2, 0.0, -0.1), (0.04, 0.15, 0.1, 0.02)
+END = 10000.0
+
+
+def planted(
+    seed: int, ends: dict[float, float] | None = None
+) -> tuple[dict[float, tuple[float, ...]], dict[float, Fit]]:
+    """The truth (A, B, C_mid, R0) of each size, one that was not run among them, and the fits of two runs each."""
+    rng = np.random.default_rng(seed)
+    truth, curves = {}, []
+    for size in (*SIZES, 1.4e10):
+        numbers = [
+            at * (size / 2e9) ** slope * np.exp(off * rng.standard_normal())
+            for at, slope, off in zip(AT, SLOPES, OFF, strict=True)
+        ]
+        truth[size] = (1 - numbers[0], numbers[2], numbers[1], 1 - numbers[3])
+        x = np.linspace(0, (ends or {}).get(size, END), 41)
+        if size in SIZES:
+            reward, label = [], []
+            for run in range(2):
+                a, b, c_mid, r0 = truth[size]
+                a += 0.015 * rng.standard_normal()
+                reward.append(np.clip(sigmoid(x, a, b, c_mid, r0) + 0.012 * rng.standard_normal(41), 0, 1))
+                label += [str(run)] * 41
+            curves.append(make_curve(f"s size={size:g}", np.tile(x, 2), np.concatenate(reward), label))
+    return truth, dict(zip(SIZES, fit_curves(curves), strict=True))
+
+
+def joint(by_size: dict[float, Fit]) -> AcrossSizes:
+    """The law of all sizes together."""
+    found = fit_across(by_size, "s")
+    assert found is not None
+    return found
+
+
+def holds(interval: Interval, truth: float) -> bool:
+    """Whether an interval with both ends holds it."""
+    assert interval.low is not None and interval.high is not None
+    return interval.low <= truth <= interval.high
+
+
+def width(interval: Interval) -> float:
+    """High less low."""
+    assert interval.low is not None and interval.high is not None
+    return interval.high - interval.low
+
+
+@pytest.mark.parametrize("studies", [3, pytest.param(40, marks=pytest.mark.full)])
+def test_intervals_hold_the_truth(studies: int) -> None:
+    """Of every size's ceiling, of rewards at the window's end and four times as far, of the frontier's reward."""
+    held: dict[str, list[bool]] = {"A": [], "R": [], "R of a size not run": [], "frontier": [], "exponent": []}
+    for seed in range(studies):
+        truth, by_size = planted(seed)
+        found = joint(by_size)
+        held["A"] += [holds(found.ceiling(size), truth[size][0]) for size in SIZES]
+        for size, compute in ((7e9, END), (7e9, 4 * END), (1.4e10, END), (1.4e10, 4 * END)):
+            low, high = np.quantile(found.curve(size, np.array([compute]))[:, 0], [0.025, 0.975])
+            key = "R" if size in SIZES else "R of a size not run"
+            held[key].append(low <= sigmoid(np.array([compute]), *truth[size])[0] <= high)
+        for each in found.frontier(250.0, END)[::8]:
+            best = max(sigmoid(np.array([each.compute]), *truth[size])[0] for size in SIZES)
+            held["frontier"].append(holds(replace(each.R, low=(each.R.low or 0) - 0.01), best))
+        held["exponent"].append(holds(found.exponents["C_mid"], SLOPES[1]))
+    for what, found_in in held.items():
+        assert np.mean(found_in) >= (0.9 if studies > 10 else 0.6), (what, np.mean(found_in))
+
+
+def test_a_size_that_has_not_bent_borrows_from_those_that_have() -> None:
+    """The largest has been run to a third of its C_mid: alone its ceiling is open, on the line it is known."""
+    truth, by_size = planted(1, {7e9: 1300.0})
+    found = joint(by_size)
+    alone = by_size[7e9]
+    assert alone.draws is not None and not alone.identifiable
+    apart = np.quantile(alone.draws.A, [0.025, 0.975])
+    together = found.ceiling(7e9)
+    assert holds(together, truth[7e9][0])
+    assert width(together) < 0.6 * (apart[1] - apart[0])
+
+
+def test_the_frontier_goes_to_larger_sizes_with_compute_and_never_beyond_those_run() -> None:
+    _, by_size = planted(2)
+    frontier = joint(by_size).frontier(250.0, END)
+    sizes = [each.size.value for each in frontier]
+    assert all(value is not None and SIZES[0] * 0.999 <= value <= SIZES[-1] * 1.001 for value in sizes)
+    assert frontier[-1].size.value == pytest.approx(SIZES[-1])
+    assert not frontier[0].extrapolation and frontier[-1].extrapolation
+    rewards = [each.R.value or 0.0 for each in frontier]
+    assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(rewards))
+
+
+def test_the_same_every_time_and_none_of_what_has_no_sigmoid() -> None:
+    _, by_size = planted(3)
+    one, two = joint(by_size), joint(by_size)
+    np.testing.assert_array_equal(one.own, two.own)
+    assert fit_across({3e9: by_size[3e9]}, "s") is None
+    assert fit_across({**by_size, 7e9: replace(by_size[7e9], draws=None)}, "s") is None
+
+
+def test_the_figure_is_drawn_and_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = str(ROOT / "examples/sizes.csv")
+    figure = tmp_path / "frontier.svg"
+    assert main(["plan", table, "--size", "size", "--budget", "20000", "-o", str(figure), "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)["sizes"]
+    assert "best size for the budget" in figure.read_text()
+    assert len(entry["frontier"]) == 40 and entry["frontier"][0]["size"]["value"] == pytest.approx(5e8)
+    assert entry["joint"]["exponents"]["C_mid"]["value"] < 0
+    with pytest.raises(SystemExit):
+        main(["plan", table, "--budget", "20000", "-o", str(figure)])
+    assert "name their column with --size" in capsys.readouterr().err
+    assert main(["plan", table, "--size", "size", "--budget", "20000", "-o", str(tmp_path / "x.gif")]) == 1
+    assert "svg, png, pdf" in capsys.readouterr().err
