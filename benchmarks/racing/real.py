@@ -1,0 +1,128 @@
+"""Races on studies that were really run, each to several budgets: what was spared, and what was lost by it.
+
+What is true at a budget is the mean reward over the last tenth before it, over seeds, of the recipes that got there.
+Regret: how far that of the recipe that is named at the end lies below the best one's; false: recipes that were stopped
+although it lies above all that were left by more than 0.02. Beside it, at the same evaluations: successive halving
+(half are kept at a quarter and at half of the budget), and the best so far at a fifth of the budget, which a race's
+first look has.
+
+    python -m benchmarks.racing.real [--also FILE:BUDGET ...] [--out racing_real.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from sweeps.curve import Curve
+from sweeps.decide.race import run_race
+from sweeps.decide.rules import Rules
+from sweeps.parallel import cores
+from sweeps.source.load import load
+
+STUDIES: tuple[tuple[str, tuple[float, ...]], ...] = (
+    ("docs/replication/curves.csv", (2e11, 3e11, 4.5e11, 6.07e11, 8e11, 1e12)),
+    ("benchmarks/real/train_rasbt.csv", (250.0, 500.0)),
+    ("benchmarks/real/eval_rasbt_ch07_math500.csv", (250.0, 500.0)),
+    ("benchmarks/real/train_marinfold_exp237.csv", (80.0, 180.0)),
+    ("benchmarks/real/train_nhockid_openrs.csv", (50.0,)),
+)
+LATE, MARGIN = 0.9, 0.02
+CAREFUL = "race, --first 0.3 --p-ahead 0.05"
+LOOK, RUNGS = 0.2, (0.25, 0.5)
+
+
+def reward_near(curve: Curve, compute: float) -> float:
+    """Mean reward over the last tenth before a compute, the last evaluation at least; over seeds."""
+    means = []
+    for seed in np.unique(curve.seed):
+        own = (curve.seed == seed) & (curve.compute <= compute)
+        if own.any():
+            late = own & (curve.compute >= min(LATE * compute, float(curve.compute[own].max())))
+            means.append(float(curve.reward[late].mean()))
+    return float(np.mean(means))
+
+
+def halving(curves: Mapping[str, Curve], budget: float) -> tuple[str, float, list[str]]:
+    """The winner, the share of compute spent, and who was stopped."""
+    left, spent, stopped = list(curves), 0.0, []
+    before = 0.0
+    for rung in (*RUNGS, 1.0):
+        spent += len(left) * (rung - before)
+        before = rung
+        by = sorted(left, key=lambda name: -reward_near(curves[name], rung * budget))
+        keep = 1 if rung == 1.0 else -(-len(left) // 2)
+        stopped += [] if rung == 1.0 else by[keep:]
+        left = by[:keep]
+    return left[0], spent / len(curves), stopped
+
+
+def rows(source: str, budget: float) -> list[str]:
+    """Of one study and budget: the race, halving, and the best at a fifth of the budget."""
+    every = [curve.take(curve.compute <= budget) for curve in load([source]).curves]
+    curves = {curve.recipe: curve for curve in every if curve.compute.max() >= LATE * budget}
+    truth = {name: reward_near(curve, budget) for name, curve in curves.items()}
+    early = max(curves, key=lambda name: reward_near(curves[name], LOOK * budget))
+    winner, share, out = halving(curves, budget)
+    found = []
+    for method, rules in (("race", Rules(budget)), (CAREFUL, Rules(budget, p_ahead=0.05, first=0.3))):
+        race = run_race(list(curves.values()), rules, ended=list(curves), workers=cores())
+        stopped = [runner.recipe for runner in race.runners if runner.stopped_at is not None]
+        named = max((name for name in curves if name not in stopped), key=lambda name: truth[name])
+        found.append((method, named, 1 - race.saved / race.full, stopped))
+    found += [
+        ("halving", winner, share, out),
+        ("the best at a fifth", early, LOOK + (1 - LOOK) / len(curves), [name for name in curves if name != early]),
+    ]
+    lines = []
+    for method, name, spent, gone in found:
+        best = max(truth[each] for each in curves if each not in gone)
+        false = [each for each in gone if truth[each] > best + MARGIN]
+        regret = max(truth.values()) - truth[name]
+        lines.append(
+            f"| {Path(source).parent.name}/{Path(source).stem} | {len(curves)} | {budget:g} | {method} | {spent:.2f} "
+            f"| {regret:.4f} | {len(gone)} | {len(false)} |"
+        )
+    return lines
+
+
+def page(studies: Sequence[tuple[str, float]]) -> str:
+    """The table of all studies and budgets."""
+    head = [
+        "Written by `python -m benchmarks.racing.real`: studies that were really run, each raced to several budgets by",
+        "the default rules and by more careful ones. Regret and false kills by the mean reward over the last tenth",
+        "before the budget; a race names the best of those that it left.",
+        "",
+        "| study | recipes | budget | method | compute | regret | stopped | false |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    found = [line for source, budget in studies for line in rows(source, budget)]
+    cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in found]
+    means = ["", f"| mean of {len(studies)} | compute | regret | stopped in all | false |", "|---|---|---|---|---|"]
+    for method in dict.fromkeys(row[3] for row in cells):
+        own = [[float(cell) for cell in row[4:]] for row in cells if row[3] == method]
+        spent, regret, gone, false = np.array(own).T
+        means.append(f"| {method} | {spent.mean():.2f} | {regret.mean():.4f} | {gone.sum():.0f} | {false.sum():.0f} |")
+    return "\n".join([*head, *found, *means]) + "\n"
+
+
+def main() -> None:
+    """Print or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--also", nargs="+", default=[], metavar="FILE:BUDGET")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    studies = [(source, budget) for source, budgets in STUDIES for budget in budgets]
+    studies += [(text.rpartition(":")[0], float(text.rpartition(":")[2])) for text in options.also]
+    text = page(studies)
+    if options.out is None:
+        print(text)
+    else:
+        options.out.write_text("# Races on real studies\n\n" + text)
+
+
+if __name__ == "__main__":
+    main()
