@@ -186,6 +186,8 @@ class TrainBatch:
     rollout's place in the flattened `groups`. `rewards` (R,) are what is trained on, `pass_rates` (R,) those of the
     prompt's groups so far, this one among them. Micro-batches keep `denominators` of the whole batch.
 
+    group (R,) numbers the groups: rollouts of one share a prompt. None where it is not known, and nothing shared.
+
     What forward passes before the update add, where a choice asks for it, (R, T): `anchor_logprobs` and `values` of the
     weights before the update, `reference_logprobs` of the frozen reference, `returns` that values are to meet.
     """
@@ -209,6 +211,7 @@ class TrainBatch:
     reference_logprobs: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
+    group: Tensor | None = None
 
     @property
     def rollouts(self) -> int:
@@ -230,8 +233,17 @@ class TrainBatch:
         return TrainBatch(**values)
 
     def cut(self, size: int) -> Iterator[Tensor]:
-        """Row numbers of micro-batches: at most `size` rollouts each, of similar length so that little is padding."""
+        """Row numbers of micro-batches, at most `size` rollouts each.
+
+        Those of a group stand together, so that they can share their prompt's forward pass, and groups of similar
+        length, so that little is padding.
+        """
         order = torch.argsort(self.lengths, descending=True, stable=True)
+        if self.group is not None and self.rollouts:
+            longest = self.lengths.new_zeros(int(self.group.max()) + 1)
+            longest.scatter_reduce_(0, self.group, self.lengths, "amax")
+            order = order[torch.argsort(self.group[order], stable=True)]
+            order = order[torch.argsort(longest[self.group[order]], descending=True, stable=True)]
         for start in range(0, self.rollouts, size):
             yield order[start : start + size]
 

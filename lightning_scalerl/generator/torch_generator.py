@@ -201,20 +201,30 @@ class TorchGenerator:
         if recompute_kv:
             self._recompute_cache()
 
-    @torch.no_grad()
     def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """Log-probabilities (T,) that the weights in use give to a completion, in one forward pass."""
-        sequence = torch.tensor([[*prompt_tokens, *tokens[:-1]]], device=self.device)
-        hidden = backbone(self.policy.model)(input_ids=sequence, use_cache=False).last_hidden_state[0]
-        hidden = hidden[len(prompt_tokens) - 1 :]
-        wanted = torch.tensor(tokens, device=self.device).unsqueeze(1)
+        return self.score_all([(prompt_tokens, tokens)])[0]
+
+    @torch.no_grad()
+    def score_all(self, completions: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
+        """The same of several prompts and completions, (T,) each, in one forward pass."""
+        sequences = [[*prompt, *tokens[:-1]] for prompt, tokens in completions]
+        width = max(map(len, sequences))
+        # Padding stands behind the tokens, where causal attention cannot see it.
+        padded = torch.tensor([[*each, *[0] * (width - len(each))] for each in sequences], device=self.device)
+        hidden = backbone(self.policy.model)(input_ids=padded, use_cache=False).last_hidden_state
         # At a real vocabulary the logits of a long completion are the largest tensor there is.
         size = max(1, MAX_LOGITS // output_size(self.policy))
-        parts = [
-            torch.log_softmax(self.policy.logits(states) / self.temperature, dim=-1).gather(1, tokens)
-            for states, tokens in zip(torch.split(hidden, size), torch.split(wanted, size), strict=True)
-        ]
-        return torch.cat(parts).squeeze(1)
+        found = []
+        for states, (prompt, tokens) in zip(hidden, completions, strict=True):
+            own = states[len(prompt) - 1 : len(prompt) + len(tokens) - 1]
+            wanted = torch.tensor(tokens, device=self.device).unsqueeze(1)
+            parts = [
+                torch.log_softmax(self.policy.logits(some) / self.temperature, dim=-1).gather(1, of)
+                for some, of in zip(torch.split(own, size), torch.split(wanted, size), strict=True)
+            ]
+            found.append(torch.cat(parts).squeeze(1))
+        return found
 
     def submit(self, request: GroupRequest) -> None:
         """Queue a group.

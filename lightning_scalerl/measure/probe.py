@@ -47,7 +47,8 @@ MEAN, P99 = "train/probe_gap_mean", "train/probe_gap_p99"
 class Scorer(Protocol):
     """A generator that can be asked for the log-probabilities of tokens that are given. Not every one can.
 
-    One that has `score` and cannot under its settings says so by `can_score`.
+    One that has `score` and cannot under its settings says so by `can_score`. One that has `score_all` is asked for
+    several at once.
     """
 
     @property
@@ -210,9 +211,12 @@ def logprob_gaps(
 
 def _scored(scorer: Scorer, found: Sequence[tuple[Group, Rollout]]) -> list[Tensor] | None:
     """Log-probabilities that the generator would record now; None as soon as it cannot say."""
+    asked = [(group.prompt_tokens, rollout.tokens) for group, rollout in found]
+    if (score_all := getattr(scorer, "score_all", None)) is not None:
+        return [logprobs.cpu() for logprobs in score_all(asked)]
     scores: list[Tensor] = []
-    for group, rollout in found:
-        logprobs = scorer.score(group.prompt_tokens, rollout.tokens)
+    for prompt_tokens, tokens in asked:
+        logprobs = scorer.score(prompt_tokens, tokens)
         if logprobs is None:
             return None
         scores.append(logprobs.cpu())

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.model.head import backbone, head_logits, output_head
+from lightning_scalerl.model.shared_prompt import shares_prompts, worthwhile
+from lightning_scalerl.model.shared_prompt import states as completion_states
 from lightning_scalerl.rollout import TrainBatch
 from sweeps.run.activity import activity
 
@@ -34,6 +36,7 @@ class Policy(nn.Module):
         self.model = model
         self.precision = precision
         self.temperature = temperature
+        self._shares: bool | None = None
 
     def autocast(self, precision: Precision) -> AbstractContextManager[Any]:
         """The policy type's autocast on this policy's device; nothing for FP32."""
@@ -42,6 +45,18 @@ class Policy(nn.Module):
         if dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device, dtype=dtype)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a prompt goes through the model once for all of its completions.
+
+        Not in training mode, where dropout acts, or layers recompute what a cache would have to keep.
+        """
+        if any(module.training for module in self.model.modules()):
+            return False
+        if self._shares is None:
+            self._shares = shares_prompts(self.model)
+        return self._shares
 
     def forward(
         self, batch: TrainBatch, precision: Precision | None = None, entropy_gradient: bool = False
@@ -59,14 +74,19 @@ class Policy(nn.Module):
         activity.note("train")
         precision = precision or self.precision
         rollouts, width = batch.generator_logprobs.shape
-        with self.autocast(precision):
-            hidden = backbone(self.model)(input_ids=batch.tokens[:, :-1], use_cache=False).last_hidden_state
-        column = torch.arange(width, device=hidden.device)
+        column = torch.arange(width, device=batch.tokens.device)
         real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
-        row = torch.arange(rollouts, device=hidden.device).unsqueeze(1).expand(-1, width)[real]
+        row = torch.arange(rollouts, device=real.device).unsqueeze(1).expand(-1, width)[real]
         position = (batch.completion_start.unsqueeze(1) - 1 + column)[real]
+        share = self.shares_prompts and worthwhile(batch)
+        with self.autocast(precision):
+            if share:
+                hidden = completion_states(self.model, batch)[real]
+            else:
+                whole = backbone(self.model)(input_ids=batch.tokens[:, :-1], use_cache=False).last_hidden_state
+                hidden = whole[row, position]
         targets = batch.tokens[row, position + 1]
-        logprobs, entropies = self._score(hidden[row, position], targets, precision, entropy_gradient)
+        logprobs, entropies = self._score(hidden, targets, precision, entropy_gradient)
         shape = batch.generator_logprobs
         return (
             torch.zeros_like(shape).masked_scatter(real, logprobs),

@@ -99,6 +99,7 @@ def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
         return torch.tensor(table, dtype=dtype).reshape(count, width)
 
     rollouts = [rollout for _, rollout, *_ in rows]
+    numbers: dict[int, int] = {}
     forced = padded([rollout.forced for rollout in rollouts], longest, torch.bool)
     lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.long)
     sampled = (torch.arange(longest) < lengths.unsqueeze(1)) & ~forced
@@ -117,5 +118,6 @@ def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
         row=torch.tensor([row for *_, row in rows], dtype=torch.long),
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         pass_rates=torch.tensor([group.pass_rate_so_far for group, *_ in rows], dtype=torch.float32),
+        group=torch.tensor([numbers.setdefault(id(group), len(numbers)) for group, *_ in rows], dtype=torch.long),
         denominators=Denominators(0.0, 0.0, 0.0, 0.0),
     )

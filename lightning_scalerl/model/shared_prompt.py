@@ -1,0 +1,105 @@
+"""A prompt's forward once for all of its completions, with gradient: exact, and a fraction of the work.
+
+The prompts of a batch are computed once each, their keys and values repeated for the rollouts that share them, and the
+completions computed behind them. The gradient of a prompt is then the sum of what its rollouts send back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from lightning_scalerl.model.head import backbone, eval_mode, text_config
+from lightning_scalerl.model.windows import attention_windows
+from lightning_scalerl.rollout import Denominators, TrainBatch
+
+# Worth two forward passes in place of one: this share of all tokens, at least, need not be computed again.
+WORTH = 0.15
+# How far apart the two ways may lie in FP32 where they compute the same.
+_SAME = 1e-4
+
+
+def worthwhile(batch: TrainBatch) -> bool:
+    """Whether rollouts that share prompts would save enough of a batch's tokens."""
+    if batch.group is None or not batch.rollouts:
+        return False
+    first, _ = prompts_of(batch.group)
+    again = batch.completion_start.sum() - batch.completion_start[first].sum()
+    return bool(again >= WORTH * batch.lengths.sum())
+
+
+def prompts_of(group: Tensor) -> tuple[Tensor, Tensor]:
+    """The first rollout of every group (U,), and of every rollout (R,) which of those has its prompt."""
+    _, of = torch.unique(group, return_inverse=True)
+    rows = torch.arange(len(group), device=group.device)
+    first = torch.full((int(of.max()) + 1,), len(group), device=group.device)
+    first.scatter_reduce_(0, of, rows, "amin")
+    return first, of
+
+
+def states(model: nn.Module, batch: TrainBatch) -> Tensor:
+    """Hidden states before the head, (R, T, width): those at column t predict a completion's token t.
+
+    Args:
+        model: one that `shares_prompts`.
+        batch: sequences, with the groups that share a prompt.
+    """
+    assert batch.group is not None
+    first, of = prompts_of(batch.group)
+    inner = backbone(model)
+    starts = batch.completion_start
+    width, length = batch.generator_logprobs.shape[1], int(starts.max())
+    cache = DynamicCache()
+    # Behind a shorter prompt stand tokens that nothing looks back at: the mask below leaves their keys out.
+    prompts = inner(input_ids=batch.tokens[first, :length], past_key_values=cache, use_cache=True).last_hidden_state
+    last: Tensor = prompts[torch.arange(len(first), device=of.device), starts[first] - 1][of].unsqueeze(1)
+    if width < 2:
+        return last
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[of], layer.values[of]
+    position = starts.unsqueeze(1) + torch.arange(width - 1, device=of.device)
+    tokens = batch.tokens.gather(1, position.clamp(max=batch.tokens.shape[1] - 1))
+    seen = torch.arange(length, device=of.device) < starts.unsqueeze(1)
+    # The completion's own part is causal, for which the model sees by itself.
+    mask = None if bool(seen.all()) else torch.cat([seen, torch.ones_like(tokens, dtype=torch.bool)], dim=1)
+    later = inner(
+        input_ids=tokens, position_ids=position, attention_mask=mask, past_key_values=cache, use_cache=True
+    ).last_hidden_state
+    return torch.cat([last, later], dim=1)
+
+
+@torch.no_grad()
+def shares_prompts(model: nn.Module) -> bool:
+    """Whether a model computes the same behind keys and values as behind the prompt itself: tried on one short batch.
+
+    Not where a layer sees a window only, or remembers otherwise than by keys and values.
+    """
+    if attention_windows(text_config(model)):
+        return False
+    device = next(model.parameters()).device
+    limit = int(text_config(model).vocab_size)
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 0], [4, 5, 6, 0, 0, 0]], device=device) % limit
+    starts, lengths = torch.tensor([3, 3, 1], device=device), torch.tensor([6, 5, 3], device=device)
+    batch = _sequences(tokens, starts, lengths, torch.tensor([0, 0, 1], device=device))
+    try:
+        with eval_mode(model):
+            plain = backbone(model)(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
+            shared = states(model, batch)
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False  # another kind of cache
+    column = torch.arange(shared.shape[1], device=device)
+    real = column < (lengths - starts).unsqueeze(1)
+    expected = plain.gather(1, (starts.unsqueeze(1) - 1 + column).clamp(max=4).unsqueeze(2).expand_as(shared))
+    gap = (shared - expected)[real].float().abs().max()
+    return bool(gap <= _SAME * expected[real].float().abs().max().clamp(min=1.0))
+
+
+def _sequences(tokens: Tensor, starts: Tensor, lengths: Tensor, group: Tensor) -> TrainBatch:
+    """A batch of which only the sequences matter."""
+    width = int((lengths - starts).max())
+    nothing, none = torch.zeros(len(lengths), width), torch.zeros(len(lengths))
+    return TrainBatch(
+        tokens, lengths, starts, nothing, nothing, nothing, nothing, nothing, none, none, none, none, none,
+        Denominators(0.0, 0.0, 0.0, 0.0), group=group,
+    )  # fmt: skip

@@ -1,0 +1,151 @@
+"""A prompt's forward once for all of its rollouts: values and gradients of the plain form, over families and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.model import policy as policy_module
+from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.model.shared_prompt import shares_prompts, worthwhile
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollout import Group, Rollout, TrainBatch
+from lightning_scalerl.stream.credit import lay_out
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.0,
+}
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "llama, grouped heads": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=1)),
+    "llama, eager": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation="eager")),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, num_key_value_heads=1, head_dim=8)),
+    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SMALL, num_key_value_heads=1, head_dim=8)),
+    "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL)),
+    "gpt-2, learned positions": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=48, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    ),
+    "opt, positions from the mask": lambda: OPTForCausalLM(
+        OPTConfig(**{**SMALL, "ffn_dim": 32}, word_embed_proj_dim=16)
+    ),
+}
+WINDOWED = MistralConfig(**SMALL, num_key_value_heads=1, sliding_window=4)
+
+
+def batch_of(prompts: list[list[int]], completions: list[list[int]]) -> TrainBatch:
+    """Completions of so many tokens, of each prompt."""
+    rows: list[Any] = []
+    source = torch.Generator().manual_seed(sum(map(len, prompts)))
+    for number, (tokens, lengths) in enumerate(zip(prompts, completions, strict=True)):
+        rollouts = []
+        for length in lengths:
+            sampled = torch.randint(1, 48, (length,), generator=source).tolist()
+            rollouts.append(Rollout(sampled, [0.0] * length, [0] * length, [False] * length, "stop"))
+        group = Group(number, Prompt(str(number), "", "", ""), tokens, rollouts)
+        rows += [(group, rollout, 0.0, 0, len(rows) + at) for at, rollout in enumerate(rollouts)]
+    return lay_out(rows)
+
+
+def both(model: nn.Module, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, ...]]:
+    """Log-probabilities, entropies and the gradient of a sum of both, plain and shared."""
+    policy = Policy(model, Precision("fp32", False, False)).eval()
+    found = []
+    for share in (False, True):
+        monkeypatch.setattr(policy_module, "worthwhile", lambda batch, share=share: share)
+        policy.zero_grad()
+        logprobs, entropies = policy(batch, entropy_gradient=True)
+        weights = torch.linspace(0.5, 2.0, logprobs.numel()).reshape(logprobs.shape)
+        (weights * logprobs + 0.3 * entropies).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+        found.append((logprobs.detach(), entropies.detach(), gradient))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_gradients_are_those_of_the_plain_form(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of unlike length, completions of one token among them, a prompt with a single rollout."""
+    torch.manual_seed(0)
+    model = FAMILIES[family]()
+    batch = batch_of([[5, 6, 7, 8, 9], [5, 6], [11] * 7], [[4, 1, 6], [3, 3, 2, 5], [2]])
+    if not shares_prompts(model):
+        assert family.startswith("opt"), "its positions come from a mask of the whole sequence"
+        return
+    plain, shared = both(model, batch, monkeypatch)
+    for ours, theirs in zip(shared, plain, strict=True):
+        assert float((ours - theirs).norm()) <= 2e-6 * max(float(theirs.norm()), 1.0)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    rollouts=st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=5), min_size=5, max_size=5),
+)
+def test_any_batch(lengths: list[int], rollouts: list[list[int]]) -> None:
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=1))
+    batch = batch_of([list(range(1, length + 1)) for length in lengths], rollouts[: len(lengths)])
+    with pytest.MonkeyPatch.context() as patch:
+        plain, shared = both(model, batch, patch)
+    for ours, theirs in zip(shared, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=3e-6, rtol=3e-5)
+
+
+def test_it_is_left_where_it_would_compute_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that a prompt may leave, training mode (dropout acts there), too little to save, no group known."""
+    assert not shares_prompts(MistralForCausalLM(WINDOWED))
+    model = FAMILIES["llama, grouped heads"]()
+    policy = Policy(model, Precision("fp32", False, False))
+    assert not policy.train().shares_prompts
+    assert policy.eval().shares_prompts
+    assert worthwhile(batch_of([[1, 2, 3, 4]], [[4] * 4]))
+    assert not worthwhile(batch_of([[1, 2, 3, 4], [5, 6]], [[4], [5]]))
+    assert not worthwhile(batch_of([[1]], [[30] * 4]))
+    unknown = batch_of([[1, 2, 3, 4]], [[4] * 4])
+    unknown.group = None
+    assert not worthwhile(unknown)
+
+
+def test_tokens_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, not timed: sixteen rollouts of a prompt of twenty tokens put it through the model once."""
+    model = FAMILIES["llama, grouped heads"]()
+    policy = Policy(model, Precision("fp32", False, False)).eval()
+    assert policy.shares_prompts
+    seen: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].numel()))
+    policy(batch_of([list(range(1, 21))], [[5] * 16]))
+    assert seen == [20, 16 * 4]
+
+
+def test_micro_batches_keep_groups_together() -> None:
+    batch = batch_of([[1, 2], [3], [4, 5, 6]], [[2, 9, 3, 4], [7, 7, 1, 2], [3, 3, 3, 3]])
+    assert batch.group is not None
+    parts = [batch.group[rows].tolist() for rows in batch.cut(4)]
+    assert parts == [[0] * 4, [1] * 4, [2] * 4]
+    assert sorted(torch.cat(list(batch.cut(5))).tolist()) == list(range(12))
