@@ -25,15 +25,17 @@ def main() -> None:
     parser.add_argument("study", nargs="?", default="outputs/demo", help="the demo's output (default: %(default)s)")
     study = Path(parser.parse_args().study)
     KEPT.mkdir(parents=True, exist_ok=True)
-    for name in ("ranking.csv", "report_curves.png"):
+    for name in ("ranking.csv", "report_overlay.png"):
         shutil.copy(study / name, KEPT / name)
     readme = ROOT / "README.md"
     text = readme.read_text()
-    section = "\n".join([BEGIN, *describe(study), "", *table(KEPT / "ranking.csv"), "", FIGURE, END])
+    assert FIGURE in text, f"the README shows {FIGURE}"
+    section = "\n".join([BEGIN, *describe(study), "", *table(KEPT / "ranking.csv"), END])
     readme.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: section, text, flags=re.DOTALL))
 
 
-FIGURE = "![compute curves of the demo's recipes](docs/demo/report_curves.png)"
+# The first thing of the README.
+FIGURE = "docs/demo/report_overlay.png"
 
 
 def describe(study: Path) -> list[str]:

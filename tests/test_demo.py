@@ -38,6 +38,7 @@ def test_the_demo_leaves_what_it_promises(tmp_path: Path) -> None:
     assert re.search(r"#/experiments/\d+/runs\?viewStateShareKey=", done.stdout)
     assert "mlflow" in done.stdout and "--backend-store-uri" in done.stdout
     page = (output / "report.html").read_text()
+    assert "Learned: " in done.stdout and (output / "report_overlay.png").is_file()
     assert "<svg" in page and not re.search(r'(src|href)="https?://', page)
     rows = list(csv.DictReader((output / "ranking.csv").open()))
     assert {row["recipe"] for row in rows} == {"scalerl", "scalerl+loss=dapo"}

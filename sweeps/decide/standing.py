@@ -247,8 +247,12 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
 
     ordered = sorted(ranked, key=order)
     rivals = tuple(fit.recipe for fit in fits if not fit.identifiable and p_best[fit.recipe] > COULD_WIN)
-    leader = _leader(fits, [fit for fit in ordered if fit in tied], losses)
     wrong = dict(zip((fit.recipe for fit in fits), wrong_chances(drawn, margin), strict=True))
+    # Efficiency decides between those that are surely within the margin, not at the price of being so.
+    safe = [fit for fit in ordered if fit in tied and wrong[fit.recipe] <= _UNSURE]
+    leader = _leader(fits, safe, losses)
+    if leader in tied:
+        ordered = [leader, *(fit for fit in ordered if fit is not leader)]
     p_wrong = None if leader is None or len(fits) < 2 else wrong[leader.recipe]
     decided, sentence = _outcome(fits, leader, ordered, tied, losses, p_best, p_wrong, at_shared, rivals, margin)
     return Standing(
@@ -275,14 +279,14 @@ def named_a(fit: Fit) -> float:
     return fit.A.value
 
 
-def _leader(fits: Sequence[Fit], tied: Sequence[Fit], losses: Mapping[str, float]) -> Fit | None:
-    """The recipe of the least expected loss; where that is among those tied, which are in order, the first of them.
+def _leader(fits: Sequence[Fit], safe: Sequence[Fit], losses: Mapping[str, float]) -> Fit | None:
+    """The recipe of the least expected loss; where that is surely within the margin, the first of all that are.
 
     A refusal to name an asymptote is no evidence that it is low. Of what cannot be read nothing is known at all.
     """
     known = [fit for fit in fits if readable(fit)]
     best = min(known, key=lambda fit: (losses[fit.recipe], fit.recipe), default=None)
-    return tied[0] if best in tied else best
+    return safe[0] if best in safe else best
 
 
 def expected_losses(drawn: Sequence[Drawn]) -> list[float]:
@@ -366,9 +370,11 @@ def _outcome(
             f"{leader.recipe} is best: {names} are tied in A within {margin:g}, and it has the highest B "
             f"at the shared A with {chance(efficient)}{unranked}"
         )
-    why = (
-        f"B does not separate them ({chance(efficient)} for {leader.recipe})"
-        if sure
-        else f"that {leader.recipe} is within {margin:g} of the best A is uncertain ({chance(1 - p_wrong)})"
-    )
+    if sure:
+        # Whichever of them is taken, it is no wrong choice by the margin that was asked for.
+        return True, (
+            f"{names} are tied in A within {margin:g}, above all others ({within}), and B does not separate them "
+            f"({chance(efficient)} for {leader.recipe}): take any of them{unranked}"
+        )
+    why = f"that {leader.recipe} is within {margin:g} of the best A is uncertain ({chance(1 - p_wrong)})"
     return False, f"undecided: {names} are tied in A within {margin:g}, and {why}{unranked}"

@@ -25,7 +25,15 @@ from sweeps.tracking.store import STATUS, STOPPED_TAG
 _log = logging.getLogger(__name__)
 
 CURVE_POINTS = 75
-ARTIFACTS = ("report.html", "ranking.csv", "report_curves.png", "report_curves.svg", "report_asymptotes.png", RACE_FILE)
+ARTIFACTS = (
+    "report.html",
+    "ranking.csv",
+    "report_overlay.png",
+    "report_curves.png",
+    "report_curves.svg",
+    "report_asymptotes.png",
+    RACE_FILE,
+)
 
 
 def publish(sources: Sequence[str], uri: str, ranked: Callable[[Ranking], None] = lambda ranking: None) -> None:

@@ -75,6 +75,7 @@ def write_report(
         profile_figure,
         residuals_figure,
     )
+    from sweeps.report.overlay import overlay_figure
     from sweeps.report.page import NAMED, Findings, render
 
     page = Path(path)
@@ -92,6 +93,7 @@ def write_report(
         _races(runs),
     )
     figures = {
+        "overlay": overlay_figure(curves, fits, ranking),
         "curves": curves_figure(curves, fits, ranking),
         "asymptotes": asymptotes_figure(fits, ranking),
         "profile": profile_figure(fits, ranking),

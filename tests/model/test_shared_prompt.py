@@ -1,4 +1,4 @@
-"""A prompt's forward once for all of its rollouts: values and gradients of the plain form, over families and batches."""
+"""A prompt's forward once for all of its rollouts: values and gradients of the plain form, over families of models."""
 
 from __future__ import annotations
 

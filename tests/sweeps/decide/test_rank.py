@@ -44,9 +44,20 @@ def test_tie_in_A_is_broken_by_B_at_the_shared_A() -> None:
     assert not result.undecided
 
 
-def test_equal_recipes_are_undecided() -> None:
+def test_of_equal_recipes_any_may_be_taken() -> None:
+    """Surely within the margin of each other, and as efficient: a tie is an answer, and names nobody as the best."""
     result = ranked(*(curve(name, rng=i) for i, name in enumerate(("scalerl", "scalerl+kl=fixed"))))
-    assert result.undecided and result.sentence.startswith("undecided")
+    assert not result.undecided and "are tied in A within 0.02" in result.sentence
+    assert result.sentence.endswith("take any of them") and "is best" not in result.sentence
+    assert all(entry.tied_with_best for entry in result.ranking)
+
+
+def test_efficiency_does_not_choose_a_recipe_that_may_be_worse() -> None:
+    """Of two estimates within the margin the one of the higher B is known badly: it is not taken for that."""
+    sure = curve("sure", a=0.6, b=1.5, rng=1)
+    rough = curve("rough", a=0.59, b=3.0, white=0.05, rng=2)
+    result = ranked(sure, rough)
+    assert result.leader == "sure" and result.ranking[0].recipe == "sure"
 
 
 @pytest.mark.full

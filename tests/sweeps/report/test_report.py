@@ -116,7 +116,7 @@ def test_page_is_self_contained_and_well_formed(usual_page: tuple[str, tuple[Pat
     # Every section is in the table of contents, in order.
     links = re.findall(r'<a href="#(section-\d+)">', text)
     assert links and links == re.findall(r'<h2 id="(section-\d+)">', text)
-    names = ("curves", "asymptotes", "profile", "residuals")
+    names = ("overlay", "curves", "asymptotes", "profile", "residuals")
     figures = {f"report_{name}.{kind}" for name in names for kind in ("svg", "png")}
     assert {path.name for path in written} == {"report.html", *figures}
     assert "nan" not in re.sub(r"<[^>]*>", "", text).lower().split()
@@ -300,7 +300,7 @@ def test_page_without_any_ranked_recipe(tmp_path: Path) -> None:
     assert "undecided" in text
     # No asymptote to compare; the one curve there is has residuals.
     assert {path.name for path in written[1:]} == {
-        f"report_{name}.{kind}" for name in ("curves", "residuals") for kind in ("svg", "png")
+        f"report_{name}.{kind}" for name in ("overlay", "curves", "residuals") for kind in ("svg", "png")
     }
 
 

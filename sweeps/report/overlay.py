@@ -1,0 +1,88 @@
+"""The study in one figure: all recipes' curves on one pair of axes, and beside it the ranking that they give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sweeps.curve import Curve
+from sweeps.decide.rank import Ranking
+from sweeps.fit.fit import Fit
+from sweeps.fit.predict import predict, readable
+from sweeps.report.drawing import COLOURS, INK, REFUSED, RULE, STYLE, label, limits
+
+# Beyond so many recipes colours repeat, and lines tell them apart.
+_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
+
+
+def overlay_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking) -> Figure:
+    """Left evaluations and fitted curves; right each recipe's asymptote with its 95% interval, the best on top.
+
+    An asymptote that may not be named is drawn as the reward of the last tenth of the window, hollow.
+    """
+    by_recipe = {fit.recipe: fit for fit in fits}
+    points = {curve.recipe: curve for curve in curves}
+    order = [entry.recipe for entry in ranking.ranking]
+    with rc_context(STYLE):
+        figure = Figure(figsize=(11.0, max(4.2, 0.36 * len(order) + 1.6)), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=False, width_ratios=(1.25, 1.0))
+        _draw_curves(left, order, by_recipe, points)
+        _draw_ranking(right, order, by_recipe, points, ranking)
+    return figure
+
+
+def _style(index: int) -> tuple[str, object]:
+    return COLOURS[index % len(COLOURS)], _DASHES[(index // len(COLOURS)) % len(_DASHES)]
+
+
+def _draw_curves(panel: Axes, order: Sequence[str], fits: Mapping[str, Fit], points: Mapping[str, Curve]) -> None:
+    _, end = limits(list(points.values()))
+    panel.set_xlim(0, end / 1.5 * 1.02)
+    panel.grid(axis="y", color=RULE, linewidth=0.6)
+    for index, recipe in enumerate(order):
+        colour, dash = _style(index)
+        curve, fit = points[recipe], fits[recipe]
+        panel.plot(curve.compute, curve.reward, "o", color=colour, markersize=2.2, alpha=0.35, markeredgewidth=0)
+        if readable(fit) and fit.window is not None:
+            x = np.linspace(fit.window[0], fit.window[1], 120)
+            panel.plot(x, predict(fit, x).value, color=colour, linewidth=1.8, linestyle=dash)
+    panel.set_xlabel(label(points[order[0]].unit, 50), parse_math=False)
+    panel.set_ylabel(label(points[order[0]].metric, 50), parse_math=False)
+
+
+def _draw_ranking(
+    panel: Axes, order: Sequence[str], fits: Mapping[str, Fit], points: Mapping[str, Curve], ranking: Ranking
+) -> None:
+    tied = {entry.recipe for entry in ranking.ranking if entry.tied_with_best}
+    named = [fits[recipe].A.value for recipe in order if fits[recipe].identifiable]
+    best = max((value for value in named if value is not None), default=None)
+    if best is not None:
+        panel.axvspan(best - ranking.margin, best, color=REFUSED, alpha=0.15, linewidth=0)
+    for row, recipe in enumerate(order):
+        (colour, _), fit, curve = _style(row), fits[recipe], points[recipe]
+        if fit.identifiable and fit.A.value is not None:
+            ends = [bound if bound is not None else end for bound, end in zip(fit.A_total, fit.bounds, strict=True)]
+            panel.plot(ends, [row, row], color=colour, linewidth=2.2, solid_capstyle="round")
+            panel.plot([fit.A.value], [row], "o", color=colour, markersize=6)
+            text = f"{fit.A.value:.2f}" + (" tied" if recipe in tied and len(tied) > 1 else "")
+        else:
+            last = float(curve.reward[curve.compute >= 0.9 * curve.compute.max()].mean())
+            panel.plot([last], [row], "o", color=colour, markerfacecolor="none", markersize=6)
+            text = f"{last:.2f} so far"
+        panel.annotate(
+            text, (1.0, row), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
+            va="center", fontsize=8.5, color=INK,
+        )  # fmt: skip
+    panel.set_yticks(range(len(order)))
+    panel.set_yticklabels([label(recipe, 44).replace("$", r"\$") for recipe in order])
+    for tick, row in zip(panel.get_yticklabels(), range(len(order)), strict=True):
+        tick.set_color(_style(row)[0])
+    panel.set_ylim(len(order) - 0.5, -0.5)
+    panel.grid(axis="x", color=RULE, linewidth=0.6)
+    panel.tick_params(axis="y", length=0)
+    panel.spines["left"].set_visible(False)
+    panel.set_xlabel(f"asymptote A (shaded: within {ranking.margin:g} of the best; hollow: not named)")
