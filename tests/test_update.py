@@ -274,7 +274,7 @@ def made(keep: Keep) -> list[bool]:
 
 
 # So large that FP16 overflows at first, and the factor is one that has been found on the way.
-FACTOR_AT_FIRST = 2.0**20
+FACTOR_AT_FIRST = 2.0**19
 # What each needs of its run to be able to show that it was lost.
 SEEN: dict[str, Callable[[Keep], bool]] = {
     "dynamic_sampling": lambda keep: max(keep.of("train/groups_dropped")[:3]) > 0,

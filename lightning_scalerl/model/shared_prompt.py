@@ -57,7 +57,8 @@ def states(model: nn.Module, batch: TrainBatch) -> Tensor:
     if width < 2:
         return last
     for layer in cache.layers:
-        layer.keys, layer.values = layer.keys[of], layer.values[of]
+        # In FP32, so that what the rollouts send back to their prompt is summed in it.
+        layer.keys, layer.values = (kept.float()[of].to(kept.dtype) for kept in (layer.keys, layer.values))
     position = starts.unsqueeze(1) + torch.arange(width - 1, device=of.device)
     tokens = batch.tokens.gather(1, position.clamp(max=batch.tokens.shape[1] - 1))
     seen = torch.arange(length, device=of.device) < starts.unsqueeze(1)
