@@ -73,7 +73,7 @@ class Points:
     seed: NDArray[np.intp]
 
     def take(self, keep: NDArray[np.bool_]) -> Points:
-        """Some of the points, seeds at_peak anew."""
+        """Some of the points, seeds counted anew."""
         _, seed = np.unique(self.seed[keep], return_inverse=True)
         variance = None if self.variance is None else self.variance[keep]
         return Points(self.compute[keep], self.reward[keep], variance, seed.astype(np.intp))
