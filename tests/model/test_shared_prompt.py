@@ -53,9 +53,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "gpt-2, learned positions": lambda: GPT2LMHeadModel(
         GPT2Config(vocab_size=48, n_embd=16, n_layer=2, n_head=2, n_positions=64)
     ),
-    "opt, positions from the mask": lambda: OPTForCausalLM(
-        OPTConfig(**{**SMALL, "ffn_dim": 32}, word_embed_proj_dim=16)
-    ),
+    "opt, learned positions": lambda: OPTForCausalLM(OPTConfig(**{**SMALL, "ffn_dim": 32}, word_embed_proj_dim=16)),
 }
 WINDOWED = MistralConfig(**SMALL, num_key_value_heads=1, sliding_window=4)
 
@@ -95,9 +93,7 @@ def test_values_and_gradients_are_those_of_the_plain_form(family: str, monkeypat
     torch.manual_seed(0)
     model = FAMILIES[family]()
     batch = batch_of([[5, 6, 7, 8, 9], [5, 6], [11] * 7], [[4, 1, 6], [3, 3, 2, 5], [2]])
-    if not shares_prompts(model):
-        assert family.startswith("opt"), "its positions come from a mask of the whole sequence"
-        return
+    assert shares_prompts(model)
     plain, shared = both(model, batch, monkeypatch)
     for ours, theirs in zip(shared, plain, strict=True):
         assert float((ours - theirs).norm()) <= 2e-6 * max(float(theirs.norm()), 1.0)
