@@ -25,11 +25,15 @@ from sweeps.fit.family import SIGMOID, Box, Family
 Array = NDArray[np.float64]
 _COARSE = (30, 48)
 # Lines of the grid for steep curves, and how far down in u it goes: to a fifth of the steepest.
-_STEEP, _STEEP_SPAN = (8, 90), 1.6
+_STEEP, _STEEP_SPAN = (10, 160), 1.8
+# How far past the last point its midpoints go, in widths of its least steep curve: the window may cut off a rise.
+_STEEP_BEYOND = 6.0
 _RESTARTS = 8
-# A minimum of the coarse grid that is worse than its best by this factor is not polished.
+# A minimum of a grid that is worse than its best by this factor is not polished.
 _HOPELESS = 10.0
 _ITERATIONS = 60
+# To what share of its SSE a minimum is worked out that is only compared with others.
+_ROUGH = 1e-3
 
 
 @dataclass(frozen=True)
@@ -352,7 +356,9 @@ def polish(problem: Problem, u: float, v: float, tolerance: float = 1e-12) -> Op
             if found.sse < best.sse:
                 gain = best.sse - found.sse
                 x, best, residual, improved = trial, found, trial_residual, True
-                damping = max(damping / 10, 1e-12)
+                # A step that brings much less than foretold has overshot: the curvature left out is not small.
+                foretold = -(2 * gradient @ limited + limited @ curvature @ limited)
+                damping = max(damping / 10, 1e-12) if gain > 0.25 * foretold else 10 * damping
                 break
             damping *= 10
             if damping > 1e8:
@@ -383,22 +389,14 @@ def axes_of(problem: Problem, box: Box, shape: tuple[int, int]) -> tuple[Array, 
 def solve(problem: Problem, polished: int = 3, tolerance: float = 1e-12) -> Optimum:
     """The global least-squares solution.
 
-    The best few local minima of the grid are polished: a curve that is poorly determined has several.
+    The best few local minima of each grid are polished: a curve that is poorly determined has several.
     """
-    grid = surface(problem, *axes_of(problem, problem.box, _COARSE))
-    padded = np.pad(grid.sse, 1, constant_values=np.inf)
-    rows, columns = grid.sse.shape
-    neighbours = [padded[i : i + rows, j : j + columns] for i in range(3) for j in range(3) if (i, j) != (1, 1)]
-    minima = np.argwhere(grid.sse <= np.min(neighbours, axis=0))
-    value = grid.sse[minima[:, 0], minima[:, 1]]
-    order = np.argsort(value, kind="stable")[:polished]
-    order = order[value[order] <= _HOPELESS * value.min()]
-    found = [polish(problem, float(grid.u[i]), float(grid.v[j]), max(tolerance, 1e-3)) for i, j in minima[order]]
-    best = min(found, key=lambda o: o.sse)
-    steep = _steepest(problem)
-    if steep is not None and steep.sse < best.sse:
-        best = steep
-    best = polish(problem, best.u, best.v, tolerance)
+    starts = _minima(surface(problem, *axes_of(problem, problem.box, _COARSE)), polished)
+    if problem.family.shape == 2:
+        starts += _minima(_steep(problem), 2 * polished)
+    found = [polish(problem, u, v, max(tolerance, _ROUGH)) for u, v in starts]
+    close = min(o.sse for o in found) * (1 + _ROUGH)
+    best = min((polish(problem, o.u, o.v, tolerance) for o in found if o.sse <= close), key=lambda o: o.sse)
     # Where R0 or A meets a bound the SSE has a crease, on which the descent may stick until it starts afresh.
     for _ in range(_RESTARTS if _at_crease(problem, best) else 0):
         again = polish(problem, best.u, best.v, tolerance)
@@ -408,18 +406,27 @@ def solve(problem: Problem, polished: int = 3, tolerance: float = 1e-12) -> Opti
     return best
 
 
-def _steepest(problem: Problem) -> Optimum | None:
-    """The best of nearly stepwise curves, whose basins between two points are narrower than the coarse grid."""
-    if problem.family.shape < 2:
-        return None
+def _minima(grid: Surface, most: int) -> list[tuple[float, float]]:
+    """(u, v) of the best local minima of a grid."""
+    padded = np.pad(grid.sse, 1, constant_values=np.inf)
+    rows, columns = grid.sse.shape
+    neighbours = [padded[i : i + rows, j : j + columns] for i in range(3) for j in range(3) if (i, j) != (1, 1)]
+    minima = np.argwhere(grid.sse <= np.min(neighbours, axis=0))
+    value = grid.sse[minima[:, 0], minima[:, 1]]
+    order = np.argsort(value, kind="stable")[:most]
+    return [(float(grid.u[i]), float(grid.v[j])) for i, j in minima[order[value[order] <= _HOPELESS * value.min()]]]
+
+
+def _steep(problem: Problem) -> Surface:
+    """The SSE of nearly stepwise curves, whose basins between two points are narrower than the coarse grid."""
     _, u_high, v_low, v_high = problem.box
     seen = problem.log_compute[np.isfinite(problem.log_compute)]
     if problem.family.name == "logistic":
         seen = np.exp(seen)
-    lines = np.linspace(max(v_low, float(seen.min())), min(v_high, float(seen.max())), _STEEP[1])
-    grid = surface(problem, np.linspace(u_high - _STEEP_SPAN, u_high, _STEEP[0]), lines)
-    i, j = np.unravel_index(int(grid.sse.argmin()), grid.sse.shape)
-    return evaluate(problem, float(grid.u[i]), float(grid.v[j]))[0]
+    u_low = u_high - _STEEP_SPAN
+    last = float(seen.max()) + _STEEP_BEYOND * float(np.exp(-u_low))
+    lines = np.linspace(max(v_low, float(seen.min())), min(v_high, last), _STEEP[1])
+    return surface(problem, np.linspace(u_low, u_high, _STEEP[0]), lines)
 
 
 def _at_crease(problem: Problem, best: Optimum) -> bool:

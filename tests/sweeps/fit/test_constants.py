@@ -23,7 +23,9 @@ COMPUTED = {
         "TAIL", "_FINE", "_ROUNDS", "_FINER", "_CELLS", "_FIXED", "_DEVIANCE", "_TRIALS", "_EDGE",
         "_LEVELS",
     },
-    "least_squares.py": {"_COARSE", "_STEEP", "_STEEP_SPAN", "_RESTARTS", "_HOPELESS", "_ITERATIONS"},
+    "least_squares.py": {
+        "_COARSE", "_STEEP", "_STEEP_SPAN", "_STEEP_BEYOND", "_RESTARTS", "_HOPELESS", "_ITERATIONS", "_ROUGH",
+    },
     "mixture.py": {
         "_MOST_JUMPS", "_ELSEWHERE", "_SEARCHED", "_JUMP_ROUNDS", "_ROUNDS", "_FINE", "_ROUGH",
         "_BEHIND", "_CALM", "_LITTLE", "_RARE", "NONE", "DRIFT", "JUMP",

@@ -73,6 +73,8 @@ def test_worked_example() -> None:
 @settings(max_examples=25, deadline=None)
 @example(0.84375, 1.375, 1.25, 0.046875, 2, 10**6)  # the best curve is a step between two points
 @example(0.4890, 2.903, 1.278, 0.0, 1, 101)  # A meets its bound
+@example(1.0, 2.5, 1.5, 0.015625, 2, 2118)  # the window cuts off a steep rise
+@example(0.6152244259939428, 1.277475924771761, 0.6952183639301883, 0.04598768501367565, 1, 873177)  # two minima
 @given(
     st.floats(0.2, 1.0),
     st.floats(0.3, 5.0),
