@@ -1,15 +1,15 @@
-"""Where Hydra looks for plugins: only this namespace may hold them. The launchers are in `sweeps.cli.launchers`."""
+"""Hydra plugin stubs: Hydra discovers plugins only in this namespace; the code is in `sweeps.cli.launchers`."""
 
 from sweeps.cli.launchers import DebugStudyLauncher, SlurmStudyLauncher, StudyLauncher
 
 
 class ScaleRLLauncher(StudyLauncher):
-    """`hydra/launcher=scalerl`."""
+    """Launcher of a study on this machine, selected by `hydra/launcher=scalerl`."""
 
 
 class ScaleRLSlurmLauncher(SlurmStudyLauncher):
-    """`hydra/launcher=scalerl_slurm`."""
+    """Launcher of a study on a SLURM cluster, selected by `hydra/launcher=scalerl_slurm`."""
 
 
 class ScaleRLDebugLauncher(DebugStudyLauncher):
-    """`hydra/launcher=scalerl_debug`."""
+    """Launcher that runs members one by one in this process, selected by `hydra/launcher=scalerl_debug`."""

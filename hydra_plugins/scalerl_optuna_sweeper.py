@@ -1,4 +1,4 @@
-"""Where Hydra looks for plugins: only this namespace may hold them. The search itself is in `sweeps.search`."""
+"""Hydra sweeper for Optuna: Hydra discovers plugins only in this namespace; the search is in `sweeps.search`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sweeps.search.settings import Axis
 
 
 class ScaleRLOptunaSweeper(ScaleRLSweeper):
-    """`hydra/sweeper=scalerl_optuna`: what is swept is a space that Optuna searches.
+    """Sweeper that has Optuna search the swept space, selected by `hydra/sweeper=scalerl_optuna`.
 
     Values with commas between them, `choice(...)` and `range(...)` are categories; `interval(a, b)` is a range of
     numbers, of whole ones as `int(interval(a, b))`, searched by ratio as `tag(log, interval(a, b))`.
@@ -38,7 +38,7 @@ class ScaleRLOptunaSweeper(ScaleRLSweeper):
         self.sampler, self.settings = sampler, settings
 
     def sweep(self, arguments: list[str]) -> None:
-        """Search.
+        """Parse the overrides into fixed ones and a search space, and have the launcher run the search.
 
         Raises:
             UserError: a launcher that is not ours, rows, nothing to search, or settings that are out of range.
@@ -61,7 +61,7 @@ class ScaleRLOptunaSweeper(ScaleRLSweeper):
         self.launcher.search(base, space, plain, self._made)
 
     def _made(self, seed: int) -> Any:
-        """The sampler."""
+        """Instantiate the configured Optuna sampler with this seed."""
         try:
             if not self.sampler:
                 raise UserError("hydra.sweeper.sampler: none; give one of Optuna's, by its _target_ and arguments")

@@ -1,4 +1,4 @@
-"""Where Hydra looks for plugins: only this namespace may hold them."""
+"""Hydra sweeper for grids and lists of members: Hydra discovers plugins only in this namespace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sweeps.run.files import write_atomically
 
 
 class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
-    """`hydra/sweeper=scalerl`: Hydra's own grid, but no job is composed before the launcher gets it.
+    """Sweeper for Hydra's own grid that leaves composing jobs to the launcher, selected by `hydra/sweeper=scalerl`.
 
     Hydra composes every job once to find errors early, at a tenth of a second each. Our launcher's planner composes
     and checks all of them too, before anything runs, and faster.
@@ -43,14 +43,14 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
         self.rows = rows
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """The launcher gets the configuration as it is; the copy that Hydra writes into the study has no secrets."""
+        """Set up as Hydra does, then redact the sweeper's own copy of the configuration, which is written to disk."""
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self.config = without_secrets(config)
 
     def sweep(self, arguments: list[str]) -> list[object]:
-        """As Hydra's, but nothing is written before the launcher has accepted the members.
+        """Launch the grid in batches, as Hydra does, but write nothing before the launcher has accepted the members.
 
-        A launcher that is not ours gets the study's directory beforehand, as from Hydra, for its owner alone.
+        For a launcher that is not ours the study's directory is made first, as by Hydra, readable by its owner alone.
         """
         if not isinstance(self.launcher, StudyLauncher):
             if _checked(self.rows) != [[]]:
@@ -80,22 +80,22 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
         return results
 
     def _keep_configuration(self) -> None:
-        """What Hydra was asked for, as `multirun.yaml`, for its owner alone: who knows what a set-up command holds."""
+        """Write the redacted configuration to `multirun.yaml`, mode 0600: a set-up command may still hold a secret."""
         directory = Path(self.config.hydra.sweep.dir)
         make_private(directory)
         write_atomically(directory / "multirun.yaml", OmegaConf.to_yaml(self.config), mode=0o600)
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Left to the planner."""
+        """Skip Hydra's early composition of every job: the launcher's planner composes and checks them all."""
 
 
 def without_secrets(config: DictConfig) -> DictConfig:
-    """A configuration of Hydra's as it may be written down; where it is written is as in the original."""
+    """Return a copy of Hydra's configuration with secrets redacted; `hydra.sweep.dir` stays as in the original."""
     plain: Any = redact_config(OmegaConf.to_container(config, enum_to_str=True))
     given: Any = config.hydra.overrides
     plain["hydra"]["overrides"] = {of: [redact_override(word) for word in given[of]] for of in given}
     if name := config.hydra.job.get("override_dirname"):
-        # All of them with commas between: of a value alone nobody sees whose it is.
+        # It joins all overrides with commas: mask each by its key, for a value alone does not show that it is a secret.
         for word in (*given.task, *given.hydra):
             name = name.replace(word, redact_override(word))
         plain["hydra"]["job"]["override_dirname"] = redact(name)
@@ -113,7 +113,7 @@ def _stands_for_nothing(override: Override) -> bool:
 
 
 def _checked(rows: Any) -> list[list[str]]:
-    """Rows as plain lists; none is one that changes nothing.
+    """Return rows as plain lists; without rows, one empty row, which changes nothing.
 
     Raises:
         UserError: not lists of overrides.

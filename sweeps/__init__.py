@@ -1,1 +1,1 @@
-"""The study: identity, journals, launching, fitting, ranking and reporting. Needs no torch."""
+"""Study tool: run identity, journals, launches, curve fits, rankings and reports. Needs no torch."""

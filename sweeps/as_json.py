@@ -17,7 +17,7 @@ class AsJson:
     JSON: ClassVar[Mapping[str, str | None]] = {}
 
     def to_json(self) -> dict[str, Any]:
-        """The object as printed: numbers are finite, what is not known or open is None.
+        """Return the fields as a JSON object: numbers are finite, unknown values and open interval ends are None.
 
         Raises:
             ValueError: a number is not finite.
@@ -27,7 +27,7 @@ class AsJson:
 
 
 def as_json(value: Any, name: str = "value") -> Any:
-    """A field's value as JSON: records and collections of them all the way down.
+    """Convert a field's value to JSON types, recursing into records, mappings, lists and tuples.
 
     Args:
         value: of the field.

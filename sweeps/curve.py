@@ -1,4 +1,4 @@
-"""Compute curves: what a fit sees, arrays and nothing else.
+"""Compute curves: the plain arrays that a fit gets as its input.
 
 A curve is one recipe's evaluations: reward against cumulative compute, for every seed. A run's first
 evaluation is at compute 0 and observes the reward before training, R0.
@@ -26,7 +26,7 @@ DEVICE_HOURS, VIRTUAL_HOURS, FLOPS = "compute/device_hours", "compute/virtual_de
 
 
 def default_axis(on_gpu: bool) -> str:
-    """The compute axis of a study: device hours on GPUs, virtual device hours on a CPU."""
+    """Return the default compute axis of a study: device hours on GPUs, virtual device hours on a CPU."""
     return DEVICE_HOURS if on_gpu else VIRTUAL_HOURS
 
 
@@ -60,7 +60,7 @@ class Curve:
     def range(self) -> tuple[float, float] | None:
         """The ends of the reward's scale: 0 and 1, -1 and 1, or 0 and 100 (percent); None if it is none of these.
 
-        It is told by the rewards. What never exceeds `_LEAST_PERCENT` is taken for another scale than percent.
+        It is inferred from the rewards. A maximum below `_LEAST_PERCENT` is not taken for percent.
         """
         low, high = float(self.reward.min()), float(self.reward.max())
         for bottom, top in ((0.0, 1.0), (-1.0, 1.0)):
@@ -70,7 +70,7 @@ class Curve:
 
     @property
     def scale(self) -> float:
-        """The width of the reward's scale, by which what is known of pass rates is carried over.
+        """The width of the reward's scale; constants known for pass rates are multiplied by it.
 
         1 for rewards in [0, 1], 2 in [-1, 1], 100 in [0, 100] (percent), else the range of the rewards seen.
         """
@@ -79,17 +79,17 @@ class Curve:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Where R0 and A may lie: the ends of the reward's scale, else well beyond the rewards seen."""
+        """Limits on R0 and A in a fit: the ends of the reward's scale, else two ranges beyond the rewards seen."""
         low, high = float(self.reward.min()), float(self.reward.max())
         return self.range or (low - 2 * (high - low), high + 2 * (high - low))
 
     @property
     def unit(self) -> str:
-        """The axis in words."""
+        """Name of the compute axis for output, such as "device hours"; the column's name if it is not in `UNITS`."""
         return UNITS.get(self.axis, self.axis)
 
     def take(self, keep: NDArray[np.bool_]) -> Curve:
-        """Some of its points; keep (n,)."""
+        """Return the curve with only the points that the mask keep, (n,), selects."""
         sd = None if self.sd is None else self.sd[keep]
         at_peak = None if self.at_peak is None else self.at_peak[keep]
         return replace(
@@ -110,7 +110,7 @@ def make_curve(
     baseline: str | None = None,
     at_peak: Sequence[float] | Array | None = None,
 ) -> Curve:
-    """A curve from arrays: checked, sorted, repeated rows dropped with a warning.
+    """Make a curve from arrays: validated, sorted by seed and compute, repeated rows dropped with a warning.
 
     Two different rewards of one seed at one compute are both kept and warned of.
 
@@ -154,12 +154,12 @@ def make_curve(
     return Curve(recipe, c[kept], y[kept], s[kept], sd, axis, metric, tuple(notes), dict(factors or {}), baseline, peak)
 
 
-# Of so many seeds it is said what two rewards at one compute they have.
+# At most this many conflicting seeds are named in a warning.
 _SAID_OF = 3
 
 
 def _conflicts(compute: Array, reward: Array, seed: NDArray[np.str_]) -> list[str]:
-    """Warnings of seeds that have different rewards at one compute; the rows are sorted and none repeats another."""
+    """Return warnings for seeds with different rewards at one compute; rows are sorted and free of repeats."""
     again = np.zeros(len(compute), dtype=bool)
     again[1:] = (compute[1:] == compute[:-1]) & (seed[1:] == seed[:-1])
     starts = np.flatnonzero(~again)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 
 class UserError(Exception):
-    """Something the user gave cannot be used.
+    """An error in the user's input: a value, a file or a setting that cannot be used.
 
     The message is one line that names the field, the value and the remedy; commands print it without a
     traceback and exit with 1.
@@ -19,7 +19,7 @@ class UserError(Exception):
 
 
 def require(module: str, what: str, install: str | None = None) -> None:
-    """Say in one line what is missing, before an import that not every command needs.
+    """Check that an optional package is installed, with a one-line error that names it if it is not.
 
     Args:
         module: as it is imported.
@@ -36,10 +36,10 @@ def require(module: str, what: str, install: str | None = None) -> None:
 
 @contextmanager
 def naming(field: str) -> Iterator[None]:
-    """What the system refuses inside is the fault of this field's value.
+    """Context manager: turn an OSError raised inside into a UserError that names this field.
 
     Raises:
-        UserError: it has refused something.
+        UserError: an OSError was raised that has an errno; others pass unchanged.
     """
     try:
         yield
@@ -69,7 +69,7 @@ _REMEDIES = {
 
 
 def of_the_system(error: OSError, missing: bool = True) -> str | None:
-    """What the system refused, in one line: the path, why, and the remedy. None for an error of the program's own.
+    """Describe an OSError in one line: path, reason and remedy. Return None for an error of the program's own.
 
     Args:
         error: as it was raised; those that libraries derive from OSError and fill with words have no number.

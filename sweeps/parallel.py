@@ -1,4 +1,4 @@
-"""The same work on many items, on several cores."""
+"""Parallel map: one function over many items, on several processes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Fewer items a worker are done before another process has imported what it needs.
+# With fewer items per worker the serial loop ends before a spawned process has finished its imports.
 _LEAST = 4
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Return the number of CPU cores in this process's affinity mask (all cores where there is none)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def mapped(work: Callable[[T], R], items: Sequence[T], workers: int = 1) -> list[R]:
-    """`work` of every item, in order; results do not depend on the number of workers.
+    """Return `work(item)` for every item, in order; results do not depend on the number of workers.
 
     With more than one, work, items and results must be picklable, and a script that calls this must guard its main
     part by `if __name__ == "__main__"`, for every worker imports it afresh.

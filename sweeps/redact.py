@@ -1,4 +1,4 @@
-"""Secrets out of what is written down: journals, ledgers, logs, MLflow."""
+"""Redaction of secrets from everything that is stored: journals, ledgers, logs, MLflow."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _TEXT = re.compile(r"(?P<edge>['\"])(?:(?!(?P=edge)).)+(?P=edge)")
 _SSHPASS = re.compile(rf"(?P<before>\bsshpass\s+-p\s*)(?P<value>{_WORD})")
 # Shorter values of a secret's variable are words that occur everywhere.
 _MIN_LENGTH = 6
-# What stands for a value and is none: a reference, a place for one, nothing.
+# Placeholders that are no secret: a variable reference, `<...>`, none/true/false, an empty value.
 _NO_VALUE = re.compile(r"(?is)\"?\$.*|[\"']?(<[^>]*>|none|null|true|false|[^a-z0-9]*)[\"')\]},.]*")
 _NUMBER = re.compile(r"[\"']?-?[\d.,]+[\"')\]},.]*")
 # In lower case it may be code, or a list of what somebody chose, unless it says whose or what for.
@@ -74,7 +74,7 @@ _WHOSE_TOKEN = re.compile(r"(^|[_.-])(access|auth|api|bearer|refresh|session|hf|
 
 @lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """Whether a variable, a key or an option of this name holds a secret."""
+    """Return whether a variable, a key or an option of this name holds a secret, such as `HF_TOKEN`."""
     spelt = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     if _HARMLESS_NAME.search(spelt):
         return False
@@ -82,8 +82,8 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Text without logins in addresses, without well-known tokens, without what is assigned to a secret's name, and
-    without the values of secret variables.
+    """Mask secrets in a text: logins in URLs, well-known token formats, values assigned to a secret's name, and the
+    values of secret environment variables.
 
     Args:
         text: to be written down.
@@ -105,13 +105,13 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def redact_override(word: str) -> str:
-    """A word of a command, such as `hydra.launcher.setup=[...]`: masked whole if its key is a secret's."""
+    """Redact one override, such as `hydra.launcher.setup=[...]`: the whole value is masked if its key is a secret's."""
     key, given, value = word.partition("=")
     return f"{key}={MASK}" if given and value and is_secret_name(key.lstrip("+-~")) else redact(word)
 
 
 def redact_config(value: Any, key: str = "") -> Any:
-    """A configuration with every text redacted, and what stands under a secret's name masked."""
+    """Return a configuration with every text redacted, and texts under a secret's name masked whole."""
     if isinstance(value, Mapping):
         return {name: redact_config(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -122,7 +122,7 @@ def redact_config(value: Any, key: str = "") -> Any:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Whether a variable's value is to be looked for: a folder is none, nor are a word and a file's name for a key."""
+    """Return whether to search texts for a variable's value; existing paths and, for `*_KEY`, plain words are not."""
     if not is_secret_name(name):
         return False
     if value.startswith(("/", "~")) and _is_there(value):
@@ -131,7 +131,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def _is_there(path: str) -> bool:
-    """Whether it is a file or folder; what cannot be looked at may be a secret that only looks like a path."""
+    """Return whether the path exists; False if it cannot be checked, for a secret may only look like a path."""
     try:
         return Path(path).expanduser().exists()
     except (OSError, RuntimeError, ValueError):
@@ -139,7 +139,7 @@ def _is_there(path: str) -> bool:
 
 
 def _without_given(text: str, names: re.Pattern[str], values: re.Pattern[str]) -> str:
-    """Values masked that stand behind a secret's name."""
+    """Mask the values that follow a secret's name; `names` finds the name, `values` the value right after it."""
     said: list[str] = []
     at = 0
     for found in names.finditer(text):

@@ -1,4 +1,4 @@
-"""How far something is, shown while it runs: a bar where there is a terminal, a line a while where there is none."""
+"""Progress display: a bar on a terminal, a line every `EVERY_S` seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _KEPT_BYTES = 1 << 16  # of lines that nobody has read yet
 
 
 class NeverBlocking:
-    """Writes to a stream whose reader may be slow or gone for good, and never waits for him.
+    """Non-blocking writer to a stream whose reader may be slow or gone for good.
 
-    What a pipe has no room for is kept for the next line, the newest of it; the rest is dropped.
+    Text that a pipe has no room for is buffered until the next write: the newest `_KEPT_BYTES`, the rest is dropped.
 
     Args:
         stream: text; one without a file descriptor of its own is written to as it is.
@@ -35,25 +35,26 @@ class NeverBlocking:
             self._poll.register(self._descriptor, select.POLLOUT)
 
     def write(self, text: str) -> None:
-        """Write as much as there is room for."""
+        """Write as much as the pipe has room for; buffer the rest, and drop its oldest lines beyond the limit."""
         if self._poll is None:
             self._stream.write(text)
             return
         self._kept += text.encode(errors="replace")
         if len(self._kept) > _KEPT_BYTES:
             _, _, self._kept = self._kept[-_KEPT_BYTES:].partition(b"\n")
-        # Up to PIPE_BUF bytes a pipe that is ready takes at once, and without blocking.
+        # A pipe that polls as writable takes up to PIPE_BUF bytes atomically, without blocking.
         while self._kept and any(event & select.POLLOUT for _, event in self._poll.poll(0)):
             self._kept = self._kept[os.write(self._descriptor, self._kept[: select.PIPE_BUF]) :]
 
 
-# The time left is said after so many updates at least, and if the pace of the last ones is steady within this factor.
+# The time left is shown after at least this many updates, and if the two halves of the later ones agree in pace within
+# a factor of STEADY.
 LEAST_SEEN = 8
 STEADY = 2.0
 
 
 class Bar:
-    """Steps done of steps to do, what is known of them, and the time left.
+    """Progress bar: steps done of the total, a status text, and the estimated time left.
 
     Args:
         what: is being done, such as "training".
@@ -106,7 +107,7 @@ class Bar:
         return shown, task
 
     def update(self, done: int, text: str | None = None) -> None:
-        """So far; `text` stays until it is replaced."""
+        """Show the number of steps done so far; `text` stays until it is replaced."""
         if done > self._done:
             self._seen.append((done, self._clock()))
         self._done = done
@@ -117,7 +118,7 @@ class Bar:
             self._write()
 
     def close(self) -> None:
-        """The last state stays."""
+        """Stop the bar and leave its last state on screen; without a terminal, print it if there was progress."""
         if self._rich is not None:
             self._rich.update(self._task, completed=self._done, said=self._said())
             self._rich.stop()
@@ -126,10 +127,10 @@ class Bar:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds at the pace of the later half of what this process has seen; None while the pace is not known.
+        """Estimated seconds left, at the pace of the later half of this process's updates; None while it is not known.
 
-        It is once both halves of that agree within a factor of `STEADY`. The first steps are in neither: they also load
-        and compile, and minutes of that would be taken for the pace of all.
+        The pace is known once both halves of that later half agree within a factor of `STEADY`. The first steps are in
+        neither: they also load and compile, and minutes of that would be taken for the pace of all.
         """
         if self._done >= self._total:
             return 0.0
@@ -163,7 +164,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As people say it: `35 s`, `4 min`, `2 h 05 min`, `3 d 4 h`."""
+    """Format seconds for people: `35 s`, `4 min`, `2 h 05 min`, `3 d 4 h`."""
     whole = round(seconds)
     if whole < 90:
         return f"{whole} s"

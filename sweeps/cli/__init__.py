@@ -1,1 +1,1 @@
-"""The two front doors: the command `scalerl`, and the launchers that Hydra calls."""
+"""User entry points: the command `scalerl`, and the launchers that Hydra calls."""

@@ -1,4 +1,4 @@
-"""`scalerl completion`: a script for the shell, made from the command line's own definition."""
+"""Shell completion (`scalerl completion`), generated from the argument parser."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sweeps.errors import UserError
 
 
 def completion_command(options: argparse.Namespace) -> int:
-    """`scalerl completion bash|zsh|tcsh`.
+    """Print the completion script for a shell (`scalerl completion bash|zsh|tcsh`).
 
     Raises:
         UserError: shtab is not installed.
@@ -30,7 +30,7 @@ def completion_command(options: argparse.Namespace) -> int:
 
 
 def _parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """Of all commands."""
+    """Return the argument parsers of all subcommands."""
     return [
         each
         for action in parser._actions

@@ -1,6 +1,6 @@
-"""Commands about curves: fit, rank, plan, report, watch, publish.
+"""Commands about curves: fit, rank, plan, compare, effects, race, report, watch, publish.
 
-Sources are read before anything that fits, ranks or draws is imported: a wrong file is answered at once.
+Sources are read before anything that fits, ranks or draws is imported, so that a wrong file fails at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def _check_window(options: argparse.Namespace) -> None:
-    """Of what the command line says about the fit, what needs no fit to be wrong.
+    """Check the compute window of the command line before any data are read.
 
     Raises:
         UserError: the window is empty.
@@ -42,7 +42,7 @@ def _check_window(options: argparse.Namespace) -> None:
 
 
 def _check_place(path: Path) -> None:
-    """Refuse before any fit what could not be written after it; nothing is left behind.
+    """Check before the fits that the output file can be written; the probe file and folders are removed again.
 
     Raises:
         UserError: the file cannot be written.
@@ -92,7 +92,7 @@ def _load(options: argparse.Namespace, read: Callable[[Path], JournalView] = rea
 
 
 def _fitted(options: argparse.Namespace, regions: bool = False) -> tuple[LoadedStudy, list[Fit]]:
-    """Read and fit; `regions` are what only figures need, at a megabyte a recipe."""
+    """Read the sources and fit every recipe; `regions`, about a megabyte per recipe, are needed only by figures."""
     _check_window(options)
     study = _load(options)
     for line in study.shown:
@@ -109,7 +109,7 @@ def _fitted(options: argparse.Namespace, regions: bool = False) -> tuple[LoadedS
 
 
 def fit_command(options: argparse.Namespace) -> int:
-    """`scalerl fit`."""
+    """Fit a curve per recipe and print its parameters, intervals and verdict (`scalerl fit`)."""
     if options.sensitivity and options.method == METHOD:
         raise UserError(f"--sensitivity: refits with intervals; leave out --method {METHOD}")
     study, fits = _fitted(options)
@@ -169,7 +169,7 @@ def fit_command(options: argparse.Namespace) -> int:
 
 
 def _r0_effect(fit: Fit) -> str:
-    """What a shifted R0 does to a named A; nothing where there is none."""
+    """Describe how A and B change with a shifted R0; return "" if A is not identifiable or the effect is not known."""
     effect = fit.R0_effect
     if effect is None or not fit.identifiable:
         return ""
@@ -179,14 +179,14 @@ def _r0_effect(fit: Fit) -> str:
 
 
 def _shape_names(fits: Sequence[Fit]) -> list[str]:
-    """Shape parameters of the fitted family, whatever could be named."""
+    """Return all shape parameter names of the fitted family, also those that no fit could identify."""
     from sweeps.fit.family import FAMILIES
 
     return list(FAMILIES[fits[0].family].names)
 
 
 def rank_command(options: argparse.Namespace) -> int:
-    """`scalerl rank`."""
+    """Rank recipes by asymptote, ties by efficiency, and print the tables (`scalerl rank`)."""
     _check_axes(options)
     study, fits = _fitted(options)
     from sweeps.decide.rank import rank
@@ -227,7 +227,7 @@ def rank_command(options: argparse.Namespace) -> int:
 
 
 def _check_axes(options: argparse.Namespace) -> None:
-    """What needs no fit to be wrong with `--axes` and `--rate`."""
+    """Check `--axes`, `--rate` and the compute window against each other before any data are read."""
     if options.axes is None and options.rate is not None:
         raise UserError(f"--rate {options.rate:g}: a price of device hours, for --axes")
     if options.rate is not None and not 0 < options.rate < float("inf"):
@@ -237,7 +237,7 @@ def _check_axes(options: argparse.Namespace) -> None:
 
 
 def _axes(options: argparse.Namespace, study: LoadedStudy) -> list[str] | None:
-    """What to rank along beside the study's own axis; None if nothing else was asked for."""
+    """Return the compute axes to rank along; None if `--axes` was not given."""
     from sweeps.source.journals import axes_of
 
     if options.axes is None:
@@ -250,7 +250,7 @@ def _axes(options: argparse.Namespace, study: LoadedStudy) -> list[str] | None:
 
 
 def _by_axis(options: argparse.Namespace, axes: Sequence[str], fits: Sequence[Fit]) -> ByAxis:
-    """The ranking on every axis; the one that `fits` are along needs no others."""
+    """Rank on every axis; `fits` are reused for the axis that they are along, the others are fitted here."""
     from sweeps.decide.by_axis import by_axis
     from sweeps.fit.fit import fit_curves
     from sweeps.parallel import cores
@@ -266,7 +266,7 @@ def _by_axis(options: argparse.Namespace, axes: Sequence[str], fits: Sequence[Fi
 
 
 def plan_command(options: argparse.Namespace) -> int:
-    """`scalerl plan`."""
+    """Print the compute that a target or budget takes and the next runs, or a study's design (`scalerl plan`)."""
     if options.design is not None:
         return _design(options)
     if not options.sources:
@@ -317,7 +317,7 @@ def plan_command(options: argparse.Namespace) -> int:
 
 
 def _draw_frontier(plan: Plan, fits: Sequence[Fit], column: str, path: Path) -> None:
-    """The figure of the one recipe whose sizes are compared.
+    """Draw the best model size over budgets, for the one recipe that has several sizes.
 
     Raises:
         UserError: there are several recipes, or no sigmoid across the sizes.
@@ -339,7 +339,7 @@ def _draw_frontier(plan: Plan, fits: Sequence[Fit], column: str, path: Path) -> 
 
 
 def _design(options: argparse.Namespace) -> int:
-    """Become the process that would launch the study, which says what it takes and starts nothing."""
+    """Replace this process by `scalerl train --multirun` with `launch.design` set, which only prints the cost."""
     from sweeps.cli.study_commands import train_command
 
     if options.sources:
@@ -353,7 +353,7 @@ def _design(options: argparse.Namespace) -> int:
 
 
 def compare_command(options: argparse.Namespace) -> int:
-    """`scalerl compare`."""
+    """Print differences of pairs of recipes in reward, asymptote and compute (`scalerl compare`)."""
     options.sources, named = _sources_and_recipes(options.sources)
     study, fits = _fitted(options)
     from sweeps.decide.pairwise import compare
@@ -389,7 +389,7 @@ def compare_command(options: argparse.Namespace) -> int:
 
 
 def _sources_and_recipes(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Sources, and the one or two recipes that are named behind them: what is no file and no address."""
+    """Split the words into sources and up to two recipes after them: words that are no existing path and no URL."""
     sources = list(words)
     named: list[str] = []
     while len(sources) > 1 and len(named) < 2 and not Path(sources[-1]).exists() and "://" not in sources[-1]:
@@ -398,7 +398,7 @@ def _sources_and_recipes(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
-    """What is compared: the two that are named, else all others against the one, or against what most depart from.
+    """Return the pairs to compare: the two named, else all others against the one named or against the baseline.
 
     Raises:
         UserError: there is no recipe to compare with.
@@ -417,7 +417,7 @@ def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
 
 
 def effects_command(options: argparse.Namespace) -> int:
-    """`scalerl effects`."""
+    """Print the effect of each axis of a grid on asymptote and compute, over the whole grid (`scalerl effects`)."""
     if options.output is not None:
         from sweeps.report.drawing import check_format
 
@@ -464,7 +464,7 @@ def effects_command(options: argparse.Namespace) -> int:
 
 
 def race_command(options: argparse.Namespace) -> int:
-    """`scalerl race`."""
+    """Replay a race over the sources: print which recipes need not run to the budget (`scalerl race`)."""
     from sweeps.decide.rules import Rules
 
     rules = Rules(options.budget, options.p_ahead, options.looks, options.first, options.growth)
@@ -513,7 +513,7 @@ def race_command(options: argparse.Namespace) -> int:
 
 
 def report_command(options: argparse.Namespace) -> int:
-    """`scalerl report`."""
+    """Write the HTML report with its figures and `ranking.csv` (`scalerl report`)."""
     page = Path(options.output)
     _check_place(page)
     study, fits = _fitted(options, regions=True)
@@ -549,7 +549,7 @@ def report_command(options: argparse.Namespace) -> int:
 
 
 def watch_command(options: argparse.Namespace) -> int:
-    """`scalerl watch`."""
+    """Fit again as evaluations arrive, and print a line for each new snapshot until interrupted (`scalerl watch`)."""
     from sweeps.decide.watch import Watch, default_path, waiting
     from sweeps.run.tail import Tails
 
@@ -560,7 +560,7 @@ def watch_command(options: argparse.Namespace) -> int:
     journals = Tails({"train": sys.maxsize})  # only evaluations are fitted
 
     def read() -> LoadedStudy:
-        """What is to be said about the sources is said once, not at every poll."""
+        """Load the sources; print each note about them once, not at every poll."""
         study = _load(options, journals)
         for note in (*(f"source: {line}" for line in study.shown), *(f"warning: {note}" for note in study.warnings)):
             if note not in told:
@@ -598,7 +598,7 @@ def watch_command(options: argparse.Namespace) -> int:
 
 
 def _print_news(news: News, as_json: bool) -> None:
-    """One line, at once: what watches this may be a pipe."""
+    """Print one snapshot on one line and flush, for stdout may be a pipe."""
     from sweeps.fit.fit import shown
 
     snapshot, check = news.snapshot, news.snapshot.check
@@ -617,7 +617,7 @@ def _print_news(news: News, as_json: bool) -> None:
 
 
 def publish_command(options: argparse.Namespace) -> int:
-    """`scalerl publish`."""
+    """Log fits, bands and figures to MLflow and print the link to the chart (`scalerl publish`)."""
     # MLflow is slow to import and not needed elsewhere.
     from sweeps.report.publish import publish
 

@@ -1,4 +1,4 @@
-"""What a study to come takes and will tell: `scalerl plan --design`."""
+"""Design of a study before it runs: its cost, and the differences that it will resolve (`scalerl plan --design`)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ FORMS = ("text", "json")
 
 
 def show_design(launch: Launch, form: object, like: str | None, margin: float | None) -> None:
-    """Print it.
+    """Print the cost of a planned study, and the comparisons that it will resolve if an earlier study is given.
 
     Args:
-        launch: what it takes.
+        launch: the cost of the planned study.
         form: of `FORMS`.
-        like: the earlier study that foretells it, None for none.
+        like: the earlier study by whose fits comparisons are predicted; None for none.
         margin: recipes within this are the same, in reward units.
 
     Raises:
-        UserError: a form that there is not, or an earlier study that cannot be read.
+        UserError: an unknown form, or an earlier study that cannot be read.
     """
     if form not in FORMS:
         raise UserError(f"launch.design: {form!r} is none of {', '.join(FORMS)}, null")

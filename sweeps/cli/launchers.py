@@ -39,7 +39,7 @@ SEARCH_JOBS = 8  # trials of a search at a time on a cluster
 
 
 def gpu_here() -> bool:
-    """Whether members started here will find an NVIDIA GPU, and so train on it."""
+    """Return whether members started on this machine will find an NVIDIA GPU, judged by device files alone."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
@@ -51,8 +51,8 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         entry: `module:function`, runs one member from its directory.
         preload: modules imported once for all members.
 
-    `accepted` is called when a launch is: members checked, the study ours, the first of them taken. A sweeper that has
-    something to keep in the study's folder keeps it then, as `launch.json` is kept: a refused launch changes nothing.
+    `accepted` is called once a launch is accepted: members checked, the study's lease held, the first members taken. A
+    sweeper that has a file to write into the study's folder writes it then, so that a refused launch changes nothing.
     """
 
     kind = "local"
@@ -71,14 +71,14 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         }
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep MLflow's address as it was given: a member's frozen configuration holds it without a login."""
+        """Store Hydra's context, and MLflow's address as given: a member's stored configuration has no login in it."""
         self._context, self._config = hydra_context, config
         self._folders = user_folders(config.hydra)
         self._tracking = OmegaConf.select(config, "mlflow.uri")
 
     def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
-        """How to run the members, from the configuration that they share and our own settings."""
-        # NumPy: Hydra imports this module at every start, also to complain about a typing error.
+        """Make the launch settings from the configuration that members share and the launcher's own settings."""
+        # Imported late, for it needs NumPy: Hydra imports this module at every start, also to report a typing error.
         from sweeps.curve import default_axis
 
         return LaunchSettings(
@@ -94,14 +94,14 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         )
 
     def _race(self, given: Any) -> dict[str, Any]:
-        """The settings under `race`, checked: before anything is started."""
+        """Return the checked settings under `race` as a dict; empty if there is no race."""
         settings = RaceSettings.of(given)
         if settings.mode != "none" and self._settings.get("detach"):
             raise UserError(f"race.mode: {settings.mode} needs this process to look; leave --detach away")
         return dict(settings.__dict__) if settings.mode != "none" else {}
 
     def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        """The members; what it takes to check them is imported by a process that ends then."""
+        """Compose and check the members in another process, so that this one need not import what training needs."""
         if self._shared:
             self._compose_some(override_lists)
         return plan_apart(self._planner, override_lists, self._folders, self._shared)
@@ -122,17 +122,17 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
 
     @contextmanager
     def _asked_again_and_again(self) -> Iterator[Callable[[Sequence[Sequence[str]]], list[RunSpec]]]:
-        """As `planned`, for a search: importing what it takes for every trial would take longer than some trials."""
+        """Yield a planner that stays up for a search: to import its modules anew would outlast some trials."""
         with Planner(self._planner, self._folders, self._shared) as planner:
             yield planner
 
     @property
     def _shared(self) -> tuple[str, ...] | None:
-        """What planner and members import once; None where members run on other machines."""
+        """Modules preloaded for both planner and members; None where members do not run as forks on this machine."""
         return self._preload if self.kind == "local" else None
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Plan, check, run what is not done.
+        """Plan and check the grid, then run the members that are not done.
 
         Raises:
             UserError: a member that cannot run; nothing is started then.
@@ -152,10 +152,10 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         return [_job_return(spec, overrides) for spec, overrides in zip(specs, job_overrides, strict=True)]
 
     def _designed(self, specs: Sequence[RunSpec], directory: Path, settings: Mapping[str, Any]) -> bool:
-        """Refuse a launch above `launch.max_device_hours`, and say what it takes; whether that was all to be done.
+        """Check `launch.max_device_hours` and print the design if asked to; return whether that was all to be done.
 
         Raises:
-            UserError: it takes more, or a setting cannot be.
+            UserError: the launch takes more device hours, or a setting is invalid.
         """
         from sweeps.launch.price import check_hours, launch_of
 
@@ -176,7 +176,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         settings: Mapping[str, Any],
         sampler: Callable[[int], Any],
     ) -> None:
-        """Search a space: members are proposed as places become free.
+        """Search a space: the sampler proposes a member whenever a slot is free.
 
         Args:
             base: overrides that all trials share.
@@ -229,7 +229,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             nonlocal kept
             kept = True
             print("\n".join(self._takes), file=sys.stderr)
-            # First, for a later process goes on by it.
+            # Written first: a later process needs it to continue the study.
             plan.write(study.directory)
             if self.accepted is not None:
                 self.accepted()
@@ -254,7 +254,7 @@ class SlurmStudyLauncher(StudyLauncher):
     kind = "slurm"
 
     def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
-        """The jobs' settings, checked before anything is submitted."""
+        """Make the launch settings with the jobs' resources and retries, checked before anything is submitted."""
         from sweeps.curve import default_axis
 
         given = {key: value for key, value in self._settings.items() if key not in ("detach", "retries")}
@@ -273,7 +273,7 @@ class DebugStudyLauncher(StudyLauncher):
     kind = "debug"
 
     def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        """As the others', but where a debugger sees it."""
+        """Compose and check the members in this process, where a debugger sees it."""
         specs: list[RunSpec] = load_entry(self._planner)(override_lists, self._folders)
         return specs
 

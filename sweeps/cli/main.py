@@ -1,6 +1,6 @@
-"""The console script `scalerl`.
+"""Entry point and argument parser of the console script `scalerl`.
 
-Exit codes: 0 done (a refusal to name an asymptote is an answer), 1 a failure with one line that says what and
+Exit codes: 0 done (a refusal to name an asymptote is an answer), 1 a failure with one line that names the problem and
 the remedy, 2 wrong usage.
 
 Light on purpose: what a command computes with is imported when it runs, so that help, a typing error and a missing
@@ -36,7 +36,7 @@ EPILOG = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is returned, for `sys.exit`."""
+    """Run a command and return its exit code for `sys.exit`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Hydra's own options (--multirun, --cfg) must arrive untouched, so argparse does not see them.
     # Its help lists the configuration groups, which Hydra knows.
@@ -69,14 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _told_in_one_line() -> tuple[type[Exception], ...]:
-    """What a user can do something about; asked for when something was raised, so that success imports nothing."""
+    """Return the exceptions reported in one line; called only after one was raised, so that success imports nothing."""
     from sweeps.run.lease import LeaseLostError
 
     return (UserError, LeaseLostError)
 
 
 def _later(module: str, function: str) -> Handler:
-    """A command whose module is imported when it runs."""
+    """Return a handler that imports the command's module when it runs."""
 
     def handler(options: argparse.Namespace) -> int:
         code: int = getattr(import_module(f"sweeps.cli.{module}"), function)(options)
@@ -86,7 +86,7 @@ def _later(module: str, function: str) -> Handler:
 
 
 class _Version(argparse.Action):
-    """`--version`: as installed."""
+    """Action of `--version`: print the installed version and exit."""
 
     def __call__(
         self,
@@ -107,7 +107,7 @@ class _Version(argparse.Action):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line; `scalerl completion` is made from it too."""
+    """Make the argument parser of all commands; `scalerl completion` uses it too."""
     parser = argparse.ArgumentParser(
         prog="scalerl",
         description="Run RL recipes, fit their compute curves, rank them and say how sure that is.",
@@ -423,7 +423,7 @@ def _add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def _steps(text: str) -> tuple[int, int | None]:
-    """One step, or a range of them."""
+    """Parse `N` into (N, N) and `N:M` into (N, M), M None if open."""
     first, colon, last = text.partition(":")
     try:
         return int(first or 0), (int(last) if last else None) if colon else int(first)
@@ -432,7 +432,7 @@ def _steps(text: str) -> tuple[int, int | None]:
 
 
 def _add_source(parser: argparse.ArgumentParser, many: str = "+") -> None:
-    """What to read, and how to fit it."""
+    """Add the arguments on the sources to read and on how to fit them."""
     parser.add_argument(
         "sources",
         nargs=many,
@@ -517,7 +517,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
 
 
 def _two_axes(text: str) -> tuple[str, str]:
-    """Two axes with a colon between."""
+    """Parse `AXIS:AXIS` into two different axis names."""
     one, _, two = text.partition(":")
     if not (one and two) or one == two:
         raise argparse.ArgumentTypeError(f"{text!r} is no pair of axes such as loss:async_mode")
@@ -525,14 +525,14 @@ def _two_axes(text: str) -> tuple[str, str]:
 
 
 def _count(text: str) -> int:
-    """A whole number that is not negative."""
+    """Parse a whole number of 0 or more."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
 
 
 def _number(text: str) -> float:
-    """A finite number that is not negative."""
+    """Parse a finite number of 0 or more."""
     value = _finite(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
@@ -540,7 +540,7 @@ def _number(text: str) -> float:
 
 
 def _finite(text: str) -> float:
-    """A number, and no infinity."""
+    """Parse a number; refuse NaN and infinity."""
     try:
         value = float(text)
     except ValueError:
@@ -551,7 +551,7 @@ def _finite(text: str) -> float:
 
 
 def _r0(text: str) -> R0Mode:
-    """`first`, `free` or a reward."""
+    """Parse `first`, `free` or a reward as a number."""
     if text == "first":
         return "first"
     if text == "free":

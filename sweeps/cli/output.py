@@ -1,4 +1,4 @@
-"""What a command prints."""
+"""Printing of JSON, warnings, rankings and chart links, shared by the commands."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Any) -> None:
-    """To stdout; raises ValueError rather than print NaN or infinity."""
+    """Print a value as JSON to stdout; raise ValueError rather than print NaN or infinity."""
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def warn(notes: Sequence[str]) -> None:
-    """Warnings go to stderr, so that what is piped stays data."""
+    """Print warnings to stderr, so that piped stdout stays data."""
     for note in notes:
         print(f"warning: {one_line(note)}", file=sys.stderr)
 
 
 def show_results(study: Path, tracking: str | None) -> None:
-    """What a finished study has come to: its ranking, and below it the link to the chart in MLflow if it is tracked.
+    """Print a finished study's ranking, followed by the link to the chart in MLflow if it is tracked.
 
-    Without either a chart or somebody at a terminal to read it, the ranking is not computed.
+    Without tracking the ranking is computed only if stderr is a terminal.
     """
     if tracking:
         show_chart(study, tracking)
@@ -38,7 +38,7 @@ def show_results(study: Path, tracking: str | None) -> None:
 
 
 def show_chart(study: Path, tracking: str) -> None:
-    """The ranking, the finished chart in MLflow and the link to it; a study that cannot be fitted yet is no failure."""
+    """Print the ranking, publish the chart in MLflow and print its link; a study that cannot be fitted yet is noted."""
     # MLflow is slow to import and optional.
     from sweeps.report.publish import publish
 
@@ -49,7 +49,7 @@ def show_chart(study: Path, tracking: str) -> None:
 
 
 def print_ranking(ranking: Ranking) -> None:
-    """Its sentence, and the table."""
+    """Print the ranking's sentence, its resolution if undecided, and the tables by reward and by asymptote."""
     from sweeps.report.text import ranking_rows, reward_rows
 
     print(one_line(ranking.sentence))
@@ -65,8 +65,8 @@ def print_ranking(ranking: Ranking) -> None:
 
 
 def show_ranking(study: Path) -> None:
-    """The ranking so far, if there is one."""
-    # SciPy: a study that is not there, or has no evaluation yet, is answered without.
+    """Fit a study and print its ranking; print a warning if it cannot be ranked yet."""
+    # Imported late, for they need SciPy.
     from sweeps.decide.rank import rank
     from sweeps.fit.fit import fit_curves
     from sweeps.parallel import cores

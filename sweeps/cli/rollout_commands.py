@@ -1,4 +1,4 @@
-"""Commands about what models write: rollouts, rescore, noise."""
+"""Commands about stored rollouts and repeated evaluations: rollouts, rescore, noise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARKS = {"abstain": "-", "error": "!"}
 
 
 def rollouts_command(options: argparse.Namespace) -> int:
-    """`scalerl rollouts`."""
+    """Print the last stored groups of a run's rollouts that match the filters (`scalerl rollouts`)."""
     groups = [kept for group in read_groups(Path(options.run)) if (kept := _matching(group, options))]
     if not groups:
         raise UserError(f"{options.run}: no rollout is of that kind; leave out an option")
@@ -40,7 +40,7 @@ def rollouts_command(options: argparse.Namespace) -> int:
 
 
 def _matching(group: Group, options: argparse.Namespace) -> Group | None:
-    """The group with the rollouts that were asked for; None if it is not one of those."""
+    """Return the group with only the rollouts that match the filters; None if none do."""
     first, last = options.step or (0, None)
     wanted = (
         group["step"] >= first
@@ -83,7 +83,7 @@ def _lines(group: Group, width: int, most: int | None) -> Iterator[str]:
 
 
 def _wrapped(text: str, indent: str, width: int, most: int | None) -> list[str]:
-    """Within the width, and no more than so many lines: the first ones, and the last, where answers stand."""
+    """Wrap a text to the width; beyond `most` lines keep the first ones, and the last, where answers stand."""
     lines = [
         piece
         for line in text.splitlines() or [""]
@@ -95,7 +95,7 @@ def _wrapped(text: str, indent: str, width: int, most: int | None) -> list[str]:
 
 
 def rescore_command(options: argparse.Namespace) -> int:
-    """`scalerl rescore`."""
+    """Grade a run's stored rollouts again and print rewards before and after (`scalerl rescore`)."""
     run = run_folder(options.run)
     rescore = load_entry("lightning_scalerl.member.rescore:rescore_run")
     found: list[dict[str, Any]] = rescore(
@@ -123,7 +123,7 @@ def rescore_command(options: argparse.Namespace) -> int:
 
 
 def noise_command(options: argparse.Namespace) -> int:
-    """`scalerl noise`."""
+    """Repeat an evaluation at fixed weights and print its sampling error (`scalerl noise`)."""
     noise = load_entry("lightning_scalerl.member.noise:measure_noise")
     words: Sequence[str] = options.overrides
     # The task's name may stand there by itself.

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from sweeps.launch.status import MemberView
 
 ROWS = 40  # members in a table
-SILENT_S = 60.0  # without a sign of life, after which it is said
+SILENT_S = 60.0  # without a heartbeat, after which `status` says so
 FAILURES = 3  # members whose logs are shown
 
 
 def train_command(overrides: Sequence[str]) -> int:
-    """Become the training process, so that signals and the exit code are its own.
+    """Replace this process by the training process (exec), so that signals and the exit code are its own.
 
     Raises:
         UserError: this installation only looks at curves (docs/sources.md, "Without training").
@@ -37,7 +37,7 @@ def train_command(overrides: Sequence[str]) -> int:
 
 
 def status_command(options: argparse.Namespace) -> int:
-    """`scalerl status`."""
+    """Print state, progress and failure reasons of a study's members (`scalerl status`)."""
     from sweeps.launch.status import counts, log_tail, overview, to_json
 
     study = Path(options.study)
@@ -76,14 +76,14 @@ def _status_rows(views: Sequence[MemberView], limit: int | None) -> tuple[list[s
 
 
 def _silence(view: MemberView) -> str:
-    """Of a member that runs: that it has given no sign of life for a while."""
+    """Return a note on a running member that has had no heartbeat for `SILENT_S` seconds, else ""."""
     if view.idle_s is None or view.idle_s < SILENT_S:
         return ""
     return f"no sign of life for {duration(view.idle_s)} (the last: {view.doing})"
 
 
 def _scheduler(study: Path) -> Scheduler | None:
-    """Of the cluster that a study was launched on, if it was, and can be asked from here."""
+    """Return the scheduler of the study's cluster; None if it runs on no cluster or cannot be asked from here."""
     from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 
     if not (study / LAUNCH_FILE).is_file() or LaunchSettings.kind_of(study) != "slurm":
@@ -98,7 +98,7 @@ def _scheduler(study: Path) -> Scheduler | None:
 
 
 def clean_command(options: argparse.Namespace) -> int:
-    """`scalerl clean`."""
+    """List the removable files of a study with their sizes, and remove them with `--yes` (`scalerl clean`)."""
     from sweeps.launch.clean import KINDS, USUAL, clean, inventory, shown_size
 
     study = Path(options.study)
@@ -127,7 +127,7 @@ def clean_command(options: argparse.Namespace) -> int:
 
 
 def export_command(options: argparse.Namespace) -> int:
-    """`scalerl export`."""
+    """Write a run's model as a folder that transformers can load (`scalerl export`)."""
     from sweeps.run.spec import run_folder
 
     run = run_folder(options.run)
@@ -137,7 +137,7 @@ def export_command(options: argparse.Namespace) -> int:
 
 
 def collect_command(options: argparse.Namespace) -> int:
-    """`scalerl collect`."""
+    """Continue a launched study: judge ended jobs, submit the rest, print status and ranking (`scalerl collect`)."""
     from sweeps.launch.ledger import LEDGER_FILE
     from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, report_failures, run_study
     from sweeps.launch.status import counts, overview
@@ -158,7 +158,7 @@ def collect_command(options: argparse.Namespace) -> int:
             def finished(directory: Path, tracking: str | None) -> None:
                 done_and_tracked.extend(filter(None, [tracking]))  # shown at the end, below the table
 
-            # Whoever only gathers does not look: a race goes on when somebody stays.
+            # A race takes its looks only under --wait, where this process stays up to conduct it.
             if not options.trust:
                 check_study(study, plan)
             conductor = conductor_of(study, plan) if options.wait else None
