@@ -1,1 +1,1 @@
-"""Fits -> a ranking, a plan, what to run next, model sizes, a watch over what comes."""
+"""Decisions from fits: ranking, planning, the next run, racing, model sizes, and watching a live study."""

@@ -29,7 +29,7 @@ from sweeps.fit.schedule import Schedule
 _SLOPED = (True, True, False, True)
 _SLOPE_SD = (0.5, 1.0, 1.0, 0.5)
 _OFF, _OFF_WORTH = (0.1, 0.3, 0.15, 0.05), 2.0
-# What is left of a ceiling on the bound.
+# The least 1 - A: a ceiling on the bound would have no logarithm.
 _LEAST = 1e-3
 _BURN, _DRAWS = 200, 1000
 _GRID, _BUDGETS = 61, 40
@@ -47,7 +47,7 @@ class Frontier(AsJson):
 
 @dataclass(frozen=True, eq=False)
 class AcrossSizes(AsJson):
-    """Joint draws.
+    """Joint posterior draws of one recipe's sigmoids across all its model sizes.
 
     sizes (S,): ascending, in parameters. own (D, S, 4): of each size's logarithms of 1 - A, C_mid, B and 1 - R0.
     line (D, 4, 2): value at the sizes' mean log N, and slope. off (D, 4): tau. schedules: of each size's learning rate.
@@ -60,13 +60,13 @@ class AcrossSizes(AsJson):
     schedules: tuple[Schedule | None, ...]
 
     def curve(self, size: float, compute: Array) -> Array:
-        """Reward of a size, seen or not, over seeds; (m,) -> (D, m)."""
+        """Draws of the mean reward over seeds of a size, seen or not; (m,) -> (D, m)."""
         at = np.flatnonzero(np.isclose(self.sizes, size, rtol=1e-9))
         schedule = self.schedules[int(at[0])] if len(at) else None
         return _rewards(self._numbers(size), compute if schedule is None else schedule.count(compute))
 
     def _numbers(self, size: float) -> Array:
-        """The four logarithms of a size; (D, 4)."""
+        """Draws of the four logarithms of a size, off the line by N(0, tau^2) if it was not seen; (D, 4)."""
         at = np.flatnonzero(np.isclose(self.sizes, size, rtol=1e-9))
         if len(at):
             seen: Array = self.own[:, int(at[0])]
@@ -78,16 +78,16 @@ class AcrossSizes(AsJson):
         return np.asarray(self.line[..., 0] + self.line[..., 1] * (log_size - np.log(self.sizes).mean()))
 
     def ceiling(self, size: float) -> Interval:
-        """A of a size, seen or not."""
+        """Return the asymptote A of a size, seen or not, with its 95% interval."""
         return quantiles(1 - np.exp(self._numbers(size)[:, 0]))
 
     def half_gain(self, size: float) -> Interval:
-        """C_mid of a size, seen or not, in the unit of compute."""
+        """Return C_mid of a size, seen or not, in the unit of compute, with its 95% interval."""
         return quantiles(np.exp(self._numbers(size)[:, 1]))
 
     @property
     def exponents(self) -> dict[str, Interval]:
-        """1 - A goes as N to the first of them, C_mid to the second."""
+        """Exponents of the model size N in 1 - A and in C_mid, by name."""
         return {"one_minus_A": quantiles(self.line[:, 0, 1]), "C_mid": quantiles(self.line[:, 1, 1])}
 
     def frontier(self, start: float, end: float) -> tuple[Frontier, ...]:
@@ -124,7 +124,7 @@ class AcrossSizes(AsJson):
 
 
 def _rewards(numbers: Array, compute: Array) -> Array:
-    """(D, 4), (m,) -> (D, m)."""
+    """Reward of sigmoids given by their four logarithms; (D, 4), (m,) -> (D, m)."""
     top, start = 1 - np.exp(np.minimum(numbers[:, 0], 0.0)), 1 - np.exp(np.minimum(numbers[:, 3], 0.0))
     start = np.minimum(start, top)
     with np.errstate(divide="ignore"):
@@ -168,7 +168,7 @@ def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | 
 
 
 def _logarithms(fit: Fit) -> Array:
-    """Of 1 - A over seeds, C_mid, B and 1 - R0, per draw; (K, 4)."""
+    """Logarithms of 1 - A over seeds, C_mid, B and 1 - R0, per draw; (K, 4)."""
     assert fit.draws is not None
     top = np.clip(np.maximum(fit.draws.A + seed_offsets(fit), fit.draws.R0), 0.0, 1 - _LEAST)
     start = np.clip(fit.draws.R0, 0.0, top)

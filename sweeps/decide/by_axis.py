@@ -20,7 +20,10 @@ _NAMES = {**UNITS, "step": "steps"}
 
 @dataclass(frozen=True)
 class Column(AsJson):
-    """One axis. name: in words. compute: the most that all recipes have spent. rows: the highest reward there first."""
+    """Recipes compared on one compute axis.
+
+    name: of the axis, in words. compute: the most that all recipes have spent. rows: the highest reward there first.
+    """
 
     axis: str
     name: str
@@ -47,7 +50,7 @@ class ByAxis(AsJson):
 
     @property
     def recipes(self) -> list[str]:
-        """All of them, in the order of the first axis."""
+        """Names of all recipes, in the order of the first axis."""
         return list(dict.fromkeys(row.recipe for column in self.columns for row in column.rows))
 
 

@@ -1,4 +1,4 @@
-"""What a study that is not run yet will be able to tell, by one that was: before compute is spent on it."""
+"""Design: predict from an earlier study which differences a planned study can resolve, before it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STUDIES = 4000
 
 @dataclass(frozen=True)
 class Foresight(AsJson):
-    """What comparisons with the best recipe will tell.
+    """Prediction of how many comparisons with the best recipe a planned study will leave undecided.
 
     comparisons: how many. undecided: of these, how many will probably stay so, their 95% intervals holding 0; None
     where no earlier study says how far recipes lie apart. smallest: difference that is told at 5% with 80% power.
@@ -40,7 +40,7 @@ class Foresight(AsJson):
 
 
 def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | None = None, by: str = "") -> Foresight:
-    """Foretell what a study can tell.
+    """Predict the smallest difference that a planned study can resolve, and how many comparisons stay undecided.
 
     A difference of two means of n seeds has a standard error s / sqrt(n), s as the pairs of an earlier study have it
     (paired by seed where they were). Recipes' true rewards are taken as normal, with the variance that the earlier
@@ -90,16 +90,16 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
 
 
 def _undecided(recipes: int, spread: float, error: float) -> float:
-    """How many recipes are not told from the best that is seen, on average over drawn studies."""
+    """Return how many recipes are not told apart from the best observed one, on average over simulated studies."""
     rng = np.random.default_rng(recipes)
-    # Of a difference the variances count twice.
+    # spread and error are of a difference of two recipes, whose variance is twice that of one.
     seen = math.hypot(spread, error) / math.sqrt(2) * rng.standard_normal((_STUDIES, recipes))
     behind = seen.max(1, keepdims=True) - seen
     return float((behind < SURE * error).sum(1).mean()) - 1
 
 
 def _pairs(fits: Sequence[Fit], scale: float) -> list[tuple[float, float, int]]:
-    """Of every two recipes at the compute that all have spent: standard error, difference, and seeds."""
+    """Return standard error, difference and seeds of every pair of recipes, at the compute that all have spent."""
     if len(fits) < 2:
         return []
     compute = min(fit.window[1] for fit in fits if fit.window is not None)

@@ -1,4 +1,4 @@
-"""What each axis of a grid does, over the whole grid: main effects and chosen interactions, partially pooled.
+"""Effects of the axes of a grid, over the whole grid: main effects and chosen interactions, partially pooled.
 
 A grid of recipes is a table of cells, one level an axis. What is read off a cell (its asymptote, or the logarithm of
 its compute to half of its gain) is a sum: a mean, an effect of each level, an effect of each pair of levels of the
@@ -36,7 +36,7 @@ BASE = "recipe"
 # Standard deviations on the grid, in units of the reward's scale (of the logarithm of compute: times `_LOG`).
 _GRID = np.geomspace(1e-3, 0.5, 14)
 _PRIOR_SD = 0.1
-# What cells have of their own is interactions of higher order, which are rarely as large as main effects.
+# The cells' own residuals are interactions of higher order, which are rarely as large as main effects.
 _OWN_SD = 0.03
 _LOG = 10.0
 # Of the mean, of which nothing is known beforehand.
@@ -50,7 +50,7 @@ _LOOKS = 241
 
 @dataclass(frozen=True)
 class Effect(AsJson):
-    """Of a level against the axis's first one, on average over the cells; an interaction's beyond its two main effects.
+    """Effect of a level against its axis's first one, averaged over the cells; an interaction's is beyond main effects.
 
     axis, level: of an interaction with `:` between. A: in reward units. compute: how many times the compute to half of
     the gain; None where no cell's is known. p_positive: chance that the effect on A is above 0. cells: that have the
@@ -68,7 +68,7 @@ class Effect(AsJson):
 
 @dataclass(frozen=True)
 class Cell(AsJson):
-    """One to run next, by its levels; gain: share of the main effects' summed variance on A that goes."""
+    """A cell to run next, by its levels; gain: share of the main effects' summed variance on A that it removes."""
 
     levels: Mapping[str, str]
     gain: float
@@ -76,8 +76,9 @@ class Cell(AsJson):
 
 @dataclass(frozen=True)
 class Effects(AsJson):
-    """Of all axes. own: standard deviation of what cells have of their own, in reward units; left: recipes of which
-    nothing can be read.
+    """Effects of all axes of a grid, and the cells to run next.
+
+    own: standard deviation of the cells' own residuals, in reward units; left: recipes of which nothing can be read.
     """
 
     effects: tuple[Effect, ...]
@@ -204,7 +205,7 @@ class _Design:
         return cls(main, pairs.reshape(len(cells), len(both)), np.array(rows), tuple(names))
 
     def of_cells(self, which: Sequence[int]) -> _Design:
-        """Of some of the cells."""
+        """Return the design with only the cells at these indices."""
         return _Design(self.main[which], self.pairs[which], self.contrast, self.contrasts)
 
 

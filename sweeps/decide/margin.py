@@ -1,4 +1,4 @@
-"""How close is a tie, where neither NumPy nor SciPy need be imported to say so."""
+"""The default margin of a tie, in a module that imports neither NumPy nor SciPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to run next so that the right recipe is chosen, and how to split a budget.
+"""Choice of the next run by expected value of information, and the split of a budget over recipes.
 
 The choice is by asymptote, and what it costs is how far the chosen recipe's A lies below the best one's: its loss, as
 of `sweeps.decide.standing`. Before anything is run the least expected loss is read off the fits' joint draws. For each
@@ -44,9 +44,9 @@ _ENOUGH = 20.0
 _WORTH = 0.0005
 # An extension may fall short of the recipe's best by this much of the gain if it is cheaper a point of gain.
 _CHEAPER = 0.5
-# How far an evaluated point may stand for its neighbours.
+# An extension's evaluations are thinned to at most this many points.
 _MAX_POINTS = 64
-# What is played through: recipes that could be best, at most this many. The others stay as they are.
+# Simulated are recipes with at least this chance of being best, at most so many. The others stay as they are.
 _COULD, _AT_MOST = 0.002, 10
 
 
@@ -85,7 +85,7 @@ class Settlement:
 
 @dataclass(frozen=True)
 class Share:
-    """What a recipe gets of a budget: added compute, up to which compute its runs then go, the reward there."""
+    """Share of a budget that one recipe gets: compute added, the compute its run then reaches, the reward there."""
 
     recipe: str
     compute: float
@@ -96,7 +96,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Split:
-    """A budget over recipes.
+    """Split of a budget over recipes, with the steps that it pays for.
 
     winner: the recipe to which the rest is committed, the leader of `sweeps.decide.standing.Standing`; None where it
     could cost more than the margin. commit: a run of it continues from, to.
@@ -245,7 +245,7 @@ def comparable(fits: Sequence[Fit], apart_from: str | None = None) -> list[list[
 
 
 def _contenders(fits: Sequence[Fit]) -> list[Fit]:
-    """Those whose curve says something of their asymptote."""
+    """Return the fits whose curve tells something of the asymptote; only these are simulated."""
     return [fit for fit in fits if fit.verdict in _CONTENDS and fit.draws is not None and fit.lookout is not None]
 
 
@@ -258,12 +258,12 @@ class Choice:
 
     @cached_property
     def future(self) -> _Future:
-        """What could be run, played through."""
+        """Simulated outcomes of the possible next steps, computed at first use."""
         return _Future(self.fits, self.standing)
 
 
 def choice_of(fits: Sequence[Fit], margin: float | None = None) -> Choice:
-    """The choice between recipes.
+    """Return the choice between recipes as it stands, with its future still to be simulated.
 
     Raises:
         UserError: margin is negative or no number.
@@ -272,7 +272,7 @@ def choice_of(fits: Sequence[Fit], margin: float | None = None) -> Choice:
 
 
 def settle(choice: Choice, limit: float | None = None) -> Settlement:
-    """What to run next to settle which recipe has the highest asymptote.
+    """Return the best next step of each recipe, to settle which one has the highest asymptote.
 
     Args:
         choice: between the recipes.
@@ -306,7 +306,7 @@ def _settlement(standing: Standing, steps: Sequence[Step], sentence: str, settle
 
 
 def _options(fit: Fit, limit: float | None) -> list[Step]:
-    """What could be run of a contender, without its gain."""
+    """Return the steps possible for a contender within the cost limit, their gains not yet computed."""
     assert fit.window is not None
     end = fit.window[1]
     targets = {factor * end for factor in _FACTORS}
@@ -335,7 +335,7 @@ def _judged(fit: Fit, step: Step, gain: float) -> Step:
 
 
 def _best_step(future: _Future, i: int, limit: float | None) -> Step | None:
-    """The cheapest a point of gain among those that come near the recipe's largest gain."""
+    """Return the step with the most gain per cost among those with at least `_CHEAPER` of the recipe's largest gain."""
     fit = future.fits[i]
     # What is as good as out of the race cannot turn the choice.
     judged = [
@@ -422,7 +422,7 @@ def split_budget(choice: Choice, budget: float) -> Split:
 
 
 def _split_cures(fits: Sequence[Fit], budget: float) -> Split:
-    """With nothing to choose from, the budget goes to showing the bends, the cheapest first."""
+    """Split a budget where no recipe has a curve yet: pay for the runs that would show one, the cheapest first."""
     left, taken = budget, {}
     for step in sorted(map(_cure, fits), key=lambda s: (s.cost, s.recipe)):
         if step.cost <= left:
@@ -436,7 +436,7 @@ def _split_cures(fits: Sequence[Fit], budget: float) -> Split:
 def _split(
     fits: Sequence[Fit], winner: Fit | None, taken: Mapping[str, Step], budget: float, left: float, sentence: str
 ) -> Split:
-    """sentence: what is said where nothing is committed."""
+    """Assemble the split; `sentence` is used where the rest of the budget is committed to no recipe."""
     shares, commit = [], None
     for fit in fits:
         step = taken.get(fit.recipe)

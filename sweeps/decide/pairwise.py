@@ -1,4 +1,4 @@
-"""Two recipes against each other, under any verdict: at matched compute, in compute to a common reward, in asymptote.
+"""Comparison of two recipes, under any verdict: at matched compute, in compute to a common reward, in asymptote.
 
 All is read off the draws that ranking and plan read. Where the recipes were run with the same seeds, what a seed does
 to all of them alike drops out; where they were evaluated on the same prompts, so does what makes one hard for both.
@@ -76,7 +76,7 @@ class Difference(AsJson):
 
 @dataclass(frozen=True)
 class Comparisons(AsJson):
-    """Several comparisons. simultaneous: whether the bounds hold for all of them together."""
+    """Results of several pairwise comparisons. simultaneous: whether the bounds hold for all of them together."""
 
     margin: float
     budget: float | None
@@ -222,11 +222,12 @@ def apart(one: Fit, two: Fit, compute: float, pairing: Pairing | None) -> Array:
 
 
 def pairing_of_two(one: str, two: str, near: Mapping[str, SeedExcess], scale: float) -> Pairing | None:
-    """What seeds leave of two recipes' difference at a compute, if they have the same seeds, two or more; else None.
+    """Return the seed pairing of two recipes at a compute; None unless both have the same two or more seeds.
 
-    The variance of their own differences, drawn towards what seeds leave of all recipes that have these seeds and came
-    so far (the median of these: some are wilder than others), or towards the published spread where that is two
-    recipes only. A moderated t statistic (Smyth 2004), whose prior counts as `_PRIOR_DOF` degrees of freedom.
+    Its spread is the variance of the two recipes' own differences by seed, shrunk towards the median residual variance
+    of all recipes that have these seeds and came so far (the median, for some are wilder than others), or towards the
+    published spread where these are only the two. A moderated t statistic (Smyth 2004), whose prior counts as
+    `_PRIOR_DOF` degrees of freedom.
 
     Args:
         one: a recipe.
@@ -316,7 +317,7 @@ def compute_ratio(one: Fit, two: Fit, compute: float) -> Array | None:
     if end <= begin:
         return None
     times = [first_above(each, looks, begin + _GAINED * (end - begin)) for each in ahead]
-    # Who never gets there takes for ever.
+    # A draw that never gets there takes infinite compute; the ratio is then 0 or infinite.
     known = (np.isfinite(times[0]) | np.isfinite(times[1])) & ((times[0] > 0) | (times[1] > 0))
     if not known.any():
         return None
@@ -341,7 +342,7 @@ def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
 
 
 def deviation(draws: Array) -> float:
-    """A quarter of what 95% of the draws span, near enough: the standard deviation where they are normal."""
+    """Width of the central 95% of the draws over 2 x 1.96: the standard deviation where they are normal."""
     low, high = np.quantile(draws, [0.025, 0.975])
     return float(high - low) / (2 * SURE)
 
@@ -374,7 +375,7 @@ HIGHER, LOWER, SAME, UNTOLD = "higher", "lower", "same", "not told apart"
 
 
 def _told(difference: Interval, margin: float) -> str:
-    """What the bounds of a difference say."""
+    """Classify a difference by its bounds: higher, lower, same within the margin, or not told apart."""
     low = -math.inf if difference.low is None else difference.low
     high = math.inf if difference.high is None else difference.high
     if low > 0:

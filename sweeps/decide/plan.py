@@ -1,4 +1,4 @@
-"""`scalerl plan` as one object: what a target or a budget takes, what to run next, sizes and rollouts compared."""
+"""The plan for a target or a budget as one object: compute, next runs, model sizes and rollouts compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sweeps.fit.predict import reward_at
 
 @dataclass(frozen=True)
 class Factors:
-    """What the study varied besides the recipe: names of factors, and sizes not seen to be answered for."""
+    """Names of the factors that a study varied besides the recipe, and unseen model sizes to predict for."""
 
     size: str | None = None
     rollouts: str | None = None
@@ -42,7 +42,7 @@ class Row(AsJson):
     to: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """One entry of `recipes`."""
+        """Return one entry of `recipes` of `scalerl plan --json`."""
         entry: dict[str, Any] = {
             "recipe": self.recipe,
             "compute": as_json(self.compute),

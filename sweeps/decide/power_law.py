@@ -97,11 +97,11 @@ class PowerLaw:
     rmse: float
 
     def exponent(self, size: float) -> Array:
-        """k(N) per draw, (K,)."""
+        """Draws of the exponent k(N) of a model size in parameters; (K,)."""
         return np.asarray(self.draw_k_max / (1 + self.draw_n_0 / size))
 
     def seen(self, size: float) -> bool:
-        """Whether the size is among those fitted."""
+        """Return whether the size is among those fitted, to a relative 1e-9."""
         return bool(np.isclose(self.sizes, size, rtol=1e-9).any())
 
     def level(self, size: float) -> Array:
@@ -123,7 +123,7 @@ class PowerLaw:
         return np.asarray(line + scatter * rng.standard_t(freedom, len(line)))
 
     def log_loss(self, size: float, compute: Array) -> Array:
-        """log L per draw. Shapes: (m,) -> (K, m)."""
+        """Draws of the log loss of a size at each compute. Shapes: (m,) -> (K, m)."""
         x = np.log(compute) - np.log(self.reference)
         return np.asarray(self.level(size)[:, None] - self.exponent(size)[:, None] * x[None])
 
@@ -230,7 +230,7 @@ def _best(lines: _Lines, sizes: Array, grid: Array) -> tuple[float, float, Array
 
 
 def _inflation(residual: Array, run: NDArray[np.intp]) -> float:
-    """How many points amount to an independent one, from the lag-1 correlation within runs."""
+    """Number of points that amount to an independent one, from the lag-1 autocorrelation within runs."""
     same = run[1:] == run[:-1]
     squares = float(residual @ residual)
     if squares <= 0 or not same.any():
@@ -329,7 +329,7 @@ def _draw(
 
 
 def _seed_sd(fits: Sequence[Fit]) -> Array:
-    """How far the mean over a size's seeds may be off, in R. (S,)."""
+    """Standard error of the mean over each size's seeds, in reward. (S,)."""
     # Student's quantile over the normal's: a spread measured on few seeds is itself unsure.
     spreads = [(fit.seed_spread.sd, fit.seed_spread.quantile() / 1.959964, fit.seeds) for fit in fits]
     return np.array([sd * wider / np.sqrt(seeds) for sd, wider, seeds in spreads])

@@ -1,4 +1,4 @@
-"""Racing: which recipes need not be run to the end, because they will not be best at the budget.
+"""Racing: early stopping of recipes that will not be best at the budget.
 
 A look is taken at growing compute, the same for all. At each, every recipe still in the race is fitted to its
 evaluations up to that compute and no further, so that a decision depends on the evaluations alone and not on when
@@ -27,7 +27,7 @@ from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import chance, quantiles, within
 from sweeps.terminal import counted
 
-# Of a compute, for sums of steps that should be it.
+# Tolerance on a compute: sums of steps' compute may fall short of a level by rounding.
 _ABOUT = 1 - 1e-9
 
 
@@ -48,13 +48,13 @@ class Chance(AsJson):
 
     @classmethod
     def of_json(cls, entry: Mapping[str, Any]) -> Chance:
-        """As `to_json` wrote it."""
+        """Read a recipe's chances back from the JSON that `to_json` wrote."""
         return cls(**{**entry, "R": Interval(**entry["R"])})
 
 
 @dataclass(frozen=True)
 class Look(AsJson):
-    """What was seen up to a compute, and who is stopped for it.
+    """One look of a race: the recipes' chances from evaluations up to a compute, and the recipes that it stops.
 
     favourite: of the highest expected reward at the budget, which is the least expected loss.
     """
@@ -65,12 +65,12 @@ class Look(AsJson):
     stopped: tuple[str, ...]
 
     def of(self, recipe: str) -> Chance:
-        """One recipe's."""
+        """Return the chances of one recipe; raise StopIteration if it is not in the look."""
         return next(each for each in self.chances if each.recipe == recipe)
 
     @classmethod
     def of_json(cls, entry: Mapping[str, Any]) -> Look:
-        """As `to_json` wrote it."""
+        """Read a look back from the JSON that `to_json` wrote."""
         chances = tuple(Chance.of_json(each) for each in entry["chances"])
         return cls(entry["compute"], entry["favourite"], chances, tuple(entry["stopped"]))
 
@@ -125,7 +125,7 @@ class Race(AsJson):
 
     @property
     def stopped(self) -> dict[str, float]:
-        """Compute at which each of the stopped is."""
+        """Compute at which each stopped recipe was stopped, by recipe."""
         return {each.recipe: each.stopped_at for each in self.runners if each.stopped_at is not None}
 
 
@@ -244,12 +244,12 @@ def result(curves: Sequence[Curve], rules: Rules, stopped: Mapping[str, Look]) -
 
 
 def _between(curve: Curve, last: float, level: float) -> bool:
-    """Whether it has been evaluated beyond the one and up to the other."""
+    """Return whether the curve has an evaluation at a compute above `last` and up to `level`."""
     return bool(((curve.compute > last) & (curve.compute <= level)).any())
 
 
 def _reached(curve: Curve, lost: Collection[str]) -> float:
-    """Compute up to which all seeds of a recipe have been evaluated that may go on."""
+    """Compute that all seeds of a recipe have reached, failed ones (`lost`) left out unless all have failed."""
     ends = {str(label): float(curve.compute[curve.seed == label].max()) for label in np.unique(curve.seed)}
     return min([end for label, end in ends.items() if label not in lost] or ends.values())
 
@@ -262,7 +262,7 @@ def look_at(
     below: Mapping[str, int] | None = None,
     workers: int = 1,
 ) -> Look:
-    """One look.
+    """Take a look: fit each recipe to its evaluations up to a compute and decide which to stop.
 
     Args:
         curves: of the recipes in the race.
@@ -280,7 +280,7 @@ def look_at(
 
 
 def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rules, below: Mapping[str, int]) -> Look:
-    """What joint draws of the reward at the budget, (K,) a fit, come to at a look."""
+    """Make a look from joint draws of the reward at the budget, (K,) a fit."""
     p_best = best_chances(draws)
     # Of the least expected loss; but what nobody can forecast is no measure for others.
     known = [within(fit, rules.budget) for fit in fits]

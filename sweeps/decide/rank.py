@@ -1,4 +1,4 @@
-"""Which recipe is best: by asymptote with its uncertainty, within a margin by efficiency, or "undecided".
+"""Ranking of recipes: by asymptote with its uncertainty, within a margin by efficiency, or "undecided".
 
 Recipes are compared on A by joint draws that include the spread between seeds. Those within the margin of the
 best A are tied; ties are broken by B after refitting with A fixed to their mean, as the paper does (arXiv
@@ -73,7 +73,7 @@ class Contrast(AsJson):
 
 @dataclass(frozen=True)
 class Ranking(AsJson):
-    """All recipes in order.
+    """Ranking of all recipes, the best first, with the outcome in one sentence.
 
     leader: the recipe to choose, see `sweeps.decide.standing.Standing`; sentence says the outcome; shared_a is the A at
     which tied ones were refitted; pairing the seeds by which they were compared, if they share any; comparisons the
@@ -106,7 +106,7 @@ def rank(
     brief: bool = False,
     baseline: str | None = None,
 ) -> Ranking:
-    """Order recipes.
+    """Rank recipes by asymptote, ties by efficiency, unidentifiable ones last.
 
     Args:
         fits: one a recipe, as `fit_curves` returns them (so that the spread between seeds is pooled).

@@ -1,4 +1,4 @@
-"""How much compute a target takes, and how near a live run is to its asymptote.
+"""Compute needed to reach a target reward, and a live run's distance from its asymptote.
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)            arXiv 2510.13786, eq. 1
     C(R) = C_mid ((R - R0) / (A - R))^(1/B)               its inverse, for R0 < R < A; never for R >= A
@@ -55,7 +55,7 @@ class Reach(AsJson):
 
 @dataclass(frozen=True)
 class Asymptote(AsJson):
-    """How near a run is to its asymptote.
+    """The share of its gain that a recipe has reached, and whether that is near the asymptote.
 
     verdict: `near` (97.5% sure that the share is `NEAR` or more), `not near` (97.5% sure that it is less),
     `unknown`. share: of A - R0, gained at the window's end. gain_2x: reward that as much compute again brings.
@@ -147,7 +147,7 @@ def _reach_reason(fit: Fit, compute: Interval, p_never: float, reached: bool) ->
 
 
 def near_asymptote(fit: Fit) -> Asymptote:
-    """Whether the runs given have gained almost all that the recipe has to give.
+    """Judge whether the runs given have gained `NEAR` of what the recipe has to give.
 
     share = (R(C_end) - R0) / (A - R0) = 1 / (1 + (C_mid / C_end)^B), C_end the window's end. `near` needs an
     identifiable A; that a run is not near can be sure without one.

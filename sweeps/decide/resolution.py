@@ -1,4 +1,4 @@
-"""What a study can tell: the smallest difference that its seeds and noise let show, and what a smaller one takes."""
+"""Resolution of a study: the smallest difference that its seeds and noise let it detect, and seeds for the margin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NULL = "optimizer=null"
 
 @dataclass(frozen=True)
 class Resolution(AsJson):
-    """Of rewards at the compute that all recipes have spent, each against the leader.
+    """Detectable difference in reward at the compute that all recipes have spent, each against the leader.
 
     smallest: the difference that half of the comparisons tell at 5% with 80% power. seeds: an arm, there are.
     seeds_needed: an arm, for the margin in half of the comparisons; None where that is more than anybody runs. told: of
@@ -75,7 +75,7 @@ def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolutio
 
 
 def _noise(fits: Sequence[Fit]) -> float | None:
-    """Of single evaluations of the null recipe about their seed's mean."""
+    """Standard deviation of single evaluations of the null recipe about their seed's mean; None without one."""
     null = next((fit.curve for fit in fits if fit.recipe.split("+")[-1] == NULL), None)
     if null is None:
         return None

@@ -25,7 +25,7 @@ _GAINED = 0.8
 
 @dataclass(frozen=True)
 class RewardRow(AsJson):
-    """One recipe.
+    """A recipe's reward at the common compute, and its compute to the common reward.
 
     R: reward at the common compute; p_best: chance that it is the highest there. C: compute to the common reward;
     ratio: to that of the recipe that needs least. R_at_budget, p_best_at_budget: as R and p_best, at a budget; None
@@ -57,7 +57,7 @@ class Rewards(AsJson):
     JSON: ClassVar = {"compute": "common_compute", "reward": "common_reward", "fastest": None}
 
     def times_the_least(self, row: RewardRow) -> str:
-        """How many times the least compute a recipe takes, as text; `-` where that is not known."""
+        """Format a recipe's compute to the common reward as a multiple of the fastest one's; `-` if not known."""
         return "1" if row.recipe == self.fastest else shown(row.ratio, ".2f")
 
 
@@ -117,7 +117,7 @@ def _at_budget(fit: Fit, budget: float | None) -> Array | None:
 
 
 def _ratio(mine: Array, fastest: Array) -> Interval | None:
-    """How many times the compute of the fastest; None where it is not known on either side."""
+    """Compute as a multiple of the fastest recipe's; None where its median over draws is not finite."""
     known = (fastest > 0) & np.isfinite(fastest)
     both = np.where(known, mine / np.where(known, fastest, 1.0), np.inf)
     found = quantiles(both)

@@ -1,4 +1,4 @@
-"""When a race stops a recipe, where neither NumPy nor SciPy need be imported to say so."""
+"""Stopping rules of a race, in a module that imports neither NumPy nor SciPy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sweeps.errors import UserError
 
 @dataclass(frozen=True)
 class Rules(AsJson):
-    """When a recipe is stopped.
+    """Rules by which a race takes its looks and stops recipes.
 
     Args:
         budget: compute of one run at which the best recipe is wanted, in the curves' unit.

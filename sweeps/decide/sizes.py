@@ -1,4 +1,4 @@
-"""Model sizes compared: when the larger one overtakes, which is best for a budget, and which law to trust.
+"""Comparison of model sizes: where the larger one overtakes, which is best for a budget, and which law to trust.
 
 Two laws answer, the power law of `sweeps.decide.power_law` and a sigmoid whose parameters go with size
 (`sweeps.decide.across_sizes`; arXiv 2510.13786, eq. 1). They disagree far out: the first has no ceiling below R = 1.
@@ -90,7 +90,7 @@ class SizeReach(AsJson):
 
 @dataclass(frozen=True)
 class Sizes(AsJson):
-    """One recipe across sizes.
+    """One recipe compared across its model sizes, by a power law and by joint sigmoids.
 
     choices is empty without a budget, reach without a target, frontier where joint is None.
     """
@@ -218,7 +218,7 @@ def crossovers(law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float,
 
 
 def _opened(crossing: Interval, start: float) -> Interval:
-    """With an open lower bound where the larger size may have been ahead from the start."""
+    """Open the lower bound of a crossing where the larger size may have been ahead from the start."""
     return replace(crossing, low=None) if crossing.low is not None and crossing.low <= start * 1.001 else crossing
 
 
@@ -327,7 +327,7 @@ def best_size(
 
 
 def _p_best(own: Array, seen: Sequence[Array]) -> float:
-    """How often draws are at least the best of the sizes seen."""
+    """Share of draws in which a size is at least as good as the best of the sizes seen."""
     return float((own >= np.max(seen, axis=0)).mean())
 
 

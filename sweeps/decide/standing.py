@@ -1,4 +1,4 @@
-"""Where the choice between recipes stands: one joint posterior, which ranking, plan and report all read.
+"""The current choice between recipes: one joint posterior, which ranking, plan and report all read.
 
 Every recipe takes part with draws of what its curve comes to (`sweeps.fit.outlook`), one whose A may not be named with
 all its width, one of which nothing is known with the whole scale. So a choice is sure only where it is sure against the
@@ -24,14 +24,14 @@ from sweeps.fit.outlook import DRAWS
 from sweeps.fit.predict import asymptote_draws, chance, paths_over_seeds, readable, seed_offsets, within
 from sweeps.fit.seeds import Pairing, paired_seed_spread
 
-# What counts as decided.
+# A choice counts as decided from this probability on.
 CONFIDENCE = 0.95
 _UNSURE = 1 - CONFIDENCE
 # A recipe that cannot be ranked is named where it could be best with more than this chance.
 COULD_WIN = 0.05
 # Recipes from which on their scatter can be told, the least it is taken to be (of the reward's scale), and its tail.
 _FEW, _APART, _TAIL = 3, 0.03, 4.0
-# Draws of a law from which on they say what it says.
+# Fewer draws of a law than this are not taken to represent it.
 _LEAST = 8
 _SIGMOID = list(PRIOR).index("sigmoid")
 
@@ -167,7 +167,7 @@ def joint_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
 
 
 def _has_law(fit: Fit) -> bool:
-    """Whether its asymptote is what its curve comes to: not of another family, nor where nothing rises."""
+    """Return whether the asymptote is read off the outlook: the sigmoid was fitted, and the curve rises."""
     return fit.options.sigmoid and fit.verdict not in ("flat", "decreasing") and fit.outlook is not None
 
 
@@ -213,7 +213,7 @@ def _under_laws(kind: NDArray[np.intp], laws: NDArray[np.intp], rng: np.random.G
 
 
 def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
-    """Which recipe to choose, and whether the data decide.
+    """Choose a recipe by least expected loss, and judge whether the data decide the choice.
 
     Args:
         fits: one a recipe, as `fit_curves` returns them.
@@ -274,7 +274,7 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
 
 
 def named_a(fit: Fit) -> float:
-    """An estimate that the verdict lets be named."""
+    """Return the A of an identifiable fit, which is never None."""
     assert fit.A.value is not None
     return fit.A.value
 
@@ -290,13 +290,13 @@ def _leader(fits: Sequence[Fit], safe: Sequence[Fit], losses: Mapping[str, float
 
 
 def expected_losses(drawn: Sequence[Drawn]) -> list[float]:
-    """Of each recipe, by how much the highest asymptote exceeds its own, on average over joint draws."""
+    """Expected loss of choosing each recipe: mean over joint draws of the highest asymptote less its own."""
     runs = np.stack([one.asymptote() for one in drawn])
     return [float(loss) for loss in (runs.max(axis=0) - runs).mean(axis=1)]
 
 
 def wrong_chances(drawn: Sequence[Drawn], margin: float) -> list[float]:
-    """Of each recipe, the share of joint draws in which another's asymptote is higher by more than the margin."""
+    """Share of joint draws, for each recipe, in which another's asymptote is higher by more than the margin."""
     runs = np.stack([one.asymptote(margin) for one in drawn])
     return [float(p) for p in (runs.max(axis=0) - runs > margin).mean(axis=1)]
 
@@ -337,7 +337,7 @@ def _outcome(
     rivals: Sequence[str],
     margin: float,
 ) -> tuple[bool, str]:
-    """Whether the data decide, and one sentence that says so."""
+    """Return whether the data decide, and one sentence on the outcome."""
     total, refused = len(fits), len(fits) - len(ordered)
     could_be = [name for name in rivals if leader is None or name != leader.recipe]
     unranked = f"; {refused} of {total} recipes cannot be ranked" if refused and total > 1 else ""

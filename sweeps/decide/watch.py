@@ -1,4 +1,4 @@
-"""A running study watched: its fit re-done as compute grows, and every forecast held against what then came.
+"""Watching a running study: fits repeated as compute grows, and every forecast checked against what then came.
 
 A snapshot is the fit up to some compute C, and a check: the evaluations of the last tenth (C / 1.1 to C) against
 what the fit up to C / 1.5 predicted of their mean. It depends on the evaluations and on C alone, not on when
@@ -84,11 +84,11 @@ class Watch:
             if self._sizes.get(curve.recipe) != _size(curve):
                 yield from self._locked(curve)
                 self._sizes[curve.recipe] = _size(curve)
-        # Only now: whoever stopped half-way through sees the rest at the next poll.
+        # Only now: if the caller stops half-way through, the next poll gives the rest.
         self._seen = seen
 
     def _locked(self, curve: Curve) -> list[News]:
-        """Two who watch one study must not both write a snapshot."""
+        """Follow a curve under a file lock, for two watchers of one study must not both write a snapshot."""
         if self._path is None:
             return self._follow(curve)
         require("filelock", str(self._path))
@@ -144,7 +144,7 @@ def default_path(sources: Sequence[str | Path]) -> Path | None:
 
 
 def waiting(sources: Sequence[str | Path]) -> bool:
-    """Whether all sources are runs or sweeps without an evaluation yet: nothing is wrong, it is only early."""
+    """Return whether all sources are runs or sweeps that have no evaluation yet, which is no error."""
     for source in sources:
         runs = find_runs(source) if _is_dir(Path(source)) else []
         if not runs:
@@ -168,7 +168,7 @@ def _is_dir(path: Path) -> bool:
 
 
 def _state(sources: Sequence[str | Path]) -> object:
-    """Sizes and times of the files behind the sources; None where that cannot be told."""
+    """Sizes and modification times of the files behind the sources, to detect changes; None if not known."""
     files: list[Path] = []
     for source in sources:
         path = Path(source)
@@ -190,7 +190,7 @@ def _read(path: Path, recipe: str) -> list[dict[str, Any]]:
 
 
 def _snapshots(entries: Sequence[dict[str, Any]], identity: Mapping[str, Any]) -> list[Snapshot]:
-    """Those of one recipe and one way to fit it, in order of writing."""
+    """Return the snapshots of one recipe under the same fit options, in order of writing."""
     found = []
     for entry in entries:
         if all(entry.get(key) == value for key, value in identity.items()):
