@@ -1,9 +1,9 @@
-"""What became of each job that worked on a run, written by the job itself: one small file an attempt.
+"""Attempt records of a run: each job writes one small file on when it began and how it ended.
 
 `runs/<identity>/attempts/<job>-<restart>-<submission>.jsonl` has a line when the attempt begins and one when it ends.
 One writer a file: two copies of a job on two nodes never append to the same one.
 
-They are counted, not timed: nodes' clocks may be minutes apart.
+Attempts are ordered by a counter and not by time: nodes' clocks may be minutes apart.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Attempt:
 
 
 def log_mark(submission: str, job: str, restart: int) -> str:
-    """The line with which an attempt begins in the logs of its ranks, which go on from one attempt to the next."""
+    """Return the line that marks the begin of an attempt in its ranks' logs, to which all attempts append."""
     return f"--- job {job}, start {restart} ({submission})"
 
 
 class AttemptLog:
-    """Writes one attempt's file; `clock` is the node's own."""
+    """Writer of one attempt's file; `clock` is the node's own."""
 
     def __init__(
         self,
@@ -76,17 +76,17 @@ class AttemptLog:
         self._who = {"submission": submission, "job": job, "restart": restart, "node": node}
 
     def begin(self, step: int) -> None:
-        """The member is about to run, from the checkpoint at `step`."""
+        """Record that the member is about to run, from the checkpoint at `step`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         number = 1 + max((each.number for each in attempts(self._run_dir)), default=0)
         self._write({**self._who, "number": number, "began": self._clock(), "step": step})
 
     def end(self, outcome: str, kind: str | None = None, reason: str | None = None) -> None:
-        """The last word."""
+        """Record how the attempt ended; secrets in the reason are redacted."""
         self._write({"ended": self._clock(), "outcome": outcome, "kind": kind, "reason": reason and redact(reason)})
 
     def follower_failed(self, rank: int, kind: str, reason: str) -> None:
-        """Another rank than the one that writes the attempt has failed: in a file of its own."""
+        """Record that a rank other than rank 0 has failed, in a file of its own, for each file has one writer."""
         said = {"ended": self._clock(), "outcome": "failed", "kind": kind, "reason": redact(reason)}
         said["culprit"] = self._who["node"]
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ class AttemptLog:
 
 
 def attempts(run_dir: Path) -> list[Attempt]:
-    """All attempts at a run, in the order in which they began; what cannot be read is passed over."""
+    """Read all attempts at a run, in the order in which they began; unreadable files are skipped."""
     try:
         paths = list((run_dir / ATTEMPTS_DIR).iterdir())
     except OSError:
@@ -124,9 +124,9 @@ def attempts(run_dir: Path) -> list[Attempt]:
 
 
 def _in_order(found: Sequence[Attempt]) -> list[Attempt]:
-    """By number; a job's starts in the order of SLURM's count, for one may not have seen the file of another yet.
+    """Sort attempts by number, a job's starts by SLURM's restart count: a start may not have seen another's file yet.
 
-    Without numbers by the jobs' ids, which grow, then by that count.
+    Without numbers sort by the jobs' ids, which grow, then by that count.
     """
     newest: dict[tuple[str, str], int] = {}
     keyed = []

@@ -1,4 +1,4 @@
-"""What an executor is: it starts members of a study, follows them, and says how they ended.
+"""Interface of executors, which start members of a study, follow them, and report how they ended.
 
 Those of this machine are in `local`, that of a SLURM cluster in `slurm`.
 """
@@ -36,7 +36,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a member's process or job ended.
+    """End of a member's process or job: exit code, kind of failure and reason.
 
     Attributes:
         run: who.
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def how(self) -> str:
-        """In words, from the exit code alone."""
+        """Text on the end from the exit code alone, such as "killed by SIGKILL" or "exit code 1"."""
         if self.exit_code < 0:
             names = {number.value: number.name for number in signal.Signals}
             return f"killed by {names.get(-self.exit_code, f'signal {-self.exit_code}')}"
@@ -64,7 +64,7 @@ class Outcome:
 
 
 class Executor(Protocol):
-    """Starts members and says which have ended.
+    """Protocol of an executor, which starts members and reports which have ended.
 
     `outlives` says whether members go on when the process that started them ends: then they are submitted under a
     name, and can be found again by it. What every executor keeps to is tests/sweeps/executor/test_contract.py: another
@@ -74,7 +74,7 @@ class Executor(Protocol):
     outlives: bool
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
-        """How many from the front of `waiting` may be submitted now, in one go; 0 is none."""
+        """Return how many members from the front of `waiting` may be submitted now, in one batch; 0 for none."""
         ...
 
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
@@ -90,9 +90,9 @@ class Executor(Protocol):
         ...
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
-        """Have members end at their next clean border, saved; their outcome is then of kind `stopped`.
+        """Ask members to save and end at the next step boundary; their outcome is then of kind `stopped`.
 
-        One that waits for its turn never begins. Of one that is not followed here, nothing comes.
+        A queued member never begins. One that this executor does not follow is ignored.
         """
         ...
 
@@ -101,11 +101,11 @@ class Executor(Protocol):
         ...
 
     def queued(self) -> frozenset[str]:
-        """Those of `running` that wait for their turn."""
+        """Members of `running` that are still queued."""
         ...
 
     def settled(self) -> bool:
-        """Whether it is clear of every member that was started whether it still runs."""
+        """Return whether the executor knows of every started member whether it still runs."""
         ...
 
     def close(self) -> None:
@@ -114,6 +114,6 @@ class Executor(Protocol):
 
 
 def load_entry(name: str) -> Any:
-    """Import `module:function`."""
+    """Import the function that a text `module:function` names."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)

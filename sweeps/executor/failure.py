@@ -64,7 +64,7 @@ NEVER: dict[str, int | None] = dict.fromkeys(KINDS, 0)
 
 
 def may_retry(policy: Mapping[str, int | None], kind: str, spent: Mapping[str, int], excused: int = 0) -> bool:
-    """Whether a member that failed for this reason may try again.
+    """Return whether a member may retry after a failure of this kind.
 
     Args:
         policy: attempts after the first, by kind.
@@ -77,7 +77,7 @@ def may_retry(policy: Mapping[str, int | None], kind: str, spent: Mapping[str, i
 
 
 def kind_of(error: BaseException) -> str:
-    """The kind of an exception that ended a member: of the outermost in its chain that bears the signs of one.
+    """Classify an exception that ended a member, by the outermost in its chain that `shown_by` recognises.
 
     A stated cause can make a failure of the network one of the program: the hub has answered, or is not to be asked.
     """
@@ -90,7 +90,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
-    """An exception and those behind it; and whether all links up to there are causes that somebody has stated."""
+    """Yield an exception and those it came from, each with whether every link up to it is an explicit `raise from`."""
     seen: list[BaseException] = []
     each: BaseException | None = error
     stated = True
@@ -102,6 +102,6 @@ def _chain(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception in one line: type and message."""
+    """Format an exception as one line of type and message, at most 500 characters."""
     message = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {message}"[:500] if message else type(error).__name__

@@ -1,4 +1,4 @@
-"""What runs on a compute node: one member of a submission, as one task of SLURM's.
+"""Entry point on a compute node: runs one member of a submission as one SLURM task.
 
 `python -m sweeps job <folder of the submission>`, started by the batch script for each task of an array and each rank
 of a job. The signals are ours alone: SLURM's warning (SIGUSR2, sent before a time limit or a preemption) and SIGTERM
@@ -43,7 +43,7 @@ _EARLY_S = 75.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run the member that this task stands for; its exit code."""
+    """Run the member that this SLURM task stands for and return its exit code."""
     began = time.time()
     with interruption.on_signals([signal.SIGUSR2, signal.SIGTERM]):
         try:
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
-    """The rank that writes."""
+    """Run the member as rank 0, which writes the attempt record, and return the exit code."""
     log = AttemptLog(run_dir, manifest["submission"], job_id(), restart_count(), node_name())
     step = checkpoint_step(run_dir)
     earlier = attempts(run_dir)
@@ -129,7 +129,7 @@ def _interrupted(
 
 
 def _end(manifest: Mapping[str, Any], began: float) -> float:
-    """When the job's time is over by this node's clock, which may be minutes from slurmctld's.
+    """Time at which the job's limit is reached by this node's clock, which may be minutes from slurmctld's.
 
     Newer SLURMs tell start and end by the latter: what lies between them is the same by any. `began` is this process's
     own start, for a batch script of an earlier version; it came after the set-up's.
@@ -140,7 +140,7 @@ def _end(manifest: Mapping[str, Any], began: float) -> float:
 
 
 def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int) -> int:
-    """A rank that only trains: rank 0 does the talking, unless it is this one that fails first."""
+    """Run the member as another rank than 0: it only trains, and records nothing unless it fails first."""
     try:
         _check_gpu()
         load_entry(manifest["entry"])(run_dir)
@@ -158,7 +158,7 @@ def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int) -> int:
 
 
 def idle_attempts(earlier: list[Attempt], step: int) -> int:
-    """Attempts in a row, up to the last, that began at this checkpoint and ended without another."""
+    """Count the latest attempts in a row that began at this checkpoint and ended without a new one."""
     count = 0
     for attempt in reversed(earlier):
         if attempt.step != step or attempt.outcome not in (None, "interrupted"):
@@ -168,29 +168,29 @@ def idle_attempts(earlier: list[Attempt], step: int) -> int:
 
 
 def checkpoint_step(run_dir: Path) -> int:
-    """The step of the last checkpoint that the journal knows, or -1."""
+    """Return the step of the last checkpoint in the journal, -1 if there is none."""
     step = covered_step(run_dir)
     return -1 if step is None else step
 
 
 def job_id() -> str:
-    """Of this task: `123`, or `123_4` in an array."""
+    """Return the SLURM job id of this task: `123`, or `123_4` in an array; `0` outside of SLURM."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID", "0")
 
 
 def restart_count() -> int:
-    """How often SLURM has started this job before."""
+    """Return how many times SLURM has restarted this job, from SLURM_RESTART_COUNT."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0)
 
 
 def node_name() -> str:
-    """As SLURM calls it, so that a later job can keep off it."""
+    """Return the node's name as SLURM knows it, so that a later job can exclude it."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _check_gpu() -> None:
-    """Before a model is loaded, if the job asks for GPUs; training looks once more, for it can ask the driver."""
+    """Check for a GPU before a model is loaded, if the job asks for one; training checks again with the driver."""
     if REQUIRED in os.environ:
         check_gpu()
 
@@ -208,7 +208,7 @@ def _wait_for(path: Path) -> dict[str, Any]:
 
 
 def _log_to(path: Path) -> None:
-    """Everything printed from here on goes to the run's own log, also what native code prints."""
+    """Redirect stdout and stderr to the run's log by file descriptor, so that native code's output goes there too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(log, 1)
@@ -217,7 +217,7 @@ def _log_to(path: Path) -> None:
 
 
 def run(arguments: list[str]) -> NoReturn:
-    """`main`, and the end of the process: threads of a library that hang at exit must not keep an allocation."""
+    """Run `main`, then end by `os._exit`: library threads that hang at exit must not keep the allocation."""
     code = main(arguments)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Members on this machine: as processes, or in this very one."""
+"""Executors for this machine: members as child processes, or one by one in this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STOPPED_CODE = 87
 
 
 class LocalExecutor:
-    """Members as processes of this machine.
+    """Executor that runs members as parallel processes on this machine.
 
     Args:
         entry: `module:function`, called in the member with its run directory; an exception is a failure.
@@ -52,11 +52,11 @@ class LocalExecutor:
         self._run_dirs: dict[str, Path] = {}
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
-        """As many as are missing to `max_parallel`."""
+        """Return as many as there are free slots up to `max_parallel`."""
         return min(len(waiting), self._max_parallel - len(self._processes))
 
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
-        """Fork members."""
+        """Start a process for each member; there are no job ids, so every value is None."""
         for member in members:
             arguments = (self._entry, str(member.run_dir), self._threads)
             process = self._context.Process(target=_member, args=arguments, name=member.run)  # type: ignore[attr-defined]
@@ -66,11 +66,11 @@ class LocalExecutor:
         return {member.run: None for member in members}
 
     def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
-        """None: they died with the process that started them."""
+        """Return an empty dict: members of an earlier process died with it."""
         return {}
 
     def poll(self, timeout_s: float) -> list[Outcome]:
-        """Members that have ended."""
+        """Wait up to `timeout_s` for a process to end and return the outcomes of all that have ended."""
         sentinels = [process.sentinel for process in self._processes.values()]
         multiprocessing.connection.wait(sentinels, timeout=timeout_s)
         ended = [(run, process) for run, process in self._processes.items() if process.exitcode is not None]
@@ -80,25 +80,25 @@ class LocalExecutor:
         return [_outcome(run, process.exitcode, self._run_dirs.pop(run)) for run, process in ended]
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
-        """By a file that a member looks for at its clean borders."""
+        """Write a stop file for each member, which it looks for at its step boundaries."""
         for run in runs:
             if run in self._processes:
                 ask_to_stop(self._run_dirs[run], reason)
 
     def running(self) -> list[str]:
-        """Members that have not ended."""
+        """Members whose processes have not been seen to end."""
         return list(self._processes)
 
     def queued(self) -> frozenset[str]:
-        """None waits: what is submitted runs."""
+        """Return an empty set: every submitted member runs at once."""
         return frozenset()
 
     def settled(self) -> bool:
-        """Always."""
+        """Return True: a child process is always known to run or to have ended."""
         return True
 
     def close(self) -> None:
-        """Terminate what still runs."""
+        """Terminate the processes that still run, and kill those that do not end within 10 s."""
         for process in self._processes.values():
             process.terminate()
         for process in self._processes.values():
@@ -109,7 +109,7 @@ class LocalExecutor:
 
 
 class InProcessExecutor:
-    """Members in this very process, one after the other, so that a debugger sees them; their output is not kept.
+    """Executor that runs members in this process, one by one, for a debugger; their output is not kept.
 
     Args:
         entry: `module:function`, called with a member's directory; an exception ends everything.
@@ -123,20 +123,20 @@ class InProcessExecutor:
         self._stopped: list[Outcome] = []
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
-        """One at a time."""
+        """Return 1 while no member is submitted, else 0: members run one at a time."""
         return min(len(waiting), 1 - len(self._waiting))
 
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
-        """Note it; `poll` runs it."""
+        """Queue the members; the next `poll` runs them."""
         self._waiting.extend(members)
         return {member.run: None for member in members}
 
     def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
-        """None."""
+        """Return an empty dict: no member outlives the process that runs it."""
         return {}
 
     def poll(self, timeout_s: float) -> list[Outcome]:
-        """Run what was submitted."""
+        """Run the submitted members to their end and return their outcomes; an exception of a member propagates."""
         outcomes, self._stopped = self._stopped, []
         while self._waiting:
             load_entry(self._entry)(self._waiting[0].run_dir)
@@ -144,24 +144,24 @@ class InProcessExecutor:
         return outcomes
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
-        """What has not begun never does; nothing else runs while anybody could ask."""
+        """Drop queued members, with an outcome of kind `stopped`; none can be running while this is called."""
         self._stopped += [Outcome(each.run, 1, "stopped", reason) for each in self._waiting if each.run in runs]
         self._waiting = [each for each in self._waiting if each.run not in runs]
 
     def running(self) -> list[str]:
-        """What was submitted and has not run, or of whose end nobody was told."""
+        """Members that are queued, or stopped with an outcome that `poll` has not returned yet."""
         return [*(member.run for member in self._waiting), *(outcome.run for outcome in self._stopped)]
 
     def queued(self) -> frozenset[str]:
-        """None waits."""
+        """Return an empty set: the next poll runs all that is submitted."""
         return frozenset()
 
     def settled(self) -> bool:
-        """Always."""
+        """Return True: no member runs outside of `poll`."""
         return True
 
     def close(self) -> None:
-        """Nothing runs beside this process."""
+        """Do nothing, for no member runs beside this process."""
 
 
 def forkserver(preload: Sequence[str]) -> multiprocessing.context.BaseContext:
@@ -192,7 +192,7 @@ def _use_threads(count: int) -> None:
 
 
 def _member(entry: str, run_dir: str, threads: int) -> None:
-    """A member's process."""
+    """Run one member in its own process, with stdout and stderr in its log."""
     die_with_parent()
     _use_threads(threads)
     # For its owner alone: what members and their libraries print there nobody has looked through.
@@ -219,7 +219,7 @@ def _member(entry: str, run_dir: str, threads: int) -> None:
 
 
 def die_with_parent() -> None:
-    """End this process, whatever it is at, as soon as the one that started it is gone."""
+    """Start a thread that ends this process as soon as its parent is gone."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

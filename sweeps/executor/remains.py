@@ -1,4 +1,4 @@
-"""What lies in the folder of a submission: its members, and what its jobs have left there. Looked at once for all."""
+"""Files in the folder of a submission: its manifest, and start markers and logs of its jobs. Listed once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOG = re.compile(r"(.+)_[^_]+_log\..*")
 
 
 class Remains:
-    """A submission's folder, listed when it is first asked for: an array of a thousand leaves thousands of files."""
+    """Index of a submission's folder, listed once at first use: an array of a thousand leaves thousands of files."""
 
     def __init__(self, study: Path, submission: str) -> None:
         self._folder = study / JOBS_DIR / submission
@@ -54,17 +54,17 @@ class Remains:
         return {run: number for number, run in enumerate(members)}
 
     def starts(self, job: str) -> list[int]:
-        """The starts of a job, by the count of restarts that its batch script has seen."""
+        """Return the restart counts with which a job's batch script has started, from its marker files."""
         return self._starts.get(job, [])
 
     def logs(self, job: str) -> list[Path]:
-        """What SLURM, the set-up commands and srun have written for a job."""
+        """Return the paths of the batch logs of a job, written by SLURM, the set-up commands and srun."""
         return self._logs.get(job, [])
 
     def id(self) -> str | None:
-        """The id of the job or array, by the logs that SLURM made for it."""
+        """Return the id of the job or array by the names of its logs; None if it has left none."""
         return next((match[0] for job in self._logs if (match := re.match(r"\d+", job))), None)
 
     def place(self, run: str) -> tuple[int, int] | None:
-        """A member's place in the submission, and the submission's size."""
+        """Return a member's index in the submission and the submission's size; None if it is not in the manifest."""
         return (self._places[run], len(self._places)) if run in self._places else None

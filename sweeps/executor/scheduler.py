@@ -1,4 +1,4 @@
-"""What is asked of SLURM: submit a script, say how jobs are, forget one. Nothing is ever guessed from silence."""
+"""Access to SLURM: submit, query and cancel jobs. A missing answer is never taken for a state."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class JobInfo:
 
 
 class RefusedError(Exception):
-    """A submission was not taken.
+    """Error: the scheduler did not accept a submission.
 
     Attributes:
         later: the same may succeed later.
@@ -87,35 +87,35 @@ class RefusedError(Exception):
 
 
 class Scheduler(Protocol):
-    """What the executor needs of a cluster."""
+    """Protocol of a cluster's scheduler, as far as the executor needs it."""
 
     def submit(self, script: Path) -> str:
-        """Submit a batch script; the job's id. Raises RefusedError."""
+        """Submit a batch script and return the job's id. Raises RefusedError."""
         ...
 
     def queue(self) -> dict[str, JobInfo] | None:
-        """This user's jobs by id, with those that ended a short while ago; None if there is no answer."""
+        """Return this user's jobs by id, recently ended ones included; None if there is no answer."""
         ...
 
     def exit_codes(self, jobs: Sequence[str]) -> dict[str, str]:
-        """How ended jobs did so, as `28:0` or `0:9`, of those of which anybody still knows it."""
+        """Return exit code and signal of ended jobs, as `28:0` or `0:9`; jobs that nobody knows are left out."""
         ...
 
     def accounted(self, jobs: Sequence[str]) -> dict[str, JobInfo]:
-        """What accounting knows about jobs; empty if there is none."""
+        """Return the accounting records of jobs by id; empty if there is no accounting or no answer."""
         ...
 
     def array_limit(self) -> int:
-        """Tasks that one array may have."""
+        """Return the number of tasks that one array may have."""
         ...
 
     def cancel(self, jobs: Sequence[str], waiting_only: bool = False) -> None:
-        """Ask for the end of jobs; if so asked, of those only that have not begun."""
+        """Cancel jobs; with `waiting_only` those that have not begun, and no others."""
         ...
 
 
 class Slurm:
-    """The cluster whose commands are in PATH, or others that it is federated with.
+    """SLURM scheduler by its command-line tools in PATH, also for clusters federated with this one.
 
     Args:
         clusters: names with commas between them, as sbatch takes them; the own one if empty. Ids of jobs are unique
@@ -139,7 +139,7 @@ class Slurm:
             )
 
     def submit(self, script: Path) -> str:
-        """See `Scheduler.submit`."""
+        """Submit a script with sbatch; classify a refusal by its text, see `Scheduler.submit`."""
         ignored = [] if self._warned else _ignored(os.environ, RESOURCES, script.read_text(encoding="utf-8"))
         self._warned = True
         if ignored:
@@ -162,7 +162,7 @@ class Slurm:
         raise RefusedError(said)
 
     def queue(self) -> dict[str, JobInfo] | None:
-        """See `Scheduler.queue`."""
+        """Query squeue for this user's jobs in all states; None on a timeout or error."""
         # The name comes last: it alone may hold a separator, being another program's.
         own = ["-u", str(os.getuid())]
         command = ["squeue", *self._where, "-h", "-a", "-r", "--states=all", *own, "-o", "%i|%T|%N|%r|%j"]
@@ -175,7 +175,7 @@ class Slurm:
         return {info.job: info for line in done.stdout.splitlines() if (info := _queue_line(line))}
 
     def exit_codes(self, jobs: Sequence[str]) -> dict[str, str]:
-        """See `Scheduler.exit_codes`; from slurmctld, for accounting learns of them later, or never."""
+        """Query squeue for exit codes, then sacct for the rest: accounting learns of them later, or never."""
         found = {}
         fields = ["-O", "JobArrayID:40,exit_code:20"]
         said = ""
@@ -193,7 +193,7 @@ class Slurm:
         return {**{job: info.exit_code for job, info in known.items() if job in missing}, **found}
 
     def accounted(self, jobs: Sequence[str]) -> dict[str, JobInfo]:
-        """See `Scheduler.accounted`."""
+        """Query sacct for these jobs and all tasks of their arrays; empty on a timeout or error."""
         ids = sorted({job.split("_")[0] for job in jobs})
         if not ids:
             return {}
@@ -207,7 +207,7 @@ class Slurm:
         return {info.job: info for line in done.stdout.splitlines() for info in _account_line(line)}
 
     def array_limit(self) -> int:
-        """See `Scheduler.array_limit`; 1001, SLURM's own default, if it does not say."""
+        """Read MaxArraySize from scontrol; 1001, SLURM's own default, if it does not say."""
         try:
             said = _run(["scontrol", "show", "config"]).stdout
         except subprocess.TimeoutExpired:
@@ -217,14 +217,14 @@ class Slurm:
         return max(1, int(match[1]) if match else 1001)
 
     def cancel(self, jobs: Sequence[str], waiting_only: bool = False) -> None:
-        """See `Scheduler.cancel`."""
+        """Cancel jobs with scancel; an error or timeout is ignored, for callers ask again."""
         if jobs:
             with suppress(subprocess.TimeoutExpired):  # as silent as the others; what is seen again is asked again
                 _run(["scancel", *self._where, *(["--state=PENDING"] if waiting_only else []), *jobs])
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """What SLURM's commands are given of this process's environment.
+    """Return the environment for SLURM's commands: this process's, without SLURM's own option variables.
 
     Inside another job its variables would be taken for options, and a site's or user's defaults would hide jobs.
     """
@@ -239,7 +239,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _ignored(environment: Mapping[str, str], keys: Collection[str], script: str) -> list[str]:
-    """Variables by which sbatch would have been told something that is not passed on, with the key to say it by.
+    """Return variables that would have set options of sbatch but are not passed on, each with the key to use instead.
 
     Args:
         environment: of this process.
@@ -273,7 +273,7 @@ def _account_line(line: str) -> list[JobInfo]:
 
 
 def _tasks(job: str) -> list[str]:
-    """Tasks that have not started are one line of accounting: `12_[1-3,5%2]`."""
+    """Expand the one accounting line of tasks that have not started, such as `12_[1-3,5%2]`, into their ids."""
     match = re.fullmatch(r"(\d+)_\[([\d,-]+)(?:%\d+)?\]", job)
     if match is None:
         return [job]

@@ -1,4 +1,4 @@
-"""The batch script of a submission: what sbatch is asked for, and what surrounds the member on its node."""
+"""Batch script of a submission: options of sbatch, set-up, the member's command, teardown and requeue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOT_SBATCH = frozenset(
 
 
 def batch_script(folder: Path, settings: JobSettings, tasks: int, threads: int, job_name: str) -> str:
-    """The text that sbatch gets.
+    """Return the text of the batch script for sbatch.
 
     Args:
         folder: of the submission, where scheduler and srun write.
@@ -91,7 +91,7 @@ def batch_script(folder: Path, settings: JobSettings, tasks: int, threads: int, 
 
 
 def _options(options: Mapping[str, Any]) -> list[str]:
-    """Lines for sbatch; True is an option without a value."""
+    """Return `#SBATCH` lines; True stands for an option without a value."""
     lines = []
     for key, value in sorted(options.items()):
         flag = f"#SBATCH --{key.replace('_', '-')}"
@@ -100,7 +100,7 @@ def _options(options: Mapping[str, Any]) -> list[str]:
 
 
 def _memory(gigabytes: float) -> str:
-    """As sbatch takes it: whole numbers only."""
+    """Format memory for sbatch, which takes whole numbers only: GB, or MB for a fraction."""
     return f"{int(gigabytes)}GB" if gigabytes == int(gigabytes) else f"{int(gigabytes * 1024)}MB"
 
 

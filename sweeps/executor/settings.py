@@ -1,4 +1,4 @@
-"""How a cluster runs members: what a job asks for, its limits, the user's own commands."""
+"""Settings of SLURM jobs: resources, limits, and the user's own set-up commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNUSED = ("submitit_folder",)
 
 @dataclass(frozen=True)
 class JobSettings:
-    """How a cluster runs members.
+    """Settings by which a cluster runs members as jobs.
 
     Attributes:
         resources: keys of the stock launcher (hydra-submitit-launcher).
@@ -50,27 +50,27 @@ class JobSettings:
 
     @property
     def timeout_min(self) -> int:
-        """The time limit of a job."""
+        """Time limit of a job in minutes, 60 if not given."""
         return int(self.resources.get("timeout_min") or 60)
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether a job that sees no GPU must not go on."""
+        """Return whether a job that sees no GPU must fail: it asks for one, and `require_gpu` is set."""
         return self.require_gpu and asks_for_gpus(self.resources)
 
     @property
     def clusters(self) -> str:
-        """Of a federation, with commas between them; the own one if empty."""
+        """Names of the federation's clusters to submit to, comma-separated; empty for the local one."""
         return str(self.resources.get("clusters") or "")
 
     @property
     def signal_delay_s(self) -> int:
-        """How long before its end a job is told."""
+        """Seconds before its time limit at which a job gets the warning signal, 120 if not given."""
         return int(self.resources.get("signal_delay_s") or 120)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> JobSettings:
-        """From the launcher's keys, those of the stock launcher and our own mixed.
+        """Make checked settings from the launcher's keys, those of the stock launcher and our own mixed.
 
         Raises:
             UserError: a value that cannot work; what would.
@@ -96,12 +96,12 @@ class JobSettings:
         return settings
 
     def given(self) -> dict[str, Any]:
-        """What `of` makes these settings from."""
+        """Return the settings as the flat mapping of keys from which `of` makes them again."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "resources"}
         return {**self.resources, **{key: list(v) if isinstance(v, tuple) else v for key, v in own.items()}}
 
     def check(self) -> None:
-        """Whether these can work at all.
+        """Check that the settings can work, before anything is submitted.
 
         Raises:
             UserError: which cannot, and what would.
@@ -169,7 +169,7 @@ _ASK_FOR_ANYTHING = frozenset({"gres", "tres_per_node", "tres_per_task", "tres_p
 
 
 def asks_for_gpus(resources: Mapping[str, Any]) -> bool:
-    """Whether a job with these resources gets GPUs."""
+    """Return whether a job with these resources asks sbatch for GPUs, by any of its options."""
     given = {**resources, **(resources.get("additional_parameters") or {})}
     asked = {str(key).replace("-", "_"): value for key, value in given.items() if value}
     return bool(_ASK_FOR_GPUS & asked.keys()) or any("gpu" in str(asked.get(key, "")) for key in _ASK_FOR_ANYTHING)

@@ -1,4 +1,4 @@
-"""By what a failure is recognised: error numbers, names of exceptions, and what libraries and drivers print.
+"""Patterns by which failures are classified: errnos, names of exceptions, and messages of libraries and drivers.
 
 Texts are parts of messages as they are printed, whatever their case. Each has its source: a public thread, a manual or
 the program that prints it. By name, for no library must be imported to look at its errors.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Signs:
-    """Of one kind of failure.
+    """Patterns that identify one kind of failure.
 
     Attributes:
         texts: part of a message -> where it was seen.
@@ -183,7 +183,7 @@ _LOW = {kind: tuple(text.lower() for text in signs.texts) for kind, signs in SIG
 
 
 def shown_by(error: BaseException) -> str | None:
-    """The kind of which an exception bears the signs, whatever has caused it; None if it bears none."""
+    """Classify an exception by itself, its causes left aside; None if no pattern matches."""
     text = str(error).lower()
     if any(words in text for words in _LOW["error"]):
         return "error"
@@ -201,12 +201,12 @@ def shown_by(error: BaseException) -> str | None:
 
 
 def _names(of: type[BaseException]) -> Iterator[str]:
-    """Of a type and its bases; those that Python derives from ConnectionError are known by their numbers."""
+    """Names of a type and its bases, without a base ConnectionError: its subclasses are classified by errno."""
     return (cls.__name__ for cls in of.__mro__ if cls is of or cls is not ConnectionError)
 
 
 def shown_in(log: str) -> tuple[str, str] | None:
-    """The kind of which a log bears the signs, and the line that does; None if it bears none."""
+    """Classify a log: the kind of failure and the first line that shows it; None if no pattern matches."""
     low = log.lower()
     if any(words in low for words in _LOW["error"]):
         return None

@@ -1,4 +1,4 @@
-"""The executor of a cluster: members become jobs that outlive the process which submitted them."""
+"""Executor for SLURM clusters: members become jobs that outlive the process which submitted them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sweeps.run.spec import budget_of
 _log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 300.0
-# When a member is tried again beside which another copy was at work: after so many minutes, then twice as many, ...
+# Retry of a member of which another copy was running: after so many minutes, then twice as many, up to the last.
 _FIRST_LOOK_MIN, _LAST_LOOK_MIN = 10, 240
 # Accounting lags behind the queue: what it says about a job that left the queue is waited for this long.
 _ACCOUNTING_S = 15.0
@@ -63,7 +63,7 @@ _NEVER_RUNS = (
 # slurmctld was down while a job began, or a node refused its launch: SLURM requeues the job and holds it, for ever.
 _LAUNCH_FAILED = "launch failed requeued held"
 
-# Of these a member that was asked to stop is told all the same.
+# These failures are reported even of a member that was asked to stop.
 _OWN_FAULT = frozenset({"error", "out_of_memory", "disk_full"})
 
 # SLURM itself requeues a job after these; a moment later it may be pending again.
@@ -85,18 +85,18 @@ class _Followed:
 
 @dataclass
 class _Pause:
-    """When the scheduler may be bothered with a submission again."""
+    """Backoff: the time from which the scheduler may be asked to take a submission again."""
 
     until: float = 0.0
     length_s: float = 0.0
 
     def longer(self, now: float) -> None:
-        """After a refusal."""
+        """Double the pause after a refusal, from 5 s up to `_LONGEST_PAUSE_S`."""
         self.length_s = min(_LONGEST_PAUSE_S, max(5.0, 2 * self.length_s))
         self.until = now + self.length_s
 
     def over(self) -> None:
-        """After a success."""
+        """Reset the pause after a success."""
         self.length_s = self.until = 0.0
 
 
@@ -136,7 +136,7 @@ class ClusterExecutor:
     # --- submitting --------------------------------------------------------------------------------------
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
-        """As many as one array takes that ask for the same resources; 0 while the scheduler wants no more."""
+        """Return how many members fit one array and ask for the same resources; 0 during a backoff."""
         if not waiting or self.clock() < self._pause.until:
             return 0
         if self._chunk is None:
@@ -185,7 +185,7 @@ class ClusterExecutor:
         try:
             return self.scheduler.submit(script)
         except RefusedError as refusal:
-            # Without the nodes that failed there may be none left, and no node with more memory: then as first asked.
+            # With failed nodes excluded or memory raised no node may be left: then retry with the original request.
             if members[0].excluded and not refusal.later:
                 everywhere = self._resources(replace(members[0], excluded=()))
             elif not refusal.later and resources != self.settings.resources:
@@ -196,7 +196,7 @@ class ClusterExecutor:
             return self._submit(folder, submission, members, everywhere)
 
     def _refused(self, refusal: RefusedError, submission: str, size: int) -> str | None:
-        """What becomes of a refusal: the job after all, None to try later, or an error."""
+        """Handle a refusal: return the job's id if it was taken after all, None to try later, or raise."""
         if refusal.too_large and size > 1:
             self._most = self._chunk = max(1, size // 2)
             return None
@@ -220,7 +220,7 @@ class ClusterExecutor:
         return None
 
     def _resources(self, launch: Launch) -> dict[str, Any]:
-        """What a member asks for: more memory after it ran out of it, other nodes after one failed it, or to wait."""
+        """Resources of a member: more memory after running out, failed nodes excluded, a delay after a duplicate."""
         resources = dict(self.settings.resources)
         grown = launch.spent.get("out_of_memory", 0)
         if grown and resources.get("mem_gb"):
@@ -284,14 +284,14 @@ class ClusterExecutor:
         return found
 
     def _was_refused(self, info: JobInfo | None, member: Launch) -> bool:
-        """SLURM keeps a record of jobs that it did not take: ended, and never started."""
+        """Return whether SLURM lists a job that it did not accept: its record says ended, but it never started."""
         if info is None or info.state not in ENDED:
             return False
         began = any(attempt.submission == member.submission for attempt in attempts(member.run_dir))
         return not began and not self._left(member.submission or "").starts(info.job)
 
     def _left(self, submission: str) -> Remains:
-        """What the jobs of a submission have left, as it was when this look at them all began."""
+        """Return the files of a submission's jobs, cached until the next look at the queue."""
         if submission not in self._remains:
             self._remains[submission] = Remains(self.study, submission)
         return self._remains[submission]
@@ -300,7 +300,7 @@ class ClusterExecutor:
         return self._left(each.submission).logs(each.job)
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
-        """By a file that a member looks for at its clean borders; a job that still waits is cancelled."""
+        """Write a stop file for each member, read at its step boundaries, and cancel jobs that are still queued."""
         asked = [self._followed[run] for run in runs if run in self._followed]
         for each in asked:
             ask_to_stop(each.launch.run_dir, reason)
@@ -313,16 +313,16 @@ class ClusterExecutor:
         return list(self._followed)
 
     def queued(self) -> frozenset[str]:
-        """Members whose jobs wait, for the first time or after a requeue."""
+        """Members whose jobs are queued, for the first time or after a requeue."""
         return frozenset(run for run, each in self._followed.items() if each.info is None or each.info.state in QUEUED)
 
     def settled(self) -> bool:
-        """Whether the last look at the queue was answered and left no job in doubt."""
+        """Return whether the last query of the queue was answered and left the state of no job in doubt."""
         looked = self._last_look > float("-inf") and not self._silent
         return looked and not any(each.missing_since is not None or each.suspect for each in self._followed.values())
 
     def poll(self, timeout_s: float) -> list[Outcome]:
-        """Members whose jobs have ended for good; the queue is looked at every `poll_s`."""
+        """Return outcomes of jobs that have ended for good; the queue is queried every `poll_s` seconds at most."""
         pause = self._last_look + self.settings.poll_s - self.clock()
         if pause > 0:
             self.sleep(min(pause, timeout_s))
@@ -332,7 +332,7 @@ class ClusterExecutor:
         return self.look()
 
     def look(self) -> list[Outcome]:
-        """Ask the scheduler now."""
+        """Query the scheduler now, update the followed jobs, and return the outcomes of those that have ended."""
         queue = self.scheduler.queue()
         if queue is None:
             if not self._silent:
@@ -372,7 +372,7 @@ class ClusterExecutor:
         return outcomes
 
     def _add_exit_codes(self, failed: Sequence[_Followed]) -> None:
-        """For the one who has no other last word."""
+        """Add the exit codes of failed jobs, for a job that left no other record of why it ended."""
         known = self.scheduler.exit_codes([each.job for each in failed]) if failed else {}
         for each in failed:
             if each.info is not None:
@@ -387,7 +387,7 @@ class ClusterExecutor:
             )
 
     def _left_the_queue(self, gone: Sequence[_Followed]) -> list[_Followed]:
-        """Of jobs that the queue no longer holds: those that have ended, or are lost."""
+        """Return those of the jobs missing from the queue that have ended, or are lost after `lost_after_s`."""
         if not gone:
             return []
         now = self.clock()
@@ -408,7 +408,7 @@ class ClusterExecutor:
         return ended
 
     def _cancel_abandoned(self, queue: Mapping[str, JobInfo]) -> None:
-        """Submissions that were given up for lost, and came through after all."""
+        """Cancel jobs of submissions that were given up as lost and turn up in the queue after all."""
         late = {
             info.job.split("_")[0]
             for info in queue.values()
@@ -450,7 +450,7 @@ class ClusterExecutor:
         return Outcome(each.launch.run, 1, kind, reason, self._to_blame(each, attempt))
 
     def _to_blame(self, each: _Followed, attempt: Attempt | None) -> str | None:
-        """The node that a next attempt had better keep off; of several, the one that srun names, or none."""
+        """Return the node to exclude from the next attempt; of several, the one that a rank or srun names, or None."""
         if int(self.settings.resources.get("nodes") or 1) > 1:
             if attempt is not None and (attempt.culprit or attempt.kind in ("gpu", "storage")):
                 return attempt.culprit or attempt.node  # the rank that failed has said where it was
@@ -459,18 +459,18 @@ class ClusterExecutor:
         return attempt.node if attempt else (each.info.node or None if each.info else None)
 
     def close(self) -> None:
-        """Nothing: jobs go on."""
+        """Do nothing: submitted jobs outlive this process."""
 
 
 def _remove(folder: Path) -> None:
-    """The folder of a submission that was refused, and the one around it if there is no other."""
+    """Remove the folder of a refused submission, and its parent if that is then empty."""
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
         folder.parent.rmdir()
 
 
 def _launch_failed(info: JobInfo) -> bool:
-    """SLURM has given the job up, though it waits."""
+    """Return whether SLURM holds the job in the queue for ever after it failed to launch it."""
     return info.state in QUEUED and _LAUNCH_FAILED in info.reason.replace("_", " ")
 
 
@@ -480,7 +480,7 @@ def why_ended(
     last_words: Callable[[], str],
     logs: Callable[[], str] = lambda: "",
 ) -> tuple[str | None, str | None]:
-    """Why a job ended without the member being done: kind and reason; None twice for a success.
+    """Return kind and reason of a job's failure, both None if its member finished.
 
     The scheduler's state, the job's own last word and its log are put together: a Python error and an empty node look
     alike to SLURM, and a job that was killed had no last word.
@@ -528,7 +528,7 @@ def why_ended(
 
 
 def last_words(logs: Sequence[Path], lines: int = 5) -> str:
-    """The end of a batch log, in one line."""
+    """Return the last lines of the batch logs, joined into one of at most 2000 characters."""
     said_lines = [line.strip() for path in logs for line in _tail(path)[0].splitlines() if line.strip()]
     return " / ".join(said_lines[-lines:])[-2000:]
 
@@ -538,7 +538,7 @@ _LOG_TAIL = 1 << 16
 
 
 def end_of_logs(logs: Sequence[Path], run_dir: Path, submission: str, job: str) -> str:
-    """What the batch script and the ranks of a job's last start have printed, of each the last part."""
+    """Return the end of the logs of a job's last start, those of the batch script and of every rank."""
     said = [_tail(path)[0] for path in logs]
     starts = [each.restart for each in attempts(run_dir) if (each.job, each.submission) == (job, submission)]
     for path in [run_dir / LOG_FILE, *sorted(run_dir.glob("log.rank*.txt"))] if starts else []:
@@ -550,7 +550,7 @@ def end_of_logs(logs: Sequence[Path], run_dir: Path, submission: str, job: str) 
 
 
 def _tail(path: Path) -> tuple[str, bool]:
-    """The end of a log, and whether that is all of it."""
+    """Return the end of a log, and whether that is the whole of it."""
     try:
         with path.open("rb") as handle:
             size = handle.seek(0, 2)
@@ -561,7 +561,7 @@ def _tail(path: Path) -> tuple[str, bool]:
 
 
 def said(message: str) -> str:
-    """sbatch's refusal with a remedy, where we know one."""
+    """Return sbatch's refusal followed by a remedy, a specific one where the message is known."""
     low = message.lower()
     for words, remedy in _REMEDIES:
         if all(word in low for word in words):
@@ -584,7 +584,7 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def _ids(queue: Mapping[str, JobInfo]) -> dict[str, str]:
-    """The id of each submission's job or array, by its name."""
+    """Return the job or array id of each submission in the queue, by the submission's name."""
     found: dict[str, str] = {}
     for info in queue.values():
         found.setdefault(info.name.rpartition("-")[2], info.job.split("_")[0])

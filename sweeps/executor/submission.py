@@ -34,7 +34,11 @@ DIFF_FILE = "code.diff"
 
 
 def new_folder(study: Path, submission: str) -> Path:
-    """The folder of a submission, which only its owner may enter: scripts run as whoever wrote them."""
+    """Make the folder of a submission, mode 0700, for its scripts are run as its owner.
+
+    Raises:
+        UserError: the path has a character that SLURM would interpret.
+    """
     folder = study.resolve() / JOBS_DIR / submission
     for mark, why in (("%", "SLURM takes for a placeholder"), ("\\", "makes SLURM take placeholders for names")):
         if mark in str(folder):
@@ -57,7 +61,7 @@ def freeze(
     threads: int,
     title: str,
 ) -> Path:
-    """Write everything a submission's jobs need; returns the batch script.
+    """Write everything that a submission's jobs need and return the path of the batch script.
 
     Args:
         folder: of the submission.
@@ -88,7 +92,7 @@ def freeze(
 
 
 def freeze_code(folder: Path) -> dict[str, Any]:
-    """The commit that runs, and what the working tree has beyond it."""
+    """Record the code's provenance: return its commit, and write uncommitted changes to `code.diff`, redacted."""
     here = checkout()
     if here is None:
         return {"commit": None}
@@ -99,5 +103,5 @@ def freeze_code(folder: Path) -> dict[str, Any]:
 
 
 def harmless(name: str) -> str:
-    """A name as the scheduler's tools take it: letters, digits, a few marks; never empty, never long."""
+    """Sanitize a job name to letters, digits and `_.+=-`, 1 to 60 characters."""
     return re.sub(r"[^A-Za-z0-9_.+=-]+", "_", name).strip("._-")[:60] or "scalerl"
