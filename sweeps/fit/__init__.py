@@ -1,1 +1,1 @@
-"""A curve -> A, B, C_mid with intervals, a verdict, forecasts. Knows arrays, not files."""
+"""Fitting of compute curves: A, B and C_mid with intervals, a verdict and forecasts, from arrays and no files."""

@@ -1,4 +1,4 @@
-"""Which family of curves describes a recipe, and does any foretell more than "it stays as it is"?
+"""Comparison of curve families on one recipe, and of their forecasts with the last value's.
 
 Families are compared by AICc on the points they all can use (positive compute), and by their error on later compute
 that the fit has not seen: from origins at 50% to 90% of the window, each is fitted to what came before and predicts
@@ -31,7 +31,7 @@ _LEAST_HELD_OUT = 5
 
 @dataclass(frozen=True)
 class FamilyRow(AsJson):
-    """One family on one recipe's points.
+    """Fit and forecast error of one family on one recipe's points.
 
     parameters: fitted ones, seeds' offsets left out. A, sse, r2: on all positive-compute points. aicc: Akaike's
     criterion corrected for few points, delta_aicc: above the least. held_out: mean absolute error on later compute,
@@ -50,7 +50,7 @@ class FamilyRow(AsJson):
 
 @dataclass(frozen=True)
 class Comparison(AsJson):
-    """All families on one recipe. beats_last is None where too little was held out to tell."""
+    """Comparison of all families on one recipe. beats_last is None where too little was held out to tell."""
 
     recipe: str
     rows: tuple[FamilyRow, ...]
@@ -107,7 +107,7 @@ def compare(curve: Curve, options: FitOptions | None = None) -> Comparison:
 
 
 def _started(curve: Curve) -> Curve:
-    """Without the seeds that have no evaluation above compute 0: not every family could use them."""
+    """Drop the seeds that have no evaluation above compute 0: not every family could use them."""
     return curve.take(np.isin(curve.seed, curve.seed[curve.compute > 0]))
 
 
@@ -142,7 +142,7 @@ class _Later:
 
 
 def _held_back(whole: Points) -> tuple[list[_Later], float | None]:
-    """What each origin holds back, and the mean absolute error of the last value over all of it.
+    """Return the evaluations held out after each origin, and the mean absolute error of the last value on them.
 
     A seed's later evaluations are held against its own curve and its own last value: seeds that ended earlier
     neither help nor harm.

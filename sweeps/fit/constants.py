@@ -1,4 +1,4 @@
-"""Every number of `sweeps.fit` that was set by hand and decides what is said of a curve, with what it was set on.
+"""Hand-set constants of `sweeps.fit` that decide what is said of a curve, each with the data it was set on.
 
 How finely something is computed (grids, rounds, draws) stands beside the computation: it decides nothing, and
 `tests/sweeps/fit/test_law.py` holds it to a sampler that knows no grid. Rewards are on a scale of width 1, compute is

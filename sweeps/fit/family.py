@@ -29,7 +29,7 @@ C_MID_BELOW, C_MID_ABOVE = 20.0, 100.0
 
 @dataclass(frozen=True)
 class Family:
-    """One family.
+    """A family of curves, by the basis function g and the box in which its shape is searched.
 
     names: of its shape parameters. basis(log_compute, u, v): g for search coordinates that broadcast against the
     points' log compute (-inf at compute 0); u and v are logarithms of the shape parameters, but v of the logistic,
@@ -45,25 +45,25 @@ class Family:
 
     @property
     def shape(self) -> int:
-        """How many shape parameters are searched."""
+        """Number of shape parameters that are searched: 0, 1 or 2."""
         return len(self.names)
 
     def natural(self, u: Array, v: Array) -> tuple[Array, Array]:
-        """Shape parameters in their own units."""
+        """Convert search coordinates to the shape parameters in their own units."""
         with np.errstate(over="ignore"):
             return np.exp(u), v if self.name == "logistic" else np.exp(v)
 
     def natural_at(self, u: float, v: float) -> tuple[float, float]:
-        """The same at one point."""
+        """Convert one pair of search coordinates, as `natural` does for arrays."""
         first, second = self.natural(np.array([u]), np.array([v]))
         return float(first[0]), float(second[0])
 
     def at(self, log_compute: Array, u: float, v: float) -> Array:
-        """g at one point of the search; (n,) -> (n,)."""
+        """Return g at the points for one pair of search coordinates; (n,) -> (n,)."""
         return self.basis(log_compute, np.array([u]), np.array([v]))
 
     def search(self, first: Array, second: Array) -> tuple[Array, Array]:
-        """The inverse of `natural`."""
+        """Convert shape parameters to search coordinates, the inverse of `natural`."""
         return np.log(first), second if self.name == "logistic" else np.log(second)
 
 

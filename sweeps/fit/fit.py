@@ -49,7 +49,7 @@ class Interval(AsJson):
 
 
 def shown(interval: Interval | None, form: str) -> str:
-    """An estimate with its bounds as text; `-` for none, `open` for an open bound."""
+    """Format an estimate with its bounds; `-` for none, `open` for an open bound."""
     if interval is None or interval.value is None:
         return "-"
     low, high = ("open" if bound is None else format(bound, form) for bound in (interval.low, interval.high))
@@ -67,7 +67,7 @@ class R0Effect(AsJson):
 
 @dataclass(frozen=True, eq=False)
 class Fit(AsJson):
-    """One recipe's fitted curve.
+    """The fitted curve of one recipe with its verdict, intervals and posterior draws.
 
     A, B, C_mid hold None where the verdict lets nothing be named; draws and noise are None if no fit was
     possible. shape: the family's shape parameters by name (B and C_mid of a sigmoid, which also stand in their own
@@ -109,22 +109,22 @@ class Fit(AsJson):
 
     @property
     def outlook(self) -> Outlook | None:
-        """What the curve may do next, whatever the verdict; None where there are too few points. It takes a while."""
+        """Forecasts under any verdict, computed at first use, which is slow; None where there are too few points."""
         return None if self.lookout is None else self.lookout.outlook
 
     @property
     def recipe(self) -> str:
-        """The recipe's label."""
+        """Label of the fitted curve's recipe."""
         return self.curve.recipe
 
     @property
     def family(self) -> str:
-        """The fitted family's name."""
+        """Name of the fitted curve family."""
         return self.options.family
 
     @property
     def identifiable(self) -> bool:
-        """Whether the recipe may be ranked on A."""
+        """Return whether the verdict lets the recipe be ranked on A."""
         return self.verdict == "identifiable"
 
     def to_json(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class Fit(AsJson):
 
 
 def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: SeedSpread | None = None) -> Fit:
-    """Fit one recipe's curve.
+    """Fit the curve of one recipe to its evaluations.
 
     Args:
         curve: its points; nothing but the points matters, not their order or the unit of compute.
@@ -229,7 +229,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
 
 
 def _decays(schedule: Schedule) -> str:
-    """What a learning rate that decays does to what is said of the curve."""
+    """Return the warning that a decaying learning rate changes the meaning of the fit and its forecasts."""
     return (
         f"the learning rate decays: compute counts {schedule.rate:.0%} at the end, A, B and C_mid are the peak's, "
         "and forecasts are of these runs; a longer schedule is another run"
@@ -237,7 +237,7 @@ def _decays(schedule: Schedule) -> str:
 
 
 def _left_out(bad: BadSeed, kept: Curve) -> str:
-    """What a seed did that is no longer in the curve."""
+    """Return the warning about a seed that was left out of the curve."""
     side = "below" if bad.by < 0 else "above"
     others = ", ".join(str(label) for label in np.unique(kept.seed))
     return (
@@ -247,14 +247,14 @@ def _left_out(bad: BadSeed, kept: Curve) -> str:
 
 
 def fits_r0(options: FitOptions) -> bool:
-    """Whether R0 is among the parameters; a power law's is the reward at its first point."""
+    """Return whether R0 is a fitted parameter; a power law always fits it, as the reward at its first point."""
     if options.family in ("power_law", "constant"):
         return options.family == "power_law"
     return isinstance(options.r0, str) and options.family != "sigmoid_zero"
 
 
 def _fit_points(empty: Fit, points: Points, raw: Array, parameters: int) -> Fit:
-    """The fit proper: solution, posterior, draws, verdict. raw (n,): rewards before far ones were pulled in."""
+    """Fit the points: solution, posterior, draws, verdict. raw (n,): rewards before outliers were pulled in."""
     options, bounds = empty.options, empty.bounds
     assert empty.lookout is not None
     problem = weighted(points, options, bounds)
@@ -343,13 +343,13 @@ def _half_gain(
 
 
 def _others_are_possible(screen: Mixture) -> bool:
-    """Whether other laws than the sigmoid are not ruled out: nearly all of them saturate later."""
+    """Return whether other laws than the sigmoid are not ruled out; nearly all of them saturate later."""
     others = max(skill for name, skill in screen.skill.items() if name != "sigmoid")
     return screen.skill["sigmoid"] - others <= RULED_OUT
 
 
 def _doubt(fit: Fit, A: Interval, screen: Mixture) -> verdict.Doubt:
-    """What other kinds of curves say of the points; of A nothing where the family is another than they are held to."""
+    """Evidence against the sigmoid from other kinds of curves; on A none if another family is fitted or A is fixed."""
     assert fit.lookout is not None
     seen = fit.lookout.seen
     bottom, width = fit.lookout.bottom, fit.lookout.width
@@ -380,7 +380,7 @@ def _doubt(fit: Fit, A: Interval, screen: Mixture) -> verdict.Doubt:
 
 
 def _r0_effect(problem: Problem, best: Optimum, scale: float) -> R0Effect | None:
-    """What A and B become when R0 is taken a little lower and higher than it is."""
+    """Refit A and B with R0 fixed a step lower and higher; None for other families or a fixed A."""
     if problem.family.name != "sigmoid" or problem.a_bounds[0] == problem.a_bounds[1]:
         return None
     step = R0_STEP * scale
@@ -411,7 +411,7 @@ def _a_ends(
 
 
 def _edge(problem: Problem, best: Optimum, points: Points, bounds: tuple[float, float]) -> str | None:
-    """Which edge of the search the solution lies on, if any."""
+    """Name the edge of the search that the solution lies on, such as "B = 20"; None if it lies inside."""
     at = (best.u, best.v)
     for axis, name in enumerate(problem.family.names):
         low, high = problem.box[2 * axis], problem.box[2 * axis + 1]
@@ -444,7 +444,7 @@ def point_prediction(
     compute: Array,
     seed: NDArray[np.intp] | None = None,
 ) -> Array:
-    """The least-squares curve of some points, at other compute values; no interval.
+    """Predict rewards at other computes by the least-squares curve of some points, without an interval.
 
     Shapes: compute (m,) -> (m,). seed (m,): whose asymptotes, by the numbers of `points.seed`, -1 for none of them;
     the recipe's own if not given.
@@ -459,7 +459,7 @@ def point_prediction(
 
 
 def with_seed_spread(fit: Fit, spread: SeedSpread) -> Fit:
-    """The same fit with another spread between seeds: `A_total` is A's interval widened by their mean."""
+    """Return the fit with another spread between seeds; `A_total` is A's interval widened by that of their mean."""
     value, low, high = fit.A.value, fit.A.low, fit.A.high
     if value is None:
         return replace(fit, seed_spread=spread, A_total=(None, None))
@@ -500,5 +500,5 @@ def _fit_one(curve: Curve, options: FitOptions | None, regions: bool) -> Fit:
 
 
 def refit(fit: Fit, asymptote: float) -> Fit:
-    """The same data and window with A fixed: how the paper compares B (arXiv 2510.13786, A.7)."""
+    """Refit the same data and window with A fixed, as the paper compares B (arXiv 2510.13786, A.7)."""
     return fit_curve(fit.curve, replace(fit.options, asymptote=asymptote), fit.seed_spread)

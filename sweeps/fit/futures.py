@@ -1,4 +1,4 @@
-"""Joint draws of what a curve does, at any compute: what forecasts, rankings and plans read."""
+"""Joint draws of a curve's future at any compute, on which forecasts, rankings and plans rest."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _WALKING = len(KINDS)
 
 @dataclass(frozen=True, eq=False)
 class Futures:
-    """Draws on a reward scale of width 1, compute in windows. All (K,) but levels (W, m), of the walks, at nodes (m,).
+    """Joint draws of curves on a reward scale of width 1, compute in units of the window's end.
 
-    kind: index in `KINDS`, beyond them for a walk. See `sweeps.fit.grid.Cells` for the rest. smoothed (S, w): draws
-    of what the window itself shows, by no law but that the reward wanders, at the first w nodes.
+    All are (K,) but levels (W, m), of the walks, at nodes (m,). kind: index in `KINDS`, beyond them for a walk. See
+    `sweeps.fit.grid.Cells` for the rest. smoothed (S, w): draws of the reward within the window, by no law but that it
+    wanders, at the first w nodes.
     """
 
     kind: NDArray[np.intp]
@@ -45,7 +46,7 @@ class Futures:
     bounded: bool
 
     def at(self, x: Array) -> Array:
-        """Rewards at computes x (m,); (K, m)."""
+        """Return each draw's rewards at computes x (m,), in windows; (K, m)."""
         paths = np.empty((len(self.kind), len(x)))
         for i in np.unique(self.kind):
             mine = np.flatnonzero(self.kind == i)
@@ -62,7 +63,7 @@ class Futures:
 
     @cached_property
     def ceiling(self) -> Array:
-        """What each draw comes to by `FARTHEST` windows, a drift left where it is at the window's end. (K,).
+        """Reward of each draw at `FARTHEST` windows, its drift held at the value of the window's end. (K,).
 
         A ceiling that is approached more slowly than that is none that a study could tell or use.
         """
@@ -72,7 +73,7 @@ class Futures:
 
 
 def draw(found: Mixture, count: int, rng: np.random.Generator) -> Futures:
-    """Joint draws from a mixture."""
+    """Draw futures from the posterior mixture, cells and walks by their weights."""
     cells, walk = found.cells, found.walk
     weight = np.exp(np.concatenate([cells.log_weight, walk.log_weight]))
     chosen = by_weight(weight, count, rng)
@@ -97,6 +98,6 @@ def draw(found: Mixture, count: int, rng: np.random.Generator) -> Futures:
 
 
 def _levels(walk: Walk, which: NDArray[np.intp], rng: np.random.Generator) -> Array:
-    """Draws of a walk's level at its nodes, under the strengths given; (k,) -> (k, m)."""
+    """Draw a walk's level at its nodes, under the strengths with these indices; (k,) -> (k, m)."""
     noise = rng.standard_normal((len(which), len(walk.x), 1))
     return np.asarray(walk.level[which] + (walk.root[which] @ noise)[..., 0])

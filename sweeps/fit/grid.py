@@ -1,4 +1,4 @@
-"""The engine under every posterior of a curve: a grid over kind, shape and noise, each cell solved exactly.
+"""Grid posterior of a curve: cells over kind, shape and noise, each solved exactly.
 
 Given the shape of a curve and the noise's, the rest (R0, A, and an extra on top) is linear and Gaussian, so each cell
 has its marginal likelihood in closed form. The grid is zoomed to where the weight is: nothing depends on a start.
@@ -57,12 +57,12 @@ class Cells:
     width: Array
 
     def take(self, keep: NDArray[np.bool_]) -> Cells:
-        """Some of them."""
+        """Return the cells that the mask keep, (k,), selects."""
         return Cells(**{name: getattr(self, name)[..., keep] for name in self.__dataclass_fields__})
 
     @property
     def variance(self) -> Array:
-        """Of A, nothing on top, (k,)."""
+        """Posterior variance of A in each cell, without an extra, (k,)."""
         p00, p01, p11 = self.precision
         return np.asarray(p00 / np.maximum(p00 * p11 - p01**2, 1e-300))
 
@@ -73,14 +73,14 @@ class Cells:
 
 
 def joined(parts: Sequence[Cells]) -> Cells:
-    """All cells of several sets."""
+    """Concatenate several sets of cells into one."""
     names = Cells.__dataclass_fields__
     return Cells(**{name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in names})
 
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """Bayesian linear regressions of every cell.
+    """Results of the Bayesian linear regression of every cell.
 
     Shapes: log_evidence, extra_mean and extra_precision (E, J, M), cross (2, E, J, M); precision, three, and mean, two
     of (J, M) each.
@@ -95,7 +95,7 @@ class Solved:
 
 
 def usual_prior(bounded: bool) -> Prior:
-    """Of R0 and A, mean and standard deviation, where nothing else is known of them."""
+    """Return the default prior of R0 and of A, mean and standard deviation each; twice as wide without bounds."""
     wide = 1.0 if bounded else 2.0
     return (R0_PRIOR[0], wide * R0_PRIOR[1]), (A_PRIOR[0], wide * A_PRIOR[1])
 
@@ -187,7 +187,7 @@ class Grid:
 
     @property
     def ceiling(self) -> NDArray[np.bool_]:
-        """Whether A is a ceiling, (M,)."""
+        """Mask of the cells in whose kind A is a ceiling, (M,)."""
         return np.array([kind.ceiling for kind in self.kinds])[self.kind]
 
     def basis(self, x: Array) -> Array:
@@ -200,7 +200,7 @@ class Grid:
 
 
 def grid_of(kinds: Sequence[Kind], boxes: Mapping[int, Box]) -> Grid:
-    """Centres of the cells of a box a kind."""
+    """Make the grid of cell centres of each kind's box, by number of the kind."""
     parts = [_centres(kinds[i], box) for i, box in boxes.items()]
     number = np.repeat(list(boxes), [len(u) for u, *_ in parts])
     u, v, sides, log_cell = (np.concatenate(each, axis=-1) for each in zip(*parts, strict=True))
@@ -209,20 +209,20 @@ def grid_of(kinds: Sequence[Kind], boxes: Mapping[int, Box]) -> Grid:
 
 @lru_cache(maxsize=64)
 def _centres(kind: Kind, box: Box) -> tuple[Array, Array, Array, Array]:
-    """Of one kind: u, v (k,), sides (2, k), log prior weight (k,). Most kinds stay as they are from round to round."""
+    """Cells of one kind: u, v (k,), sides (2, k), log prior weight (k,); cached, for most boxes stay the same."""
     u, v, area = kind.cells_in(box)
     sides = np.repeat([[(box[1] - box[0]) / kind.cells[0]], [(box[3] - box[2]) / kind.cells[1]]], len(u), 1)
     return u, v, sides, kind.log_prior(u, v) + np.log(area) - kind.log_norm
 
 
 def whitened(seen: Seen, noise: Noises) -> Array:
-    """Ones and rewards under every kind of noise, (J, n, 2)."""
+    """Whiten a column of ones and the rewards under every kind of noise, (J, n, 2)."""
     return np.asarray(noise.whiten @ np.stack([np.ones(len(seen.x)), seen.z], axis=1))
 
 
 @lru_cache(maxsize=8)
 def _whole_grid(kinds: tuple[Kind, ...]) -> Grid:
-    """Of every kind's whole box: where each search begins."""
+    """Return the grid over every kind's whole box, where each search begins."""
     return grid_of(kinds, {i: kind.box for i, kind in enumerate(kinds)})
 
 
@@ -243,13 +243,13 @@ class Explored:
     boxes: dict[int, Box]
 
     def cells(self) -> Cells:
-        """The cells that matter, nothing on top of their curves."""
+        """Return the cells that are not negligible, without a drift or jump on top of their curves."""
         nothing = np.zeros(1, dtype=np.intp), np.zeros(1), np.ones(1)
         return cells_of(self.solved, np.zeros(1), self.grid, self.noise, *nothing)
 
     @property
     def likely(self) -> NDArray[np.intp]:
-        """Kinds of noise that are not far behind the likeliest."""
+        """Indices of the kinds of noise whose best cell is within `_UNLIKELY` log weight of the best."""
         best = self.weight.max(1)
         return np.flatnonzero(best > best.max() - _UNLIKELY)
 
@@ -330,7 +330,7 @@ def _sides(inner: Sequence[float], outer: Box) -> Iterator[tuple[float, float, f
 def cells_of(
     solved: Solved, log_extra: Array, grid: Grid, noise: Noises, extra: NDArray[np.intp], at: Array, width: Array
 ) -> Cells:
-    """Flat, and without what does not matter in its kind."""
+    """Flatten solved regressions into cells, dropping those of negligible weight within their kind."""
     weight = solved.log_evidence + log_extra + grid.log_cell + noise.log_prior[:, None]
     by_kind = np.full(len(grid.kinds), -np.inf)
     np.maximum.at(by_kind, grid.kind, weight.max((0, 1)))
@@ -344,13 +344,13 @@ def cells_of(
 
 
 def log_sum(values: Array) -> float:
-    """Of weights given by their logarithms (n,); minus infinity for none."""
+    """Return the logarithm of the sum of weights given by their logarithms (n,); minus infinity for none."""
     top = float(values.max()) if len(values) else -np.inf
     return top if not np.isfinite(top) else top + float(np.log(np.exp(values - top).sum()))
 
 
 def by_weight(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np.intp]:
-    """Indices drawn by weight (n,), one a slice of it, in random order: less noise than one by one. (count,)."""
+    """Draw indices by weight (n,) with stratified sampling, in random order; less noise than independent draws."""
     place = (np.arange(count) + rng.random(count)) / count
     chosen = np.minimum(np.searchsorted(np.cumsum(weight) / weight.sum(), place), len(weight) - 1)
     return np.asarray(rng.permutation(chosen), dtype=np.intp)
@@ -364,7 +364,7 @@ def draw_levels(
     ceiling: NDArray[np.bool_],
     rng: np.random.Generator,
 ) -> tuple[Array, Array]:
-    """R0 and A of the cells chosen: A first, then R0 given A, within what rewards can be. (k,) each.
+    """Draw R0 and A of the chosen cells: A first, then R0 given A, truncated to the reward's bounds. (k,) each.
 
     Args:
         cells: to draw from.

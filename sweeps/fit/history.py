@@ -1,4 +1,4 @@
-"""A fit re-done as compute grew, and every forecast held against what then came."""
+"""Fits repeated at growing compute, and every forecast checked against the evaluations that followed."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Check(AsJson):
 
     @property
     def inside(self) -> bool:
-        """Whether the interval held what came."""
+        """Return whether the actual mean lies within the predicted interval."""
         return self.low <= self.actual <= self.high
 
     def to_json(self) -> dict[str, Any]:
-        """The forecast and what came, and whether it held."""
+        """Return the check as JSON, with `inside` for whether the forecast held."""
         return {**super().to_json(), "inside": self.inside}
 
     @property
@@ -67,13 +67,13 @@ class Snapshot(AsJson):
     JSON: ClassVar = {"compute_end": "compute", "ahead": "next"}
 
     def to_json(self) -> dict[str, Any]:
-        """What a line of `fits.jsonl` says of the fit."""
+        """Return the snapshot as it stands in a line of `fits.jsonl`, with `next` for the forecast ahead."""
         ahead = None if self.ahead is None else {"compute": self.ahead[0], **self.ahead[1].to_json()}
         return {**super().to_json(), "next": ahead}
 
     @staticmethod
     def from_json(entry: Mapping[str, Any]) -> Snapshot:
-        """The snapshot of a line.
+        """Read a snapshot from a line of `fits.jsonl`.
 
         Raises:
             KeyError, TypeError, ValueError: it is none.
@@ -123,7 +123,7 @@ def history(
 
 
 def _history(curve: Curve, options: FitOptions, every: float, known: Sequence[Snapshot]) -> Iterator[Snapshot]:
-    """One by one, for who writes each down before the next is computed."""
+    """Yield snapshots one by one, so that a caller can write each before the next is computed."""
     if not every >= 1:
         raise UserError(f"every {every:g}: compute cannot shrink between snapshots; give a factor of 1 or more")
     fits = _Fits(curve, options)
@@ -195,7 +195,7 @@ class _Fits:
 
 
 def _names_a_curve(fit: Fit) -> bool:
-    """Whether there is something to predict from, and to depart from."""
+    """Return whether a fit is good for forecasts to check: readable, and not flat, falling or short of points."""
     return readable(fit) and fit.verdict not in ("flat", "decreasing", "too_few_points", "degenerate")
 
 

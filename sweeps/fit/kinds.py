@@ -1,4 +1,4 @@
-"""The ways a curve may go on: kinds of mean curve, each searched over the grid of its shape, with what is likely of it.
+"""Kinds of mean curve that forecasts average over, each with the grid and the prior of its shape.
 
     sigmoid   g = 1 / (1 + (m / x)^B)                       arXiv 2510.13786, eq. 1
     weibull   g = 1 - exp(-(x / s)^k)                       the exponential among them, k = 1 (arXiv 2507.18014)
@@ -27,7 +27,7 @@ from sweeps.fit.least_squares import Array
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of curve.
+    """A kind of curve: its basis function, the box and grid of its shape, and their priors.
 
     prior: its weight before the data. ceiling: whether A is one. box: limits of the two shape coordinates, u low,
     high, v low, high, equal where there is none. cells: of the grid. likely: their mean and standard deviation
@@ -43,7 +43,7 @@ class Kind:
     likely: Box = (0.0, 1.0, 0.0, 1.0)
 
     def log_prior(self, u: Array, v: Array) -> Array:
-        """Of cells, up to a constant; (k,)."""
+        """Log prior of the shapes of cells, up to a constant; (k,)."""
         centre_u, sd_u, centre_v, sd_v = self.likely
         result: Array = -0.5 * (((u - centre_u) / sd_u) ** 2 + ((v - centre_v) / sd_v) ** 2)
         return result
@@ -60,12 +60,12 @@ class Kind:
 
     @cached_property
     def log_norm(self) -> float:
-        """Of the prior over the whole box."""
+        """Logarithm of the prior's integral over the whole box, which normalizes `log_prior`."""
         u, v, area = self.cells_in(self.box)
         return float(np.log(np.exp(self.log_prior(u, v)).sum() * area))
 
     def shape(self, x: Array, u: Array, v: Array) -> Array:
-        """g; all broadcast. x is 0 or more."""
+        """Return g at computes x of 0 or more, in windows; all arguments broadcast."""
         with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
             return self.basis(x, u, v)
 

@@ -55,7 +55,7 @@ class Draws:
     schedule: Schedule | None = None
 
     def at_peak(self, compute: Array) -> Array:
-        """What compute amounts to at the peak of the learning rate; any shape."""
+        """Convert compute spent to its equivalent at the peak of the learning rate; any shape."""
         return compute if self.schedule is None else self.schedule.count(compute)
 
     def curve(self, compute: Array) -> Array:
@@ -70,7 +70,7 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class Law:
-    """What the data leave of one law's parameters.
+    """Posterior of one law's parameters as weighted grid cells.
 
     cells: with log weights that sum to 1; u and v are the family's search coordinates, R0 and A on the scale from
     `bottom`, `width` wide. log_prior (k,): of each cell's shape. best: the least-squares solution. box: of the search
@@ -91,7 +91,7 @@ class Law:
 
     @property
     def weight(self) -> Array:
-        """Of each cell, (k,)."""
+        """Posterior weight of each cell, (k,); they sum to 1."""
         return np.exp(self.cells.log_weight)
 
     def _asymptote(self) -> tuple[Array, Array]:
@@ -174,7 +174,7 @@ _LEVELS = (TAIL, 1 - TAIL)
 
 
 def _solved(below: Callable[[float], float], level: float, low: float, high: float) -> float:
-    """Where a distribution reaches a level."""
+    """Return the value at which a cumulative distribution reaches a level, by root finding."""
     return float(brentq(lambda value: below(value) - level, low, high, xtol=1e-7 * (high - low)))
 
 
@@ -208,7 +208,7 @@ def law_of(ahead: Lookout, problem: Problem, best: Optimum, every: Noises | None
 
 
 def _flat_kind(family: Family, box: Box, end: float) -> Kind:
-    """A family as a kind of curve, its shape as likely anywhere in the box of its search."""
+    """Make a kind of curve from a family, with a flat prior of the shape over the box of its search."""
     wide = 1e3 * (1 + max(abs(side) for side in box))
     return Kind(family.name, 1.0, True, partial(_basis, family, end), box, _CELLS[family.shape], (0.0, wide, 0.0, wide))
 
@@ -218,7 +218,7 @@ def _basis(family: Family, end: float, x: Array, u: Array, v: Array) -> Array:
 
 
 def _prior(problem: Problem, bounded: bool, bottom: float, width: float) -> Prior:
-    """The usual one, but for what is fixed."""
+    """Return the default prior of R0 and A, narrowed to the given value where one is fixed."""
     r0, a = usual_prior(bounded)
     if problem.r0_bounds[0] == problem.r0_bounds[1]:
         r0 = ((problem.r0_bounds[0] - bottom) / width, _FIXED)

@@ -68,7 +68,7 @@ class Problem:
 
     @cached_property
     def seeds(self) -> int:
-        """How many."""
+        """Number of seeds among the points."""
         return int(self.seed.max()) + 1
 
     @cached_property
@@ -138,7 +138,7 @@ class Surface:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The least-squares solution. sse is weighted and includes the penalty on seeds; seed_offset is (S,)."""
+    """A least-squares solution, by its parameters. sse is weighted, seeds' penalty included; seed_offset is (S,)."""
 
     u: float
     v: float
@@ -315,7 +315,7 @@ def _linear_at(problem: Problem, g: Array) -> tuple[float, float]:
 
 
 def polish(problem: Problem, u: float, v: float, tolerance: float = 1e-12) -> Optimum:
-    """From a grid point to the minimum next to it: Levenberg-Marquardt on what is searched, R0 and A projected out.
+    """Descend from a grid point to the nearby minimum by Levenberg-Marquardt on (u, v), R0 and A projected out.
 
     Derivatives are differences: the linear solution changes its face at bounds, where formulas would mislead.
     """
@@ -387,7 +387,7 @@ def axes_of(problem: Problem, box: Box, shape: tuple[int, int]) -> tuple[Array, 
 
 
 def solve(problem: Problem, polished: int = 3, tolerance: float = 1e-12) -> Optimum:
-    """The global least-squares solution.
+    """Find the global least-squares solution by polishing the best minima of two grids.
 
     The best few local minima of each grid are polished: a curve that is poorly determined has several.
     """
@@ -430,7 +430,7 @@ def _steep(problem: Problem) -> Surface:
 
 
 def _at_crease(problem: Problem, best: Optimum) -> bool:
-    """Whether R0 or A is about to meet one of its bounds, where it has room to move at all."""
+    """Return whether R0 or A lies close to one of its bounds and is not fixed."""
     return any(
         low < high and min(value - low, high - value) < 1e-3 * (high - low)
         for value, (low, high) in ((best.r0, problem.r0_bounds), (best.a, problem.a_bounds))

@@ -1,4 +1,4 @@
-"""What a curve may be: kinds of curves (`sweeps.fit.kinds`) averaged by how well each foretells the next evaluations.
+"""Mixture over kinds of curves (`sweeps.fit.kinds`), weighted by how well each predicts the next evaluations.
 
 Each cell of a grid over kind, shape and noise has its marginal likelihood in closed form (`sweeps.fit.grid`), a slow
 drift or a jump on top included. Its logarithm is the sum of the log predictive densities of every point given those
@@ -53,7 +53,7 @@ NONE, DRIFT, JUMP = 0, 1, 2
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """The last value: levels at nodes, under each strength of wandering.
+    """Random-walk model of the reward: levels at nodes, under each strength of wandering.
 
     Shapes: log_weight (J,); x (m,), the distinct computes; level (J, m) and root (J, m, m), mean and Cholesky factor
     there; step (J,): standard deviation over one window.
@@ -68,7 +68,7 @@ class Walk:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Everything a curve may do, weighted; the log weights of cells and walk sum to 1 together.
+    """Posterior mixture over kinds of curves; the weights of cells and walk sum to 1 together.
 
     noise: what the cells' indices point to. skill: log predictive density of each kind, by name. rise: log evidence of
     all kinds over the constant, that the curve has not stayed level. restless: see `_restless`.
@@ -84,7 +84,7 @@ class Mixture:
 
     @cached_property
     def weights(self) -> dict[str, float]:
-        """Of each kind; they sum to 1."""
+        """Posterior weight of each kind of curve, by name; they sum to 1."""
         by_kind = np.bincount(self.cells.kind, np.exp(self.cells.log_weight), len(KINDS))
         found = {kind.name: float(weight) for kind, weight in zip(KINDS, by_kind, strict=True)}
         found[WALK.name] = float(np.exp(self.walk.log_weight).sum())
@@ -112,7 +112,7 @@ PRIOR = {kind.name: kind.prior for kind in (*KINDS, WALK)}
 
 
 def shared_prior(skills: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The kinds' weights that a study's recipes have shown: what foretold the others is trusted more in each.
+    """Estimate the kinds' prior weights from a study's recipes: a kind that predicts the others well counts more.
 
     Stacking by expectation and maximization, drawn to the kinds' own prior as if by `KINDS_WORTH` more recipes.
 
@@ -133,7 +133,7 @@ def shared_prior(skills: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def mixture(seen: Seen, brief: bool = False, prior: Mapping[str, float] | None = None) -> Mixture:
-    """Average over kinds.
+    """Compute the posterior mixture over kinds of curves for one recipe.
 
     Args:
         seen: one recipe's evaluations.
@@ -164,7 +164,7 @@ _CEILING = np.array([kind.ceiling for kind in KINDS])
 
 
 def _explored(seen: Seen, noise: Noises, brief: bool) -> tuple[Cells, dict[int, Box]]:
-    """The cells of all kinds, and the box of each kind that matters where points are calm.
+    """Explore the grids of all kinds: return the cells, and the zoomed box of each kind under calm noise.
 
     Calm points and wandering ones have grids of their own: a grid that is fine enough for wander is too coarse to say
     whether a curve explains the points without any.
@@ -180,7 +180,7 @@ def _explored(seen: Seen, noise: Noises, brief: bool) -> tuple[Cells, dict[int, 
 
 
 def _explored_under(seen: Seen, noise: Noises, brief: bool, rounds: int) -> tuple[Cells, dict[int, Box]]:
-    """The same under some kinds of noise."""
+    """Explore the grids of all kinds under some kinds of noise, with drifts unless brief."""
     found = explore(seen, noise, KINDS, rounds, _ROUGH if brief else _FINE, _BEHIND)
     if brief:
         return found.cells(), found.boxes
@@ -198,7 +198,7 @@ def _explored_under(seen: Seen, noise: Noises, brief: bool, rounds: int) -> tupl
 
 
 def _restless(cells: Cells, walk: Walk, noise: Noises, seen: Seen) -> bool:
-    """Whether smooth curves explain the points only by more wander than is usual, or not as well as a walk."""
+    """Return whether smooth curves need more wander than is usual to explain the points, or a walk is better."""
     weight = np.exp(cells.log_weight - cells.log_weight.max())
     strong = noise.strength[cells.noise] > seen.roughness
     return float(weight[strong].sum()) > 0.5 * float(weight.sum()) or log_sum(walk.log_weight) > log_sum(
@@ -207,7 +207,7 @@ def _restless(cells: Cells, walk: Walk, noise: Noises, seen: Seen) -> bool:
 
 
 def _jumped(seen: Seen, noise: Noises, boxes: Mapping[int, Box]) -> list[Cells]:
-    """Kinds with a jump somewhere, sudden or spread over an evaluation or two."""
+    """Cells of kinds with a jump between two evaluations, sudden or spread over one or two of them."""
     computes = np.unique(seen.x)
     at = 0.5 * (computes[1:] + computes[:-1])
     # Every seed must have seen it, and a start: one evaluation of one of them that lies off is no jump of the curve.
@@ -263,7 +263,7 @@ def _jumped(seen: Seen, noise: Noises, boxes: Mapping[int, Box]) -> list[Cells]:
 
 
 def _walked(seen: Seen, brief: bool) -> Walk:
-    """The last value; its levels are left out where it is to be brief."""
+    """Fit the random walk under each strength and sampling variance; without its levels if brief."""
     x, z, n = seen.x, seen.z, len(seen.x)
     common = np.minimum(x[:, None], x[None, :])
     own = seen.between + seen.wandering(min(0.7 * seen.roughness, 0.012), 0.1)

@@ -1,4 +1,4 @@
-"""Names that the command line offers, where NumPy and SciPy need not be imported for them."""
+"""Names of families and methods for the command line, in a module that imports neither NumPy nor SciPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe's future in its own units: draws of what its curve does at any compute, and what they rest on."""
+"""Outlook of a recipe: posterior draws of its curve at any compute, in the curve's units, made on demand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Jump:
 
 @dataclass(frozen=True, eq=False)
 class Outlook:
-    """What a recipe's curve may do.
+    """Posterior draws of a recipe's curve in its own units, with the weights of the kinds behind them.
 
     futures: joint draws, without units. end: of the window, in the curve's unit of compute. bottom, width: of the
     reward's scale. weights: of each kind of curve, by name; skill: log predictive density of each. jump: the one that
@@ -58,20 +58,20 @@ class Outlook:
         return self.bottom + self.width * self.futures.at(at_peak / self.end)
 
     def smoothed(self) -> tuple[Array, Array]:
-        """What the window shows, by no law: computes (w,), and draws of the reward there (S, w)."""
+        """Return a smooth of the window under no curve: computes (w,), and draws of the reward there (S, w)."""
         values = self.bottom + self.width * self.futures.smoothed
         at_peak: Array = self.end * self.futures.nodes[: values.shape[1]]
         return at_peak if self.schedule is None else self.schedule.compute_at(at_peak), values
 
     @cached_property
     def ceiling(self) -> Array:
-        """What each draw comes to, see `Futures.ceiling`; (K,)."""
+        """Final reward of each draw, in reward units, see `Futures.ceiling`; (K,)."""
         return self.bottom + self.width * self.futures.ceiling
 
 
 @dataclass(frozen=True, eq=False)
 class Lookout:
-    """What an outlook is made from, and the outlook once somebody asks: it takes a while.
+    """Inputs of an outlook, and the outlook itself, computed at first use because it is slow.
 
     seen: a recipe's evaluations; end: of their window, in the curve's unit; bottom, width: of the reward's scale.
     prior: of the kinds of curves, as other recipes of the study have shown. schedule: see `Outlook`.
@@ -87,7 +87,7 @@ class Lookout:
 
     @cached_property
     def outlook(self) -> Outlook:
-        """What the curve may do next."""
+        """The outlook from these inputs, computed once."""
         found = mixture(self.seen, prior=self.prior)
         return Outlook(
             draw(found, DRAWS, np.random.default_rng(zlib.crc32(self.recipe.encode()) + 5)),
@@ -98,7 +98,7 @@ class Lookout:
 
 
 def _jump(found: Mixture, end: float, width: float, schedule: Schedule | None) -> Jump | None:
-    """The jump that the points show, if they show one: two evaluations of each seed, for one that lies off is none."""
+    """Return the jump with probability above 0.5, else None; two evaluations of each seed must follow it."""
     after = len(found.seen.x) - np.searchsorted(found.seen.x, found.cells.at)
     cells = found.cells.take((found.cells.extra == JUMP) & (after >= 2 * found.seen.seeds))
     weight = np.exp(cells.log_weight)
@@ -118,7 +118,7 @@ def _jump(found: Mixture, end: float, width: float, schedule: Schedule | None) -
 def lookout(
     recipe: str, points: Points, scale: tuple[float, float] | None, schedule: Schedule | None = None
 ) -> Lookout | None:
-    """Points without units; None where there are too few to say anything.
+    """Rescale points to unit-free evaluations for an outlook; None where they are too few or do not vary.
 
     Args:
         recipe: its label, which seeds the draws.

@@ -1,4 +1,4 @@
-"""From a curve to a least-squares problem: the window, R0, bounds and weights.
+"""Conversion of a curve to a least-squares problem: the window, R0, bounds and weights.
 
 How R0 enters (the paper does not say; an error of 0.05 in it moves A by about 0.014):
 
@@ -33,7 +33,7 @@ R0Mode = float | Literal["first", "free"]
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How to fit.
+    """Options of a fit: how R0 enters, the compute window, the family and robustness.
 
     min_compute and max_compute are inclusive, in the curve's unit; asymptote fixes A; family is a name of
     `sweeps.fit.family.FAMILIES`; robust gives points far from the curve less weight.
@@ -48,7 +48,7 @@ class FitOptions:
 
     @property
     def shape(self) -> Family:
-        """The family.
+        """The curve family that the options name.
 
         Raises:
             UserError: no such family.
@@ -59,7 +59,7 @@ class FitOptions:
 
     @property
     def sigmoid(self) -> bool:
-        """Whether the sigmoid itself is fitted: of another family, or with A fixed, other laws say nothing."""
+        """Return whether the sigmoid is fitted with A free; only then are other kinds of curves compared with it."""
         return self.family == "sigmoid" and self.asymptote is None
 
 
@@ -73,14 +73,14 @@ class Points:
     seed: NDArray[np.intp]
 
     def take(self, keep: NDArray[np.bool_]) -> Points:
-        """Some of the points, seeds counted anew."""
+        """Return the points that the mask keep selects, their seeds renumbered from 0."""
         _, seed = np.unique(self.seed[keep], return_inverse=True)
         variance = None if self.variance is None else self.variance[keep]
         return Points(self.compute[keep], self.reward[keep], variance, seed.astype(np.intp))
 
 
 def select(curve: Curve, options: FitOptions) -> Points:
-    """The points within the window, and the first evaluations where they observe R0.
+    """Select the points within the window, and the first evaluations where they observe R0.
 
     Their compute is that at the peak of the learning rate (`sweeps.fit.schedule`).
     """
@@ -106,7 +106,7 @@ def select(curve: Curve, options: FitOptions) -> Points:
 
 
 def pooled(points: Points, most: int = MOST_POINTS) -> tuple[Points, int]:
-    """At most about so many points: means over neighbours of one seed, and how many went into each.
+    """Average neighbours of one seed down to about `most` points; return them and the number averaged in each.
 
     An evaluation at compute 0 stays as it is, because it observes R0.
     """
@@ -132,7 +132,7 @@ def pooled(points: Points, most: int = MOST_POINTS) -> tuple[Points, int]:
 
 
 def problem_of(points: Points, options: FitOptions, bounds: tuple[float, float], variance: Array) -> Problem:
-    """The problem with the given variance of each point; shapes: (n,)."""
+    """Make the least-squares problem with the given variance of each point; shapes: (n,)."""
     with np.errstate(divide="ignore"):
         log_compute = np.log(points.compute)
     r0 = bounds if isinstance(options.r0, str) else (float(options.r0), float(options.r0))
@@ -146,7 +146,7 @@ def problem_of(points: Points, options: FitOptions, bounds: tuple[float, float],
 
 
 def weighted(points: Points, options: FitOptions, bounds: tuple[float, float]) -> Problem:
-    """The problem with weights from the points' own errors and from what the residuals show beyond them."""
+    """Make the least-squares problem with weights from the points' own errors and the residuals' excess over them."""
     n = len(points.reward)
     # Rounding of the grid's sums of squares must stay below what counts as noise, also in noise-free data.
     floor = (1e-7 * max(1.0, float(np.abs(points.reward).max()))) ** 2
@@ -180,7 +180,7 @@ def _extra_variance(residual: Array, variance: Array, dof: int) -> float:
 
 
 def pulled_in(points: Points, options: FitOptions, bounds: tuple[float, float]) -> Points:
-    """Points with those far from the curve pulled in: their least-squares curve is Huber's of the points (1964).
+    """Pull outliers towards the curve, so that the least-squares fit of the result is Huber's fit (1964).
 
     Found by re-weighting: a point beyond 1.5 robust standard deviations gets its error enlarged to match.
     """

@@ -33,12 +33,12 @@ class Band:
     high: Array
 
     def interval(self, at: int = 0) -> Interval:
-        """One of them."""
+        """Return the interval at one index of a band."""
         return Interval(float(self.value[at]), float(self.low[at]), float(self.high[at]))
 
 
 def readable(fit: Fit) -> bool:
-    """Whether there is anything to forecast from."""
+    """Return whether the fit has draws or points enough to forecast from."""
     return fit.draws is not None or fit.lookout is not None
 
 
@@ -129,7 +129,7 @@ def support(fit: Fit) -> float | None:
 
 
 def within(fit: Fit, compute: float) -> bool:
-    """Whether the fit may be read at a compute, see `support`."""
+    """Return whether the fit may be read at this compute, that is up to `support`."""
     limit = support(fit)
     return limit is not None and compute <= limit * (1 + 1e-9)
 
@@ -163,7 +163,7 @@ def seed_offsets(fit: Fit, new_run: bool = False, spread: SeedSpread | None = No
 
 
 def asymptote_draws(fit: Fit) -> Array:
-    """The same for the runs given: no spread between seeds. (K,).
+    """Draws of A for the runs given, as `total_draws` but without the spread between seeds. (K,).
 
     Raises:
         ValueError: there are too few points to say anything.
@@ -186,7 +186,7 @@ def quantiles(values: Array, beyond: float = 0.025) -> Interval:
 
 
 def chance(p: float) -> str:
-    """A probability as text: two thousand draws do not tell 1 from 0.999."""
+    """Format a probability, `P > 0.99` and `P < 0.01` at the ends: 2000 draws do not tell 1 from 0.999."""
     return f"P = {p:.2f}" if 0.01 <= p <= 0.99 else "P > 0.99" if p > 0.5 else "P < 0.01"
 
 

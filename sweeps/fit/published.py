@@ -112,7 +112,7 @@ def _check_grid(name: str, values: Array) -> None:
 
 
 def _start(curve: Curve, options: FitOptions, notes: list[str]) -> tuple[float, str]:
-    """R0 and where it comes from; what is doubtful about it goes to the notes."""
+    """Return R0 and its source, `given` or `first`; append a note if no evaluation is at compute 0."""
     if options.r0 == "free":
         raise UserError(f"--r0 free: --method {METHOD} does not fit R0; give a number, or first")
     if options.r0 != "first":
@@ -130,7 +130,7 @@ def _start(curve: Curve, options: FitOptions, notes: list[str]) -> tuple[float, 
 
 
 def _search(fit: Fit, compute: Array, reward: Array, r0: float, a_grid: Array, c_mid_grid: Array) -> Fit:
-    """The grid proper. Shapes: compute, reward (n,)."""
+    """Search the grid of A and C_mid, B fitted in each cell. Shapes: compute, reward (n,)."""
     from scipy.optimize import OptimizeWarning, curve_fit  # slow to import, and only this method needs it
 
     sse = np.full((len(a_grid), len(c_mid_grid)), np.inf)

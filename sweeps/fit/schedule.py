@@ -1,4 +1,4 @@
-"""Compute under a learning rate that decays: it counts less once the rate has come down.
+"""Effective compute under a decaying learning rate: compute counts less once the rate has come down.
 
     s(C) = integral of min(1, rate / (peak / 2)) dC
 
@@ -23,7 +23,7 @@ _LAST = 3
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What one recipe's compute counts as.
+    """Mapping of one recipe's compute to effective compute at the peak of the learning rate.
 
     compute, at_peak (k,): increasing, from 0. rate, slope: what compute counts at the end, at most 1, and how that
     changes with compute from there.
@@ -35,7 +35,7 @@ class Schedule:
     slope: float
 
     def count(self, compute: Array) -> Array:
-        """Compute at the peak rate that so much compute amounts to; any shape."""
+        """Convert compute spent to its equivalent at the peak rate; any shape."""
         last = float(self.compute[-1])
         # The rate falls to 0 after so much more, or never does.
         more: Array = np.maximum(np.asarray(compute, dtype=float) - last, 0.0)
@@ -45,12 +45,12 @@ class Schedule:
         return np.asarray(within + self.rate * more + 0.5 * self.slope * more**2)
 
     def compute_at(self, counted: Array) -> Array:
-        """The compute that amounts to so much, for what the runs have shown; any shape."""
+        """Convert peak-rate equivalents back to compute spent, within what the runs have shown; any shape."""
         return np.asarray(np.interp(counted, self.at_peak, self.compute))
 
 
 def schedule_of(curve: Curve, until: float | None = None) -> Schedule | None:
-    """Of a recipe's longest run, up to a compute; None where the rate is constant or not known."""
+    """Return the schedule of a recipe's longest run, up to a compute; None if the rate is constant or not known."""
     if curve.at_peak is None:
         return None
     seen = curve if until is None else curve.take(curve.compute <= until)
@@ -72,7 +72,7 @@ def schedule_of(curve: Curve, until: float | None = None) -> Schedule | None:
 
 
 def at_peak_rate(compute: Array, rate: Array, at: Array) -> Array | None:
-    """What compute amounts to at the peak of the learning rate; None if the rate stays near it.
+    """Integrate compute at the peak of the learning rate; None if the rate stays near it or is not valid.
 
     Warm-up counts in full: what it costs belongs to every run alike.
 

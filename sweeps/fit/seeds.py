@@ -1,4 +1,4 @@
-"""The spread of A between seeds of one recipe: measured where there are seeds enough, else borrowed."""
+"""Spread of A between seeds of one recipe: measured where there are enough seeds, else the published one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SeedSpread:
     dof: float = float("inf")
 
     def quantile(self) -> float:
-        """The 97.5% quantile that goes with the degrees of freedom."""
+        """Return the 97.5% quantile of Student's t at these degrees of freedom, the normal one if infinite."""
         return 1.959964 if np.isinf(self.dof) else float(stdtrit(self.dof, 0.975))
 
 
@@ -74,7 +74,7 @@ def seed_excess(problem: Problem, best: Optimum, g: Array, noise: Noise, labels:
 
 @dataclass(frozen=True)
 class Pairing(AsJson):
-    """Recipes that share seeds are compared seed by seed: what the seeds do to all of them alike drops out.
+    """Seeds shared by recipes that are compared seed by seed, so that the seeds' common effect cancels.
 
     seeds: the shared labels. spread: of A between seeds once the shared part is taken off.
     """
@@ -83,7 +83,7 @@ class Pairing(AsJson):
     spread: SeedSpread
 
     def to_json(self) -> dict[str, Any]:
-        """As printed by `scalerl rank --json`."""
+        """Return the pairing as printed by `scalerl rank --json`."""
         return {"seeds": list(self.seeds), "seed_sd": self.spread.sd}
 
 

@@ -1,4 +1,4 @@
-"""Does A depend on how the curve was fitted? The same points refitted under changed settings.
+"""Sensitivity of A to how the curve was fitted: the same points refitted under changed settings.
 
     early cut       the points below 5, 10, 20 and 30% of the window's end left out, and none left out. A share of the
                     end, not of its logarithm: evaluations come at even steps, so it is the share of them that goes

@@ -1,4 +1,4 @@
-"""Seeds that went bad: one that leaves the others is a finding of its own, and must neither pull the curve nor hide.
+"""Detection of outlier seeds, which are reported and left out of the curve.
 
 A seed is held against the median of the others, over the later half of the compute that it shares with them. What sets
 honest seeds apart is the noise of their means, the wander of a policy and the published spread of asymptotes; a seed
@@ -27,9 +27,9 @@ class BadSeed(AsJson):
 
 
 def without_bad_seeds(curve: Curve, until: float | None = None) -> tuple[Curve, tuple[BadSeed, ...]]:
-    """The curve of the seeds that agree, and those that were left out.
+    """Split off outlier seeds: return the curve of the seeds that agree, and those that were left out.
 
-    Nothing is left out where no most of the seeds agree: which of two went bad cannot be told.
+    Nothing is left out unless a majority of the seeds agrees: of two seeds it cannot be told which one went bad.
 
     Args:
         curve: of a recipe.
@@ -54,7 +54,7 @@ def disagreeing(curve: Curve) -> BadSeed | None:
 
 
 def _beyond(curve: Curve) -> list[tuple[BadSeed, float]]:
-    """Seeds that lie off the median of the others by more than honest ones may, which is given with each."""
+    """Seeds that lie off the median of the others by more than the limit, each with its limit."""
     measured = [found for label in np.unique(curve.seed) if (found := _off(curve, str(label))) is not None]
     return [(found, limit) for found, limit in measured if abs(found.by) > limit]
 
@@ -64,7 +64,7 @@ def _worst(curve: Curve) -> BadSeed | None:
 
 
 def _off(curve: Curve, label: str) -> tuple[BadSeed, float] | None:
-    """How far a seed lies from the median of the others, and how far an honest one may."""
+    """Return a seed's distance from the median of the others and the limit for it; None with under 3 evaluations."""
     mine = curve.seed == label
     others = [str(other) for other in np.unique(curve.seed) if other != label]
     end = min(float(curve.compute[mine].max()), max(float(curve.compute[curve.seed == s].max()) for s in others))

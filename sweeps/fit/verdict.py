@@ -1,4 +1,4 @@
-"""May an asymptote be named? The verdicts of a fit, each with its reason and what would cure it.
+"""Verdicts on whether a fit's asymptote is identifiable, each with its reason and remedy.
 
 Only `identifiable` lets a recipe be ranked on A. The refusals: `too_few_points`, `degenerate`, `decreasing`,
 `flat`, `misfit`, `pre_inflection`, `at_bound`, `open`, tested in this order. They judge the asymptote alone: what the
@@ -43,13 +43,13 @@ class Verdict:
 
     @property
     def identifiable(self) -> bool:
-        """Whether A may be named, ranked and used to stop a run."""
+        """Return whether A may be reported, ranked and used to stop a run."""
         return self.name == "identifiable"
 
 
 @dataclass(frozen=True)
 class Doubt:
-    """What other kinds of curves say of the points (`sweeps.fit.mixture`).
+    """Evidence on the points from other kinds of curves than the sigmoid (`sweeps.fit.mixture`).
 
     skill: log predictive density of each kind, by name. rise: log evidence of all over a constant. z: of the trend,
     signed, the larger by scatter and by sampling errors. rival: the kind other than a sigmoid that forecasts best, and
@@ -68,7 +68,7 @@ class Doubt:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the verdict rests on.
+    """Inputs of a verdict: the points, the estimates with their intervals, and the doubt.
 
     compute, reward: the points, (n,). A, B and half_gain (C_mid of a sigmoid): value, low, high, None for open; B
     and half_gain are None where the family has none. reward_range: width of the reward's scale. at_edge: the edge of
@@ -90,13 +90,13 @@ class Evidence:
 
 
 def plateau_observed(compute: Array, reward: Array, bound: float, reward_range: float) -> bool:
-    """Whether the last quarter of the window lies on the bound (a pass rate of 1, say)."""
+    """Return whether the mean of the window's last quarter lies on the bound (a pass rate of 1, say)."""
     tail = reward[compute >= 0.75 * compute.max()]
     return bool(tail.mean() >= bound - PLATEAU * reward_range)
 
 
 def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters: int) -> Verdict | None:
-    """What can be refused without a fit; None if nothing. Shapes: (n,).
+    """Return the verdict that refuses the points without a fit; None if a fit is possible. Shapes: (n,).
 
     The curve's shape must show in one run: seeds evaluated at almost the same compute add precision, not shape.
     """
@@ -168,7 +168,7 @@ def _trend(e: Evidence) -> Verdict | None:
 
 
 def after_fit(e: Evidence) -> Verdict:
-    """The verdict on a fitted curve."""
+    """Judge a fitted curve: return the first refusal that applies, else `identifiable`."""
     trend = _trend(e)
     if trend is not None:
         return trend
@@ -247,7 +247,7 @@ _SEEN = {
 
 
 def _misfit(e: Evidence) -> Verdict | None:
-    """What the points show that no sigmoid has, or which kind of curve foretells them so much better."""
+    """Return `misfit` for a jump in the points, or another kind of curve that predicts far better; else None."""
     doubt = e.doubt
     order = np.argsort(e.compute, kind="stable")
     smooth = np.convolve(e.reward[order], np.ones(_SMOOTH) / _SMOOTH, mode="valid")

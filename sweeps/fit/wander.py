@@ -1,4 +1,4 @@
-"""What a point's noise may be: its sampling error, the wander of its run in compute, and what sets seeds apart.
+"""Noise model of evaluations: sampling error, the wander of a run in compute, and the offsets between seeds.
 
 The wander is an Ornstein-Uhlenbeck process in compute, so that spacing counts and not the number of evaluations. A
 policy diffuses: how far it strays grows with the root of how long it remembers, and the prior is on that rate. So a
@@ -34,7 +34,7 @@ _MANY = 200
 
 
 def apart(x: Array) -> Array:
-    """How much of what sets seeds apart there is by then; compute in windows, (n,)."""
+    """Share of the final offset between seeds that is there at a compute in windows, 0 at the start; (n,)."""
     grown: Array = -np.expm1(-x / SETTLED)
     return grown
 
@@ -54,12 +54,12 @@ class Seen:
     bounded: bool
 
     def __getstate__(self) -> dict[str, object]:
-        """Without what was worked out: that is many times as large."""
+        """Pickle the fields alone: the cached properties are many times as large."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @cached_property
     def seeds(self) -> int:
-        """How many."""
+        """Number of seeds among the evaluations."""
         return len(np.unique(self.seed))
 
     @cached_property
@@ -101,7 +101,7 @@ class Seen:
 
     @cached_property
     def between(self) -> Array:
-        """Covariance by what sets seeds apart, which grows as they learn; (n, n).
+        """Covariance by the offsets between seeds, which grow with compute; (n, n).
 
         About the mean of the seeds given, which is what the curve is of: how far that lies off the mean of all seeds is
         added where it is asked for (`sweeps.fit.predict.seed_offsets`).
@@ -113,7 +113,7 @@ class Seen:
         return result
 
     def wandering(self, strength: float, memory: float) -> Array:
-        """Covariance by wander; (n, n)."""
+        """Covariance by an Ornstein-Uhlenbeck wander of this strength and memory, within seeds; (n, n)."""
         result: Array = strength**2 * np.exp(-np.abs(self.x[:, None] - self.x[None, :]) / memory) * self.same
         return result
 
@@ -133,7 +133,7 @@ class Noises:
     memory: Array
 
     def take(self, keep: NDArray[np.intp]) -> Noises:
-        """Some of them; their weights are not made to sum to 1 again."""
+        """Return the kinds of noise at these indices; their prior weights are not normalized again."""
         return Noises(*(getattr(self, name)[keep] for name in self.__dataclass_fields__))
 
     @property
@@ -145,7 +145,7 @@ class Noises:
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """What one run's evaluations scatter by about their curve, averaged over kinds of noise, in units of reward.
+    """Noise of one run's evaluations about their curve, averaged over kinds of noise, in units of reward.
 
     white: variance of sampling. wander (m,): variance of what is remembered for `memory` (m,), in units of compute.
     """
@@ -160,7 +160,7 @@ class Noise:
         return float(np.sqrt(self.white + self.wander.sum()))
 
     def covariance(self, compute: Array) -> Array:
-        """Of one run's evaluations; (n,) -> (n, n)."""
+        """Covariance of one run's evaluations at these computes; (n,) -> (n, n)."""
         return self.white * np.eye(len(compute)) + self._remembered(compute)
 
     def _remembered(self, compute: Array) -> Array:
@@ -169,7 +169,7 @@ class Noise:
         return result
 
     def correlation(self, apart: float) -> float:
-        """Of two evaluations of one run, that far apart in compute."""
+        """Correlation of two evaluations of one run that lie this far apart in compute."""
         return float(self.wander @ np.exp(-apart / self.memory)) / self.sd**2
 
     def of_mean(self, compute: Array) -> float:
@@ -181,7 +181,7 @@ class Noise:
 
 
 def noise_of(every: Noises, share: Array, end: float, width: float) -> Noise:
-    """The average of kinds of noise, each with its share (J,), in units of compute and reward.
+    """Average the kinds of noise by their shares (J,), converted to units of compute and reward.
 
     Args:
         every: kinds of noise.
@@ -195,7 +195,7 @@ def noise_of(every: Noises, share: Array, end: float, width: float) -> Noise:
 
 
 def noises(seen: Seen, brief: bool = False) -> Noises:
-    """Every kind of noise, with its weight before the data; brief: the few that most curves are explained by."""
+    """Make every kind of noise with its prior weight; if brief, only the few that explain most curves."""
     strengths = STRENGTHS[:2] if brief else STRENGTHS
     kernels = [(memory, seen.wandering(1.0, memory)) for memory in MEMORIES]
     covariance, prior, what = [], [], []
