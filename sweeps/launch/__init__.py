@@ -1,1 +1,1 @@
-"""A study until it is done: its ledger, its controller, its settings, its status, and who is told."""
+"""Running a study to its end: ledger, controller, launch settings, status, and observers."""

@@ -1,4 +1,4 @@
-"""The command that carries out an advice, where the study was launched by this package: the one to paste."""
+"""Command line that carries out a planned next run, for studies launched by this package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DECIDED = ("seed", "budget.steps")
 
 
 class Advice(Protocol):
-    """Something to run next, see `sweeps.decide.next_run.Step`."""
+    """Protocol of a proposed next run, as `sweeps.decide.next_run.Step` is one."""
 
     @property
     def recipe(self) -> str: ...  # noqa: D102
@@ -29,7 +29,7 @@ class Advice(Protocol):
 
 
 def command(advice: Advice, runs: Sequence[JournalView], axis: str) -> str | None:
-    """`scalerl train ...` that does what is advised; None where the runs were not launched by this package.
+    """Return the `scalerl train ...` command that does what is advised; None if this package did not launch the runs.
 
     A run goes on where it is: the same identity with a larger budget. Steps are taken to cost what they have so far.
 

@@ -1,7 +1,7 @@
-"""What of a study can go once its members are done: shown with its size, then removed.
+"""Clean-up of a study: list the files that are no longer needed with their sizes, then remove them.
 
-What makes a study one stays: journals, specifications, semantics, configurations, the ledger, how it was launched.
-Members that are not done keep all that they need to go on. Symbolic links are never followed, nor removed.
+Journals, specifications, semantics, configurations, the ledger and launch.json always stay. Members that are not done
+keep all that they need to resume. Symbolic links are never followed, nor removed.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _SET_ASIDE = re.compile(r"step-\d+(\.[0-9a-f]+)?\.(part|void|unrecorded)")
 # As `run.files` and `run.lease` name what is not in its place yet.
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{12}|\.\w+\.json\.[0-9a-f]{8}")
 _LOG = re.compile(rf"{re.escape(LOG_FILE)}|log\.rank\d+\.txt")
-# A holder beats meanwhile, wherever it is.
+# Long enough for two heartbeats of a holder, wherever it is.
 _LOOK_S = 2 * BEAT_S + 1
 
 
 @dataclass(frozen=True)
 class Member:
-    """One run's folder.
+    """A run's folder with what decides which of its files can be removed.
 
     Attributes:
         done: whether its journal says that it has reached its budget.
@@ -63,7 +63,7 @@ class Member:
 
 @dataclass
 class Inventory:
-    """What would go.
+    """Files that would be removed, and counts of members.
 
     Attributes:
         found: files by kind, with their sizes in bytes.
@@ -79,17 +79,17 @@ class Inventory:
     linked: list[Path] = field(default_factory=list)
 
     def size(self, kind: str) -> int:
-        """Bytes of a kind."""
+        """Return the total size in bytes of the files of a kind."""
         return sum(self.found[kind].values())
 
 
 def inventory(study: Path, keep: int = 0, sleep: Callable[[float], None] = time.sleep) -> Inventory:
-    """What of a study could go.
+    """List the files of a study that could be removed.
 
     Args:
         study: its folder.
         keep: checkpoints of each finished member that stay, the newest.
-        sleep: waits for a sign of life of members that were killed, or are on another machine.
+        sleep: waits for a heartbeat of members that were killed, or are on another machine.
 
     Raises:
         UserError: no study there.
@@ -115,10 +115,10 @@ def inventory(study: Path, keep: int = 0, sleep: Callable[[float], None] = time.
 
 
 def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[float], None] = time.sleep) -> Inventory:
-    """Remove what of these kinds can go; nobody launches or collects the study meanwhile.
+    """Remove the removable files of these kinds, holding the study's lease so that nobody launches or collects it.
 
     Returns:
-        What has gone, of these kinds.
+        The removed files, of these kinds.
 
     Raises:
         UserError: no study there, a controller is at work on it, or the system refused something.
@@ -148,7 +148,7 @@ def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[flo
 
 
 def _members(study: Path, states: Mapping[str, MemberState]) -> list[Member]:
-    """Of the ledger, and of runs that were trained one by one.
+    """Return the members in the ledger, and runs in the folder that were trained one by one.
 
     Raises:
         UserError: neither is there.
@@ -168,7 +168,7 @@ def _members(study: Path, states: Mapping[str, MemberState]) -> list[Member]:
 
 
 def _at_work(run_dirs: Iterable[Path], sleep: Callable[[float], None]) -> set[Path]:
-    """Runs that somebody is writing: by the lock on this machine, else by a beat, which need not be of our clock."""
+    """Runs that a process is writing: by the lock on this machine, else by a changed heartbeat, no clocks compared."""
     holders = {run_dir: facts for run_dir in run_dirs if (facts := alive(run_dir)) is not None}
     busy = {run_dir for run_dir in holders if held(run_dir, "writer", EXPIRY_S)}
     doubtful = {run_dir: facts for run_dir, facts in holders.items() if run_dir not in busy}
@@ -195,7 +195,7 @@ def _take(told: Inventory, kind: str, files: Mapping[Path, int], names: re.Patte
 
 
 def _submissions(study: Path, states: Iterable[MemberState], undone: set[str], told: Inventory) -> None:
-    """Those that no member waits for, and none that is not done has last been in: its log may say why."""
+    """Add files of submissions that no member waits for; the last one of an unfinished member stays for its log."""
     needed = {state.submission for state in states if state.run in undone or state.state in ("submitting", "started")}
     needed |= {name for state in states for name in state.unanswered}
     jobs = study / JOBS_DIR
@@ -210,7 +210,7 @@ def _submissions(study: Path, states: Iterable[MemberState], undone: set[str], t
 
 
 def _files(folder: Path, told: Inventory) -> dict[Path, int]:
-    """The plain files in a folder, with their sizes; links are none, and neither is what lies behind them."""
+    """Return the regular files in a folder with their sizes; symbolic links are left out and never followed."""
     if folder.is_symlink():
         told.linked.append(folder)
         return {}
@@ -223,14 +223,14 @@ def _files(folder: Path, told: Inventory) -> dict[Path, int]:
 
 
 def _remove_empty(study: Path) -> None:
-    """Folders of attempts and submissions with nothing left in them."""
+    """Remove folders of attempts and submissions that are empty."""
     for folder in [*study.glob(f"{RUNS_DIR}/*/{ATTEMPTS_DIR}"), *study.glob(f"{JOBS_DIR}/*")]:
         if not folder.is_symlink() and folder.is_dir() and not any(folder.iterdir()):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def shown_size(size: int) -> str:
-    """Bytes, for people."""
+    """Format a number of bytes with a decimal unit, such as `3.2 MB`."""
     number, unit = float(size), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if number < 999.5:

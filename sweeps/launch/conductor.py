@@ -1,4 +1,4 @@
-"""Who decides, while a study runs, which members are at work: a race, a search."""
+"""Protocol of conductors, which decide while a study runs which members are at work: a race, a search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sweeps.run.spec import RunSpec
 
 @dataclass(frozen=True)
 class Wish:
-    """What a conductor wants of the members that have neither finished nor failed.
+    """A conductor's decision on the members that have neither finished nor failed.
 
     Attributes:
         go_on: those that are to be at work, the most urgent first.
@@ -28,10 +28,10 @@ class Wish:
 
 
 class Conductor(Protocol):
-    """Asked before anything is submitted, and then about once a second.
+    """Protocol of a conductor, called before anything is submitted, and then about once a second.
 
-    What it decides it must decide again when it is asked by another process that goes on with the study: from what
-    stands in the journals, or from what it has written down itself.
+    Another process that resumes the study must get the same decisions: they follow from the journals alone, or from
+    what the conductor has written down itself.
 
     Attributes:
         files: names of what it writes in the study's folder; a launch that is refused leaves them as they were.
@@ -40,14 +40,14 @@ class Conductor(Protocol):
     files: tuple[str, ...]
 
     def decided(self) -> Sequence[RunSpec]:
-        """Members, and larger budgets, that another process has written down: part of the study from the beginning.
+        """Return members, and larger budgets, decided by an earlier process: part of the study from the beginning.
 
-        Asked once, before anything else, while the study is held. What `members` names anew is not among them.
+        Called once, before anything else, while the study's lease is held. New members of `members` are not among them.
         """
         ...
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> Wish:
-        """What is to become of members.
+        """Decide which members are to run, wait or stop.
 
         Args:
             states: of all members, by identity.
@@ -56,5 +56,5 @@ class Conductor(Protocol):
         ...
 
     def members(self, states: Mapping[str, MemberState]) -> Sequence[RunSpec]:
-        """Members that the study is to have besides those it has; or with a larger budget. Asked after a wish."""
+        """Return members to add to the study, or known ones with a larger budget. Called after a wish."""
         ...

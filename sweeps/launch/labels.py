@@ -1,4 +1,4 @@
-"""A label stands for one curve: what a launch would add to a study under a name that is taken by something else."""
+"""Check that a recipe's label stands for one curve only, when a launch adds members to a study."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_KEY = object()
 
 
 def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, MemberState]) -> None:
-    """No new member has the label of members that are another curve: a fit takes the label for the recipe.
+    """Check that no new member has the label of another curve's members, for fits group runs by label.
 
     Args:
         runs_dir: of the study.
@@ -42,7 +42,7 @@ def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, 
 
 
 def _differing(spec: RunSpec, other: Path) -> str:
-    """What differs from the run in another folder, in words."""
+    """Describe the configuration values in which a spec differs from the run in another folder."""
     try:
         theirs = leaves(science(RunSpec.read(other).config))
     except UserError:

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MemberState:
-    """Where a run stands, folded from its ledger entries.
+    """State of a run, folded from its ledger entries.
 
     Attributes:
         attempts: jobs started for it, all launches together.
@@ -70,22 +70,22 @@ class MemberState:
 
 
 class Ledger:
-    """Appends entries, on disk when the call returns, and folds them."""
+    """Append-only log of a study's members; entries are on disk when the call returns, and fold to states."""
 
     def __init__(self, study_dir: Path, clock: Callable[[], float] = time.time) -> None:
         self.path = study_dir / LEDGER_FILE
         self._clock = clock
 
     def now(self) -> float:
-        """By the clock that entries are written with, seconds."""
+        """Return the time in seconds by the clock that stamps the entries."""
         return self._clock()
 
     def append(self, event: str, run: str, **fields: Any) -> None:
-        """One entry."""
+        """Append one entry on a run, see `append_all`."""
         self.append_all(event, [{"run": run, **fields}])
 
     def append_all(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Entries of one event, each with its `run`, in one write; on a full disk it waits until there is room."""
+        """Append entries of one event, each with its `run`, in one durable write; on a full disk wait for room."""
         if not entries:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,14 +104,14 @@ class Ledger:
                 time.sleep(FULL_DISK_PAUSE_S)
 
     def size(self) -> int | None:
-        """In bytes; None if there is none."""
+        """Return the ledger's size in bytes; None if there is no ledger."""
         try:
             return self.path.stat().st_size
         except FileNotFoundError:
             return None
 
     def cut(self, size: int | None) -> None:
-        """Leave what it held when it had this `size`: what was written since has not come to be."""
+        """Roll back to an earlier `size` in bytes, dropping later entries; None removes the file."""
         if size is None:
             self.path.unlink(missing_ok=True)
         elif (self.size() or 0) > size:
@@ -120,11 +120,11 @@ class Ledger:
                 os.fsync(handle.fileno())
 
     def entries(self) -> list[dict[str, Any]]:
-        """All entries, in order; torn lines and what is no entry are passed over."""
+        """Read all entries, in order; torn lines and lines that are no entry are skipped."""
         return self._read()[0]
 
     def damaged(self) -> list[int]:
-        """Numbers of the lines, from 1, that are torn or damaged."""
+        """Return the numbers, from 1, of the lines that are torn or damaged."""
         return self._read()[1]
 
     def _read(self) -> tuple[list[dict[str, Any]], list[int]]:
@@ -140,7 +140,7 @@ class Ledger:
         return entries, damaged
 
     def fold(self) -> dict[str, MemberState]:
-        """The state of every run the ledger knows, in order of planning.
+        """Fold the entries to the state of every run in the ledger, in order of planning.
 
         A run whose `planned` line is lost is known by its frozen specification: from its first other entry on, or last
         of all where it has none and lines are damaged.
@@ -167,7 +167,7 @@ class Ledger:
         return states
 
     def _frozen(self, run: str) -> MemberState | None:
-        """A member as its own specification has it, before anything happened to it; None if it has none."""
+        """Return a planned member by its frozen specification, for a lost ledger line; None if it has none."""
         run_dir = self.path.parent / RUNS_DIR / run
         if run_dir.name != run or not (run_dir / SPEC_FILE).is_file():
             return None
@@ -183,7 +183,7 @@ def _is_seed(value: Any) -> bool:
 
 
 def after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberState:
-    """The state of a run once an entry was written."""
+    """Return the state of a run after one more ledger entry."""
     if event == "planned":
         return replace(state, checksum=entry.get("checksum", state.checksum))
     kind, reason = entry.get("kind"), entry.get("reason")

@@ -1,4 +1,4 @@
-"""Which nodes a study keeps off, from what the ledger says of its members' attempts.
+"""Exclusion of bad nodes from a study, by the failures of its members' attempts in the ledger.
 
 One member's failure may be its own. A node on which two members have failed within an hour is out for the whole study,
 for an hour from the last of them; then it is tried again. What failed there is not held against the members. But if
@@ -18,11 +18,11 @@ from typing import Any
 # Long enough for two members to meet on a node, short enough that a node which was mended is missed for a while only.
 TOGETHER_S = 3600.0
 OUT_S = 3600.0
-# That all of so few nodes are bad in the same way is bad luck: two of a rack, one that a prolog has left behind.
+# Fewer nodes than this may all be bad in the same way by chance: two of a rack, one that a prolog has left behind.
 ALIKE = 4
 # Attempts that a member may lose on bad nodes before they count after all.
 MOST_FREE = 8
-# Blames of a node: thousands of members may fail there within one look.
+# Newest failures kept of each node: thousands of members may fail there within one look.
 REMEMBERED = 100
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Blame:
 
 
 class Nodes:
-    """What is known of a study's nodes.
+    """Failure history of a study's nodes, and the nodes to exclude for it.
 
     Args:
         at_work: nodes on which members are at work now.
@@ -56,7 +56,7 @@ class Nodes:
         self._said: set[str] = set()
 
     def note(self, entry: Mapping[str, Any]) -> None:
-        """An entry of the ledger."""
+        """Take account of one ledger entry."""
         self._serial += 1
         node, event, time = entry.get("node"), entry.get("event"), float(entry.get("time") or 0.0)
         if isinstance(node, str) and event == "finished":
@@ -69,11 +69,11 @@ class Nodes:
             self.over(entry["run"])
 
     def over(self, run: str) -> None:
-        """A member is done or given up: if it is launched again, all its attempts are new."""
+        """Record that a member is done or given up: its earlier failures no longer count if it is launched again."""
         self._ended[run] = self._serial
 
     def out(self, now: float) -> tuple[str, ...]:
-        """Nodes that nobody is to be sent to now."""
+        """Return the nodes that are excluded at this time, and log newly excluded ones."""
         elsewhere = self._of_no_node(now)
         found = []
         for node, blames in sorted(self._blames.items()):
@@ -87,7 +87,7 @@ class Nodes:
         return tuple(found)
 
     def excused(self, run: str, now: float) -> dict[str, int]:
-        """Attempts of a member that do not count, by kind of failure: one a node, and not too many."""
+        """Count a member's failed attempts that are blamed on nodes, by kind: one per node, `MOST_FREE` at most."""
         elsewhere, since = self._of_no_node(now), self._ended.get(run, 0)
         found: dict[str, int] = {}
         for blames in self._blames.values():
@@ -98,14 +98,14 @@ class Nodes:
         return found
 
     def _is_bad(self, blame: Blame, elsewhere: Collection[str]) -> bool:
-        """Whether another member says the same of the node, about the same time, and it is not so everywhere."""
+        """Return whether another member failed on the node within `TOGETHER_S`, for causes that are not universal."""
         return blame.cause not in elsewhere and any(
             other.run != blame.run and abs(other.time - blame.time) <= TOGETHER_S and other.cause not in elsewhere
             for other in self._blames[blame.node]
         )
 
     def _of_no_node(self, now: float) -> set[str]:
-        """Causes that every node shows which the study has come to know of late."""
+        """Failure causes seen on every node known from the last hour, at least `ALIKE` nodes: no node is to blame."""
         nodes_of: dict[str, set[str]] = defaultdict(set)
         for node, blames in self._blames.items():
             for each in blames:
@@ -120,7 +120,7 @@ class Nodes:
 
 
 def _alike(reason: str, node: str) -> str:
-    """A reason without what differs from attempt to attempt: the node, paths, numbers, identities."""
+    """Normalize a reason by masking what differs between attempts: the node, paths, numbers, identities."""
     reason = re.sub(rf"(?<![\w.-]){re.escape(node)}(?![\w-])", "NODE", reason)
     reason = re.sub(r"'[^']*'|\"[^\"]*\"|(?<![\w.])/\S+", "...", reason)
     return re.sub(r"\b(?=[0-9a-f]*\d)[0-9a-f]{6,}\b|\d+", "#", reason)[:200]

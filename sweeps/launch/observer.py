@@ -1,4 +1,4 @@
-"""What is told about members as they start and end."""
+"""Observers of a study's members as they start and end, and the progress display."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ LOOKS = 32  # journals opened at a time: a cluster may run a thousand members, o
 
 
 class Observer(Protocol):
-    """Told about members as they start and end: MLflow, progress."""
+    """Protocol of an observer, notified as members start and end: MLflow, the progress display."""
 
     def open(self) -> None:
-        """The study is ours to run now; nothing before this may leave a trace."""
+        """Prepare, now that this process holds the study's lease; nothing before this may leave a trace."""
         ...
 
     def added(self, specs: Sequence[RunSpec]) -> None:
-        """The study has got more members."""
+        """Handle members that were added to the study."""
         ...
 
     def queued(self, spec: RunSpec, run_dir: Path) -> None:
-        """A member waits for its turn on the cluster, at first or again."""
+        """Handle a member that is queued on the cluster, at first or again."""
         ...
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
-        """A member runs."""
+        """Handle a member that has begun to run."""
         ...
 
     def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
-        """An attempt ended before the member was done; another follows."""
+        """Handle a failed attempt that is followed by a retry."""
         ...
 
     def paused(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
-        """A member waits, saved, until whoever conducts the study wants it at work."""
+        """Handle a member that is saved and paused until the conductor wants it at work."""
         ...
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
-        """A member is `finished` (also when it was done before), `failed`, `cancelled`, or `stopped` to stay so."""
+        """Handle a member's end: `finished` (also if done before), `failed`, `cancelled`, or `stopped` for good."""
         ...
 
     def say(self, line: str) -> None:
-        """Something for people, of whoever conducts the study."""
+        """Show a line for people from the study's conductor."""
         ...
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
-        """About once a second."""
+        """Handle the periodic update, about once a second, with the running members and counts of the others."""
         ...
 
     def close(self, failed: int, left: int) -> None:
-        """This process has done its part.
+        """Close, now that this process's work on the study is over.
 
         Args:
             failed: members that are not done and that nobody works on.
@@ -66,7 +66,7 @@ class Observer(Protocol):
 
 
 class Progress:
-    """Shows how a study is getting on: members as they run on a terminal, a line every few seconds elsewhere.
+    """Progress display of a study: a live table of members on a terminal, a line every few seconds elsewhere.
 
     Args:
         total: members.
@@ -100,33 +100,33 @@ class Progress:
         self._told = False  # whether there was anything
 
     def open(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing, for the display needs no preparation."""
 
     def added(self, specs: Sequence[RunSpec]) -> None:
-        """There is more to do."""
+        """Add the members to the total that the display counts."""
         self._steps = self._steps or sum(spec.steps for spec in specs) / len(specs)
         self._total += len(specs)
 
     def queued(self, spec: RunSpec, run_dir: Path) -> None:
-        """Nothing to show yet."""
+        """Do nothing, for a queued member has no progress to show."""
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
-        """Remember where to look."""
+        """Remember the member's folder and its steps so far, from which its pace is measured."""
         self._stopped.discard(spec.run)
         self._directories[spec.run] = run_dir
         self._latest[spec.run] = last_metrics(run_dir)
         self._first.setdefault(spec.run, self._step(spec.run))
 
     def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
-        """Say so."""
+        """Print a line on the retry with its reason."""
         self._line(f"{'again':9} {spec.title}: {reason}")
 
     def paused(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
-        """Say so."""
+        """Print a line on the pause with its reason."""
         self._line(f"{'paused':9} {spec.title}: {reason.removeprefix('paused: ')}")
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
-        """Say so."""
+        """Print a line on the member's end, with the reason or its last metrics."""
         self._told = True
         if state == "stopped":
             self._stopped.add(spec.run)
@@ -137,11 +137,11 @@ class Progress:
         self._line(f"{state:9} {spec.title}{tail}")
 
     def say(self, line: str) -> None:
-        """In a line of its own."""
+        """Print the line, stamped with the time since the begin."""
         self._line(line)
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
-        """A look, if it is time."""
+        """Read the journals and print or draw the progress, every `every_s` seconds at most."""
         self._told = True
         if time.monotonic() - self._last < self._every_s:
             return
@@ -160,7 +160,7 @@ class Progress:
         self._line(" | ".join([summary, *members, *more]))
 
     def close(self, failed: int, left: int) -> None:
-        """How it has ended; the terminal is somebody else's again."""
+        """Print the final counts and remove the live table from the terminal."""
         if self._told:  # a launch that was refused has not ended, for it never began
             stopped = len(self._stopped)
             counts = ((left, "under way"), (stopped, "stopped"), (failed, "not done"))
@@ -170,7 +170,7 @@ class Progress:
             self._live.close()
 
     def _look(self, running: Sequence[RunSpec]) -> None:
-        """At those that are shown, and in turn at the others."""
+        """Read the metrics of the members that are shown, and of the others in turn, `LOOKS` journals at a time."""
         others = running[SHOWN:]
         start = self._turn % max(1, len(others))
         turned = [*others[start:], *others[:start]][: LOOKS - SHOWN]
@@ -183,7 +183,7 @@ class Progress:
         return int(self._latest[run].get("step", 0))
 
     def _left_s(self, open_members: int, running: Sequence[RunSpec]) -> float | None:
-        """Seconds, at the pace at which this process has seen its members go on; None before they have."""
+        """Estimate the seconds left at the pace seen by this process; None before any member has made a step."""
         made = sum(self._step(run) - first for run, first in self._first.items())
         waiting = open_members - len(running)
         to_do = waiting * self._steps + sum(max(0, spec.steps - self._step(spec.run)) for spec in running)
@@ -203,14 +203,14 @@ class Progress:
 
 
 def _described(spec: RunSpec, metrics: Mapping[str, float], shown: str) -> str:
-    """How far a member is, of its own budget: rows of a sweep may give each another."""
+    """Describe a member's progress: its step of its own budget, and the pass rate if it was evaluated."""
     text = f": step {int(metrics['step'])}/{spec.steps}" if "step" in metrics else ": starting"
     rates = [value for key, value in metrics.items() if key.endswith(f"/{shown}")]
     return text + (f", pass rate {rates[0]:.3f}" if rates else "")
 
 
 class _Live:
-    """A table at the foot of a terminal; lines go above it."""
+    """Live table at the foot of a terminal, with lines printed above it."""
 
     def __init__(self, stream: TextIO) -> None:
         # Imported where there is something to draw on.
@@ -221,7 +221,7 @@ class _Live:
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
 
     def show(self, summary: str, members: Sequence[tuple[str, str]]) -> None:
-        """The study in a line, and below it as many of its running members as there is room for."""
+        """Draw the study's summary, and below it as many running members as fit on the terminal."""
         from rich.table import Table
         from rich.text import Text
 
@@ -235,9 +235,9 @@ class _Live:
         self._live.update(table, refresh=True)
 
     def line(self, text: str) -> None:
-        """Above the table, to stay."""
+        """Print a line above the table, to stay."""
         self._console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        """The table goes, the lines stay."""
+        """Remove the table; printed lines stay."""
         self._live.stop()

@@ -1,4 +1,4 @@
-"""Planning in a process of its own: what it imports, and it imports torch, is gone when it ends.
+"""Planning in a separate process, so that the memory of what it imports, torch among it, is freed at its end.
 
 A controller follows its study for days and needs none of that. Composing and checking members takes a minute at most,
 and whatever the user's own choices import besides.
@@ -30,11 +30,11 @@ EXIT_CTRL_C = 130
 
 
 class PlannerLostError(UserError):
-    """The process that plans is gone: it says nothing of what it was asked."""
+    """Error: the planner's process ended without an answer, so the request itself may be sound."""
 
 
 class Planner:
-    """A planner in a process of its own, which may be asked again and again; closed, it is gone with all it imported.
+    """Planner in a separate process that takes any number of requests until it is closed.
 
     What it prints is seen here, Ctrl-C reaches it, and it ends when this process does.
 
@@ -102,7 +102,7 @@ class Planner:
         return self._line
 
     def close(self) -> None:
-        """End the process, and wait for it."""
+        """Close the connection, by which the process ends, and wait for it."""
         child, line = self._child, self._line
         self._child = self._line = None
         if child is None or line is None:
@@ -121,13 +121,13 @@ def plan_apart(
     folders: Sequence[str],
     preload: Sequence[str] | None = None,
 ) -> list[RunSpec]:
-    """Call a planner once in a process of its own; see `Planner`."""
+    """Call a planner once in a separate process; see `Planner`."""
     with Planner(planner, folders, preload) as ask:
         return ask(override_lists)
 
 
 def _answer(line: Connection) -> None:
-    """In the child: take what is asked, and answer with specs or an exception, until the other side hangs up."""
+    """Serve requests in the child: answer each with specs or an exception, until the parent hangs up."""
     die_with_parent()
     try:
         while True:
@@ -150,7 +150,7 @@ def _answer(line: Connection) -> None:
 
 
 def _packed(answer: tuple[Any, BaseException | None, str]) -> bytes:
-    """For the parent, who may not be able to rebuild any exception. Parts that specs share, they share there too."""
+    """Pickle an answer; an exception that cannot be unpickled becomes a RuntimeError. Specs keep their shared parts."""
     specs, error, told = answer
     if error is None:
         return pickle.dumps((specs, None, ""))
@@ -172,7 +172,10 @@ def _ended(child: Any) -> int:
 
 
 def _end(child: Any) -> None:
-    """After Ctrl-C, which it has got as well unless it was meant for this process alone; then let it clean up."""
+    """End the child after Ctrl-C: wait for its own clean-up, then SIGINT after 2 s, SIGKILL after 3 more.
+
+    It has got the Ctrl-C as well, unless that was sent to this process alone.
+    """
     for patience_s, number in ((2.0, signal.SIGINT), (3.0, signal.SIGKILL)):
         child.join(patience_s)
         if child.exitcode is not None:

@@ -1,4 +1,4 @@
-"""What members will take before they are launched: steps, and the device hours of a step as earlier runs had them."""
+"""Cost estimate of a launch: steps, and device hours by what a step took in earlier runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCALE = ("model", "task", "batch", "context")
 
 @dataclass(frozen=True)
 class Price(AsJson):
-    """Device hours that a launch will take, foretold by runs that have been.
+    """Device hours that a launch will take, estimated from earlier runs.
 
     hours: of all steps that are left. by: where the runs were read; runs: how many say it. other_scale: groups of the
     configuration in which some members differ from every run there: what a step takes was read off another.
@@ -41,7 +41,7 @@ class Price(AsJson):
 
 @dataclass(frozen=True)
 class Launch(AsJson):
-    """What a launch comes to.
+    """Size and cost of a launch: members, steps, and device hours where they can be estimated.
 
     members, recipes, seeds: how many. steps: of all members together; left: those not taken yet. price: None where no
     run says what a step takes. money: of the device hours, None without a rate.
@@ -56,7 +56,7 @@ class Launch(AsJson):
     money: float | None
 
     def sentences(self) -> list[str]:
-        """For people, one line each."""
+        """Describe the launch and its device hours in lines for people."""
         arms = f"{counted(self.recipes, 'recipe')}, {counted(self.seeds, 'seed')}"
         lines = [f"{counted(self.members, 'member')} ({arms}), {self.steps} steps"]
         if self.left < self.steps:
@@ -72,7 +72,7 @@ class Launch(AsJson):
 
 
 def launch_of(specs: Sequence[RunSpec], directory: Path, like: str | None = None, rate: float | None = None) -> Launch:
-    """Return what members will take.
+    """Return the size and estimated cost of a launch of these members.
 
     Args:
         specs: the members.
@@ -137,7 +137,7 @@ class _Rates:
 
     @classmethod
     def read(cls, place: Path, progress: Callable[[Path], tuple[str, int, float | None]]) -> _Rates | None:
-        """As `progress` has each run, see `_progress`; None where no run has taken a step."""
+        """Read the rates of the runs in a folder by `progress`, see `_progress`; None if no run has taken a step."""
         found: dict[tuple[str, str], list[float]] = defaultdict(list)
         scales: dict[str, Mapping[str, str]] = {}
         for run_dir in find_runs(place):
@@ -151,7 +151,7 @@ class _Rates:
         return cls(str(place), found, list(scales.values())) if found else None
 
     def price(self, specs: Sequence[RunSpec], left: Mapping[str, int]) -> Price:
-        """Of the steps that are left: as the same recipe took at this scale, else all there, else all anywhere."""
+        """Price the steps left by the median rate of the same recipe and scale, else of the scale, else of all runs."""
         hours, differs = 0.0, set()
         for spec in specs:
             scale = _scale(spec.config)
@@ -167,7 +167,7 @@ class _Rates:
 
 
 def _scale(config: Mapping[str, Any]) -> dict[str, str]:
-    """What decides the size of a step, as text."""
+    """Return the parts of a configuration that decide the cost of a step, as JSON texts."""
     return {name: json.dumps(config[name], sort_keys=True, default=str) for name in SCALE if name in config}
 
 
@@ -183,7 +183,7 @@ def _configuration(run_dir: Path) -> Mapping[str, Any]:
 
 
 def _progress(run_dir: Path) -> tuple[str, int, float | None]:
-    """A run's recipe, its last step, and the device hours until there; nothing of what cannot be read."""
+    """Return a run's recipe, its last step and the device hours up to it; "", 0 and None if it cannot be read."""
     view = journal_or_none(run_dir)
     if view is None:
         return "", 0, None

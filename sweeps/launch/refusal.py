@@ -1,4 +1,4 @@
-"""What a launch has changed in its study before it was accepted: taken back if it is refused."""
+"""Rollback of a refused launch: restores what it has changed in the study before it was accepted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sweeps.run.spec import SPEC_FILE
 
 
 class Before:
-    """A study's folder as it was before a launch, as far as the launch has touched it.
+    """Backup of what a launch changes in a study's folder, until it is accepted.
 
-    Whoever keeps it holds the study: nobody else writes into the ledger meanwhile.
+    Its owner holds the study's lease, so that nobody else writes into the ledger meanwhile.
 
     Args:
         ledger: of the study.
@@ -27,29 +27,29 @@ class Before:
         self._texts: dict[Path, bytes] = {}
 
     def making(self, folder: Path) -> None:
-        """A folder is about to be made, if it is not there yet."""
+        """Record a folder that is about to be made, if it does not exist yet."""
         if not folder.exists():
             self._made.append(folder)
 
     def writing(self, path: Path) -> None:
-        """A file is about to be written, or to be begun."""
+        """Back up a file that is about to be written, or record that it does not exist yet."""
         if path.exists():
             self._texts[path] = path.read_bytes()
         else:
             self._begun.append(path)
 
     def replaced(self, path: Path, text: bytes) -> None:
-        """A file held this until just now; if it was replaced before, what it held first is kept."""
+        """Back up the content of a file that was just replaced; only the first content of a file is kept."""
         self._texts.setdefault(path, text)
 
     def forget(self) -> None:
-        """The launch was accepted: what it has changed stays."""
+        """Drop the backup: the launch was accepted, and its changes stay."""
         self._made, self._begun, self._texts = [], [], {}
 
     def restore(self) -> None:
-        """Put everything back: the ledger ends where it did, files hold what they held, folders go.
+        """Roll back: cut the ledger, restore files, remove new files and empty new folders.
 
-        In this order: whoever is cut off here leaves no member in the ledger without its specification.
+        In this order, so that a crash half-way leaves no member in the ledger without its specification.
         """
         self._ledger.cut(self._size)
         for path, text in self._texts.items():

@@ -1,4 +1,4 @@
-"""How a study is run, and what is kept of that with it, so that any later process can go on."""
+"""Launch settings of a study, stored in `launch.json` so that any later process can continue it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ LAUNCH_FILE = "launch.json"
 
 
 class MemberFailedError(UserError):
-    """Some members of a study failed; the others are done."""
+    """Error: some members of a study failed; the message names them with their reasons."""
 
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """How a study is run: all that a later process needs to go on with it.
+    """Launch settings of a study: all that a later process needs to continue it.
 
     Attributes:
         kind: `local`, `debug` or `slurm`.
@@ -63,7 +63,7 @@ class LaunchSettings:
     planner: str = ""
 
     def write(self, study: Path) -> None:
-        """Keep it with the study, for its owner alone; a password in MLflow's address is not kept."""
+        """Write the settings to the study's `launch.json`, mode 0600, without the password in MLflow's address."""
         values = {
             **self.__dict__,
             "settings": self.settings.given(),
@@ -73,7 +73,7 @@ class LaunchSettings:
 
     @classmethod
     def read(cls, study: Path) -> LaunchSettings:
-        """How the study in a directory was launched.
+        """Read the settings with which the study in a directory was launched.
 
         Raises:
             UserError: nothing there, not readable, or MLflow's address is to be given again.
@@ -85,7 +85,7 @@ class LaunchSettings:
             values["settings"] = JobSettings.of(values["settings"])
             values["preload"] = tuple(values["preload"])
             if values["kind"] == "slurm":
-                # Kinds of failure that were not told apart when the study was launched.
+                # Adds kinds of failure that an earlier version, which launched the study, did not distinguish.
                 values["retries"] = {**retry_policy(), **values["retries"]}
             plan = cls(**values)
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -105,7 +105,7 @@ class LaunchSettings:
 
     @staticmethod
     def kind_of(study: Path) -> str | None:
-        """Where a study was launched, or None if nobody knows."""
+        """Return the kind of launcher of a study, `local`, `debug` or `slurm`; None if it cannot be read."""
         try:
             kind = parse_json((study / LAUNCH_FILE).read_text())["kind"]
         except (OSError, ValueError, TypeError, KeyError):
@@ -114,14 +114,14 @@ class LaunchSettings:
 
     @staticmethod
     def clusters_of(study: Path) -> str:
-        """The clusters of a federation on which a study was launched; empty for the own one."""
+        """Return the federation's clusters on which a study was launched; empty for the local one."""
         try:
             return str(parse_json((study / LAUNCH_FILE).read_text())["settings"].get("clusters") or "")
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return ""
 
     def executor(self, study: Path, scheduler: Scheduler | None = None) -> Executor:
-        """What runs the members."""
+        """Make the executor of this kind that runs the study's members."""
         if self.kind == "slurm":
             return ClusterExecutor(
                 study.resolve(),
@@ -146,7 +146,7 @@ def run_study(
     finished: Callable[[Path, str | None], None] = lambda directory, tracking: None,
     conductor: Conductor | None = None,
 ) -> dict[str, MemberState]:
-    """Run a study as planned, with progress on stderr and MLflow if it is tracked.
+    """Run a study by its settings, with progress on stderr and MLflow if it is tracked.
 
     `accepted` is called once the launch is, see `Study.run`.
     `finished` is called with the folder and MLflow's address, if it has one, of a study whose members are all done, or
@@ -169,7 +169,7 @@ def run_study(
 def report_failures(
     study: Study, states: Mapping[str, MemberState], remedy: str = "the same command continues what is not done"
 ) -> None:
-    """Nothing if no member failed.
+    """Raise an error that names the failed members; do nothing if none failed.
 
     Raises:
         MemberFailedError: which, and why.

@@ -1,6 +1,6 @@
-"""How the members of a study are: what the ledger, the scheduler, the jobs and the journals say, put together.
+"""Status of a study's members, combined from the ledger, the scheduler, attempt records and journals.
 
-Only looks: nothing is submitted, decided or written down.
+Read-only: nothing is submitted, decided or written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STATES = ("failed", "cancelled", "stopped", "ended", "running", "queued", "waiti
 
 @dataclass(frozen=True)
 class MemberView(AsJson):
-    """One member, for people.
+    """Status of one member, as `scalerl status` shows it.
 
     Attributes:
         state: `finished`; `running`; `queued` (a job waits, at first or again); `waiting` (not submitted); `ended`
@@ -42,7 +42,7 @@ class MemberView(AsJson):
         attempts: jobs started for it, restarts included.
         job, node: of the newest attempt.
         kind, reason: why it failed, waits or was tried again.
-        doing, idle_s: of one that runs: the last sign of life that it gave, and seconds since then.
+        doing, idle_s: of one that runs: its last recorded activity, and seconds since then.
         code: where it went on with other code than it was made with until there, and what changed.
     """
 
@@ -64,7 +64,7 @@ class MemberView(AsJson):
 
 
 def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView]:
-    """The members of a study, or of any folder that holds runs.
+    """Return the status of the members of a study, or of the runs in any folder.
 
     Args:
         study: the folder.
@@ -84,13 +84,13 @@ def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView
 
 
 def counts(views: Sequence[MemberView]) -> str:
-    """How many are in which state, in one line."""
+    """Format the number of members in each state, in one line."""
     found = Counter(view.state for view in views)
     return ", ".join(f"{found[state]} {state}" for state in reversed(STATES) if found[state])
 
 
 def log_tail(study: Path, view: MemberView, lines: int = 8) -> list[str]:
-    """The end of a member's log."""
+    """Return the last lines of a member's log, redacted; empty if there is no log."""
     try:
         with (study / RUNS_DIR / view.run / LOG_FILE).open("rb") as handle:
             handle.seek(0, 2)
@@ -130,7 +130,7 @@ def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, 
 
 
 def _wrong(run_dir: Path, run: str, state: str) -> str | None:
-    """What is wrong with the journal of a member that nobody works on."""
+    """Describe damage in the journal of a member that is not running; None if it is sound."""
     if state in ("running", "queued") or (state == "finished" and looks_whole(run_dir)):
         return None
     return trouble(run_dir, run)
@@ -172,7 +172,7 @@ def _state(
 
 
 def _last_sign(run_dir: Path) -> tuple[str | None, float | None]:
-    """What a member did last, and seconds since: as it said itself at its last beat, and the age of that."""
+    """Return a member's last activity and seconds since then, from its last heartbeat and that one's age."""
     facts = alive(run_dir) or {}
     if "idle_s" not in facts:
         return None, None
@@ -182,10 +182,10 @@ def _last_sign(run_dir: Path) -> tuple[str | None, float | None]:
 
 
 def _since_resumed(run_dir: Path) -> tuple[str | None, str | None]:
-    """What going on from checkpoints has left in a journal, each in one line.
+    """Summarize what resumes from checkpoints have left in a journal, each in one line.
 
     Returns:
-        every change of the code that the run's records have seen, and the steps of which records are missing.
+        every code change between the run's records, and the steps of which records are missing.
     """
     try:
         raw = (run_dir / JOURNAL_FILE).read_bytes()
@@ -200,12 +200,12 @@ def _since_resumed(run_dir: Path) -> tuple[str | None, str | None]:
 
 
 def _pass_rate(metrics: Mapping[str, float]) -> float | None:
-    """Of the first evaluation set."""
+    """Return the pass rate of the first evaluation set, None if there is none."""
     return next((value for key, value in metrics.items() if key.endswith("/pass_rate")), None)
 
 
 def _of_journal(run_dir: Path) -> MemberView:
-    """A run without a ledger: what its journal says."""
+    """Return the status of a run without a ledger, by its journal alone."""
     view = journal_or_none(run_dir)
     metrics = last_metrics(run_dir)
     header = view.header if view is not None else {}
@@ -226,7 +226,7 @@ def _of_journal(run_dir: Path) -> MemberView:
 
 
 def to_json(study: Path, views: Sequence[MemberView]) -> str:
-    """What `scalerl status --json` prints: an object with counts and members."""
+    """Return the JSON of `scalerl status --json`: an object with counts and members."""
     found = Counter(view.state for view in views)
     return json.dumps(
         {

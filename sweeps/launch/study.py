@@ -50,7 +50,7 @@ class Study:
 
     @classmethod
     def read(cls, directory: Path) -> Study:
-        """The study in a directory, as its ledger and its frozen specifications say.
+        """Read the study in a directory from its ledger and its frozen specifications.
 
         Raises:
             UserError: there is none, or a specification was changed since it was frozen.
@@ -72,7 +72,7 @@ class Study:
         return study
 
     def run_dir(self, spec: RunSpec) -> Path:
-        """Where a member writes."""
+        """Return the folder that a member writes to, `runs/<identity>`."""
         return self.directory / RUNS_DIR / spec.run
 
     def run(
@@ -163,9 +163,9 @@ class Study:
             return states
 
     def _join(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
-        """Members that were decided on earlier, with the larger budget where one is known; returns those that are new.
+        """Merge members that a conductor decided on earlier, the larger budget winning; return those that are new.
 
-        Before stock is taken: a job of theirs may be at work, and a run that was made longer is not done.
+        Called before members are planned: a job of theirs may be at work, and a run with a raised budget is not done.
         """
         decided = {spec.run: spec for spec in check_distinct(specs)}
         own = {spec.run for spec in self.specs}
@@ -175,7 +175,7 @@ class Study:
         return joined
 
     def _check_reach(self, executor: Executor, known: Mapping[str, MemberState]) -> None:
-        """No member that is to be run has a job that this executor cannot follow."""
+        """Check that no member that is to be run has a cluster job, which this executor cannot follow."""
         if executor.outlives:
             return
         elsewhere = [
@@ -193,7 +193,7 @@ class Study:
 
 
 class _Controller:
-    """One process's work on a study: submit, notice, decide, write it down."""
+    """Control loop of one process over a study: submit, poll, decide, record."""
 
     def __init__(
         self,
@@ -233,11 +233,11 @@ class _Controller:
 
     @property
     def done(self) -> int:
-        """Members that have finished, as far as their budgets go now."""
+        """Number of members that have finished their current budgets."""
         return len(self._done)
 
     def _note(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Into the ledger, then into what we know."""
+        """Append entries to the ledger, after a check of the lease, then update the states in memory."""
         if entries:
             self._still_ours()
         self._ledger.append_all(event, entries)
@@ -249,7 +249,7 @@ class _Controller:
             self._states[run] = after(self._states[run], event, entry)
 
     def run(self, detach: bool, again: bool) -> dict[str, MemberState]:
-        """Until nothing is left to do, or to be submitted."""
+        """Run until every member has ended; with `detach`, until all that can be is submitted."""
         self._again = again
         for name in self._conductor.files if self._conductor is not None else []:
             self._before.writing(self._study.directory / name)
@@ -272,21 +272,21 @@ class _Controller:
         return {run: self._states[run] for run in self._specs}
 
     def _accept(self) -> None:
-        """The launch has come to be."""
+        """Mark the launch as accepted, once: drop the rollback and call back."""
         if not self._accepted:
             self._accepted = True
             self._before.forget()
             self._tell_accepted()
 
     def take_back(self) -> bool:
-        """Undo what was written down of a launch that was refused; False where something may have come of it."""
+        """Roll back a refused launch; return False, and change nothing, if jobs may have come of it."""
         if self._accepted or self._put_off:
             return False
         self._before.restore()
         return True
 
     def _take_stock(self, again: bool) -> list[Launch]:
-        """Plan what is new, adopt what is done or under way; returns what is to be submitted."""
+        """Plan new members, adopt those done or under way, and return those to submit."""
         done = {spec.run for spec in self._specs.values() if self._is_done(spec)}
         new = [spec for spec in self._specs.values() if spec.run not in self._states]
         # Frozen before the ledger knows of it: a later process finds whatever was planned. The budget may have grown.
@@ -315,13 +315,13 @@ class _Controller:
         todo = {launch.run: launch for launch in [*waiting, *underway] if launch.run not in found}
         for run in found:
             self._earlier[run] = (0, 0)
-            # By a conductor's process that is gone: what stops for it has not failed.
+            # An earlier process's conductor has asked it to stop: ending for that is no failure.
             if (why := stop_asked(self._study.run_dir(self._specs[run]))) is not None:
                 self._asked[run] = why
         return [todo[run] for run in self._specs if run in todo]
 
     def _conduct(self, waiting: list[Launch]) -> list[Launch]:
-        """Ask the conductor; returns what is to be submitted, in its order."""
+        """Apply the conductor's decisions; return the members to submit, in its order."""
         if self._conductor is None:
             return waiting
         self._still_ours()
@@ -362,7 +362,7 @@ class _Controller:
         return wish
 
     def _add(self, specs: Sequence[RunSpec]) -> list[Launch]:
-        """Members that the study did not have, or with a budget that is larger than it was."""
+        """Add members that are new, or have a larger budget; return those to submit."""
         if not specs:
             return []
         self._still_ours()
@@ -389,7 +389,7 @@ class _Controller:
         return todo
 
     def _note_planned(self, new: Sequence[RunSpec], frozen: Sequence[RunSpec]) -> None:
-        """Those that are new, and those whose specification is now another than the ledger has."""
+        """Record new members, and those whose specification differs from the ledger's checksum."""
         checksums = {spec.run: spec.checksum() for spec in (*new, *frozen)}
         changed = [
             spec
@@ -414,12 +414,12 @@ class _Controller:
         return is_done(self._study.run_dir(spec), spec.steps, spec.run)
 
     def _to_go_on(self, spec: RunSpec, again: bool) -> bool:
-        """Whether a member that is not done is to be worked on."""
+        """Return whether a member that is not done is to be run by this launch."""
         state = self._states[spec.run].state if spec.run in self._states else "planned"
         return again or state not in ("failed", "stopped") or (state == "stopped" and self._conductor is not None)
 
     def _given_up(self, spec: RunSpec) -> None:
-        """It is not done, and stays so."""
+        """Count a member that ends unfinished, as stopped or failed, and notify the observers."""
         state = self._states[spec.run]
         told = state.state
         if told == "stopped":
@@ -431,7 +431,7 @@ class _Controller:
             observer.ended(spec, self._study.run_dir(spec), told, state.reason)
 
     def _freeze(self, specs: Sequence[RunSpec]) -> None:
-        """Several at a time: each waits until it is on a disk that is far away."""
+        """Write specifications in parallel threads, for each waits for an fsync on a remote file system."""
         texts = Texts()
 
         def freeze(spec: RunSpec) -> None:
@@ -449,13 +449,13 @@ class _Controller:
             pool.shutdown(cancel_futures=True)
 
     def _launch(self, spec: RunSpec, known: bool = False) -> Launch:
-        """A member for the executor; with the attempt that the ledger knows of, if that is to be found again."""
+        """Make a member's launch for the executor, with the ledger's submission and job if it is to be adopted."""
         state = self._states[spec.run]
         own = Launch(spec.run, self._study.run_dir(spec), state.spent, state.excluded, unanswered=state.unanswered)
         return replace(own, submission=state.submission, job=state.job) if known else own
 
     def _submit(self, waiting: list[Launch]) -> list[Launch]:
-        """Submit what the executor has room for; returns the rest."""
+        """Submit as many members as the executor takes; return the rest."""
         if waiting:
             out = self._nodes.out(self._ledger.now())  # by now; when the member failed it may have been one node less
             waiting = [self._keep_off(launch, out) for launch in waiting]
@@ -488,7 +488,7 @@ class _Controller:
         return waiting
 
     def _unchanged(self, batch: Sequence[Launch]) -> list[Launch]:
-        """Those whose specification is as it was frozen, perhaps days ago; the others have failed."""
+        """Return the members whose specification matches the ledger's checksum; record the others as failed."""
         sound = []
         for launch in batch:
             try:
@@ -500,7 +500,7 @@ class _Controller:
         return sound
 
     def _let_go_on(self, run_dir: Path) -> None:
-        """Whoever submits a member wants it, whatever was asked of it before."""
+        """Remove an earlier stop request from a member that is about to be submitted."""
         path = run_dir / STOP_FILE
         if path.exists():
             if not self._accepted:
@@ -512,7 +512,7 @@ class _Controller:
         return replace(launch, excluded=(*own, *(node for node in out if node not in own)))
 
     def _at_work(self) -> set[str]:
-        """Nodes on which members are at work, as their own jobs have written down."""
+        """Nodes on which members are at work, by the attempt records of their jobs."""
         found = set()
         for run in set(self._executor.running()) - self._executor.queued():
             last = attempts(self._study.run_dir(self._specs[run]))[-1:]
@@ -522,7 +522,7 @@ class _Controller:
         return found
 
     def _settle(self, outcome: Outcome) -> list[Launch]:
-        """Write down how an attempt ended; returns the member if it is to be tried again."""
+        """Record how an attempt ended; return the member if it is to run again, else nothing."""
         spec = self._specs[outcome.run]
         run_dir = self._study.run_dir(spec)
         self._seen.pop(spec.run, None)
@@ -566,12 +566,15 @@ class _Controller:
             observer.ended(spec, self._study.run_dir(spec), "finished", None)
 
     def _note_finished(self) -> None:
-        """All at once: thousands may end together, and each line is waited for. Lost, it is in the journals."""
+        """Append all finished members in one write, for thousands may end together and each write waits for an fsync.
+
+        If a crash loses the entries, the journals still tell that the members are done.
+        """
         finished, self._finished = self._finished, []
         self._note("finished", finished)
 
     def _look(self) -> None:
-        """Tell the observers who waits, who runs, how many are done."""
+        """Notify the observers of queued and running members and of the counts of ended ones."""
         queued = self._executor.queued()
         running = self._executor.running()
         for run in running:
@@ -586,26 +589,26 @@ class _Controller:
 
 
 def _frozen(run_dir: Path, state: MemberState, known: dict[str, Any] | None = None) -> RunSpec:
-    """The specification in a member's directory, if it is as the ledger has it; see `RunSpec.read`."""
+    """Read a member's specification and check it against the ledger's checksum; see `RunSpec.read`."""
     spec = RunSpec.read(run_dir, known)
     spec.check_checksum(run_dir, state.checksum)
     return spec
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory that only its owner may enter, unless it exists: then whoever made it decided."""
+    """Create a directory with mode 0700; an existing one keeps its mode."""
     if not directory.exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def missing_folders(directory: Path) -> list[Path]:
-    """A directory and those above it that are not there yet, the innermost first."""
+    """Return those of a directory and its parents that do not exist yet, the innermost first."""
     return [each for each in (directory, *directory.parents) if not each.exists()]
 
 
 def remove_folders(made: Sequence[Path]) -> None:
-    """Take back folders that were made for nothing: the innermost with what is in it, those above it if empty."""
+    """Remove folders made for a refused launch: the innermost with its content, its parents if empty."""
     if made:
         shutil.rmtree(made[0], ignore_errors=True)
     for above in made[1:]:

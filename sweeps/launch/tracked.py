@@ -1,4 +1,4 @@
-"""A study's members in MLflow, as they run."""
+"""Observer that tracks a study's members in MLflow as they run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RETRY_S = 60.0
 
 
 class TrackingObserver:
-    """Tells MLflow about a study as it runs: members created before they start, fed as they go.
+    """Observer that logs a study to MLflow: members are created before they start, and updated as they run.
 
     A tracking server that is slow or away delays what is seen there, never the study.
 
@@ -40,7 +40,7 @@ class TrackingObserver:
         self._unmade: list[RunSpec] = []  # members that are not in the store yet
 
     def open(self) -> None:
-        """Make schema, experiment, parent and members, once, before any member starts; then feed them.
+        """Create schema, experiment, parent and members before any member starts, then start shipping metrics.
 
         A study that is tracked already goes on although the store is away, and is tracked again once it answers.
 
@@ -69,13 +69,13 @@ class TrackingObserver:
         return [Member(spec.run, spec.recipe, spec.seed, self._study.run_dir(spec), spec.baseline) for spec in specs]
 
     def _set(self, run: str, status: str, tags: Mapping[str, str | None] | None = None) -> None:
-        """Of a member, or of the sweep (""); kept as long as there is nobody to tell."""
+        """Set the status of a member, or of the sweep for ""; it is kept while the store is away."""
         self._statuses[run] = status
         if self._shipper is not None and (not run or run in self._shipper.sweep.members):
             self._shipper.set_status(run or self._shipper.sweep.key, status, tags)
 
     def added(self, specs: Sequence[RunSpec]) -> None:
-        """Made there before they start, like the first ones."""
+        """Create the added members in MLflow before they start, like the first ones."""
         if self._shipper is not None:  # else made with all others, once the store answers
             self._unmade += specs
             self._make(self._shipper)
@@ -93,33 +93,33 @@ class TrackingObserver:
                 shipper.set_status(spec.run, self._statuses[spec.run])
 
     def queued(self, spec: RunSpec, run_dir: Path) -> None:
-        """SCHEDULED."""
+        """Set the member's status in MLflow to SCHEDULED."""
         self._set(spec.run, "SCHEDULED")
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
-        """RUNNING; why it was stopped before is no longer true."""
+        """Set the member's status to RUNNING and clear the tag of an earlier stop."""
         self._set(spec.run, "RUNNING", {STOPPED_TAG: None} if spec.run in self._were_stopped else None)
 
     def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
-        """SCHEDULED again."""
+        """Set the member's status back to SCHEDULED."""
         self._set(spec.run, "SCHEDULED")
 
     def paused(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
-        """SCHEDULED, as before its first start."""
+        """Set the member's status to SCHEDULED, as before its first start."""
         self._set(spec.run, "SCHEDULED")
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
-        """FINISHED, FAILED or KILLED; why a member was stopped is a tag of its run."""
+        """Set the status to FINISHED, FAILED or KILLED; the reason of a stop becomes a tag of the run."""
         if state == "stopped":
             self._were_stopped.add(spec.run)
         tags = {STOPPED_TAG: (reason or "") if state == "stopped" else None}
         self._set(spec.run, STATUS[state], tags if spec.run in self._were_stopped else None)
 
     def say(self, line: str) -> None:
-        """For people at the terminal."""
+        """Do nothing: such lines are for people at the terminal."""
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
-        """Look for a store that was away; the shipper has a pace of its own."""
+        """Retry a store that was away, every `RETRY_S` seconds; the shipper has a pace of its own."""
         if self._shipper is None and time.monotonic() >= self._next_try:
             self._next_try = time.monotonic() + RETRY_S
             with suppress(UserError):
@@ -128,7 +128,7 @@ class TrackingObserver:
             self._make(self._shipper)
 
     def close(self, failed: int, left: int) -> None:
-        """Ship what is there, then say how the sweep ended, if it has."""
+        """Set the sweep's final status, if no member is left, and ship the remaining metrics."""
         if not left:
             self._set("", "FAILED" if failed else "FINISHED")
         if self._shipper is None:

@@ -1,4 +1,7 @@
-"""What going on with a study would run, checked before it is: `launch.json` here, members by who runs them."""
+"""Trust check before a study is continued: the code and commands that it would run.
+
+`launch.json` is checked here, members by a process that may import training.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def check_study(study: Study, plan: LaunchSettings) -> None:
 
 
 def check_launch(study: Study, plan: LaunchSettings) -> None:
-    """Check what `launch.json` has run: the entry of the members, the planner, and the commands of jobs.
+    """Check the code and commands that `launch.json` names: entry, planner, preloaded modules, commands of jobs.
 
     Raises:
         UserError: as `check_study`.
