@@ -1,1 +1,1 @@
-"""One run's directory: journal, identity, lease, files. All that training and study share."""
+"""One run's directory: journal, identity, lease and files, shared by training and the study tool."""

@@ -1,4 +1,4 @@
-"""Signs of life of the run in this process, and the end of one that gives none.
+"""Watchdog of the run in this process: records its activity, and ends it when it hangs.
 
 A process that hangs (a collective whose peer is gone, a file server that never answers, a deadlock) holds its GPUs
 until the job's time limit. Whatever a run does, it notes: a decoded token, a micro-batch, a line of the journal. If
@@ -22,7 +22,7 @@ from typing import Any
 
 from sweeps.errors import UserError
 
-# The exit code of a process that has ended itself for want of a sign of life.
+# The exit code of a process that the watchdog has ended because it hung.
 HUNG_CODE = 86
 # Python's own stream may have been replaced or buffered; a member's log is here.
 _STDERR = 2
@@ -34,11 +34,11 @@ _DEBUGGERS = frozenset({"pdb", "bdb"})
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a run may give no sign of life.
+    """Hang timeout of a run: how long it may show no activity.
 
     Attributes:
-        factor: times the longest pause between two signs so far; None waits for ever.
-        at_least_s: and so many seconds at any rate: the first step loads, compiles and fills caches.
+        factor: multiple of the longest pause between two activities so far; None waits for ever.
+        at_least_s: lower bound of the timeout in seconds: the first step loads, compiles and fills caches.
     """
 
     factor: float | None = 10.0
@@ -46,7 +46,7 @@ class Patience:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Patience:
-        """From a configuration's `launch.hang_factor` and `launch.hang_min_s`; the defaults where it has none.
+        """Make it from a configuration's `launch.hang_factor` and `launch.hang_min_s`, with defaults for missing ones.
 
         Raises:
             UserError: a value that is no number above its bound.
@@ -62,12 +62,12 @@ class Patience:
         return cls(factor, at_least_s)
 
     def limit_s(self, longest_s: float) -> float | None:
-        """The longest silence allowed, after pauses of up to `longest_s`."""
+        """Return the timeout in seconds after pauses of up to `longest_s`; None for no timeout."""
         return None if self.factor is None else max(self.at_least_s, self.factor * longest_s)
 
 
 class Activity:
-    """What was noted last, and the longest pause so far. One for each process: `activity` below.
+    """Record of this process's last activity and longest pause. One for each process: `activity` below.
 
     `last_word` is called with the reason before a process that hangs ends itself: whoever keeps a record of the
     attempt sets it.
@@ -82,7 +82,7 @@ class Activity:
         self.last_word: Callable[[str], None] = lambda reason: None
 
     def note(self, doing: str) -> None:
-        """A sign of life. Cheap enough for every token."""
+        """Record an activity, by which the hang timeout starts anew. Cheap enough for every token."""
         now = self._clock()
         # Also where several threads note at once: a pause is at most taken for a shorter one.
         if now <= self._awake_until:  # else the whole process stood still, and that says nothing of the run
@@ -90,21 +90,21 @@ class Activity:
         self._doing, self._last = doing, now
 
     def begin(self) -> None:
-        """A run begins in this process: what was noted before is none of its own."""
+        """Reset the record at the begin of a run in this process."""
         self.longest_s = 0.0
         self._doing, self._last = "starting", self._clock()
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last sign."""
+        """Seconds since the last recorded activity."""
         return self._clock() - self._last
 
     def facts(self) -> dict[str, Any]:
-        """For whoever looks from outside."""
+        """Return the last activity and seconds since then, to be written with each heartbeat."""
         return {"doing": self._doing, "idle_s": round(self.idle_s, 1)}
 
     def hung(self, patience: Patience) -> str | None:
-        """Why the run counts as hung, or None."""
+        """Return why the run counts as hung, None if it does not."""
         limit_s = patience.limit_s(self.longest_s)
         if limit_s is None or self.idle_s <= limit_s:
             return None
@@ -115,7 +115,7 @@ class Activity:
 
     @contextmanager
     def watched(self, patience: Patience, leave: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """While inside, a run that hangs ends this process with `HUNG_CODE`; `leave` is called before."""
+        """Context manager: a run that hangs inside ends this process with `HUNG_CODE`, after a call of `leave`."""
         if patience.factor is None:
             yield
             return
@@ -170,7 +170,7 @@ class Activity:
 
 
 def _stacks() -> str:
-    """Where every thread is. Unlike `faulthandler` it keeps no other thread from running while it is written."""
+    """Format the stack of every thread; unlike `faulthandler` it blocks no other thread while it is written."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
     for ident, innermost in sys._current_frames().items():
@@ -183,7 +183,7 @@ def _stacks() -> str:
 
 
 def _debugged() -> bool:
-    """Whether somebody sits at a debugger's prompt."""
+    """Return whether a thread is in a debugger, whose prompt is no hang."""
     frames = sys._current_frames().values()
     return any(each.f_globals.get("__name__") in _DEBUGGERS for innermost in frames for each in _outwards(innermost))
 

@@ -1,4 +1,4 @@
-"""With which code a run was made, so that one that goes on with other code says so.
+"""Code provenance of a run, so that a resume with other code is noticed and reported.
 
 A journal's header and each of its `resume` records hold these facts under "code":
 
@@ -40,7 +40,7 @@ _NAMED_FILE = re.compile(r"(.+\.py)(?::[\w.]+)?")
 
 
 def own_files(root: Path | None = None) -> str:
-    """Digest of our packages' Python files as they lie on the disk."""
+    """Return the digest of our packages' Python files as they are on disk."""
     root = root or ROOT
     return _digest(root, [root / package for package in OURS])
 
@@ -48,7 +48,7 @@ def own_files(root: Path | None = None) -> str:
 def code_facts(
     named: Iterable[str | Path] = (), imported: str | None = None, root: Path | None = None
 ) -> dict[str, Any]:
-    """The facts as they are now. Takes some tens of milliseconds.
+    """Return the current code provenance; takes some tens of milliseconds.
 
     Args:
         named: the user's own folders, and files of theirs that the configuration names.
@@ -69,7 +69,7 @@ def code_facts(
 
 
 def code_changes(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """In what two runs' facts differ, in words; nothing where one of them is not known.
+    """Describe how two provenance records differ; empty where one of them is not known.
 
     Another commit with the same files is the same code.
     """
@@ -95,13 +95,13 @@ def code_changes(before: Mapping[str, Any] | None, after: Mapping[str, Any] | No
 
 
 def said(changes: Sequence[str]) -> str:
-    """Changes as one line shows them."""
+    """Join changes into one line, the first six of them."""
     shown = [str(change) for change in changes[:6]]
     return ", ".join([*shown, *([f"and {len(changes) - 6} more"] if len(changes) > 6 else [])])
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Of Python and of packages, which are not imported for it."""
+    """Return the versions of Python and of packages by name, without importing them."""
     from importlib.metadata import PackageNotFoundError, version  # slow for those who ask for no versions
 
     found = {"python": platform.python_version()}
@@ -114,7 +114,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def files_named(config: Any) -> list[str]:
-    """The Python files that a configuration names, as `folder/rewards.py` or `folder/rewards.py:function`."""
+    """Return the existing Python files that a configuration names, as `folder/rewards.py[:function]`."""
     if isinstance(config, Mapping):
         return sorted({name for value in config.values() for name in files_named(value)})
     if isinstance(config, list | tuple):
@@ -128,14 +128,14 @@ def files_named(config: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Checkout:
-    """A commit, and what the working tree has beyond it."""
+    """A checkout's commit, and the diff of its working tree to it."""
 
     commit: str
     diff: str
 
 
 def checkout(root: Path | None = None, only: Sequence[str] = ()) -> Checkout | None:
-    """The checkout that our code lies in; None if it lies in none (installed by pip), or git does not answer.
+    """Return the git checkout of our code; None if there is none (installed by pip), or git fails.
 
     Args:
         root: where our packages lie.
@@ -152,9 +152,12 @@ def checkout(root: Path | None = None, only: Sequence[str] = ()) -> Checkout | N
 
 
 def _diff(root: Path, *places: str) -> str | None:
-    """Of the working tree to its commit. `git diff` locks and rewrites the index, whatever it is told, so it gets a
-    copy: hundreds of jobs may ask at once, and the user may be about to commit. Of the same age: what was changed in
-    the second in which the index was written is looked at, not only its size and time."""
+    """Return the diff of the working tree to its commit, made with a copy of the index; None if git fails.
+
+    `git diff` locks and rewrites the index, whatever it is told, so it gets a copy: hundreds of jobs may ask at once,
+    and the user may be about to commit. The copy keeps the index's time, so that git compares by content the files that
+    were changed in the second in which the index was written, and not only by size and time.
+    """
     where = git(root, "rev-parse", "--git-path", "index")
     if where is None:
         return None
@@ -168,7 +171,7 @@ def _diff(root: Path, *places: str) -> str | None:
 
 
 def git(root: Path, *arguments: str, index: Path | None = None) -> str | None:
-    """What git prints; None if it fails or is not there. `index` is another than the checkout's."""
+    """Run git and return its stdout; None if it fails or is not installed. `index` replaces the checkout's index."""
     try:
         done = subprocess.run(
             ["git", "-C", str(root), *arguments],
@@ -187,7 +190,7 @@ def git(root: Path, *arguments: str, index: Path | None = None) -> str | None:
 
 
 def _digest(root: Path, places: Iterable[Path]) -> str:
-    """Of the Python files below some places: their names from `root` on, and what is in them."""
+    """Return the digest of the Python files below some places: their names relative to `root`, and their contents."""
     whole = hashlib.sha256()
     count = 0
     for place in places:
@@ -204,8 +207,10 @@ def _digest(root: Path, places: Iterable[Path]) -> str:
 
 
 def _python_files(place: Path) -> Iterator[Path]:
-    """Below a folder, in order; of a file itself. Environments and hidden folders are somebody else's, and what a study
-    has written, thousands of folders maybe, is no code."""
+    """Yield the Python files below a folder, in order, or the file itself.
+
+    Hidden folders, environments and what a study has written, perhaps thousands of folders, are skipped.
+    """
     if place.is_file():
         yield place
         return
@@ -225,7 +230,7 @@ def _short(raw: bytes) -> str:
 
 
 def _brief(value: Any) -> str:
-    """A commit or digest for people; the names of long folders and what git says stay out of it."""
+    """Shorten a commit or digest to 12 characters; "none" for None."""
     return "none" if value is None else str(value)[:12] if value != TOO_MANY else "not looked at"
 
 

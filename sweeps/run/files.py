@@ -1,4 +1,4 @@
-"""Files that a crash leaves whole: replaced in one step, or appended to by whole lines and read line by line."""
+"""Crash-safe files: replaced atomically, or appended to by whole lines and read line by line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file we wrote; empty if missing or unreadable (the caller then asks MLflow)."""
+    """Read a JSON object from a file; empty if it is missing, unreadable or no object."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -134,7 +134,7 @@ def has_wrong_checksum(line: bytes) -> bool:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The object of a line, without its checksum; None for a torn or damaged one, and for what is no object.
+    """Parse a line to its object, without the checksum; None for a torn or damaged line, or one that is no object.
 
     Lines without a checksum, as earlier versions wrote them, are taken as they are.
     """
@@ -151,12 +151,12 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def parse_lines(raw: bytes) -> list[dict[str, Any]]:
-    """The objects of a file, in order; torn lines and what is no object are passed over."""
+    """Parse the objects of a file, in order; torn lines and lines that are no object are skipped."""
     return [entry for line in raw.split(b"\n") if (entry := parse_line(line)) is not None]
 
 
 def lines_from_end(handle: BinaryIO, most_bytes: int | None = None, block_bytes: int = 8192) -> Iterator[bytes]:
-    """The whole lines of an open file, the last one first, read back as far as they are asked for.
+    """Yield the whole lines of an open file from the last one back, reading only as far as needed.
 
     Args:
         handle: opened for reading bytes.
@@ -183,9 +183,9 @@ def lines_from_end(handle: BinaryIO, most_bytes: int | None = None, block_bytes:
 
 
 def whole_lines(raw: bytes) -> tuple[list[bytes], int]:
-    """The lines of a file up to its last sound one; also their length in bytes: beyond it a writer was cut off.
+    """Return the lines of a file up to its last valid one, and their length in bytes, at which to truncate it.
 
-    Damaged lines before that are among them, for the reader to name.
+    Damaged lines before that one are included, so that the reader can name them.
     """
     end = raw.rfind(b"\n") + 1
     lines = raw[:end].split(b"\n")[:-1]

@@ -1,4 +1,4 @@
-"""Folders of the user's that stand beside `conf/`."""
+"""Configuration folders of the user, searched by Hydra besides `conf/`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sweeps.errors import UserError
 
 
 def user_folders(hydra: Any) -> list[str]:
-    """Those that Hydra was told of by `--config-dir` or `hydra.searchpath`, from its own configuration.
+    """Return the user's folders given by `--config-dir` or `hydra.searchpath`, from Hydra's own configuration.
 
     Raises:
         UserError: one is no folder but a Python package: members could not be told where it lies.

@@ -1,4 +1,4 @@
-"""Whether this process sees a GPU, without asking a library that takes seconds to import."""
+"""Check for a visible GPU by device files and environment, without importing a library for seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NoGpuError(RuntimeError):
 
 
 def check_gpu() -> None:
-    """Whether a driver's devices are there and not hidden from this process. Whether they work, only torch can say.
+    """Raise if no GPU device file exists or all are hidden from this process; whether GPUs work only torch can tell.
 
     Raises:
         NoGpuError: none; what hides them, and what to do.

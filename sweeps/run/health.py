@@ -1,4 +1,4 @@
-"""Did a choice act, and did a run stay healthy? What training logs about it, read back from the journals."""
+"""Health checks from the journals: choices that had no effect, truncated completions, code changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sweeps.run.journal import JournalView, finite
 
 
 def mechanism_counters(runs: Sequence[JournalView]) -> dict[str, dict[str, float]]:
-    """How far each axis acted: the last `mechanism/<axis>` of every run, averaged over a recipe's runs.
+    """Measure the effect of each axis: the last `mechanism/<axis>` of every run, averaged over a recipe's runs.
 
     Returns:
         For each recipe label the share in [0, 1] by axis; recipes without counters are left out.
@@ -28,7 +28,7 @@ def mechanism_counters(runs: Sequence[JournalView]) -> dict[str, dict[str, float
 
 
 def idle_variants(runs: Sequence[JournalView]) -> list[str]:
-    """A warning for every recipe and axis on which it departs and whose counter stayed at zero in all its runs."""
+    """Return a warning for each axis on which a recipe departs but whose counter ended at 0 in all its runs."""
     counters = mechanism_counters(runs)
     notes = set()
     for view in runs:
@@ -41,7 +41,7 @@ def idle_variants(runs: Sequence[JournalView]) -> list[str]:
 
 
 def truncation_alarms(runs: Sequence[JournalView]) -> list[str]:
-    """A warning for every run in which `alarm/truncated` rang: 10% (level 1) or 15% (level 2) of completions."""
+    """Return a warning for each run that raised `alarm/truncated`: 10% (level 1) or 15% (level 2) of completions."""
     notes = []
     for view in runs:
         rung = [(r.metrics.get("alarm/truncated", 0.0), r.step) for r in view.of_kind("train")]
@@ -56,7 +56,7 @@ def truncation_alarms(runs: Sequence[JournalView]) -> list[str]:
 
 
 def code_changes(runs: Sequence[JournalView]) -> list[str]:
-    """A warning for every run whose records that stand were not all made with the same code."""
+    """Return a warning for each code change between the valid records of a run."""
     return [
         f"{view.header.get('recipe')} seed {view.header.get('seed')}: from step {max(0, change.step)} on with other "
         f"code: {said(change.what)}"

@@ -1,4 +1,4 @@
-"""A request to stop a run at its next clean border: by a scheduler's signal, or by whoever conducts the study.
+"""Requests to stop a run at its next step boundary: by a scheduler's signal, or by the study's conductor.
 
 A signal can arrive in the middle of an optimizer step or of a generation; all its handler does is to leave a note
 here. A study's controller may be on another machine, so it leaves a file in the run's directory. The loop reads both
@@ -23,16 +23,16 @@ _LOOK_S = 2.0
 
 
 class RunInterruptedError(Exception):
-    """The run was asked to stop, has saved itself, and can be continued; `args[0]` says at which step and why."""
+    """Raised when a run has saved and stopped on request and can be resumed; `args[0]` has the step and reason."""
 
 
 def ask_to_stop(run_dir: Path, reason: str) -> None:
-    """Ask a run, wherever it is at work or is to be, to stop at its next clean border and not to go on by itself."""
+    """Write the stop file of a run, on any machine: it stops at its next step boundary and does not resume itself."""
     write_json(run_dir / STOP_FILE, {"reason": reason})
 
 
 def stop_asked(run_dir: Path) -> str | None:
-    """Why a run is asked to stop for good, or None."""
+    """Return the reason in a run's stop file; None if there is no such file."""
     path = run_dir / STOP_FILE
     try:
         asked = path.exists()
@@ -42,12 +42,12 @@ def stop_asked(run_dir: Path) -> str | None:
 
 
 def let_go_on(run_dir: Path) -> None:
-    """Take the request back: the run is to be continued."""
+    """Remove the stop file, so that the run can be resumed."""
     (run_dir / STOP_FILE).unlink(missing_ok=True)
 
 
 class Interruption:
-    """The note. One for each process: `interruption` below."""
+    """Stop request of the run in this process. One for each process: `interruption` below."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -57,7 +57,7 @@ class Interruption:
 
     @property
     def reason(self) -> str | None:
-        """Why the run is to stop at its next clean border, or None."""
+        """Reason to stop at the next step boundary, or None; looks for the stop file every `_LOOK_S` seconds."""
         if self._noted is None and self._run_dir is not None and self._clock() - self._looked >= _LOOK_S:
             self._looked = self._clock()
             self._noted = stop_asked(self._run_dir)
@@ -65,7 +65,7 @@ class Interruption:
 
     @property
     def requested(self) -> bool:
-        """Whether the run is to stop at its next clean border."""
+        """Return whether the run is to stop at its next step boundary."""
         return self.reason is not None
 
     def request(self, reason: str) -> None:
@@ -73,12 +73,12 @@ class Interruption:
         self._noted = self._noted or reason
 
     def clear(self) -> None:
-        """Forget the request."""
+        """Drop a noted request, but not a stop file."""
         self._noted = None
 
     @contextmanager
     def heeding(self, run_dir: Path) -> Iterator[None]:
-        """While inside, a request in the run's directory counts as well."""
+        """Context manager: a stop file in the run's directory counts as a request inside."""
         self._run_dir, self._looked = run_dir, self._clock() - _LOOK_S
         try:
             yield
@@ -87,7 +87,7 @@ class Interruption:
 
     @contextmanager
     def on_signals(self, signals: Sequence[signal.Signals]) -> Iterator[None]:
-        """While inside, these signals leave the note; what handled them before is put back afterwards."""
+        """Context manager: these signals request a stop inside; their earlier handlers are restored afterwards."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self.request(signal.Signals(number).name)

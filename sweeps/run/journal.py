@@ -61,14 +61,14 @@ class Record:
     metrics: Mapping[str, float]
 
     def deterministic(self) -> tuple[str, int, dict[str, float]]:
-        """The part that a repeated run must reproduce bit for bit: no wall clock in it."""
+        """Return kind, step and the metrics that a repeated run must reproduce bit for bit, without wall-clock ones."""
         kept = {k: v for k, v in sorted(self.metrics.items()) if not k.startswith(WALL_CLOCK_PREFIXES)}
         return self.kind, self.step, kept
 
 
 @dataclass(frozen=True)
 class CodeChange:
-    """The run went on from `step` with other code than the records before it were made with."""
+    """A resume from `step` with other code than made the records before it; `what` lists the changes."""
 
     step: int
     what: tuple[str, ...]
@@ -76,7 +76,7 @@ class CodeChange:
 
 @dataclass
 class JournalView:
-    """A journal as read: superseded records gone, the rest in order of writing.
+    """Content of a journal: superseded records removed, the rest in order of writing.
 
     Attributes:
         code: the facts that hold from a step on, as far as records still stand that were made with them; the
@@ -99,32 +99,32 @@ class JournalView:
 
     @property
     def missing(self) -> str | None:
-        """Steps that the curve lacks, in words; None if the journal has no hole."""
+        """Text on the steps without records; None if the journal has no hole."""
         steps = [f"step {first}" if first == last else f"steps {first} to {last}" for first, last in self.holes]
         return f"no records of {', '.join(steps)}" if steps else None
 
     @property
     def code_changes(self) -> list[CodeChange]:
-        """Where the records that stand were made with other code than those before them."""
+        """Code changes between the valid records, with the steps from which they hold."""
         pairs = zip(self.code, self.code[1:], strict=False)
         found = [CodeChange(step, code_changes(before, after)) for (_, before), (step, after) in pairs]
         return [change for change in found if change.what]
 
     def code_before(self, step: int) -> Mapping[str, Any] | None:
-        """What a run that goes on from `step` was made with until there; None if nobody wrote it down."""
+        """Return the code provenance of the records before `step`; None if it was not recorded."""
         known = [facts for at, facts in self.code if at < step]
         return known[-1] if known else None
 
     def of_kind(self, kind: str) -> list[Record]:
-        """Records of one kind, by step."""
+        """Return the records of one kind, sorted by step."""
         return sorted((r for r in self.records if r.kind == kind), key=lambda r: r.step)
 
     def deterministic(self) -> list[tuple[str, int, dict[str, float]]]:
-        """What two runs of one identity must have in common, bit for bit."""
+        """Return the metrics by step that two runs of one identity must share bit for bit."""
         return sorted((r.deterministic() for r in self.records), key=lambda r: (r[1], r[0]))
 
     def durable(self) -> list[Record]:
-        """Records that a checkpoint (or the end of the run) covers: safe to send where nothing can be unsent."""
+        """Return the records that a checkpoint or the run's end covers: these can no longer be rolled back."""
         if self.status == "finished":
             return list(self.records)
         covered = -1 if self.checkpoint_step is None else self.checkpoint_step
@@ -132,7 +132,7 @@ class JournalView:
 
 
 def read_journal(run_dir: str | Path) -> JournalView:
-    """Read a run's journal.
+    """Read and validate the journal of a run.
 
     Args:
         run_dir: the run's directory, or its `metrics.jsonl`.
@@ -155,7 +155,7 @@ def read_journal(run_dir: str | Path) -> JournalView:
 
 
 class Reading:
-    """A journal's entries, taken one after the other.
+    """Incremental parser of a journal, fed entry by entry.
 
     Attributes:
         lines: taken so far.
@@ -170,7 +170,7 @@ class Reading:
         self._reached = 0  # the newest step of a record that stands
 
     def view(self) -> JournalView:
-        """What they amount to.
+        """Return the journal as of the entries taken so far.
 
         Raises:
             JournalError: there is no header among them.
@@ -181,7 +181,7 @@ class Reading:
         return replace(view, records=list(self._kept.values()))
 
     def take(self, entry: Mapping[str, Any] | None) -> None:
-        """The next line's, None for a damaged one.
+        """Take the entry of the next line, None for a damaged one.
 
         Raises:
             JournalError: it is no entry of a journal. It counts as not taken.
@@ -237,7 +237,7 @@ class Reading:
         self._reached = max(self._reached, step)
 
     def _note_hole(self, step: int) -> None:
-        """The run goes on from `step`: what lies between the records before it and that step is missing for good."""
+        """Record the hole that a resume from `step` leaves if records before it end earlier."""
         holes = [(first, min(last, step)) for first, last in self._view.holes if first <= step]
         self._view.holes = [*holes, (self._reached + 1, step)] if step > self._reached else holes
         self._reached = max(step, 0)
@@ -261,14 +261,14 @@ def _check_numbers(metrics: Mapping[str, Any]) -> None:
 
 
 def _note_code(view: JournalView, step: int, entry: Mapping[str, Any]) -> None:
-    """What was made with other facts from here on is void."""
+    """Record the code provenance from `step` on, dropping earlier facts for these steps."""
     view.code = [(at, facts) for at, facts in view.code if at < step]
     if isinstance(entry.get("code"), Mapping):
         view.code.append((step, entry["code"]))
 
 
 class Journal:
-    """Appends records to a run's `metrics.jsonl`, one flushed line each.
+    """Writer that appends records to a run's `metrics.jsonl`, one flushed line each.
 
     Args:
         run_dir: created if missing; a torn last line from an earlier process is cut off first.
@@ -291,11 +291,11 @@ class Journal:
         append_to(self._handle.fileno(), [entry], durable, checksum=True)
 
     def header(self, **fields: Any) -> None:
-        """The first record: who this run is (run, curve, recipe, seed, parameters, ...)."""
+        """Write the first record, the run's identity (run, curve, recipe, seed, parameters, ...), durably."""
         self._append({"kind": "run", "time": self._clock(), **fields}, durable=True)
 
     def record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """One step's metrics of kind `train` or `eval`. Values that are not finite are left out, by name."""
+        """Write one step's metrics of kind `train` or `eval`; of values that are not finite only the names."""
         if kind not in ("train", "eval"):
             raise ValueError(f"kind: {kind!r} is not a journal record; valid: train, eval")
         finite = {k: float(v) for k, v in metrics.items() if math.isfinite(v)}
@@ -306,18 +306,18 @@ class Journal:
         self._append(entry)
 
     def checkpoint(self, step: int) -> None:
-        """A durable checkpoint exists that covers every record up to `step`."""
+        """Record that a durable checkpoint covers every record up to `step`."""
         self._append({"kind": "checkpoint", "time": self._clock(), "step": int(step)}, durable=True)
 
     def resume(self, step: int, **fields: Any) -> None:
-        """The run goes on from a checkpoint at `step` (-1: from the start); later records are void.
+        """Record a resume from the checkpoint at `step` (-1: from the start), which voids later records.
 
         `fields` are more of the record's: `code`, `passed_over`.
         """
         self._append({"kind": "resume", "time": self._clock(), "step": int(step), **fields}, durable=True)
 
     def end(self, step: int, status: str, reason: str | None = None) -> None:
-        """The run is over: `finished`, or `failed` with its reason."""
+        """Record the end of the run: `finished`, or `failed` with its reason, redacted."""
         self._append(
             {
                 "kind": "end",
@@ -330,7 +330,7 @@ class Journal:
         )
 
     def close(self) -> None:
-        """Flush to disk and close."""
+        """Flush the journal to disk and close it."""
         if not self._handle.closed:
             try:
                 os.fsync(self._handle.fileno())
@@ -339,7 +339,7 @@ class Journal:
 
 
 def covered_step(run_dir: str | Path) -> int | None:
-    """The newest step that the journal records a checkpoint of: all records up to there are in it.
+    """Return the newest step that the journal records a checkpoint of; all records up to it are in the journal.
 
     A checkpoint takes its place before it is recorded, and of a machine that loses power in between the journal may
     lack its last lines: who goes on from a checkpoint beyond this step leaves a hole.
@@ -356,7 +356,7 @@ def covered_step(run_dir: str | Path) -> int | None:
 
 
 def find_runs(source: str | Path) -> list[Path]:
-    """Run directories at or below `source` (a run, a sweep, or a folder of sweeps), sorted."""
+    """Return the run directories at or below `source` (a run, a sweep, or a folder of sweeps), sorted."""
     root = Path(source)
     if (root / JOURNAL_FILE).is_file():
         return [root]
@@ -367,7 +367,7 @@ LOG_FILE = "log.txt"
 
 
 def finite(value: object) -> float | None:
-    """A finite number, or None for anything else a journal's line may hold."""
+    """Return a finite number as float, None for any other value of a journal's line."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -1,4 +1,4 @@
-"""A lease on a directory: of two processes that want to write there, one does, on whatever machines they run.
+"""Lease on a directory, so that only one process writes there, across machines.
 
 Two mechanisms together. An operating-system lock (`flock`) is instant and dies with its holder, but many cluster file
 systems keep it to one machine, and some have none (Lustre without `-o flock`, NFS without lockd). So the holder also
@@ -45,19 +45,19 @@ def _now() -> float:
 
 
 def here() -> str:
-    """This machine: as SLURM calls it, for a container may have a name of its own."""
+    """Return this machine's name, as SLURM calls it if it does: a container may have a hostname of its own."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 class LeaseLostError(Exception):
-    """Another process has taken over what this one was writing; nothing more may be written."""
+    """Error: another process has taken over the lease; this one must not write any more."""
 
     # Read by the journal's writer: not even the failure is recorded, the journal belongs to the other now.
     leave_journal = True
 
 
 class LeaseHeldError(UserError):
-    """Another process holds the lease; the message says which."""
+    """Error: another process holds the lease; the message names it."""
 
 
 class _Flock:
@@ -68,7 +68,7 @@ class _Flock:
         self._descriptor: int | None = None
 
     def acquire(self) -> bool | None:
-        """True: ours now. False: another's. None: there are no such locks here.
+        """Try to lock: return True if it is ours now, False if another's, None if the file system has no such locks.
 
         Raises:
             OSError: the file server's trouble.
@@ -95,7 +95,7 @@ class _Flock:
         return True
 
     def taken(self) -> bool | None:
-        """Whether somebody has it; None: there are no such locks here. A look takes it from nobody."""
+        """Return whether the lock is taken, without keeping it; None if the file system has no such locks."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY)
         except FileNotFoundError:
@@ -111,21 +111,21 @@ class _Flock:
         return False
 
     def release(self) -> None:
-        """Also where a child has inherited it."""
+        """Unlock and close, so that a child that has inherited the descriptor does not hold the lock."""
         if self._descriptor is not None:
             with suppress(OSError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self.forget()
 
     def forget(self) -> None:
-        """Close, without unlocking what another process of ours may hold."""
+        """Close without unlocking, for the parent process may still hold the lock by the same file description."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 class Lease:
-    """The right to write in a directory.
+    """Lease on a directory: the exclusive right to write there, kept up by heartbeats.
 
     Args:
         directory: created if missing; holds `.<name>.lock` and `.<name>.json`.
@@ -168,7 +168,7 @@ class Lease:
         _leases.add(self)
 
     def acquire(self, wait_s: float | None = 0.0, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Wait for the lease.
+        """Acquire the lease, waiting for its holder if need be, and start the heartbeat thread.
 
         Args:
             wait_s: at most so long (None: for ever); a holder that died elsewhere still costs `expiry_s`.
@@ -200,7 +200,7 @@ class Lease:
         taken = False
         try:
             seen = self._look()
-            # Its lock may not reach this machine: watch for a sign of life.
+            # Its lock may not reach this machine: watch for a heartbeat.
             free = seen if self._is_free(*seen) else self._silent(seen, give_up)
             taken = free is not None and self._take(*free)
             return taken
@@ -209,7 +209,7 @@ class Lease:
                 self._flock.release()
 
     def _look(self) -> tuple[dict[str, Any], int]:
-        """The lease's file, and the last term that somebody has claimed."""
+        """Return the facts in the lease's file, and the last term that any process has claimed."""
         facts = self._read()
         return facts, max([_term(facts), *self._claims()])
 
@@ -217,12 +217,12 @@ class Lease:
         return self._file.with_name(f"{self._file.name}.term{term}")
 
     def _claims(self) -> list[int]:
-        """Terms that somebody has, had when it died, or is about to take."""
+        """Return the terms with a claim file: held, left by a dead holder, or about to be taken."""
         found = [path.name.rpartition("term")[2] for path in self._directory.glob(f"{self._file.name}.term*")]
         return [int(term) for term in found if term.isdecimal()]
 
     def _is_free(self, facts: Mapping[str, Any], claims: int) -> bool:
-        """Whether nobody holds it, without a doubt."""
+        """Return whether the lease is certainly free, without waiting for a heartbeat."""
         if claims > _term(facts):
             return False  # somebody is taking it at this moment, or died over it
         if not facts or facts.get("released"):
@@ -235,7 +235,7 @@ class Lease:
     def _silent(
         self, seen: tuple[dict[str, Any], int], give_up: Callable[[], bool]
     ) -> tuple[dict[str, Any], int] | None:
-        """What is there if it may be taken: released meanwhile, or without a sign of life for the whole expiry."""
+        """Wait up to the expiry; return the facts if the lease is released or has no heartbeat meanwhile, else None."""
         begin = time.monotonic()
         while time.monotonic() - begin < self._expiry_s:
             if give_up():
@@ -249,7 +249,7 @@ class Lease:
         return seen
 
     def _take(self, facts: dict[str, Any], claims: int) -> bool:
-        """Take the next term, unless somebody else does."""
+        """Try to take the next term by making its claim file, which only one process can; return whether it did."""
         begin = time.monotonic()
         term = claims + 1
         try:
@@ -273,7 +273,7 @@ class Lease:
                     self._claim(each).unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Before each durable write.
+        """Verify that this process still holds the lease; call it before each durable write.
 
         Raises:
             LeaseLostError: another process has taken over.
@@ -298,7 +298,7 @@ class Lease:
         self._checked = now
 
     def holder(self) -> str:
-        """Who holds the lease, for people."""
+        """Describe the lease's holder: its job, process and host."""
         facts = self._read()
         if not facts:
             return "another process"
@@ -306,7 +306,7 @@ class Lease:
         return f"{job}process {facts.get('pid')} on {facts.get('host')}"
 
     def release(self) -> None:
-        """Let the next one in at once."""
+        """Release the lease, so that another process can acquire it at once."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -321,7 +321,7 @@ class Lease:
         self._flock.release()
 
     def forget(self) -> None:
-        """Let go of the file, as it is."""
+        """Close the lease's file without marking it as released."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -350,7 +350,7 @@ class Lease:
             self._write(own)
 
     def _put(self) -> None:
-        """Our file in the place of the last holder's."""
+        """Put our own file in the place of the last holder's, atomically."""
         unfinished = self._file.with_name(f"{self._file.name}.{self._token[:8]}")
         self.forget()
         self._descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -365,7 +365,7 @@ class Lease:
             raise
 
     def _write(self, facts: Mapping[str, Any]) -> None:
-        """One small write into our own file: if another's has taken its place, it touches nobody's."""
+        """Write facts into our own file by its descriptor, so that a file that has replaced it is not touched."""
         assert self._descriptor is not None
         now = _now()
         raw = json.dumps(facts).encode().ljust(self._length)
@@ -389,7 +389,7 @@ _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    """A child that outlives its parent must not hold what was the parent's."""
+    """Close inherited leases in a forked child, which may outlive its parent and must not hold its locks."""
     for lease in list(_leases):
         lease.forget()
         lease._flock.forget()
@@ -399,7 +399,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def alive(directory: Path, name: str = "writer") -> dict[str, Any] | None:
-    """The facts of a lease that was not released, or None; whether its holder lives is not said."""
+    """Return the facts of a lease that was not released, else None; its holder may be dead all the same."""
     for _ in range(3):
         try:
             facts = parse_json((directory / f".{name}.json").read_bytes())
@@ -413,7 +413,7 @@ def alive(directory: Path, name: str = "writer") -> dict[str, Any] | None:
 
 
 def beaten_at(directory: Path, name: str = "writer") -> float:
-    """When the holder beat last, in seconds of the file system's clock; 0 if there is no lease."""
+    """Return the time of the last heartbeat, in seconds of the file system's clock; 0 if there is no lease."""
     try:
         return (directory / f".{name}.json").stat().st_mtime
     except OSError:
@@ -421,7 +421,7 @@ def beaten_at(directory: Path, name: str = "writer") -> float:
 
 
 def held(directory: Path, name: str, expiry_s: float = EXPIRY_S) -> bool:
-    """Whether somebody holds a lease, as far as one can tell without waiting."""
+    """Return whether a lease is held, as far as can be told without waiting for a heartbeat."""
     facts = alive(directory, name)
     if facts is None:
         return False
@@ -443,7 +443,7 @@ def _term(facts: Mapping[str, Any]) -> int:
 
 
 def _this_process() -> dict[str, Any]:
-    """What tells this process from one of the same number: on another machine, in a container, or later."""
+    """Return facts that tell this process from others of the same pid: boot id, pid namespace, start time."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return {"boot": boot, "pids": str(Path("/proc/self/ns/pid").readlink()), "start": _stat(os.getpid())[1]}
@@ -452,19 +452,19 @@ def _this_process() -> dict[str, Any]:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """State and start of a process of this machine."""
+    """Return state and start time of a process on this machine, from /proc."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 def _same_machine(facts: Mapping[str, Any]) -> bool:
-    """Whether a holder is, or was, on this machine as it runs now. Earlier versions knew machines by name alone."""
+    """Return whether a holder is, or was, on this machine since its boot; facts of earlier versions have no boot id."""
     boot = _this_process().get("boot")
     return facts.get("host") == here() and boot == facts.get("boot", boot)
 
 
 def _ended(facts: Mapping[str, Any]) -> bool:
-    """Whether a holder's process, on this machine, is no more. Only the same numbering of processes can tell."""
+    """Return whether a holder's process on this machine has ended; False if in another pid namespace."""
     own, pid = _this_process(), facts.get("pid")
     if not own or own["pids"] != facts.get("pids") or not isinstance(pid, int) or pid <= 0:
         return False

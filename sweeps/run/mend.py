@@ -1,4 +1,4 @@
-"""A journal with a broken line in its middle, made whole again: what came before stays, and the run goes on from there.
+"""Repair of a journal with a broken line in its middle: it is cut there, and the run resumes from before it.
 
 A disk that lost a block, an editor, a copy that was cut: the records behind the broken line may be sound, but without
 the lost one they are a curve with a hole. The damaged file is kept beside the journal.
@@ -22,7 +22,7 @@ DAMAGED_FILE = "metrics.damaged-{}.jsonl"
 
 @dataclass(frozen=True)
 class Break:
-    """Where a journal is broken, and what can be gone on with.
+    """Place of a journal's first broken line, and the newest checkpoint to resume from.
 
     Attributes:
         path: of the journal.
@@ -40,9 +40,9 @@ class Break:
 
 
 def find_break(run_dir: Path) -> Break | None:
-    """The first broken line of a run's journal; None if it is whole, or has not begun.
+    """Find the first broken line of a run's journal; None if it is whole, or has not begun.
 
-    A torn line at the end is none: whoever writes on cuts it off.
+    A torn line at the end does not count, for the next writer cuts it off.
 
     Raises:
         JournalError: it is the header that is broken, so nobody knows whose journal it is.
@@ -79,7 +79,7 @@ def find_break(run_dir: Path) -> Break | None:
 
 
 def mend(found: Break) -> Path:
-    """Keep the damaged journal beside it, and cut the journal off before the break; the copy's path.
+    """Copy the damaged journal aside, cut the journal off before the break, and return the copy's path.
 
     Checkpoints beyond `found.step` must be out of the way before: a process that is killed here, or right after, would
     leave nothing that forbids them.
@@ -109,7 +109,7 @@ def mend(found: Break) -> Path:
 
 
 def _keep(path: Path, raw: bytes) -> Path:
-    """A copy that overwrites none; one that a process which was killed had made already will do."""
+    """Write a copy that overwrites no other; an equal one, left by a process that was killed, is used instead."""
     number = 1
     while True:
         copy = path.with_name(DAMAGED_FILE.format(number))

@@ -1,4 +1,4 @@
-"""Which held-out prompts a run passed, at each evaluation: a line each in `passes.jsonl`, beside the journal.
+"""Passes by held-out prompt at each evaluation of a run: a line each in `passes.jsonl`, beside the journal.
 
 The journal has the mean; two runs that were evaluated on the same prompts can be compared prompt by prompt with this.
 Evaluations that a resume made void stay in the file, and count where the journal has their step and no later line does.
@@ -18,7 +18,7 @@ PASSES_FILE = "passes.jsonl"
 
 @dataclass(frozen=True)
 class Passes:
-    """Of one evaluation of one held-out set.
+    """Passes by prompt of one evaluation of one held-out set.
 
     prompts: a digest of the set's prompts in their order; those of two runs can be paired where it is the same.
     passed: completions that passed, by prompt. scored: completions that have a score, by prompt; 0 where none could
@@ -31,7 +31,7 @@ class Passes:
 
 
 def digest(prompts: Iterable[tuple[str, object]]) -> str:
-    """Of prompts and their answers, in order; 16 hexadecimal digits."""
+    """Return a digest of prompts and their answers, in order, as 16 hexadecimal digits."""
     found = hashlib.sha256()
     for text, answer in prompts:
         found.update(repr((text, answer)).encode())
@@ -39,7 +39,7 @@ def digest(prompts: Iterable[tuple[str, object]]) -> str:
 
 
 def write_passes(run_dir: Path, step: int, sets: Mapping[str, Passes]) -> None:
-    """Append an evaluation of the weights of `step`, by name of its sets."""
+    """Append an evaluation of the weights of `step`, one line for each held-out set."""
     entries = [
         {"step": step, "set": name, "prompts": each.prompts, "passed": each.passed, "scored": each.scored}
         for name, each in sets.items()
@@ -48,7 +48,7 @@ def write_passes(run_dir: Path, step: int, sets: Mapping[str, Passes]) -> None:
 
 
 def read_passes(run_dir: Path, name: str, steps: Sequence[int]) -> dict[int, Passes]:
-    """Evaluations of one held-out set, by step; empty if the run kept none, as those of earlier versions.
+    """Read the evaluations of one held-out set, by step; empty if the run kept none, as earlier versions did.
 
     Args:
         run_dir: the run's folder.

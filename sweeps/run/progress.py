@@ -1,4 +1,4 @@
-"""How far a run has come, read from its journal and log."""
+"""Progress of a run, read from its journal and log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TAIL_BYTES = 65536
 
 
 def is_done(run_dir: Path, steps: int, run: str) -> bool:
-    """Whether the journal says that the run has reached its budget, as its last lines have it.
+    """Return whether the run has reached its budget, by the last lines of its journal.
 
     Read from the end: a journal of a long run has many megabytes, and whoever writes on after an `end` says `resume`
     first. A broken line makes a run that has ended no less done; `trouble` names it.
@@ -54,7 +54,7 @@ def is_done(run_dir: Path, steps: int, run: str) -> bool:
 
 
 def trouble(run_dir: Path, run: str) -> str | None:
-    """What is wrong with the journal in a member's directory, in one line; None if it is fine or not there yet."""
+    """Describe damage of a member's journal, or its belonging to another run; None if it is fine or not there yet."""
     try:
         read_journal(run_dir)
         return _foreign(run_dir, run)
@@ -63,7 +63,7 @@ def trouble(run_dir: Path, run: str) -> str | None:
 
 
 def looks_whole(run_dir: Path) -> bool:
-    """Whether all lines of a journal begin and end as records do, with their checksums; not a reading, and faster."""
+    """Return whether all lines look like records and have valid checksums; faster than parsing the journal."""
     try:
         raw = (run_dir / JOURNAL_FILE).read_bytes()
     except OSError:
@@ -75,7 +75,7 @@ def looks_whole(run_dir: Path) -> bool:
 
 
 def check_own(run_dir: Path, run: str) -> None:
-    """A journal in a member's directory is the member's own.
+    """Check that the journal in a member's directory is the member's own.
 
     Raises:
         UserError: it is another run's, or has lost the line that says whose: it must be neither taken for this one's
@@ -86,7 +86,7 @@ def check_own(run_dir: Path, run: str) -> None:
 
 
 def _has_begun(run_dir: Path) -> bool:
-    """Whether there is a whole line, be it a broken one with others behind it."""
+    """Return whether the journal has a whole first line, or a broken one with others after it."""
     try:
         with (run_dir / JOURNAL_FILE).open("rb") as handle:
             first, second = handle.readline(), handle.readline()
@@ -106,7 +106,7 @@ def _foreign(run_dir: Path, run: str) -> str | None:
 
 
 def how_it_failed(run_dir: Path) -> str | None:
-    """The reason that the journal gives for the run's failure; None if it has not failed, or gives none."""
+    """Return the journal's reason for the run's failure; None if it has not failed, or gives none."""
     for entry in _from_end(run_dir):
         if entry is None or entry.get("kind") in ("train", "eval", "resume"):
             return None
@@ -117,7 +117,7 @@ def how_it_failed(run_dir: Path) -> str | None:
 
 
 def _header(run_dir: Path) -> Mapping[str, Any]:
-    """The journal's first line; empty if there is none, or it is damaged."""
+    """Return the header record in the journal's first line; empty if there is none, or it is damaged."""
     try:
         with (run_dir / JOURNAL_FILE).open("rb") as handle:
             first = parse_line(handle.readline())
@@ -127,7 +127,7 @@ def _header(run_dir: Path) -> Mapping[str, Any]:
 
 
 def _from_end(run_dir: Path, most_bytes: int | None = None) -> Iterator[Mapping[str, Any] | None]:
-    """A journal's entries, the newest first, None for a damaged line. What was cut off at its end is passed over."""
+    """Yield a journal's entries, the newest first, None for a damaged line; a torn end is skipped."""
     try:
         with (run_dir / JOURNAL_FILE).open("rb") as handle:
             entries = (parse_line(line) for line in lines_from_end(handle, most_bytes))
@@ -137,7 +137,7 @@ def _from_end(run_dir: Path, most_bytes: int | None = None) -> Iterator[Mapping[
 
 
 def journal_or_none(run_dir: Path) -> JournalView | None:
-    """The journal, or None if there is none yet or it cannot be read."""
+    """Read the journal; return None if there is none yet or it cannot be read."""
     try:
         return read_journal(run_dir)
     except JournalError:
@@ -145,14 +145,14 @@ def journal_or_none(run_dir: Path) -> JournalView | None:
 
 
 def written(run_dir: Path) -> tuple[int, int]:
-    """Bytes of journal and log so far."""
+    """Return the sizes of journal and log in bytes, 0 for a missing one."""
     files = (run_dir / JOURNAL_FILE, run_dir / LOG_FILE)
     journal, log = (path.stat().st_size if path.exists() else 0 for path in files)
     return journal, log
 
 
 def why_failed(run_dir: Path, fallback: str, earlier: tuple[int, int] = (0, 0)) -> str:
-    """The reason in the journal if the run wrote one, else the log's last line, else how the process ended.
+    """Return the reason of a failure: the journal's if there is one, else the log's last line, else `fallback`.
 
     Args:
         run_dir: of the member.
@@ -176,7 +176,7 @@ def why_failed(run_dir: Path, fallback: str, earlier: tuple[int, int] = (0, 0)) 
 
 
 def last_metrics(run_dir: Path, tail_bytes: int = _TAIL_BYTES) -> dict[str, float]:
-    """The newest step and the newest evaluation, from the end of the journal (never the whole file)."""
+    """Return the newest step and evaluation metrics within the last `tail_bytes` of the journal."""
     found: dict[str, float] = {}
     for entry in _from_end(run_dir, tail_bytes):
         if entry is None or entry.get("kind") not in ("train", "eval"):

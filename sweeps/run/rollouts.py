@@ -1,4 +1,4 @@
-"""Rollouts that can be read: whole groups of a run, sampled now and then, a line each in `rollouts.jsonl`."""
+"""Stored rollouts of a run for inspection: whole groups, sampled now and then, a line each in `rollouts.jsonl`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Group = dict[str, Any]
 
 
 def write_groups(run_dir: Path, groups: Sequence[Group]) -> None:
-    """Append groups of one step."""
+    """Append groups of one step to the run's rollouts."""
     append_lines(run_dir / ROLLOUTS_FILE, groups)
 
 
 def cut_groups(run_dir: Path, step: int, guard: Callable[[], None]) -> None:
-    """Leave what was written up to `step`; `guard` is called before anything is."""
+    """Drop the groups after `step`; `guard` is called before the file is rewritten."""
     path = run_dir / ROLLOUTS_FILE
     if not path.is_file():
         return
@@ -37,10 +37,10 @@ def cut_groups(run_dir: Path, step: int, guard: Callable[[], None]) -> None:
 
 
 def read_groups(run_dir: Path) -> list[Group]:
-    """All groups, by step.
+    """Read all stored groups of a run, in order of writing.
 
     Raises:
-        UserError: there are none.
+        UserError: the file cannot be read.
     """
     path = run_dir / ROLLOUTS_FILE
     try:
@@ -55,7 +55,7 @@ def read_groups(run_dir: Path) -> list[Group]:
 
 @dataclass(frozen=True)
 class Shown:
-    """A prompt with the best and the worst that was written to it, cut to what a page holds."""
+    """A prompt with its best and its worst completion, shortened for a report."""
 
     recipe: str
     step: int
@@ -66,7 +66,7 @@ class Shown:
 
 
 def a_few(runs: Iterable[tuple[str, Path]], most: int = 4, characters: int = 700) -> list[Shown]:
-    """Of the first run of each recipe that has kept any, the last group in which rewards differ, else the last.
+    """Pick one group per recipe: of its first run with rollouts the last group with differing rewards, else the last.
 
     Args:
         runs: recipes, with their runs' folders.

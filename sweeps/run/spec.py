@@ -1,4 +1,4 @@
-"""What a run is: its resolved configuration, its identity, and the label of its curve.
+"""Specification of a run: its resolved configuration, its identity, and the label of its curve.
 
 A run's identity is a hash of everything in its configuration that science depends on, with the seed; a curve's
 (recipe's) leaves the seed out. The budget and where things are written are in neither: a larger budget
@@ -77,11 +77,11 @@ class RunSpec:
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Label and seed of the run as text for people."""
         return f"{self.recipe} seed {self.seed}"
 
     def header(self) -> dict[str, Any]:
-        """Fields of the journal's header record."""
+        """Return the fields of the journal's header record."""
         return {
             "run": self.run,
             "curve": self.curve,
@@ -93,8 +93,9 @@ class RunSpec:
         }
 
     def checksum(self) -> str:
-        """Sixteen hexadecimal digits of what is frozen for good: all but the budget, which may grow, and what is
-        operational. The same of a specification as it was composed and as it is read back.
+        """Return 16 hexadecimal digits over all but the budget, which may grow, overrides, and operational keys.
+
+        A specification as composed and the same as read back have equal checksums.
         """
         frozen = {key: value for key, value in self.__dict__.items() if key not in ("steps", "overrides")}
         frozen |= {"config": science(self.config), "reference": science(self.reference)}
@@ -138,7 +139,7 @@ class RunSpec:
 
     @classmethod
     def read(cls, run_dir: Path, known: dict[str, Any] | None = None) -> RunSpec:
-        """The spec frozen in a run's directory.
+        """Read the spec frozen in a run's directory.
 
         Args:
             run_dir: of the run.
@@ -163,13 +164,13 @@ class RunSpec:
 
 
 class Texts:
-    """JSON of many values that share parts, each of which is written out once; as `json.dumps(..., indent=1)`."""
+    """JSON encoder of many values with shared parts, each encoded once; output as of `json.dumps(..., indent=1)`."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, str]] = {}  # with the part itself: its number is nobody else's meanwhile
 
     def of(self, values: Mapping[str, Any], shared: Sequence[str]) -> str:
-        """One object; the parts of its fields `shared` are those that others may have too."""
+        """Encode one object; parts of its fields `shared` are cached for other objects."""
         lines = []
         for key, value in values.items():
             if key in shared and value and all(isinstance(name, str) for name in value):
@@ -189,15 +190,15 @@ class Texts:
 
 
 def _once(part: Any, known: dict[str, Any]) -> Any:
-    """A part as it was met first."""
+    """Return the first part seen that is equal by repr, so that specs share memory."""
     return known.setdefault(repr(part), part)
 
 
 def run_folder(name: str) -> Path:
-    """The folder of a run of `scalerl train`.
+    """Return the folder of a run, checked to hold a specification of `scalerl train`.
 
     Raises:
-        UserError: it is none.
+        UserError: it holds none.
     """
     run = Path(name)
     if not (run / SPEC_FILE).is_file():
@@ -206,7 +207,7 @@ def run_folder(name: str) -> Path:
 
 
 def check_form(run_dirs: Iterable[Path]) -> None:
-    """No run in these directories was frozen by a version whose identities were others.
+    """Check that no run in these directories was frozen by a version with another form of identities.
 
     Raises:
         UserError: one was; what can be done with it.
@@ -223,7 +224,7 @@ def check_form(run_dirs: Iterable[Path]) -> None:
 
 
 def budget_of(run_dir: Path) -> int | None:
-    """The budget in optimizer steps, of a frozen specification of any form; None if there is none."""
+    """Return the budget in optimizer steps of a frozen specification of any form; None if there is none."""
     try:
         text = (run_dir / SPEC_FILE).read_text()
         told = _STEPS.search(text)
@@ -233,7 +234,7 @@ def budget_of(run_dir: Path) -> int | None:
 
 
 def curve_of(run_dir: Path) -> str | None:
-    """The identity of the curve, of a frozen specification of any form; None if there is none."""
+    """Return the curve's identity in a frozen specification of any form; None if there is none."""
     try:
         text = (run_dir / SPEC_FILE).read_text()
         told = _CURVE.search(text)
@@ -243,18 +244,18 @@ def curve_of(run_dir: Path) -> str | None:
 
 
 def science(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that decides what a run learns, its seed left out."""
+    """Return the part of a configuration that decides what a run learns, its seed left out."""
     return {key: value for key, value in config.items() if key not in OPERATIONAL_KEYS}
 
 
 def changed_keys(what: Mapping[str, Any], base: Mapping[str, Any]) -> tuple[str, ...]:
-    """The top-level keys in which two configurations, or their identities, differ, sorted."""
+    """Return the top-level keys in which two configurations, or their identities, differ, sorted."""
     differing = {key for key in what.keys() & base.keys() if what[key] != base[key]}
     return tuple(sorted(differing | (what.keys() ^ base.keys())))
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a configuration by dotted key; lists are values."""
+    """Flatten a configuration to its values by dotted key; lists are values."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -265,7 +266,7 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def digest(value: Any) -> str:
-    """Twelve hexadecimal digits of the canonical JSON of a value; 5 and 5.0 are one number."""
+    """Return 12 hexadecimal digits of the SHA-256 of a value's canonical JSON, in which 5 and 5.0 are equal."""
     text = json.dumps(_canonical(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -299,7 +300,7 @@ def make_spec(
     folders: Sequence[str] = (),
     clean: dict[tuple[str, int], Any] | None = None,
 ) -> RunSpec:
-    """Identify a resolved configuration.
+    """Make a run's specification from a resolved configuration, with its identities.
 
     Args:
         config: of the run, plain values.
@@ -349,12 +350,12 @@ def make_spec(
 
 
 def _without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is operational, redacted: the address of an MLflow server may carry a login."""
+    """Redact the operational keys of a configuration: the address of an MLflow server may carry a login."""
     return {key: redact_config(value, key) if key in OPERATIONAL_KEYS else value for key, value in config.items()}
 
 
 def _secret(value: Any, masked: Any, path: str = "") -> str | None:
-    """Where a configuration changes when it is redacted."""
+    """Return the dotted key of the first value that redaction changes; None if there is none."""
     if isinstance(value, Mapping):
         found = (_secret(item, masked[key], f"{path}.{key}" if path else str(key)) for key, item in value.items())
         return next(filter(None, found), None)
@@ -364,7 +365,7 @@ def _secret(value: Any, masked: Any, path: str = "") -> str | None:
 
 
 def check_distinct(specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """Specs without repetitions, in order.
+    """Return the specs without repetitions, in order.
 
     Raises:
         UserError: one label stands for two different curves.

@@ -1,4 +1,4 @@
-"""A journal that is read again and again while it grows: each time only what was appended since."""
+"""Incremental reading of a growing journal: each update reads only what was appended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MARK_BYTES = 4096  # of what was read last, by which the file is known again
 
 
 class JournalTail:
-    """What `read_journal` says of a journal, without reading it whole each time.
+    """Incremental version of `read_journal` for one journal.
 
     A line is read once it is whole. Where the file is another one than before (a mended journal takes the place of
     the damaged one), or shorter, or no longer holds what was read last, it is read from its beginning.
@@ -48,7 +48,7 @@ class JournalTail:
         self._reading.forget(steps)
 
     def update(self) -> JournalView:
-        """The journal as it is now, its forgotten records left out.
+        """Read what was appended and return the journal as it is now, without forgotten records.
 
         Raises:
             JournalError: as `read_journal`.
@@ -72,7 +72,7 @@ class JournalTail:
         return _digest(os.pread(handle.fileno(), length, self._offset - length)) == digest if length else True
 
     def _read(self, handle: FileIO) -> None:
-        """From where we are to the last sound line; what comes after it is not there yet."""
+        """Read from the current offset to the last valid line; a torn end is left for the next update."""
         begin = at = self._offset
         handle.seek(at)
         rest = recent = b""
@@ -99,7 +99,7 @@ class JournalTail:
                 self._mark = len(recent), _digest(recent)
 
     def _forgotten(self, line: bytes) -> int | None:
-        """The step of a record that is not to be kept, seen without parsing it; None for any other line."""
+        """Return the step of a record that is not to be kept, without parsing the line; None for any other line."""
         passed = self._reading.passed
         # What power cuts and torn writes leave is noticed all the same: zeros, and two lines in one.
         if not passed or not line.endswith(b"}") or b"\0" in line or line.count(b'{"kind":') != 1:
@@ -111,7 +111,7 @@ class JournalTail:
 
 
 class Tails:
-    """`read_journal` for whoever reads the same journals again and again.
+    """Incremental `read_journal` over many journals, with one tail for each.
 
     Args:
         passed: steps up to which records are not wanted, by kind.
@@ -122,7 +122,7 @@ class Tails:
         self._tails: dict[Path, JournalTail] = {}
 
     def __call__(self, run_dir: Path) -> JournalView:
-        """The journal in a run's directory as it is now.
+        """Return the journal in a run's directory as it is now.
 
         Raises:
             JournalError: as `read_journal`.

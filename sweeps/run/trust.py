@@ -1,4 +1,4 @@
-"""Whether what a study's folder names may be run here without a word from the user."""
+"""Trust check for code that a study's folder names: whether it may run without `--trust`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The right to write one run: of several processes that would, one does, and another goes on if it dies."""
+"""Exclusive right to write one run: one of several processes has it, and another takes over if it dies."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ DUPLICATE_WAIT_S = 600.0
 
 
 class DuplicateRunError(UserError):
-    """Another copy of this job is writing the run; the message says which. Nothing is wrong with either."""
+    """Error: another copy of this job is writing the run; the message names it. Nothing is wrong with either."""
 
 
 @contextmanager
 def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease | None]:
-    """The right to write the run, for rank 0; None for the other ranks, which wait until it has it.
+    """Acquire the run's lease for rank 0 and yield it; the other ranks wait for that and get None.
 
     A job of a cluster waits for `DUPLICATE_WAIT_S`: the scheduler may have lost sight of a job that is dying, or of
     one that works on. Elsewhere a writer that was orphaned a moment ago gets the time to notice. While a run is
