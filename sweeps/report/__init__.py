@@ -1,1 +1,1 @@
-"""Fits and decisions -> page, figures, tables, text, MLflow artifacts."""
+"""Presentation of fits and decisions: HTML report, figures, tables, text and MLflow artifacts."""

@@ -1,4 +1,4 @@
-"""How figures look: colours, small multiples, log axes, points; SVG and PNG. What they show is in `figures`.
+"""Drawing primitives of the figures: colours, small multiples, log axes, points, SVG and PNG output.
 
 Drawn without pyplot, so no global state and no display. Text stays text in the SVG, and ink and rules carry
 marker colours that `inline_svg` turns into the page's own, so that one drawing serves light and dark.
@@ -43,21 +43,21 @@ STYLE = {
 
 
 def colours(ranking: Ranking) -> dict[str, str]:
-    """A colour for each recipe: ranked ones in order, refused ones grey."""
+    """Assign a colour to each recipe: ranked ones in order, refused ones grey."""
     ranked = [entry.recipe for entry in ranking.ranking if entry.rank is not None]
     chosen = {recipe: COLOURS[i % len(COLOURS)] for i, recipe in enumerate(ranked)}
     return {entry.recipe: chosen.get(entry.recipe, REFUSED) for entry in ranking.ranking}
 
 
 def label(text: str, limit: int = 34) -> str:
-    """A recipe's name as drawn: printable and short. Cut in the middle: recipes of a study begin alike."""
+    """Shorten a name to printable text of `limit` characters, cut in the middle: recipes of a study begin alike."""
     line = "".join(ch if ch.isprintable() else "?" for ch in text)
     head = limit // 2
     return line if len(line) <= limit else f"{line[:head]}…{line[head + 1 - limit :]}"
 
 
 def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]:
-    """A figure with a titled panel for each name, on shared axes with one label each. Call it within `STYLE`."""
+    """Make a figure with a titled panel for each name, on shared axes with one label each. Call it within `STYLE`."""
     columns = 2 if len(names) in (2, 4) else min(3, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(3.15 * columns + 0.5, 2.45 * rows + 0.4), layout="constrained")
@@ -77,7 +77,7 @@ def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]
 
 
 def limits(curves: Sequence[Curve]) -> tuple[float, float]:
-    """The compute axis: from below the first positive point, where compute 0 goes, to beyond the last."""
+    """Return the limits of the compute axis, with room left of the first positive point for those at compute 0."""
     positive = np.concatenate([curve.compute[curve.compute > 0] for curve in curves])
     if not len(positive):
         return 0.5, 2.0
@@ -85,7 +85,7 @@ def limits(curves: Sequence[Curve]) -> tuple[float, float]:
 
 
 def log_axis(panel: Axes, left: float, right: float) -> None:
-    """Compute on a log axis; below two decades also 2 and 5 are labelled, in figures rather than powers."""
+    """Set a log axis of compute; below two decades 2 and 5 are labelled too, as plain numbers instead of powers."""
     panel.set_xscale("log")
     panel.set_xlim(left, right)
     if right < 100 * left:
@@ -95,7 +95,7 @@ def log_axis(panel: Axes, left: float, right: float) -> None:
 
 
 def draw_points(panel: Axes, compute: Array, y: Array, seed: NDArray[Any], left: float, colour: str) -> None:
-    """Points by seed, one marker each; those at compute 0 are hollow, at the left edge. Shapes: (n,)."""
+    """Draw points with one marker per seed; those at compute 0 are hollow, at the left edge. Shapes: (n,)."""
     for index, one in enumerate(np.unique(seed)):
         marker = "osD^v"[index % 5]
         later = (seed == one) & (compute > 0)
@@ -112,7 +112,7 @@ def draw_points(panel: Axes, compute: Array, y: Array, seed: NDArray[Any], left:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as a standalone SVG document: same input, same bytes."""
+    """Render the figure as a standalone SVG document, byte by byte reproducible."""
     buffer = io.StringIO()
     with rc_context(STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
@@ -120,7 +120,7 @@ def svg(figure: Figure) -> str:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG on white, 160 dots an inch."""
+    """Render the figure as a PNG on white, at 160 dpi."""
     buffer = io.BytesIO()
     with rc_context(STYLE):
         figure.savefig(buffer, format="png", dpi=160, facecolor="white", metadata={"Software": None})
@@ -128,7 +128,7 @@ def png(figure: Figure) -> bytes:
 
 
 def inline_svg(document: str, prefix: str, description: str) -> str:
-    """The SVG as an element of a page: its ids made unique, ink and rules in the page's colours.
+    """Convert an SVG document to an element of a page, with unique ids, and ink and rules in the page's colours.
 
     Args:
         document: from `svg`.
@@ -165,6 +165,6 @@ def check_format(path: Path) -> str:
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Write it on white in the format of the file's ending, see `check_format`."""
+    """Write the figure on white in the format of the file's ending, see `check_format`."""
     with rc_context(STYLE):
         figure.savefig(path, format=check_format(path), dpi=160, facecolor="white")

@@ -21,7 +21,7 @@ _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 
 
 def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
-    """A panel a recipe: reward less the fitted curve, by seed, with +-2 standard deviations of a point.
+    """Draw residuals, a panel per recipe: reward less the fitted curve, by seed, with +-2 standard deviations.
 
     None if no recipe has a curve to depart from. Only what was fitted is drawn.
     """
@@ -43,7 +43,7 @@ def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
 
 
 def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: str) -> float:
-    """One panel; the largest residual is returned."""
+    """Draw the residuals of one recipe and return the largest absolute one."""
     points = select(fit.curve, fit.options)
     log_axis(panel, left, right)
     panel.axhline(0, color=colour, linewidth=1.2)
@@ -61,7 +61,7 @@ def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: st
 
 
 def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
-    """The p value of every A, a curve a recipe: ranked ones left, those whose A is open right. None if there is none.
+    """Draw the confidence curves of A, identifiable recipes left, open ones right; None if there is no such recipe.
 
     The curve cuts 0.05 at the ends of the 95% interval (but for what is allowed for other laws); an end that the data
     leave open is marked at the bound of A.
@@ -118,7 +118,7 @@ def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object) -> None:
 
 
 def _legend(recipe: str) -> str:
-    """A name in a legend; one that begins with `_` would be left out."""
+    """Shorten a name for a legend; a zero-width space keeps Matplotlib from leaving out names that begin with `_`."""
     text = label(recipe, 40)
     return "\u200b" + text if text.startswith("_") else text
 
@@ -127,7 +127,7 @@ def _legend(recipe: str) -> str:
 
 
 def history_figure(histories: Mapping[str, Sequence[Snapshot]], ranking: Ranking, unit: str) -> Figure | None:
-    """A panel a recipe: the A that a fit up to each compute gave, with its 95% interval.
+    """Draw A over compute, a panel per recipe: the A of the fit up to each compute, with its 95% interval.
 
     Full where A was identifiable then, hollow and grey where not; an open end is dotted to the panel's edge. A
     recipe that never got beyond the bend is left out; None if that is all of them.
@@ -174,7 +174,7 @@ def _draw_history(panel: Axes, snapshots: Sequence[Snapshot], colour: str) -> No
 
 
 def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking) -> Figure:
-    """One panel a recipe on shared axes: points by seed, fitted curve, 95% band, A; the baseline in grey."""
+    """Draw one panel per recipe on shared axes: points by seed, fitted curve, 95% band, A; the baseline in grey."""
     by_recipe = {fit.recipe: fit for fit in fits}
     points = {curve.recipe: curve for curve in curves}
     order = [entry.recipe for entry in ranking.ranking]
@@ -194,7 +194,7 @@ def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking
 
 
 def _draw_fit(panel: Axes, fit: Fit, left: float, right: float, colour: str, ghost: bool) -> None:
-    """The fitted curve, solid within the window and dashed beyond it, with its band and A at the right."""
+    """Draw a fitted curve, solid within the window and dashed beyond it, with its band, and A if identifiable."""
     if fit.draws is None or fit.window is None:
         return
     x = np.geomspace(left, right, 120)
@@ -221,7 +221,7 @@ def _named(fit: Fit) -> float:
 
 
 def asymptotes_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
-    """A of every ranked recipe: thick its 95% interval for these runs, thin with the spread between seeds.
+    """Draw A of every ranked recipe: a thick 95% interval for these runs, a thin one with the spread between seeds.
 
     None if no recipe is ranked. The shaded strip is the margin below the best A.
     """

@@ -1,4 +1,4 @@
-"""A forest plot of the effects of a grid's axes: what each choice does to the asymptote, with its interval."""
+"""Forest plot of the effects of a grid's axes on the asymptote, with their intervals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sweeps.report.drawing import COLOURS, REFUSED, RULE, STYLE, label
 
 
 def forest_figure(found: Effects) -> Figure:
-    """One line an effect, in the order of the axes; those whose interval leaves out 0 in colour."""
+    """Draw one line per effect, in the order of the axes; those whose interval excludes 0 are coloured."""
     with rc_context(STYLE):
         figure = Figure(figsize=(6.4, 0.9 + 0.28 * len(found.effects)), layout="constrained")
         panel = figure.add_subplot()

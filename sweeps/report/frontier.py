@@ -1,4 +1,4 @@
-"""The frontier over budgets: what each model size comes to with compute, and which size is best for how much of it."""
+"""Figure of the frontier: curves of the model sizes over compute, and the best size for each budget."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sweeps.report.drawing import COLOURS, INK, STYLE, draw_points, limits, log_
 
 
 def frontier_figure(joint: AcrossSizes, frontier: Sequence[Frontier], fits: Sequence[Fit]) -> Figure:
-    """Left the sizes' points and curves with the best of all; right the best size for a budget with its 95% band.
+    """Draw the sizes' points and curves with their upper envelope, and beside it the best size for each budget.
 
-    Beyond the largest compute that was evaluated lines are dashed: extrapolation.
+    The best size has its 95% band. Beyond the largest compute that was evaluated lines are dashed: extrapolation.
 
     Args:
         joint: the sigmoids of all sizes.

@@ -1,4 +1,4 @@
-"""The study in one figure: all recipes' curves on one pair of axes, and beside it the ranking that they give."""
+"""Figure of the whole study: all recipes' curves on one pair of axes, and the ranking beside them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 
 
 def overlay_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking) -> Figure:
-    """Left evaluations and fitted curves; right each recipe's asymptote with its 95% interval, the best on top.
+    """Draw evaluations and fitted curves left, and right each recipe's asymptote with its 95% interval, best on top.
 
     An asymptote that may not be named is drawn as the reward of the last tenth of the window, hollow.
     """

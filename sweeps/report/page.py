@@ -1,4 +1,4 @@
-"""The report as HTML: what the templates of `sweeps/report/templates` say it of, and what they call.
+"""Rendering of the HTML report: the data for the templates in `sweeps/report/templates`, and their helpers.
 
 Text and markup are in the templates, which escape whatever they are given; here is what needs more than a template.
 """
@@ -35,7 +35,7 @@ _TALL = 14
 
 @dataclass(frozen=True)
 class Findings:
-    """What a report shows beyond the fits and their ranking.
+    """Further content of a report, beyond the fits and their ranking.
 
     sensitivity: rows a recipe. settlements: what to run next, one a group of comparable recipes. comparisons: of
     families. histories: snapshots a recipe. mapping: a line a source, on how it was read. commands: by step, what to
@@ -71,7 +71,7 @@ def render(
     warnings: Sequence[str],
     findings: Findings | None = None,
 ) -> str:
-    """The whole page; documents are the figures as SVG. The rest is as for `report.write_report`."""
+    """Render the whole page; documents are the figures as SVG. The rest is as for `report.write_report`."""
     found = findings or Findings()
     counters = mechanism_counters(runs)
     departed = {recipe: departure(snapshots) for recipe, snapshots in found.histories.items()}
@@ -99,7 +99,7 @@ def render(
 
 
 def _templates() -> Environment:
-    """The templates, with what they call; a name that does not exist is an error, not an empty cell."""
+    """Make the template environment with its helpers; an undefined name is an error, not an empty cell."""
     templates = Environment(
         loader=PackageLoader("sweeps.report"),
         autoescape=True,
@@ -116,24 +116,24 @@ def _templates() -> Environment:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A reward with fixed decimals; a dash for what is not there."""
+    """Format a reward with fixed decimals; a dash for None."""
     return "–" if value is None else f"{value:.{digits}f}"
 
 
 def compact(value: float | None) -> str:
-    """Compute or an exponent: three significant digits, or all of a number that is not long."""
+    """Format compute or an exponent with three significant digits, whole numbers from 100 to 1e6 in full."""
     if value is None:
         return "–"
     return f"{value:.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def columns(groups: Iterable[Iterable[Any]], attribute: str) -> list[Any]:
-    """Every value of an attribute among the rows of all groups, in the order in which they first appear."""
+    """Return the distinct values of an attribute over the rows of all groups, in order of first appearance."""
     return list(dict.fromkeys(getattr(row, attribute) for rows in groups for row in rows))
 
 
 def identifiable_from(snapshots: Sequence[Snapshot]) -> float | None:
-    """The compute from which on every fit was identifiable; None if the last was not."""
+    """Return the compute from which on every fit was identifiable; None if the last one was not."""
     since = None
     for snapshot in reversed(snapshots):
         if snapshot.verdict != "identifiable":
@@ -150,6 +150,6 @@ def _headers(runs: Sequence[JournalView]) -> Headers:
 
 
 def _plain(value: Any) -> str:
-    """A header field as short text."""
+    """Format a header field as text of at most 200 characters."""
     text = "" if value is None else value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return text if len(text) <= 200 else text[:199] + "…"

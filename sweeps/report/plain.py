@@ -1,4 +1,4 @@
-"""Plain lines and tables for a terminal. Light: commands answer a typing error with nothing more than this."""
+"""Plain lines and tables for a terminal, without heavy imports, so that errors are reported at once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def one_line(text: str) -> str:
-    """A message on one printable line, whatever a file name or cell in it holds."""
+    """Replace unprintable characters, line breaks among them, by spaces, whatever a message quotes."""
     return "".join(ch if ch.isprintable() else " " for ch in text)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, never cut: a pipe has no width, and a terminal wraps the last column only."""
+    """Format aligned columns, never cut: a pipe has no width, and a terminal wraps the last column only."""
     cells = [[one_line(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -1,4 +1,4 @@
-"""From sources to MLflow: members fed, fits and bands published, the link to the finished chart printed."""
+"""Publishing to MLflow: ship the members' metrics, log fits and bands, print the link to the chart."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ARTIFACTS = (
 
 
 def publish(sources: Sequence[str], uri: str, ranked: Callable[[Ranking], None] = lambda ranking: None) -> None:
-    """Put one sweep into MLflow and print how to look at it.
+    """Publish one sweep to MLflow and print the command and link that show it.
 
     Args:
         sources: exactly one run or sweep directory.
@@ -78,7 +78,7 @@ def publish(sources: Sequence[str], uri: str, ranked: Callable[[Ranking], None] 
 def publish_into(
     tracker: Tracker, sweep: TrackedSweep, loaded: LoadedStudy, fits: Sequence[Fit], ranking: Ranking
 ) -> str:
-    """Publish fits of a sweep that is tracked already; returns the command and link that open the chart."""
+    """Publish fits of a sweep that is tracked already; return the command and link that open the chart."""
     chances = {entry.recipe: entry.p_best for entry in ranking.ranking}
     summaries = [summary(fit, chances.get(fit.recipe)) for fit in fits]
     artifacts = [path for name in ARTIFACTS if (path := sweep.directory / name).is_file()]
@@ -90,7 +90,7 @@ def publish_into(
 
 
 def member_of(run_dir: Path) -> Member:
-    """The member behind a run directory, by its journal's header."""
+    """Make the member of a run directory from its journal's header."""
     header = read_journal(run_dir).header
     # Runs of scripts have no identity of their own.
     run = header["run"] if (run_dir / SPEC_FILE).is_file() else f"{header['run']}-{run_dir.name}"
@@ -98,7 +98,7 @@ def member_of(run_dir: Path) -> Member:
 
 
 def summary(fit: Fit, p_best: float | None) -> FitSummary:
-    """What MLflow is told about a fit; a curve and band only if its asymptote may be named."""
+    """Make the summary of a fit for MLflow; it has parameters, curve and band only if A is identifiable."""
     common: dict[str, Any] = {
         "recipe": fit.recipe,
         "verdict": fit.verdict,

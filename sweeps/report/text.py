@@ -20,7 +20,7 @@ Section = tuple[str, list[str], list[list[str]]]
 
 
 def sections(plan: Plan) -> Iterator[Section]:
-    """What `scalerl plan` prints, in order."""
+    """Yield the sections of a plan that `scalerl plan` prints, in order."""
     if plan.target is not None:
         yield _target_section(plan)
     else:
@@ -44,7 +44,7 @@ def sections(plan: Plan) -> Iterator[Section]:
 
 
 def gain(expected: float | None) -> str:
-    """What a step is expected to gain, in reward, as text and report say it."""
+    """Format a step's expected gain in reward: `not known` for None, `< 0.001` below that."""
     return "not known" if expected is None else "< 0.001" if expected < 0.001 else f"{expected:.3f}"
 
 
@@ -144,7 +144,7 @@ def _rollout_section(plan: RolloutPlan) -> Section:
 
 
 def refit_row(row: SensitivityRow) -> list[str]:
-    """A row of the table of `fit --sensitivity`."""
+    """Format a refit as a row of the table of `fit --sensitivity`."""
     return [
         row.setting,
         shown(row.A, ".3f"),
@@ -157,7 +157,7 @@ def refit_row(row: SensitivityRow) -> list[str]:
 
 
 def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of what needs no asymptote."""
+    """Head and rows of the table of rewards at common compute and budget."""
     head = ["recipe", f"R at {rewards.compute:.4g}", "P(highest)"]
     if rewards.reward is not None:
         head += [f"compute to {rewards.reward:.3f}", "times the least"]

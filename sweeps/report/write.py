@@ -113,14 +113,14 @@ def write_report(
 
 
 def _races(runs: Sequence[JournalView]) -> list[RaceRecord]:
-    """Of the studies that the runs are members of, those that were run as races, or as searches that pruned."""
+    """Read the race records of the runs' studies; studies without looks and pruned trials are left out."""
     studies = dict.fromkeys(view.path.parent.parent.parent for view in runs)
     found = [RaceRecord.read(study) for study in studies]
     return [record for record in found if record.looks or record.pruned]
 
 
 def histories(fits: Sequence[Fit]) -> dict[str, list[Snapshot]]:
-    """The fits of every recipe as compute grew, about a dozen each, for `write_report`; about a second a recipe."""
+    """Fit every recipe at growing compute, about a dozen times, for `write_report`; about a second per recipe."""
     found = {}
     for fit in fits:
         computes = np.unique(fit.curve.compute[fit.curve.compute > 0])
@@ -132,7 +132,7 @@ def histories(fits: Sequence[Fit]) -> dict[str, list[Snapshot]]:
 
 
 def write_ranking_csv(path: str | Path, fits: Sequence[Fit], ranking: Ranking) -> Path:
-    """A row a recipe, in the ranking's order; an open bound, or what may not be named, is an empty cell.
+    """Write a CSV row per recipe, in the ranking's order; open bounds and values not identifiable are empty cells.
 
     A text that a spreadsheet would take for a formula has an apostrophe before it.
 
@@ -180,7 +180,7 @@ def _csv_row(fit: Fit, ranking: Ranking, at: int) -> dict[str, Any]:
 
 
 def _inert(value: Any) -> Any:
-    """A cell that no spreadsheet evaluates: labels and reasons may be somebody else's."""
+    """Quote a text that a spreadsheet would evaluate: labels and reasons may come from other people's files."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA_STARTS) else value
 
 
