@@ -1,1 +1,1 @@
-"""Searches and races: what decides, while a study runs, what is run next and what is run no further."""
+"""Searches and races: conductors that decide while a study runs which members run next and which stop."""

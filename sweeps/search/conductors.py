@@ -1,4 +1,4 @@
-"""Who conducts a study, by how it was launched."""
+"""Choice of a study's conductor, by its launch settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sweeps.search.settings import RaceSettings
 
 
 def conductor_of(study: Study, plan: LaunchSettings) -> Conductor | None:
-    """The race that a study was launched as; None where it is none, and all its members are to be run.
+    """Return the conductor of a study that was launched as a race; None if all its members are to be run.
 
     Raises:
         UserError: the settings are out of range, or the study's race was begun by others.

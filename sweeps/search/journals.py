@@ -1,4 +1,4 @@
-"""The journals of a study's members, read again and again while they grow."""
+"""Incremental reading of the journals of a study's members while they grow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sweeps.source import load
 
 
 def how_far(runs: Iterable[tuple[str, str, float]]) -> tuple[dict[str, float], set[str]]:
-    """How far recipes have come, as `sweeps.decide.race.next_look` wants it, and those of which every run has failed.
+    """Return the compute that recipes have reached, for `sweeps.decide.race.next_look`, and those with all runs failed.
 
     Args:
         runs: of each the recipe, its state (`finished`, `failed` or another) and the compute of its last evaluation.
@@ -29,7 +29,7 @@ def how_far(runs: Iterable[tuple[str, str, float]]) -> tuple[dict[str, float], s
 
 
 class Journals:
-    """What members have written so far; only what is new is read.
+    """Journals of the members as written so far; each update reads only what is new.
 
     Args:
         runs_dir: with a folder a member, named by its identity.
@@ -44,7 +44,7 @@ class Journals:
         self._states: dict[str, MemberState] = {}
 
     def watch(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> bool:
-        """As `update`, of the members that may have written: those that run, or have since this was asked last."""
+        """Update the members that may have written: those at work now or at the last call, or with a changed state."""
         may = [
             run
             for run, state in states.items()
@@ -54,7 +54,7 @@ class Journals:
         return self.update(may)
 
     def update(self, runs: Sequence[str]) -> bool:
-        """Read what these members have more; tells whether any has been evaluated anew."""
+        """Read what these members have appended; return whether any has new evaluations."""
         fresh = False
         for run in runs:
             run_dir = self._runs_dir / run
@@ -74,15 +74,15 @@ class Journals:
         return fresh
 
     def evaluations(self, run: str) -> list[Record]:
-        """Of a member, by step; empty before the first."""
+        """Return a member's evaluations sorted by step; empty before the first."""
         return self._views[run].of_kind("eval") if run in self._views else []
 
     def view(self, run: str) -> JournalView | None:
-        """A member's journal as it was last read; None if there is none."""
+        """Return a member's journal as it was last read; None if there is none."""
         return self._views.get(run)
 
     def curves(self, runs: Sequence[str], metric: str | None = None, axis: str | None = None) -> list[Curve]:
-        """A curve a recipe, of those of the members that have been evaluated; in the order of `runs`."""
+        """Make a curve per recipe from the members that have evaluations, in the order of `runs`."""
         # Copies: recipes of one name are told apart in the headers of those that are loaded together.
         known = {
             (self._runs_dir / run).resolve(): replace(self._views[run], header=dict(self._views[run].header))

@@ -1,4 +1,4 @@
-"""A run that watches the others of its study, and knows by itself when it is not to go on.
+"""Race without a conductor: a run watches its rivals and decides by itself when to stop.
 
 For runs that are started one by one, with nobody who conducts them. Those whose folders are there before the first
 look take the same looks at the same evaluations, and so decide alike; one that begins later has more rivals than the
@@ -20,7 +20,7 @@ from sweeps.search.record import RACE_FILE
 
 
 class Onlooker:
-    """Takes looks at a folder of runs for one of them, and writes them into `race.jsonl` in its directory.
+    """Observer for one run that takes a race's looks at its folder, and appends them to `race.jsonl` in its directory.
 
     Args:
         study: folder with a directory a run, this one among them; runs that are not there yet do not take part.
@@ -51,7 +51,7 @@ class Onlooker:
         self.namesakes: str | None = None
 
     def look(self) -> str | None:
-        """Take the looks that can be taken now; why this run's recipe is stopped, or None.
+        """Take the looks that are due; return why this run's recipe is stopped, or None.
 
         Where evaluations cannot be compared no look is taken, and `trouble` says why: a rival's journal ends no fit.
         `namesakes` says of runs that share this one's label that they are no rivals of it.
@@ -85,7 +85,7 @@ class Onlooker:
         return next((look.why(str(mine), self._rules) for look in self._looks if mine in look.stopped), None)
 
     def _share_a_label(self, views: Mapping[str, JournalView]) -> str | None:
-        """Of runs that do not race for their common label: all there are, or two that not even a seed tells apart."""
+        """Return a note on runs that do not race because of a common label: all runs, or two with the same seed."""
         name = str(self._run_dir.relative_to(self._study))
         told = {each: (str(view.header.get("recipe", each)), view.header.get("seed")) for each, view in views.items()}
         if name not in told:

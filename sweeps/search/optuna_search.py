@@ -1,4 +1,4 @@
-"""A search conducts a study: Optuna proposes, members are run as places become free, and their curves are judged.
+"""Conductor of a search: Optuna proposes trials, members run as slots become free, and their curves are judged.
 
 Optuna's journal in the study's folder (`optuna.jsonl`) holds the trials. A trial is asked for, its parameters are
 drawn, its identity is written into the journal, and only then is it a member: killed at any point, the next process
@@ -57,7 +57,7 @@ Planner = Callable[[Sequence[Sequence[str]]], list[RunSpec]]
 
 
 class Search:
-    """Conducts a study as a search (`sweeps.launch.conductor.Conductor`).
+    """Conductor that runs a study as a search (`sweeps.launch.conductor.Conductor`).
 
     Args:
         study: that the trials are members of.
@@ -92,7 +92,7 @@ class Search:
     # --- Optuna's side -------------------------------------------------------------------------------------------
 
     def _optuna(self) -> optuna.Study:
-        """The study in the journal; opened when this process is the one that runs it."""
+        """Optuna's study in the journal, opened at first use, when this process holds the study's lease."""
         if self._trials is None:
             optuna.logging.set_verbosity(optuna.logging.ERROR)  # what it says of a rehearsal is no news
             self._rehearse()
@@ -118,8 +118,9 @@ class Search:
         return self._trials
 
     def _rehearse(self) -> None:
-        """Try the sampler on the space, in memory: most show only once they sample that they do not fit, or lack a
-        package, and by then runs have been paid for.
+        """Try the sampler on the space in memory, before any run is paid for.
+
+        Most samplers show only once they sample that they do not fit the space, or lack a package.
 
         Raises:
             UserError: what it says.
@@ -138,7 +139,7 @@ class Search:
                 tried.tell(trial, float(value))
 
     def _check_same(self, found: optuna.Study) -> None:
-        """Values of another objective are not compared with these, nor trials of another space or of other settings."""
+        """Check that the folder's search was begun with the same objective, budget, space and base configuration."""
         (base,) = self._planned([self._base])
         budget = self._settings.budget
         asked = {"hydra.sweeper.objective": self._settings.objective}
@@ -171,15 +172,15 @@ class Search:
         return self._optuna().user_attrs.get("exhausted") == _named(self._optuna().sampler)
 
     def _no_more(self) -> None:
-        """In place of `optuna.Study.stop`: a sampler has proposed all that it can."""
+        """Record that the sampler has nothing more to propose; replaces `optuna.Study.stop`."""
         self._optuna().set_user_attr("exhausted", _named(self._optuna().sampler))
 
     def _open(self) -> list[FrozenTrial]:
-        """Trials that nobody was told the value of."""
+        """Return the trials that Optuna has no result of yet."""
         return self._optuna().get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
     def _suggested(self, trial: Trial) -> list[str]:
-        """What it proposes, as overrides; what it has proposed before it proposes again."""
+        """Return a trial's proposal as overrides; asked again, a trial gives the same values."""
         overrides = []
         for axis in self._space:
             value: Any
@@ -196,11 +197,11 @@ class Search:
     # --- what it wants -------------------------------------------------------------------------------------------
 
     def decided(self) -> list[RunSpec]:
-        """See `Conductor.decided`: none, for the study is read with all members that it has."""
+        """Return no members: the study is read with all that it has. See `Conductor.decided`."""
         return []
 
     def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
-        """See `Conductor.members`: trials are told what their members came to, and new ones take their places."""
+        """Tell Optuna the results of ended members and return members for new trials. See `Conductor.members`."""
         while True:
             self._tell(states)
             asked, found = self._asked(states)
@@ -209,7 +210,7 @@ class Search:
                 return found
 
     def _asked(self, states: Mapping[str, MemberState]) -> tuple[bool, list[RunSpec]]:
-        """Whether any trial was asked for, and the members that this comes to."""
+        """Ask Optuna for trials up to the free slots; return whether any was asked for, and their new members."""
         open_trials = self._open()
         lost = [each for each in open_trials if each.user_attrs.get("run") not in states]
         asked = len(self._optuna().get_trials(deepcopy=False))
@@ -226,7 +227,7 @@ class Search:
         return True, list({spec.run: spec for spec in found if spec.run not in states}.values())
 
     def _specs(self, asked: Sequence[tuple[Trial, list[str]]]) -> list[RunSpec]:
-        """Trials as members; one that is refused has failed, and its reason stands in Optuna's journal."""
+        """Plan trials as members; a refused trial is recorded as failed in Optuna's journal, with its reason."""
         try:
             # With the base first: what the trials have beyond it labels them apart.
             specs = self._planned([self._base, *([*self._base, *overrides] for _, overrides in asked)])[1:]
@@ -250,7 +251,7 @@ class Search:
         return specs
 
     def _tell(self, states: Mapping[str, MemberState]) -> None:
-        """Optuna learns what the members came to that have ended."""
+        """Tell Optuna the results of the members that have ended."""
         for trial in self._open():
             run = str(trial.user_attrs.get("run"))
             state = states[run].state if run in states else None
@@ -278,7 +279,7 @@ class Search:
             )
 
     def sentence(self) -> str:
-        """How the search stands."""
+        """Describe the search so far: counts of trials by outcome, and the best one."""
         trials = self._optuna().get_trials(deepcopy=False)
         count = {state: sum(each.state is state for each in trials) for state in TrialState}
         done = [each for each in trials if each.state is TrialState.COMPLETE and each.value is not None]
@@ -293,11 +294,11 @@ class Search:
         return f"{said}; the best is trial {best.number} with {best.value:.3f} ({proposed})"
 
     def refusals(self) -> list[str]:
-        """Why trials were refused, in their order."""
+        """Return the reasons of refused trials, in their order."""
         return [str(each.user_attrs["refused"]) for each in self._optuna().get_trials() if "refused" in each.user_attrs]
 
     def _value(self, run: str) -> float | None:
-        """The lower bound that is made large; None where nothing was evaluated."""
+        """Return a run's objective, the lower 2.5% bound of A or of the reward; None if nothing was evaluated."""
         curves = self._journals.curves([run])
         if not curves:
             return None
@@ -313,7 +314,7 @@ class Search:
         return float(np.quantile(rewards, _LOW))
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> Wish:
-        """See `Conductor.wish`: all trials are to be at work but those that are pruned."""
+        """Want all open trials at work but the pruned ones, `n_jobs` at most. See `Conductor.wish`."""
         if self._settings.prune == "race":
             self._race(states, at_work)
         over = {run: why for run, why in self._stopped().items() if run in states and states[run].state != "finished"}
@@ -327,13 +328,13 @@ class Search:
     # --- pruning -------------------------------------------------------------------------------------------------
 
     def _stopped(self) -> dict[str, str]:
-        """Runs that were pruned, and why."""
+        """Reasons of the pruned runs, by run, read from the race record at first use."""
         if self._pruned is None:
             self._pruned = dict(RaceRecord.read(self._study.directory).pruned)
         return self._pruned
 
     def _race(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> None:
-        """Judge every trial at work that has come to its next look, by all that is known of the others."""
+        """Judge every trial at work that has reached its next look against all others, and record those pruned."""
         fresh = self._journals.watch(states, at_work)
         rules = self._settings.rules()
         try:
@@ -358,7 +359,7 @@ class Search:
                 self._stopped()[run] = why
 
     def _due(self, run: str, axis: str, levels: Sequence[float]) -> bool:
-        """Whether a run has come to a look that it has not been judged at."""
+        """Return whether a run has reached a look that it has not been judged at, and mark it as judged."""
         evaluated = self._journals.evaluations(run)
         if not evaluated:
             return False
@@ -376,7 +377,7 @@ def _opened(path: Path) -> optuna.Study:
 
 @contextmanager
 def _sampling() -> Iterator[None]:
-    """What a sampler says against the space, or of a package that it lacks."""
+    """Context manager: turn what a sampler raises, on the space or a missing package, into a UserError."""
     try:
         yield
     except OSError:
@@ -389,17 +390,17 @@ def _sampling() -> Iterator[None]:
 
 
 def _told(error: Exception) -> str:
-    """In one line, whoever raised it."""
+    """Format an exception's message on one line; its type if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _named(sampler: optuna.samplers.BaseSampler) -> str:
-    """By its kind, and by the grid that it goes through if it has one."""
+    """Identify a sampler by its type, and by its grid if it has one."""
     return f"{type(sampler).__name__} {getattr(sampler, '_search_space', '')}"
 
 
 def _seen_at_least(fit: Fit, compute: float) -> float:
-    """Lower bound of the reward where evaluations are too few for a fit: of the last one up to there."""
+    """Lower 2.5% bound of the reward where there are too few evaluations for a fit, from the last one up to there."""
     curve = fit.curve
     at = int(np.argmax(np.where(curve.compute <= compute, curve.compute, -np.inf)))
     error = 0.0 if curve.sd is None or not np.isfinite(curve.sd[at]) else float(curve.sd[at])
@@ -436,7 +437,7 @@ def _break_stale_lock(path: Path) -> None:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """What a power cut has left of a last line: Optuna would write on behind it."""
+    """Cut off a torn last line, as a power cut leaves it: Optuna would append behind it."""
     whole = path.read_bytes() if path.exists() else b""
     if whole and not whole.endswith(b"\n"):
         os.truncate(path, whole.rfind(b"\n") + 1)

@@ -1,4 +1,4 @@
-"""A study as a race: looks are taken while it runs, and the runs of recipes that will not be best are stopped.
+"""Conductor of a live race: takes looks while the study runs, and stops runs of recipes that will not be best.
 
 Decisions are those of `sweeps.decide.race`: they rest on the evaluations up to a look's compute, whoever looks, and
 when. Each look is in `race.jsonl` before anything is stopped for it, and a later process goes on from there.
@@ -37,14 +37,14 @@ from sweeps.search.settings import RaceSettings
 _SHOWN = 0.1
 # A member whose job has waited in the cluster's queue for so long is waited for no further: others give it their place.
 _QUEUED_S = 120.0
-# Of a compute, for sums of steps that should be it.
+# Tolerance on a compute: sums of steps' compute may fall short of a level by rounding.
 _ABOUT = 1 - 1e-9
 
 Planner = Callable[[Sequence[Sequence[str]]], list[RunSpec]]
 
 
 class LiveRace:
-    """Conducts a study as a race (`sweeps.launch.conductor.Conductor`).
+    """Conductor that runs a study as a race (`sweeps.launch.conductor.Conductor`).
 
     Args:
         study: whose members race.
@@ -103,7 +103,7 @@ class LiveRace:
     # --- what it wants -------------------------------------------------------------------------------------------
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> Wish:
-        """See `Conductor.wish`: who is behind comes first, who is ahead of a look waits for the others."""
+        """Want members that are behind first; one ahead of a look waits for the others. See `Conductor.wish`."""
         everybody = states
         now, states = self._clock(), self._own(states)
         if not self._told_members:
@@ -135,7 +135,7 @@ class LiveRace:
         return self._wish
 
     def _own(self, states: Mapping[str, MemberState]) -> dict[str, MemberState]:
-        """Of the members that race, and of what freed compute pays for: others may share the folder."""
+        """Select the states of racing members and of runs paid by freed compute: others may share the folder."""
         return {run: states[run] for run in dict.fromkeys([*self._members, *self._extra]) if run in states}
 
     def _wanted(
@@ -171,7 +171,7 @@ class LiveRace:
         return [run for run in open_runs if run not in over and run not in later], later, over
 
     def _border(self, racing: Sequence[str]) -> float | None:
-        """Compute up to which all are taken before any goes on; None where it is not known what that takes."""
+        """Return the compute that all must reach before any goes further; None if the budget is not known yet."""
         if self._record.rules is None:
             return None
         border = self._record.rules.first * self._record.rules.budget
@@ -187,12 +187,12 @@ class LiveRace:
     # --- what it sees --------------------------------------------------------------------------------------------
 
     def _curves(self) -> list[Curve]:
-        """Of the evaluations so far, in the order of the study, not of who came first: sums depend on it."""
+        """Make the curves so far, in the study's order and not that of arrival: floating-point sums depend on it."""
         runs = [run for run in self._members if run not in self._extra]
         return self._journals.curves(runs, self._record.metric, self._record.axis)
 
     def _cost(self, run: str) -> float | None:
-        """Compute to its last step at the pace of its first tenth; None before that was evaluated."""
+        """Estimate a run's compute to its last step from its first tenth; None before an evaluation there."""
         axis, steps = self._record.axis, self._spec(run).steps
         for record in self._journals.evaluations(run) if axis is not None else []:
             if record.step >= _SHOWN * steps:
@@ -207,7 +207,7 @@ class LiveRace:
     # --- looks ---------------------------------------------------------------------------------------------------
 
     def _look(self, states: Mapping[str, MemberState], ended: Collection[str]) -> list[str]:
-        """Take the looks that can be taken; returns what is to be said."""
+        """Take the looks that are due; return lines to print."""
         try:
             curves = self._curves()
         except UserError as error:  # an evaluation without the metric or the axis: no look, but no end of the study
@@ -237,7 +237,7 @@ class LiveRace:
         return [f"race: {line}" for line in said]
 
     def _begin(self, states: Mapping[str, MemberState], ended: Collection[str], curves: Sequence[Curve]) -> list[str]:
-        """Settle the budget, once it can be told."""
+        """Fix the race's budget and rules, once the budget is known, and record them; return a line to print."""
         budget, source = self._settings.budget, "given"
         if budget is None:
             known = {run: self._cost(run) for run in states}
@@ -263,13 +263,13 @@ class LiveRace:
         return [f"to {budget:.4g} {first.unit} a run ({source}); the first look is at {rules.first * budget:.4g}"]
 
     def _write(self, line: Mapping[str, Any]) -> float:
-        """Returns when: seconds, by the clock of the ledger's entries."""
+        """Append a line to the race record; return its time in seconds, by the ledger's clock."""
         now = self._study.ledger.now()
         append_lines(self._study.directory / RACE_FILE, [{"time": now, **line}], durable=True)
         return now
 
     def _end(self, states: Mapping[str, MemberState], over: Collection[str], at_work: Collection[str]) -> list[str]:
-        """How the race has ended, once nobody races any more: ranking, winner, and what was spared."""
+        """Describe the race's result once no member races any more: ranking, winner, and compute saved."""
         self._worked = self._worked or bool(at_work)
         racing = [run for run in self._members if run in states and run not in over and states[run].state != "finished"]
         given_up = self._worked and all(states[run].state == "failed" for run in racing)
@@ -293,11 +293,11 @@ class LiveRace:
     # --- freed compute -------------------------------------------------------------------------------------------
 
     def decided(self) -> list[RunSpec]:
-        """See `Conductor.decided`: what freed compute went to, where that is written down."""
+        """Return the runs that freed compute pays for, if they are recorded. See `Conductor.decided`."""
         return [] if self._freed_done or self._record.freed is None else self._bought(self._record.freed)
 
     def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
-        """See `Conductor.members`: once the race is over, what the plan names for the compute that it has freed."""
+        """Return the runs planned for the freed compute, once the race is over. See `Conductor.members`."""
         if self._freed_done or self._record.rules is None:
             return []
         states = self._own(states)
@@ -318,7 +318,7 @@ class LiveRace:
         return self._bought(self._record.freed)
 
     def _bought(self, freed: Mapping[str, Any]) -> list[RunSpec]:
-        """The runs that freed compute pays for, with the budgets that they have by it."""
+        """Make the specs of the runs that freed compute pays for, with their new budgets."""
         mine = {spec.run for spec in self._study.specs}
         planned = [
             spec
@@ -334,12 +334,12 @@ class LiveRace:
         return specs
 
     def _dead(self, states: Mapping[str, MemberState]) -> list[str]:
-        """Recipes in the race of which every run has failed."""
+        """Return the recipes in the race whose runs have all failed, sorted."""
         own = [(state.recipe, state.state, 0.0) for state in states.values()]
         return sorted(how_far(own)[1] - self._record.stopped.keys())
 
     def _plan(self, states: Mapping[str, MemberState], finished: Sequence[str]) -> dict[str, Any]:
-        """What `scalerl plan --budget` makes of the compute that was freed, for runs of the recipes that are left."""
+        """Split the freed compute over the remaining recipes, as `scalerl plan --budget` does; return the record."""
         rules, stopped = self._record.rules, self._record.stopped
         assert rules is not None
         freed = sum(self._spared(states).values())
@@ -362,7 +362,7 @@ class LiveRace:
         return {**line, "steps": steps, "sentence": split.sentence}
 
     def _spared(self, states: Mapping[str, MemberState]) -> dict[str, float]:
-        """Compute that each stopped member was really spared; in a dry run, that it would have been."""
+        """Compute saved on each stopped member; in a dry run, what would have been saved."""
         record = self._record
         assert record.rules is not None
         started: dict[str, float] = {}
@@ -386,14 +386,14 @@ class LiveRace:
         return found
 
     def _seed(self, run: str) -> tuple[str, str]:
-        """One more seed of a recipe: the run that it is like, and what is another."""
+        """Return a run to copy for one more seed of its recipe, and the overrides that differ."""
         spec = self._spec(run)
         seeds = [each.seed for each in self._study.specs if each.recipe == spec.recipe]
         # The budget is written down: the run that it is like may be made longer.
         return run, f"seed={max(seeds) + 1} budget.steps={spec.steps}"
 
     def _longer(self, runs: Sequence[str], compute: float) -> list[tuple[str, str]]:
-        """Runs taken to a compute, at the pace that they have had; those that it makes longer."""
+        """Extend runs to a compute at their pace so far; return those that become longer, with the new budget."""
         found = []
         for run in [run for run in runs if self._reached.get(run, 0.0) > 0]:
             last = self._journals.evaluations(run)[-1]
@@ -402,7 +402,7 @@ class LiveRace:
         return found
 
     def _planned_as(self, base: RunSpec, override: str) -> list[RunSpec]:
-        """A member like another, an override or two apart, under its label."""
+        """Plan a member like another, with a few overrides changed, under the same label; empty if it cannot be."""
         if self._planned is None or not base.overrides:
             return []
         changed = override.split()
@@ -422,5 +422,5 @@ class LiveRace:
 
 
 def _same(before: str | None, why: str) -> str:
-    """The reason that was given first: another one would be asked anew."""
+    """Keep the reason given first: with a changed one the controller would ask the member to stop again."""
     return before or why

@@ -18,7 +18,7 @@ RACE_FILE = "race.jsonl"
 
 @dataclass(frozen=True)
 class RaceRecord:
-    """What `race.jsonl` holds. rules, axis and metric are None before the race has begun.
+    """Content of a study's `race.jsonl`. rules, axis and metric are None before the race has begun.
 
     mode: of the last look. freed: what the freed compute went to. pruned: by run, why a trial of a search was stopped.
     taken: of each look, when it was written down (seconds) and in which mode. members: identities of those that race,
@@ -37,7 +37,7 @@ class RaceRecord:
 
     @classmethod
     def read(cls, study: Path, members: Collection[str] | None = None) -> RaceRecord:
-        """The record of the study in a folder; an empty one where there was no race.
+        """Read the record of the study in a folder; an empty one if there was no race.
 
         Args:
             study: folder of the study.
@@ -69,12 +69,12 @@ class RaceRecord:
 
     @property
     def stopped(self) -> dict[str, Look]:
-        """By recipe, the look that stopped it."""
+        """The look that stopped each stopped recipe, by recipe."""
         return {name: look for look in self.looks for name in look.stopped}
 
     @property
     def sentence(self) -> str:
-        """What the race has come to."""
+        """One sentence on the race's budget, stopped recipes and looks, or on the pruned trials."""
         if self.rules is None:
             return f"{len(self.pruned)} trials were pruned" if self.pruned else "no race"
         verb = "would be stopped (a dry run)" if self.mode == "dry_run" else "stopped"

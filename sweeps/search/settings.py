@@ -1,4 +1,4 @@
-"""How a study is raced or a space searched, where neither NumPy nor SciPy need be imported to check it."""
+"""Settings of races and searches, in a module that imports neither NumPy nor SciPy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRUNERS = ("none", "race")
 
 @dataclass(frozen=True)
 class Axis:
-    """What a search varies: a key of the configuration, and either its values or its range.
+    """One axis of a search space: a key of the configuration, and either its values or its range.
 
     choices: texts as on the command line. low, high: both ends belong to the range; log: searched by ratio.
     """
@@ -40,7 +40,7 @@ class Axis:
             raise UserError(f"{self.key}: tag(log, interval({self.low:g},...)): a logarithm needs ends above 0")
 
     def __str__(self) -> str:
-        """As on the command line."""
+        """Return the axis as an override of the command line."""
         if self.choices:
             return f"{self.key}={','.join(self.choices)}"
         interval = f"interval({self.low!r},{self.high!r})"
@@ -51,7 +51,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """How a space is searched.
+    """Settings of a search over a space by Optuna.
 
     Args:
         n_trials: trials, those of earlier launches into the same folder counted.
@@ -91,7 +91,7 @@ class SearchSettings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> SearchSettings:
-        """From a configuration.
+        """Make the settings from a configuration's mapping.
 
         Raises:
             UserError: an unknown key, or a value out of range.
@@ -99,13 +99,13 @@ class SearchSettings:
         return cls(**_known(cls, "hydra.sweeper", given))
 
     def rules(self) -> Rules:
-        """Those of its race; without a budget, of one to a compute of 1."""
+        """Return the rules by which trials are pruned; without a budget they are for a compute of 1."""
         return Rules(1.0 if self.budget is None else float(self.budget), float(self.p_ahead), first=float(self.first))
 
 
 @dataclass(frozen=True)
 class RaceSettings:
-    """How a study is raced.
+    """Settings of a study's race, from `race.*` of the configuration.
 
     Args:
         mode: `none`; `dry_run` (looks are taken and written down, nothing is stopped); `live`.
@@ -140,7 +140,7 @@ class RaceSettings:
 
     @classmethod
     def of(cls, given: Any) -> RaceSettings:
-        """From a configuration; None, or none at all, is no race.
+        """Make the settings from a configuration's value; None stands for no race.
 
         Raises:
             UserError: no mapping, an unknown key, or a value out of range.
@@ -152,7 +152,7 @@ class RaceSettings:
         return cls(**_known(cls, "race", given))
 
     def rules(self, budget: float) -> Rules:
-        """The rules of a race to a budget."""
+        """Return the rules of a race to this budget."""
         return Rules(float(budget), float(self.p_ahead), self.looks, float(self.first), float(self.growth))
 
 
@@ -163,7 +163,7 @@ def _check_choices(settings: Any, where: str, **valid: Sequence[str]) -> None:
 
 
 def _check_numbers(settings: Any, where: str, *names: str) -> None:
-    """None is one where it is the default."""
+    """Check that the settings of these names are numbers; None is valid where it is the default."""
     for name in names:
         value = getattr(settings, name)
         absent = value is None and getattr(type(settings), name) is None
@@ -180,7 +180,7 @@ def _known(settings: Any, where: str, given: Mapping[str, Any]) -> dict[str, Any
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """What is wrong with the rules, by the names that their settings have here and not on the command line."""
+    """Context manager: rewrite option names in errors on rules to the names of these settings."""
     try:
         yield
     except UserError as error:
