@@ -1,4 +1,4 @@
-"""From what a user points at (runs, tables, other frameworks' logs, MLflow) to curves, or one line that says why not.
+"""Loading of curves from the user's sources: runs, tables, other frameworks' logs, MLflow.
 
 `readers` lists the readers in the order they are asked; adding a format is one module and one line there.
 """

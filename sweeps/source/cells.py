@@ -1,4 +1,4 @@
-"""Cells and rows: what a table file holds, before anybody knows which column means what."""
+"""Cells and rows of a table file, before its columns are assigned roles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COMMA = re.compile(r"\s*[+-]?(?:\d+(?:,\d*)?|,\d+)(?:[eE][+-]?\d+)?\s*%?\s*")
 
 @dataclass(frozen=True)
 class Rows:
-    """A table as read. A cell is "" where it is empty, None where its row is too short to have it.
+    """Header and cells of a table file. A cell is "" where it is empty, None where its row is too short to have it.
 
     names: the header, a repeated name as often as it occurs. cells: the first column of a name. torn: what is
     wrong with a last line that does not parse; the line is not among the rows. place: where a row (counted from 0)
@@ -44,17 +44,17 @@ class Rows:
     notes: Sequence[str] = ()
 
     def named(self, wanted: str) -> list[str]:
-        """The columns of a name, in whichever case."""
+        """Return the distinct columns of a name, compared without case."""
         key = wanted.strip().casefold()
         return [name for name in dict.fromkeys(self.names) if name.strip().casefold() == key]
 
     def label(self, name: str) -> list[str]:
-        """A column as text."""
+        """Return the cells of a column as stripped text."""
         return [str(cell).strip() for cell in self.cells(name)]
 
 
 def numbers(cells: Sequence[Any]) -> Array:
-    """A column as numbers, "21%" as 0.21, NaN for what is not a finite number (a truth value is none)."""
+    """Convert a column to numbers, "21%" to 0.21, NaN for what is not a finite number (a truth value is none)."""
     values = floats(cells)
     if values is None:
         values = np.array([_number(cell) for cell in cells], dtype=float)
@@ -63,7 +63,7 @@ def numbers(cells: Sequence[Any]) -> Array:
 
 
 def floats(cells: Sequence[Any]) -> Array | None:
-    """A column of which every cell is a number as Python writes it, at once; None for any other."""
+    """Convert a column whose cells are all numbers, or texts that Python parses as such; None for any other column."""
     if not set(map(type, cells)) <= {str, int, float}:
         return None
     try:
@@ -84,19 +84,19 @@ def _number(cell: Any) -> float:
 
 
 def mixed_percent(cells: Sequence[Any], values: Array) -> tuple[int, int] | None:
-    """The first cell with a percent sign and the first above 1 without, if a column has both: which is meant?"""
+    """Find an ambiguous column: return its first cell with a percent sign and its first above 1 without, else None."""
     signed = np.array([isinstance(cell, str) and cell.rstrip().endswith("%") for cell in cells], dtype=bool)
     plain = ~signed & (values > 1)
     return (int(signed.argmax()), int(plain.argmax())) if signed.any() and plain.any() else None
 
 
 def is_empty(cell: object) -> bool:
-    """No value at all: nothing was logged there."""
+    """Return whether a cell is None or blank text, so that nothing was logged there."""
     return cell is None or (isinstance(cell, str) and not cell.strip())
 
 
 def is_blank(cell: object) -> bool:
-    """No value, or one of the words that exports write for none."""
+    """Return whether a cell is empty, NaN, or a word that exports write for no value."""
     if isinstance(cell, str):
         text = cell.strip()
         return not text or text.casefold() in _NO_VALUE
@@ -104,7 +104,7 @@ def is_blank(cell: object) -> bool:
 
 
 def records_as_rows(records: Sequence[Mapping[str, Any]], torn: str | None = None) -> Rows:
-    """Rows from objects with keys; the header is every key found, in order."""
+    """Make rows from mappings; the header is every key found, in order."""
     names = list(dict.fromkeys(key for record in records for key in record))
 
     def cells(name: str) -> list[Any]:
@@ -115,7 +115,7 @@ def records_as_rows(records: Sequence[Mapping[str, Any]], torn: str | None = Non
 
 
 def read_rows(file: File) -> Rows | None:
-    """The rows of a CSV, JSONL, JSON or Parquet file, told apart by content and ending; None for an empty file.
+    """Read the rows of a CSV, JSONL, JSON or Parquet file, by its content and ending; None for an empty file.
 
     Raises:
         UserError: the file is none of them, or damaged.
@@ -127,7 +127,7 @@ def read_rows(file: File) -> Rows | None:
 
 
 def is_parquet(file: File) -> bool:
-    """By its mark, or by its ending."""
+    """Return whether a file is Parquet, by its magic bytes or its ending."""
     return file.start.startswith(b"PAR1") or file.suffix == ".parquet"
 
 
@@ -142,7 +142,7 @@ def _parse(file: File) -> Rows | None:
 
 
 def _csv(file: File) -> Rows | None:
-    """Header and rows of a CSV file; blank lines are no rows."""
+    """Parse header and rows of a CSV file; blank lines are skipped, delimiter and decimal commas detected."""
     file.wanted = "a CSV file with a header line, or a log that one of the readers knows"
     text = _whole_lines(file)
     top_line = re.search(r"\S[^\r\n]*", text)
@@ -189,7 +189,7 @@ def _csv(file: File) -> Rows | None:
 
 
 def _delimiter(header: str) -> str:
-    """What parts a header into the most names: a comma, or else a semicolon or a tab.
+    """Return the delimiter that splits a header into the most names: comma, semicolon or tab.
 
     Names with a quote in them do not count: the wrong character parts what is quoted for the right one.
     """
@@ -201,9 +201,9 @@ def _delimiter(header: str) -> str:
 
 
 def _decimal_commas(header: Sequence[str], body: Sequence[list[str]]) -> list[str]:
-    """Columns whose numbers have decimal commas, or no decimals; rewritten here with points.
+    """Replace decimal commas by points in the rows, in place; return the names of the columns concerned.
 
-    One number with a decimal point, and the column stays as it is: its commas may part thousands.
+    A column with any decimal point stays as it is: its commas may separate thousands.
     """
     found = []
     for at, name in enumerate(header):
@@ -220,7 +220,7 @@ def _decimal_commas(header: Sequence[str], body: Sequence[list[str]]) -> list[st
 
 
 def _whole_lines(file: File) -> str:
-    """The text of a CSV file without the lines that NUL bytes were in: what is left of a cell looks like a cell."""
+    """Return a CSV file's text without lines that held NUL bytes: a cut-off cell looks like a whole one."""
     text = file.text
     if not file.holed:
         return text

@@ -1,4 +1,4 @@
-"""What was asked of the sources, and what they gave: points by curve, with a line on how each was read."""
+"""The user's request to the sources, and the points that they gave by curve, with a line on how each was read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALL = "all"
 
 @dataclass
 class LoadedStudy:
-    """What the sources hold: a curve per recipe, the journals, and what went unused and why.
+    """Content of the sources: a curve per recipe, the journals, and what was left out and why.
 
     mapping: a line a source: which reader it was, which column became what and by which rule, how many rows gave
     points and what became of the others. shown: those of the lines that a user must see, because the format is
@@ -33,7 +33,7 @@ class LoadedStudy:
     shown: list[str] = field(default_factory=list)
 
     def note(self, line: str, shown: bool) -> None:
-        """Keep a line of the mapping."""
+        """Add a line to the mapping, and to the lines that a user must see if `shown`."""
         self.mapping.append(line)
         if shown:
             self.shown.append(line)
@@ -41,7 +41,7 @@ class LoadedStudy:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user named: the reward (`y` of a table or log, `metric` of a journal), compute, labels.
+    """Names given by the user: the reward (`y` of a table or log, `metric` of a journal), compute, labels.
 
     seed_from: a pattern with one group, for seeds that are hidden in the recipes' names of foreign sources.
     """
@@ -54,7 +54,7 @@ class Asked:
     seed_from: re.Pattern[str] | None = None
 
     def parted(self, name: str) -> tuple[str, str | None]:
-        """A recipe's label and the seed hidden in it, by `seed_from`: its group is the seed, the rest the label."""
+        """Split a name by `seed_from` into the recipe's label and the seed in its group; None for no seed."""
         found = self.seed_from.search(name) if self.seed_from is not None else None
         if found is None or found[1] is None:
             return name, None
@@ -64,7 +64,7 @@ class Asked:
 
 @dataclass
 class CurvePoints:
-    """The points of one curve as they are read: one list a column.
+    """Points of one curve while they are read, one list per column.
 
     recipe: the label; name: what of it the source gave. own_seeds: its seeds, or some of them, stand in the source.
     """
@@ -100,7 +100,7 @@ class CurvePoints:
 
 
 class Collected:
-    """The curves of a study while its sources are read.
+    """Collector of a study's curves while its sources are read.
 
     Args:
         asked: what the user named.
@@ -117,7 +117,7 @@ class Collected:
     def points(
         self, recipe: str, factors: Mapping[str, str], axis: str, metric: str, where: str, baseline: str | None = None
     ) -> CurvePoints:
-        """The curve of a recipe, and of the factors asked for, to add points to.
+        """Return the curve of a recipe and its factors, made if need be, to add points to.
 
         `baseline` is the recipe that it departs from, if the source says; its curve is that of the same factors.
 
@@ -140,14 +140,14 @@ class Collected:
         return found
 
     def run_label(self, points: CurvePoints, seed: str | None) -> str:
-        """A label of its own for a log's run: its seed if it names one, or else its number in the curve, marked."""
+        """Return a unique seed label for a log's run: its seed if known, else `run N`, its number in the curve."""
         known = self._runs.setdefault(points.recipe, [])
         label = _free(f"{UNNAMED}{len(known)}" if seed is None else seed, known)
         known.append(label)
         return label
 
     def curves(self) -> list[Curve]:
-        """The curves, by label.
+        """Make the curves, sorted by label, after taking seeds from the runs' names.
 
         Raises:
             UserError: two of them do not share an axis.
@@ -179,7 +179,7 @@ class Collected:
         return curves
 
     def _take_seeds_from_names(self) -> None:
-        """Put together what are seeds of one recipe by the runs' names, where no field says a seed, and say it.
+        """Merge runs that are seeds of one recipe by their names, where no field gives a seed, and note it.
 
         The word `seed` suffices; a letter does if the names then differ in the number alone.
         """
@@ -219,14 +219,14 @@ class Collected:
 
 
 def _at_peak(points: CurvePoints) -> list[float] | None:
-    """Compute at the peak of the learning rate; None where no run's rate decays."""
+    """Return each point's compute at the peak of the learning rate; None if no run's rate decays."""
     if all(value is None for value in points.at_peak):
         return None
     return [own if value is None else value for own, value in zip(points.compute, points.at_peak, strict=True)]
 
 
 def _free(label: str, known: Container[str]) -> str:
-    """The label, or it with the first number that makes another of it."""
+    """Return the label, or `label#N` with the first N from 2 on that is free."""
     free, number = label, 2
     while free in known:
         free = f"{label}#{number}"

@@ -16,7 +16,7 @@ from sweeps.source.vocabulary import STEP_NAMES, counters
 
 
 def column_named(file: File, rows: Rows, wanted: str, option: str, asked: bool = False) -> str | None:
-    """The column of a name in any case; the name as it is comes first where the user gave it.
+    """Find the column of a name in any case, None if there is none; a user's own name is tried as it is first.
 
     Raises:
         UserError: there are several.
@@ -33,7 +33,7 @@ def column_named(file: File, rows: Rows, wanted: str, option: str, asked: bool =
 
 
 def counter_named(file: File, rows: Rows) -> str | None:
-    """The column of a framework's counter of compute, or else of a step: an order, not compute.
+    """Find the column of a framework's compute counter, else of a step (an order, not compute), else None.
 
     Raises:
         UserError: there are several counters.
@@ -48,7 +48,7 @@ def counter_named(file: File, rows: Rows) -> str | None:
 
 
 def cells_of(file: File, rows: Rows, names: Sequence[str]) -> dict[str, list[Any]]:
-    """The columns' cells, as many as there are rows."""
+    """Return the cells of these columns, checked to exist once each and to be as many as the rows."""
     twice = sorted({name for name in names if rows.names.count(name) > 1})
     if twice:
         raise UserError(f"{file.path}: column {', '.join(map(short, twice))} occurs more than once; rename one")
@@ -66,7 +66,7 @@ def cells_of(file: File, rows: Rows, names: Sequence[str]) -> dict[str, list[Any
 def strict_numbers(
     file: File, rows: Rows, name: str, cells: Sequence[Any], option: str
 ) -> tuple[Array, NDArray[np.bool_]]:
-    """A column's numbers, and which of its cells are blank (NaN among the numbers).
+    """Convert a column to numbers; return them, and the mask of blank cells (NaN among the numbers).
 
     Raises:
         UserError: a cell that is neither blank nor a finite number, or percent signs at some cells only.

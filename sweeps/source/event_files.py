@@ -25,12 +25,12 @@ _MARK = "tfevents"
 
 
 def event_files(directory: Path) -> list[Path]:
-    """The event files at or below a directory."""
+    """Return the event files at or below a directory, sorted by path."""
     return sorted(path for path in directory.rglob(f"*{_MARK}*") if path.is_file())
 
 
 def matches(file: File, into: Collected) -> bool:
-    """A name as TensorBoard gives it: the records have no mark of their own."""
+    """Return whether the name is one of TensorBoard's, for the records have no magic bytes."""
     return _MARK in file.path.name
 
 
@@ -80,7 +80,7 @@ def _add(runs: dict[str, list[Path]], where: str, into: Collected, named: str) -
 
 
 def _load(path: Path, scalars: dict[str, list[tuple[float, float, float]]]) -> str | None:
-    """Add a file's scalars (step, wall time, value) by tag; a warning if it was not read to its end."""
+    """Add a file's scalars (step, wall time, value) by tag; return a warning if it was not read to its end."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util import tensor_util
 
@@ -103,7 +103,7 @@ def _load(path: Path, scalars: dict[str, list[tuple[float, float, float]]]) -> s
 
 
 def _scalar(value: Any, as_array: Callable[[Any], Any]) -> float | None:
-    """A summary's number: a scalar, in TensorBoard's old or new form."""
+    """Return a summary's scalar, in TensorBoard's old or new form; None if it is no scalar."""
     if value.metadata.plugin_data.plugin_name not in ("scalars", ""):
         return None
     if value.HasField("simple_value"):
@@ -115,7 +115,7 @@ def _scalar(value: Any, as_array: Callable[[Any], Any]) -> float | None:
 
 
 def _log(name: str, scalars: dict[str, list[tuple[float, float, float]]], warnings: list[str]) -> Log:
-    """A run from its scalars, with the seconds since its first event as one more metric."""
+    """Make a run's log from its scalars, with the seconds since its first event as one more metric."""
     events = np.unique(np.array([row[:2] for rows in scalars.values() for row in rows], dtype=float), axis=0)
 
     def series(tag: str) -> Series:
@@ -132,7 +132,7 @@ def _log(name: str, scalars: dict[str, list[tuple[float, float, float]]], warnin
 
 
 def _walk(path: Path) -> tuple[int, bool]:
-    """Whole records by their lengths (8 bytes, a checksum, data, a checksum), and whether the last ends the file."""
+    """Count whole records by length (8 bytes, checksum, data, checksum); return also if the last ends the file."""
     try:
         size = path.stat().st_size
         count = at = 0

@@ -1,4 +1,4 @@
-"""Files that hold runs and that no reader reads yet: told what to export instead, before they are taken for text."""
+"""Known but unsupported files: refused with a hint on what to export instead, before they are taken for text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def matches(file: File, into: Collected) -> bool:
 
 
 def read(file: File, into: Collected) -> None:
-    """Say what to give in its place.
+    """Refuse the file with the format to give instead.
 
     Raises:
         UserError: always.

@@ -1,4 +1,4 @@
-"""Which held-out prompts a study's runs had passed by a compute, for comparisons prompt by prompt."""
+"""Passes by held-out prompt of a study's runs at a compute, for comparisons paired by prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
 
 
 def passes_by(runs: Sequence[JournalView], axis: str, metric: str) -> Callable[[str, float], Mapping[str, Passes]]:
-    """Return what gives the newest passes of a recipe's runs at or before a compute, by seed.
+    """Return a function that gives, by seed, the newest passes of a recipe's runs at or before a compute.
 
     Args:
         runs: of the study.

@@ -26,7 +26,7 @@ _PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
 
 
 def is_journal(path: Path) -> bool:
-    """Whether a `metrics.jsonl` is ours: other frameworks use the name for rows without a `kind`."""
+    """Return whether a `metrics.jsonl` is ours: other frameworks use the name for rows without a `kind`."""
     try:
         with path.open("rb") as handle:
             first = parse_json(handle.readline(1 << 20))
@@ -114,7 +114,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
 
 
 def _at_peak(view: JournalView, axis: str, spent: Sequence[float]) -> list[float | None]:
-    """What the compute of evaluations amounts to at the peak of the learning rate; None each if it does not decay."""
+    """Convert the evaluations' compute to that at the peak of the learning rate; None each if it does not decay."""
     logged = [
         (float(record.step) if axis == STEP else value, rate)
         for record in view.of_kind("train")
@@ -129,7 +129,7 @@ def _at_peak(view: JournalView, axis: str, spent: Sequence[float]) -> list[float
 
 
 def _labels(view: JournalView, into: Collected) -> tuple[str, dict[str, str]]:
-    """A run's recipe and the factors asked for: fields of its header, or keys of its configuration."""
+    """Return a run's recipe and the factors asked for, from its header, else from its configuration."""
     recipe = str(view.header.get("recipe", view.path.parent.name))
     if not into.asked.factors:
         return recipe, {}
@@ -166,14 +166,14 @@ def _dotted(config: Any, name: str) -> Any:
 
 
 def _keys(config: Any, prefix: str = "") -> list[str]:
-    """The dotted keys of a configuration."""
+    """Return the dotted keys of a configuration's values."""
     if not isinstance(config, Mapping):
         return [prefix[:-1]] if prefix else []
     return [key for name, value in config.items() for key in _keys(value, f"{prefix}{name}.")]
 
 
 def _seed_labels(views: Sequence[JournalView]) -> list[str]:
-    """A label per run: its seed, numbered where two different runs of a recipe share one."""
+    """Return a label per run: its seed, numbered where two different runs of a recipe share one."""
     known: dict[tuple[str, str], list[str]] = {}
     labels = []
     for view in views:
@@ -188,13 +188,13 @@ def _seed_labels(views: Sequence[JournalView]) -> list[str]:
 
 
 def axes_of(views: Sequence[JournalView]) -> list[str]:
-    """What runs can be compared along: steps, and every compute axis that all their evaluations have."""
+    """Return the axes along which runs can be compared: steps, and compute axes that all evaluations have."""
     records = [record for view in views for record in view.of_kind("eval")]
     return [STEP, *(axis for axis in UNITS if records and all(axis in record.metrics for record in records))]
 
 
 def _default_axis(views: Sequence[JournalView]) -> str:
-    """That of the device, or FLOPs where not every run has it."""
+    """Return the device's default compute axis, or FLOPs where not every evaluation has it."""
     on_gpu = all(str(view.header.get("device", "")).startswith("cuda") for view in views)
     for axis in (default_axis(on_gpu), FLOPS):
         if all(axis in record.metrics for view in views for record in view.of_kind("eval")):
@@ -206,7 +206,7 @@ def _default_axis(views: Sequence[JournalView]) -> str:
 
 
 def _sets(views: Sequence[JournalView]) -> dict[str, str]:
-    """Every pass rate of the runs, with its set."""
+    """Return the names of all pass rates in the runs, each with its evaluation set."""
     names = dict.fromkeys(name for view in views for record in view.of_kind("eval") for name in record.metrics)
     found = {name: match[1] for name in names if (match := _PASS_RATE.fullmatch(name))}
     if not found:
@@ -215,7 +215,7 @@ def _sets(views: Sequence[JournalView]) -> dict[str, str]:
 
 
 def _default_metric(views: Sequence[JournalView]) -> str:
-    """The first evaluation set of the first run."""
+    """Return the pass rate of the first evaluation set of the first run."""
     names = views[0].of_kind("eval")[0].metrics
     for name in names:
         if _PASS_RATE.fullmatch(name):

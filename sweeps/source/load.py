@@ -1,4 +1,4 @@
-"""All sources of a study into one set of curves."""
+"""Loading of all sources of a study into one set of curves."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def load(
 
 
 def _read(file: File, into: Collected) -> None:
-    """Read a file by the first reader that knows it, and say what of its text was dropped."""
+    """Read a file by the first reader that matches it, and add a warning about dropped text."""
     try:
         next(reader for reader in READERS if reader.matches(file, into)).read(file, into)
     except UserError as error:
@@ -107,7 +107,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def _find(path: Path, run_dirs: list[Path], files: list[File | tuple[Path, list[Path]] | str]) -> None:
-    """What a path holds: our runs, event files, or one file that a reader is sought for."""
+    """Add what a path holds to `run_dirs` or `files`: our runs, event files, or one file for a reader."""
     if not _exists(path):
         raise UserError(
             f"{short(str(path), 400)}: no such file or directory; give a run, a sweep, a table (CSV, JSONL, Parquet), "

@@ -39,14 +39,14 @@ class Series:
     first_bad: str = ""
 
     def latest(self) -> tuple[Array, Array, int]:
-        """Steps in order and the last value logged at each, with the number of values that were superseded."""
+        """Return the sorted steps, the last value logged at each, and the number of superseded values."""
         steps, first = np.unique(self.steps[::-1], return_index=True)
         return steps, self.values[::-1][first], len(self.steps) - len(steps)
 
 
 @dataclass(frozen=True)
 class Log:
-    """One run: `series` reads a metric, `label` a text that describes the run (a tag, a constant column)."""
+    """Log of one run: `series` reads a metric, `label` a text that describes the run (a tag, a constant column)."""
 
     name: str
     names: Sequence[str]
@@ -68,7 +68,7 @@ class Column:
 
 
 def series_of_rows(rows: Rows, steps: Array, at: Sequence[int] | None = None) -> Callable[[str], Series]:
-    """The metrics of the rows that belong to one run (all if not said), `steps` being those of all rows."""
+    """Return a reader of metrics for the rows `at` of one run, all by default; `steps` are those of all rows."""
 
     def series(name: str) -> Series:
         cells = rows.cells(name)
@@ -92,7 +92,7 @@ def series_of_rows(rows: Rows, steps: Array, at: Sequence[int] | None = None) ->
 
 
 def logs_of_rows(rows: Rows, name: str, step: str, asked_labels: Sequence[str]) -> tuple[list[Log], int, str | None]:
-    """The runs in a table of log rows; also the rows without a step, and the column that told the runs apart.
+    """Split a table of log rows into runs; return them, the number of rows without a step, and the run column.
 
     asked_labels: columns that the user groups by; with a column that names runs, and `seed`, they part the rows.
     """
@@ -115,7 +115,7 @@ def logs_of_rows(rows: Rows, name: str, step: str, asked_labels: Sequence[str]) 
 
 
 def series_of_records(records: Sequence[tuple[float, dict[str, Any]]]) -> Callable[[str], Series]:
-    """The metrics of records that each have a step."""
+    """Return a reader of metrics for records that each have a step."""
     steps = np.array([step for step, _ in records], dtype=float)
 
     def series(name: str) -> Series:
@@ -137,7 +137,7 @@ def add_logs(
     reward: Column | None = None,
     compute: Column | None = None,
 ) -> None:
-    """Choose reward and compute for the runs of one source, add their points, and say what was done.
+    """Choose reward and compute for the runs of one source, add their points, and note what was chosen.
 
     Args:
         logs: the runs.
@@ -314,7 +314,11 @@ def _add_reward(
 
 
 def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str]]:
-    """The recipe of a run and its factors, as the user groups them."""
+    """Return the recipe of a run and its factors, by the labels that the user groups by.
+
+    Raises:
+        UserError: the run has no such label.
+    """
     values = {}
     for name, option in [(into.asked.by, "--by"), *((factor, "--group") for factor in into.asked.factors)]:
         if name is None:
@@ -331,7 +335,7 @@ def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str
 
 
 def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Array, int, int, list[str]]:
-    """Compute spent at the steps of the evaluations; how many of them are before and between logged steps; warnings."""
+    """Interpolate compute at `steps`; return it, the counts before and between logged steps, and warnings."""
     if compute.name not in log.names:
         if compute.name in STEP_NAMES or compute.rule.startswith("no counter"):
             if (steps < 0).any():
@@ -371,7 +375,7 @@ def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Ar
 
 
 def _at_peak(log: Log, compute: Column, steps: Array, spent: Array, where: str) -> Array | None:
-    """What compute `spent` at `steps` amounts to at the peak of the learning rate; None if none is logged."""
+    """Convert compute `spent` to that at the peak learning rate; None if no rate is logged or it does not decay."""
     name = next(iter(first_match([RATE], log.names)), None)
     if name is None:
         return None
@@ -380,7 +384,7 @@ def _at_peak(log: Log, compute: Column, steps: Array, spent: Array, where: str) 
 
 
 def _gaps(at: Array, name: str) -> list[str]:
-    """What makes a running sum too low."""
+    """Return warnings on missing steps, by which a running sum is too low."""
     said = []
     if at[0] > 1:
         said.append(f"the log starts at step {at[0]:g}: what {name} was before is not in the running sum")
@@ -391,7 +395,7 @@ def _gaps(at: Array, name: str) -> list[str]:
 
 
 def _standard_error(log: Log, reward: str, steps: Array) -> Array | None:
-    """`<reward>_se` at the steps of the reward, if it is there at all of them."""
+    """Return `<reward>_se` at the reward's steps; None unless it is there at all of them and not negative."""
     name = f"{reward}_se"
     if name not in log.names:
         return None

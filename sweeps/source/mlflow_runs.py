@@ -31,7 +31,7 @@ _OURS = ("sweep", "member", "fit", "band")  # the tag `kind` of what our tracker
 
 
 def matches_text(source: str) -> bool:
-    """A source that is an MLflow experiment and not a path."""
+    """Return whether a source is an MLflow experiment (`mlflow:...`) and not a path."""
     return source.startswith(PREFIX)
 
 
@@ -88,7 +88,7 @@ def _runs(uri: str, experiment: str, where: str) -> tuple[list[Run], MlflowClien
 
 
 def _check_database(path: Path) -> None:
-    """Look before MLflow does: it would create a missing file, and tables in one that is not its own.
+    """Check a database before MLflow opens it: MLflow would create a missing file, and tables in a foreign one.
 
     Raises:
         UserError: no such file, no MLflow database, or one that this MLflow would have to migrate.
@@ -116,7 +116,7 @@ def _check_database(path: Path) -> None:
 
 
 def _logs(runs: Sequence[Run], client: MlflowClient, x: str | None) -> tuple[list[Log], int]:
-    """The runs that hold measurements, and the number of those that do not."""
+    """Return the logs of runs with measurements, and the number of runs of other kinds."""
     members = [run for run in runs if run.data.tags.get("kind") == "member"]
     chosen = members or [run for run in runs if run.data.tags.get("kind") not in _OURS]
     logs = []
@@ -152,7 +152,7 @@ def _log(run: Run, client: MlflowClient, ours: bool) -> Log:
 
 
 def _history(client: MlflowClient, run_id: str) -> Callable[[str], Series]:
-    """A run's metrics, each fetched when it is asked for."""
+    """Return a reader of a run's metrics that fetches each when it is asked for."""
 
     def series(key: str) -> Series:
         points = sorted(client.get_metric_history(run_id, key), key=lambda point: (point.timestamp, point.step))
@@ -167,7 +167,7 @@ def _history(client: MlflowClient, run_id: str) -> Callable[[str], Series]:
 
 
 def _member(fetch: Callable[[str], Series], keys: Sequence[str], axis: str) -> Callable[[str], Series]:
-    """A member's metrics as its journal has them: the evaluation at C = 0 back in its series, compute not its log."""
+    """Return a reader as of the member's journal: C = 0 evaluations back in their series, compute not as log10."""
 
     def series(name: str) -> Series:
         if name == axis:
@@ -184,7 +184,7 @@ def _member(fetch: Callable[[str], Series], keys: Sequence[str], axis: str) -> C
 
 
 def _joined(parts: Sequence[Series]) -> Series:
-    """Several series as one."""
+    """Concatenate several series into one."""
     empty = np.empty(0)
     return Series(
         np.concatenate([empty, *(part.steps for part in parts)]),

@@ -1,4 +1,4 @@
-"""Runs of one label that are different curves: told apart by what differs in their configurations.
+"""Disambiguation of runs with one label but different curves, by what differs in their configurations.
 
 A label is made from a command, so two grids under one study's name (the second with another learning rate) may have
 written the same one. What a run is, its header says: the identity of its curve.
@@ -72,7 +72,7 @@ def _label(view: JournalView, factors: Mapping[str, str]) -> _Label:
 
 
 def _named(recipe: str, curves: Mapping[str, Sequence[JournalView]]) -> _Apart:
-    """Labels that say what differs, or, where that is not known or does not fit into one, the identity."""
+    """Make labels from the differing values, or from the curve's identity where these are unknown or too long."""
     values: dict[str, Mapping[str, Any]] = {curve: _values(views[0].path.parent) for curve, views in curves.items()}
     every = dict.fromkeys(key for each in values.values() for key in each)
     keys = [key for key in every if len({repr(each.get(key, _NO_KEY)) for each in values.values()}) > 1]
@@ -91,7 +91,7 @@ def _named(recipe: str, curves: Mapping[str, Sequence[JournalView]]) -> _Apart:
 
 
 def _like(view: JournalView, base: _Apart, label: str) -> str:
-    """Of the curves that the label of a baseline stands for, the one with this run's values; else the label."""
+    """Return the new label of the baseline's curve that has this run's values; the old label if none has."""
     own = _values(view.path.parent)
     for curve, theirs in base.values.items():
         if own and all(own.get(key, _NO_KEY) == theirs.get(key, _NO_KEY) for key in base.keys):
@@ -100,7 +100,7 @@ def _like(view: JournalView, base: _Apart, label: str) -> str:
 
 
 def _values(run_dir: Path) -> dict[str, Any]:
-    """What of a run's frozen configuration decides what it learns, by dotted key; nothing if that cannot be read."""
+    """Return the values of a run's frozen configuration that decide what it learns, by dotted key; empty on errors."""
     try:
         return leaves(science(parse_json((run_dir / SPEC_FILE).read_text())["config"]))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):

@@ -1,4 +1,4 @@
-"""The readers of files, in the order they are asked: the first whose `matches` says yes reads the file.
+"""Registry of file readers, in the order they are tried: the first whose `matches` is true reads the file.
 
 Another format is a module with `matches` and `read`, and one line here. A reader decides by content before the
 name, and leaves to the next what it does not know; `table` takes the rest. Runs of ours, directories of event files
@@ -16,13 +16,13 @@ from sweeps.source.text import File
 
 
 class Reader(Protocol):
-    """What a reader's module offers."""
+    """Protocol of a reader's module, with its two functions."""
 
     def matches(self, file: File, into: Collected, /) -> bool:
-        """Whether the file is this reader's. Raises UserError for a damaged file that can be nobody else's."""
+        """Return whether this reader reads the file; raise UserError for a damaged file of its format."""
 
     def read(self, file: File, into: Collected, /) -> None:
-        """Add the file's points. Raises UserError."""
+        """Add the file's points to the collection; raise UserError if it has none."""
 
 
 READERS: Sequence[Reader] = (

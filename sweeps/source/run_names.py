@@ -1,4 +1,4 @@
-"""What the names of runs say: their seed, and the labels that a tracker writes into them."""
+"""Parsing of run names: the seed, and the labels that a tracker writes into them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _LETTER = re.compile(r"[-_]s(\d+)$")
 
 
 def hidden_seed(name: str) -> tuple[str, str, bool] | None:
-    """What is left of a run's name, the seed that it hides, and whether it says so in a word; None if there is none.
+    """Split a run's name into rest, seed, and whether the word `seed` marks it; None if it has no seed.
 
-    The rest is empty where the name is nothing else. Two seeds in one name are none.
+    The rest is empty where the name is only a seed. A name with two seeds counts as one without.
     """
     words = list(_WORD.finditer(name))
     found = words[0] if len(words) == 1 else None if words else _LETTER.search(name)
@@ -24,12 +24,12 @@ def hidden_seed(name: str) -> tuple[str, str, bool] | None:
 
 
 def is_bare_seed(name: str) -> bool:
-    """Whether a name is a seed and nothing else: the run is called by what it lies in."""
+    """Return whether a name is only a seed, so that the run is named by its folder as well."""
     found = hidden_seed(name)
     return found is not None and not found[0]
 
 
 def labels_in(name: str) -> dict[str, str]:
-    """The labels in a run's name: a chart of grouped runs names them `recipe: a, seed: 0`."""
+    """Parse the labels in a run's name, as charts of grouped runs have them: `recipe: a, seed: 0`."""
     parts = [re.fullmatch(r"\s*([\w./-]+): (.+?)\s*", part) for part in name.split(",")]
     return {match[1]: match[2] for match in parts if match} if all(parts) else {}

@@ -1,4 +1,4 @@
-"""Tables with a row a point: CSV, JSONL, JSON lists, Parquet. Strict: a row that is no point is an error.
+"""Reader of tables with a row per point: CSV, JSONL, JSON lists, Parquet. A row that is no point is an error.
 
 Columns, in any case: `compute`, `reward`, and where they are there `recipe`, `seed`, `sd` (the reward's standard
 error) and `baseline` (the recipe that this one departs from). Only a row whose reward or compute is blank is passed
@@ -27,12 +27,12 @@ NAME = "table"
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Any file: the last reader that is asked."""
+    """Return True: this reader is tried last and takes any file."""
     return True
 
 
 def is_table(rows: Rows, into: Collected) -> bool:
-    """Whether the header is a table's own, with columns that no log has."""
+    """Return whether the header is a table's, not a log's: `compute` and `reward`, or a recipe column."""
     if "_step" in rows.names:
         return False
     default = rows.named("compute") and rows.named("reward")
@@ -41,7 +41,7 @@ def is_table(rows: Rows, into: Collected) -> bool:
 
 @dataclass
 class Columns:
-    """What the columns of a table are: the name of each by its role, the factors asked for, how compute was found."""
+    """Columns chosen in a table: their names by role, the factors asked for, and how compute was found."""
 
     used: dict[str, str]
     factors: list[str] = field(default_factory=list)
@@ -106,7 +106,7 @@ def read(file: File, into: Collected) -> None:
 
 
 def _columns(file: File, rows: Rows, asked: Asked) -> Columns:
-    """The columns by role.
+    """Choose the columns by role, as the user named them or by their default names.
 
     Raises:
         UserError: one that is needed is missing, or several could be meant.
@@ -139,7 +139,7 @@ def _columns(file: File, rows: Rows, asked: Asked) -> Columns:
 def _say_skipped(
     file: File, into: Collected, no_compute: NDArray[np.bool_], no_reward: NDArray[np.bool_], recipes: Sequence[str]
 ) -> None:
-    """One warning a file of the rows that are no points, and of the recipes that have no others."""
+    """Add one warning on a file's blank rows, and on recipes that have no others."""
     skipped = no_compute | no_reward
     if not skipped.any():
         return
@@ -154,7 +154,7 @@ def _say_skipped(
 
 
 def _note(file: File, into: Collected, columns: Columns, rows: Rows, points: int) -> None:
-    """The line on how the table was read: shown where anything is not as the defaults have it."""
+    """Note how the table was read; the line is shown if recipe, compute or cells were read by other than defaults."""
     used, asked = columns.used, into.asked
 
     def rule(role: str, option: str, given: str | None) -> str:
@@ -178,7 +178,7 @@ def _text(cells: Sequence[Any]) -> list[str]:
 
 
 def _groups(labels: Sequence[Sequence[str]]) -> dict[tuple[str, ...], NDArray[np.intp]]:
-    """Row indices by label, in order of first appearance."""
+    """Return the row indices of each combination of labels, in order of first appearance."""
     codes: dict[tuple[str, ...], int] = {}
     code = np.fromiter((codes.setdefault(key, len(codes)) for key in zip(*labels, strict=True)), int, len(labels[0]))
     order = np.argsort(code, kind="stable")

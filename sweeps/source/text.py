@@ -1,4 +1,4 @@
-"""A file as its reader needs it, read once; and how a message quotes what a file held."""
+"""A source file with cached bytes and text, and helpers that quote its content in messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLANK = re.compile(rb"(?:\xef\xbb\xbf)?[\0\s]*")
 
 
 class File:
-    """A file that is no run of ours, with its bytes and text read at first use.
+    """Source file that is no run of ours, with its bytes and text read at first use.
 
     Raises:
         UserError: from the attributes; the file cannot be read, or is not text.
@@ -37,25 +37,25 @@ class File:
 
     @property
     def suffix(self) -> str:
-        """The ending, in lower case."""
+        """The file's ending in lower case, dot included."""
         return self.path.suffix.lower()
 
     @property
     def run_name(self) -> str:
-        """The name of the run behind the file: its own, or its directory's where every run's file is named alike."""
+        """Name of the run behind the file: the file's, or its directory's where every run's file is named alike."""
         if self.path.name in _FIXED_NAMES:
             return run_of(self.run_folder)
         return run_of(self.path.resolve().with_name(self.path.stem))
 
     @property
     def run_folder(self) -> Path:
-        """The directory of the run, above its checkpoints."""
+        """The run's directory, above a `checkpoint-N` folder."""
         folder = self.path.resolve().parent
         return folder.parent if _CHECKPOINT.fullmatch(folder.name) else folder
 
     @cached_property
     def raw(self) -> bytes:
-        """The bytes; of a text in UTF-16, as Excel's "Unicode text" and PowerShell write it, those in UTF-8."""
+        """The file's bytes; UTF-16, which Excel's "Unicode text" and PowerShell write, is converted to UTF-8."""
         try:
             raw = self.path.read_bytes()
         except OSError as error:
@@ -86,7 +86,7 @@ class File:
 
     @property
     def damage(self) -> str | None:
-        """What was dropped from the text, if anything was."""
+        """Text on the NUL bytes and lines that were dropped; None if there were none."""
         if not self.nuls:
             return None
         lost = f", with {len(self.cut)} lines that they cut off" if self.cut else ""
@@ -94,7 +94,7 @@ class File:
 
     @cached_property
     def text(self) -> str:
-        """The text, as UTF-8."""
+        """Text of the file, decoded from UTF-8 without NUL bytes and byte order mark."""
         try:
             return self.content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -104,14 +104,14 @@ class File:
 
     @cached_property
     def start(self) -> bytes:
-        """The first bytes that are neither blank nor NUL."""
+        """The first 64 bytes after leading blanks, NULs and byte order mark."""
         blank = _BLANK.match(self.raw)
         at = blank.end() if blank else 0
         return self.raw[at : at + 64]
 
     @cached_property
     def document(self) -> Any:
-        """The file as one JSON document; None if it is none."""
+        """Value of the file parsed as one JSON document; None if it is not one."""
         if self.start[:1] not in (b"{", b"["):
             return None
         try:
@@ -121,12 +121,12 @@ class File:
 
 
 def run_of(path: Path) -> str:
-    """A run by the name of its file or folder; with the folder above where that is nothing but a seed."""
+    """Name a run by its file or folder, with the folder above it where the name is only a seed."""
     return f"{path.parent.name}/{path.name}" if path.parent.name and is_bare_seed(path.name) else path.name
 
 
 def short(text: str, limit: int = 120) -> str:
-    """One printable line of bounded length, whatever the file held."""
+    """Format text as one printable line of at most `limit` characters."""
     line = "".join(ch if ch.isprintable() else "?" for ch in text)
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
@@ -135,7 +135,7 @@ _LIKELY = re.compile(r"eval|val|reward|score|acc|pass|token|flop|compute|step", 
 
 
 def listed(names: Iterable[str], limit: int = 300) -> str:
-    """Names for a message; of very many those first that look like a reward or compute, and how many there were."""
+    """Join names for a message; of too many list likely rewards and compute first, with the total number."""
     every = list(names)
     text = ", ".join(every)
     if len(text) <= limit:

@@ -23,7 +23,7 @@ _SET = re.compile(r"eval_(.+)_runtime")
 
 
 def matches(file: File, into: Collected) -> bool:
-    """A JSON object with a log history."""
+    """Return whether the file is a JSON object with a `log_history`."""
     return file.start[:1] == b"{" and isinstance(file.document, dict) and "log_history" in file.document
 
 
@@ -61,12 +61,12 @@ def read(file: File, into: Collected) -> None:
 
 
 def _set_of(row: dict[str, Any]) -> str | None:
-    """The evaluation set that transformers' own metrics name in a row."""
+    """Return the evaluation set named by transformers' own metrics in a row; None if there is none."""
     return next((match[1] for key in row if (match := _SET.fullmatch(key))), None)
 
 
 def _renamed(row: dict[str, Any], sets: set[str]) -> dict[str, Any]:
-    """A row with its compute under the name of training, and its set in the names where there are several."""
+    """Rename a row's metrics: compute as in training rows, and the set in the names if there are several sets."""
     row = dict(row)
     if is_empty(row.get("num_tokens")) and not is_empty(row.get("eval_num_tokens")):
         row["num_tokens"] = row["eval_num_tokens"]

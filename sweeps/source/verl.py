@@ -27,7 +27,7 @@ _NUMPY = re.compile(r"(?:np|numpy)\.\w+\((.*)\)")
 
 
 def matches(file: File, into: Collected) -> bool:
-    """A line that starts like the console's, or a first object of the file backend."""
+    """Return whether the file has a console line of verl's, or begins with an object of its file backend."""
     if file.start[:1] == b"{":
         return _first_object(file)
     if (file.start[:1] == b"[" and file.suffix == ".json") or is_parquet(file):

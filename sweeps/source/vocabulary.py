@@ -1,4 +1,4 @@
-"""What other frameworks call their reward, their compute and their step.
+"""Metric names of known frameworks for reward, compute and step.
 
 A framework's names are the same whichever tracker wrote them down, so they stand here and not in the readers.
 Each list is in order of preference: a held-out evaluation before the reward of training. Names in one pattern are
@@ -30,12 +30,12 @@ class Vocabulary:
     step: tuple[str, ...] = ()
 
     def speaks(self, names: Iterable[str]) -> bool:
-        """Whether the names are this framework's."""
+        """Return whether any of the names is one that only this framework has."""
         return any(re.fullmatch(self.signature, name) for name in names)
 
 
 def first_match(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Names by the first pattern that any of them matches, each with the set that the pattern's group names."""
+    """Return the names that match the first pattern with a match, each with its group, the evaluation set."""
     for pattern in patterns:
         found = {name: match for name in names if (match := re.fullmatch(pattern, name))}
         if found:
@@ -115,7 +115,7 @@ _COUNTERS = r"(?:total[ _])?(?:tokens|flops)|(?:gpu|device)[ _-]hours"
 
 
 def counters(names: Sequence[str]) -> list[str]:
-    """Columns that count compute, by a framework's name or a plain one, in any case; amounts of one step are none."""
+    """Return the columns of cumulative compute, by a framework's or a plain name; amounts of one step are left out."""
     patterns = [p for v in VOCABULARIES for p in v.compute if not re.fullmatch(v.per_step, p)]
     return [
         name
@@ -125,12 +125,12 @@ def counters(names: Sequence[str]) -> list[str]:
 
 
 def order_warning(axis: str) -> str | None:
-    """What is to be said of a compute axis that is none."""
+    """Return the warning that an axis of steps is an order and no compute; None for other axes."""
     if axis.casefold() not in map(str.casefold, STEP_NAMES):
         return None
     return f"{axis} is an order of steps, not compute: recipes differ in what a step costs"
 
 
 def vocabulary_of(names: Sequence[str]) -> Vocabulary | None:
-    """Whose names these are."""
+    """Return the first framework whose signature matches one of the names; None if there is none."""
     return next((vocabulary for vocabulary in VOCABULARIES if vocabulary.speaks(names)), None)

@@ -27,7 +27,7 @@ _EXTREME = ("__MIN", "__MAX")
 
 
 def matches(file: File, into: Collected) -> bool:
-    """A chart's header, or rows with a step and W&B's or a framework's names."""
+    """Return whether the rows are a W&B chart, or a history with a step and W&B's or a framework's names."""
     rows = read_rows(file)
     if rows is None or is_table(rows, into):
         return False
@@ -47,7 +47,7 @@ def _is_chart(rows: Rows) -> bool:
 
 
 def _step(rows: Rows) -> str | None:
-    """The column that joins the rows of a history: the framework's, or else the tracker's."""
+    """Return the step column that joins the rows of a history: the framework's, else the tracker's, else None."""
     spoken = vocabulary_of(rows.names)
     preferred = (*(spoken.step if spoken else ()), *STEP_NAMES)
     return next((name for name in preferred if name in rows.names), None)
@@ -85,7 +85,7 @@ def read(file: File, into: Collected) -> None:
 
 
 def _read_chart(file: File, rows: Rows, into: Collected) -> None:
-    """Runs side by side along one x axis. A cell may be an average of steps: W&B then shows their range."""
+    """Add the runs of a chart, side by side along one x axis; a cell with a range averages several steps."""
     x = rows.names[0]
     if into.asked.x not in (None, x):
         raise UserError(
@@ -114,7 +114,7 @@ def _read_chart(file: File, rows: Rows, into: Collected) -> None:
 
 
 def _of_run(series: Callable[[str], Series], run: str, x: str) -> Callable[[str], Series]:
-    """One run's metrics of a chart, under the names that they have in the run."""
+    """Return a reader of one run's metrics in a chart, by the names that they have in the run."""
     return lambda name: series(name if name == x else f"{run} - {name}")
 
 

@@ -1,4 +1,4 @@
-"""Tables with a column a run: a column of compute or steps, and beside it the rewards of every run.
+"""Reader of tables with a column per run: a column of compute or steps, and the rewards of every run.
 
 A log's table looks alike, with a column a metric. So a header is read as runs only where no column is named as a
 metric is, and all columns are on one scale; `--y all` says that they are runs whatever they are called.
@@ -41,7 +41,7 @@ _WORDS = re.compile(
 
 
 def matches(file: File, into: Collected) -> bool:
-    """A header of compute or a step and of runs, and none of a table of points."""
+    """Return whether the header has compute or a step and columns of runs, and is no table of points."""
     rows = read_rows(file)
     if rows is None or not rows.count or rows.torn or into.asked.y not in (None, ALL):
         return False
@@ -52,7 +52,7 @@ def matches(file: File, into: Collected) -> bool:
 
 
 def run_columns(file: File, rows: Rows, asked: Asked) -> list[str]:
-    """The columns that can be runs: most of their cells are numbers, or blank; none if these are points."""
+    """Return the columns that can be runs, whose filled cells are mostly numbers; empty for a table of points."""
     if any(rows.named(name) for name in (*_OF_POINTS, asked.by or "recipe")):
         return []
     compute = _compute(file, rows, asked)
@@ -64,7 +64,7 @@ def run_columns(file: File, rows: Rows, asked: Asked) -> list[str]:
 
 
 def how_wide(file: File, rows: Rows, asked: Asked) -> str:
-    """What to add to the message about a table that is neither of points nor plainly of runs: how to say it is."""
+    """Return a hint for an error message on how to declare the columns as runs; "" if they cannot be."""
     if asked.y is not None or not rows.count:
         return ""
     if len(run_columns(file, rows, asked)) > 1:
@@ -77,7 +77,7 @@ def how_wide(file: File, rows: Rows, asked: Asked) -> str:
 
 
 def _compute(file: File, rows: Rows, asked: Asked) -> str | None:
-    """The column of compute: the one asked for, `compute`, or a counter or a step."""
+    """Return the column of compute: the one asked for, else `compute`, else a counter or a step, else None."""
     found = column_named(file, rows, asked.x or "compute", "--x", asked=asked.x is not None)
     return found if found is not None or asked.x is not None else counter_named(file, rows)
 
@@ -95,13 +95,13 @@ def _is_metric(name: str) -> bool:
 
 
 def _on_one_scale(rows: Rows, names: Sequence[str]) -> bool:
-    """Whether all columns stay within [0, 1], or all of them leave it."""
+    """Return whether all columns stay within [-1, 1], or all of them leave it."""
     inside = {bool(np.nanmax(np.abs(numbers(rows.cells(name)))) <= 1) for name in names}
     return len(inside) == 1
 
 
 def _no_metrics(name: str) -> Series:
-    """A run of which only the name and its labels are asked."""
+    """Return an empty series, for a log of which only the name and labels are used."""
     return Series(np.empty(0), np.empty(0))
 
 
