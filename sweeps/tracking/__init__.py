@@ -1,4 +1,4 @@
-"""Into MLflow: `store` makes runs, `ship` and `shipper` feed them, `fits` and `views` make finished charts.
+"""Tracking in MLflow: `store` makes runs, `ship` and `shipper` feed them, `fits` and `views` make charts.
 
 MLflow is a mirror. The journals are the source of truth, and nothing here may stall or fail a training run.
 Importing this package does not import mlflow (seconds); the first `Tracker.client` does.

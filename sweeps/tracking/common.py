@@ -1,4 +1,4 @@
-"""What all of tracking needs: the store's address, files written whole, MLflow's environment."""
+"""Helpers shared by tracking: the store's address, the clock, MLflow's environment, error texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REMEDY = "use sqlite:////absolute/path/mlflow.db, or the address of a server (h
 
 
 def resolve_uri(uri: str) -> str:
-    """The tracking URI as MLflow takes it, a relative SQLite path made absolute.
+    """Return the tracking URI as MLflow takes it, with a relative SQLite path made absolute.
 
     Raises:
         UserError: the file store, which MLflow 3 refuses, or no URI at all.
@@ -33,7 +33,7 @@ def resolve_uri(uri: str) -> str:
 
 
 def without_credentials(uri: str) -> str:
-    """The URI without user and password: what may be printed or kept in a file."""
+    """Return the URI without user and password, safe to print or store."""
     parts = urlsplit(uri)
     if "@" not in parts.netloc:
         return uri
@@ -41,14 +41,14 @@ def without_credentials(uri: str) -> str:
 
 
 def now_ms() -> int:
-    """Wall clock in MLflow's unit."""
+    """Return the wall-clock time in milliseconds, MLflow's unit."""
     return int(time.time() * 1000)
 
 
 def quiet_environment() -> None:
-    """MLflow's own defaults that do not suit a mirror, each left alone if the user set it.
+    """Override MLflow's defaults that do not suit a mirror, unless the user has set them.
 
-    Minutes of retries against a dead server, usage reports over the network, migration logs on stderr.
+    These are minutes of retries against a dead server, usage reports over the network, migration logs on stderr.
     """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
@@ -60,6 +60,6 @@ def quiet_environment() -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one short line: type, then the first line of its message."""
+    """Format an exception as one short line: type, then the first line of its message."""
     message = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {message}"[:300]

@@ -1,4 +1,4 @@
-"""Fits into MLflow: per recipe a fit run and its two band runs; saved views; the parent's artifacts."""
+"""Publishing of fits to MLflow: a fit run and two band runs per recipe, saved views, the parent's artifacts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NOTE_START = "[Scaling curves]("
 
 @dataclass(frozen=True)
 class FitSummary:
-    """What MLflow is told of one recipe's fit. Open ends are None; without a curve, none is drawn.
+    """Summary of one recipe's fit for MLflow. Open ends are None; without a curve, none is drawn.
 
     `curve_x` holds compute (not its logarithm), log-spaced; `band_low` and `band_high` are pass rates there.
     """
@@ -53,7 +53,7 @@ class FitSummary:
     band_high: Array | None = None
 
     def metrics(self) -> dict[str, float]:
-        """The finite ones of `fit/*` and `rank/p_best`."""
+        """Return the metrics `fit/*` and `rank/p_best` that are known and finite."""
         log10_c_mid = math.log10(self.C_mid) if self.C_mid is not None and 0 < self.C_mid < math.inf else None
         values = {
             "fit/A": self.A,
@@ -68,7 +68,7 @@ class FitSummary:
         return {key: float(v) for key, v in values.items() if v is not None and math.isfinite(v)}
 
     def tags(self) -> dict[str, str]:
-        """Verdict, window, axis, and which ends of the interval of A are open."""
+        """Return tags of the verdict, window and axis, and the interval of A, "open" for an open end."""
         out = {"fit.verdict": self.verdict, "fit.axis": self.axis, "fit.reason": self.reason or "none"}
         out["fit.window"] = "none" if self.window is None else f"{self.window[0]:.6g} to {self.window[1]:.6g}"
         metrics = self.metrics()
@@ -77,7 +77,7 @@ class FitSummary:
         return out
 
     def curve(self) -> dict[str, Array] | None:
-        """Columns x (log10), fit and, where there is a band, low and high: finite everywhere, or None."""
+        """Return columns x (log10), fit and, with a band, low and high, at finite points; None if there are none."""
         if self.curve_x is None or self.curve_y is None:
             return None
         columns = {"x": np.asarray(self.curve_x, float), "fit": np.asarray(self.curve_y, float)}
@@ -91,7 +91,7 @@ class FitSummary:
 
 @dataclass(frozen=True)
 class Published:
-    """Where the finished charts are: fragments to put after the interface's address, and the runs made."""
+    """Links to the finished charts, as URL fragments behind the interface's address, and the ids of the fit runs."""
 
     link: str
     ranking_link: str
@@ -107,7 +107,7 @@ def publish(
     ranking: Sequence[Mapping[str, Any]] = (),
     artifacts: Iterable[str | Path] = (),
 ) -> Published:
-    """Put fits, bands, ranking and saved views of one sweep into MLflow, in place of what was there before.
+    """Publish fits, bands, ranking and saved views of one sweep to MLflow, replacing earlier ones.
 
     New runs are complete before the earlier ones of this sweep are deleted, so a failure midway leaves the
     old chart. The parent run gets `artifacts` (curves.png, report.html) and `ranking` as a table; the members
@@ -153,7 +153,7 @@ def publish(
 def _fit_runs(
     fit: FitSummary, tracker: Tracker, sweep: TrackedSweep, x_key: str, y_key: str, created: list[str]
 ) -> str:
-    """The fit run of one recipe (returns its id) and its band runs; ids go to `created` as they appear."""
+    """Create the fit run of one recipe and its band runs; return the fit run's id, add all ids to `created`."""
     from mlflow.entities import Metric, Param
 
     curve = fit.curve()
@@ -194,7 +194,7 @@ def _fit_runs(
 
 
 def _copy_to_member(fit: FitSummary, tracker: Tracker, member: Run, count: int) -> None:
-    """`fit/*` on a member run, only what changed; a metric that this fit no longer has is named in a tag."""
+    """Copy `fit/*` to a member run, only what changed; a metric that this fit no longer has is named in a tag."""
     from mlflow.entities import Metric
 
     values = fit.metrics()
@@ -209,7 +209,7 @@ def _copy_to_member(fit: FitSummary, tracker: Tracker, member: Run, count: int) 
 
 
 def _ranking_table(ranking: Sequence[Mapping[str, Any]], tracker: Tracker, sweep: TrackedSweep) -> None:
-    """The table as `log_table` writes it; `log_table` itself would append to the one of the last time."""
+    """Write the ranking as `log_table` would, but replacing the earlier table, to which `log_table` appends."""
     columns = list(dict.fromkeys(key for row in ranking for key in row))
     rows = [[_cell(row.get(column)) for column in columns] for row in ranking]
     tracker.client.log_dict(sweep.parent_id, {"columns": columns, "data": rows}, RANKING_FILE)
@@ -226,7 +226,7 @@ def _cell(value: Any) -> Any:
 
 
 def _range(fits: Sequence[FitSummary], tracker: Tracker, members: Sequence[Run], x_key: str, y_key: str) -> ChartRange:
-    """What the points that MLflow has, the curves and their bands span."""
+    """Return the chart range that covers MLflow's points, the curves and their bands."""
     xs: list[float] = []
     ys: list[float] = []
     for run in members:

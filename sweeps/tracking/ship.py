@@ -1,4 +1,4 @@
-"""From journal to MLflow run: only durable records, each once, whatever crashes in between.
+"""Shipping of a journal to its MLflow run: only durable records, each exactly once, across crashes.
 
 MLflow cannot take a point back and stores a second value at a step beside the first. So a record is sent only
 once a checkpoint covers it, and only if nothing was sent for its kind and step before. What was sent is
@@ -43,12 +43,12 @@ _PASS_RATE = re.compile(r"^eval/(.+)/pass_rate$")
 
 
 def entity_key(name: str) -> str:
-    """A metric or parameter name that MLflow takes: other characters become underscores."""
+    """Sanitize a metric or parameter name for MLflow: other characters become underscores, 250 at most."""
     return re.sub(r"[^/\w.\- :]", "_", name).strip("/")[:250]
 
 
 def points(record: Record, axis: str) -> dict[str, float]:
-    """The metrics of one journal record under their MLflow keys.
+    """Return the metrics of one journal record under their MLflow keys.
 
     Train records keep everything outside `eval/`, eval records only `eval/`, so no key comes from both. A
     pass rate at compute C > 0 brings `eval/<set>/log10_compute` with it; one at C = 0 becomes
@@ -82,7 +82,7 @@ def points(record: Record, axis: str) -> dict[str, float]:
 
 
 def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """A resolved configuration as (dotted key, value) pairs; lists as JSON."""
+    """Yield a resolved configuration as (dotted key, value) pairs; lists as JSON."""
     if isinstance(config, Mapping) and (config or not prefix):
         for key, value in config.items():
             yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
@@ -98,7 +98,7 @@ def ship(
     axis: str = DEFAULT_AXIS,
     view: JournalView | None = None,
 ) -> int:
-    """Send what is durable in one run's journal and not yet in MLflow; returns the number of metric values.
+    """Send the durable records of one run's journal that MLflow lacks; return the number of metric values.
 
     Points carry the journal's time (ms) and optimizer step. The cursor is written after each request that
     succeeded. `config.yaml` becomes parameters, and with `semantics.json` an artifact. A parameter that
@@ -146,13 +146,13 @@ def ship(
 
 
 def shipped(run_dir: Path, mlflow_run_id: str) -> dict[str, int]:
-    """The steps up to which records were sent to an MLflow run, by kind."""
+    """Return the steps up to which records were sent to an MLflow run, by kind."""
     found = read_json(run_dir / CURSOR_FILE).get(mlflow_run_id, {}).get("steps", {})
     return {str(kind): int(step) for kind, step in found.items()}
 
 
 def _stored(client: MlflowClient, mlflow_run_id: str, keys: set[str]) -> set[tuple[str, int]]:
-    """The (key, step) pairs that the run has already."""
+    """Return the (key, step) pairs that the MLflow run has already."""
     present = keys & set(client.get_run(mlflow_run_id).data.metrics)
     return {
         (key, int(point.step)) for key in sorted(present) for point in client.get_metric_history(mlflow_run_id, key)
@@ -162,7 +162,7 @@ def _stored(client: MlflowClient, mlflow_run_id: str, keys: set[str]) -> set[tup
 def _batches(
     todo: Sequence[tuple[Record, dict[str, float]]], stored: set[tuple[str, int]]
 ) -> Iterator[tuple[list[Metric], dict[str, int]]]:
-    """Requests within MLflow's limits, each with the steps it completes; a record's x and y stay together."""
+    """Yield requests within MLflow's limits, each with the steps it completes; a record's x and y stay together."""
     from mlflow.entities import Metric
 
     batch: list[Metric] = []
@@ -183,7 +183,7 @@ def _batches(
 
 
 def _ship_files(run_dir: Path, client: MlflowClient, mlflow_run_id: str, shipped: dict[str, str]) -> bool:
-    """Parameters and artifacts of a run whose files changed since; tells whether anything was sent."""
+    """Send parameters and artifacts from a run's changed files; return whether anything was sent."""
     changed = False
     for name in (CONFIG_FILE, SEMANTICS_FILE):
         try:

@@ -1,4 +1,4 @@
-"""The controller's thread that keeps MLflow up with the journals, and outlives a store that is away."""
+"""Background thread of the controller that ships journals to MLflow and tolerates outages of the store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Shipper:
-    """Feeds a sweep's member runs from their journals, in a thread of the controller.
+    """Thread that ships the journals of a sweep's members to their MLflow runs.
 
     A store that does not answer is logged once and tried again with growing pauses; nothing is raised into
     the controller, nothing is lost, and the backlog is sent when it answers again. Trouble with one run (it
@@ -65,7 +65,7 @@ class Shipper:
             self._thread.start()
 
     def stop(self, final: bool = True, timeout_s: float = 120.0) -> bool:
-        """Stop the thread; with `final`, send what is durable now. Tells whether MLflow has everything.
+        """Stop the thread; with `final`, send what is durable now. Return whether MLflow has everything.
 
         A store that is away is tried three times, within `timeout_s`; what is missing then stays in the
         journals, and the next start, or `scalerl publish`, sends it.
@@ -92,7 +92,7 @@ class Shipper:
         return complete
 
     def set_status(self, run: str, status: str, tags: Mapping[str, str | None] | None = None) -> None:
-        """Ask for a status of a member (by identity hash) or of the sweep (by its key), and tags; set in the next pass.
+        """Queue a status and tags of a member (by identity hash) or of the sweep (by its key) for the next pass.
 
         A tag that is None is removed.
 
@@ -108,7 +108,7 @@ class Shipper:
         self._wake.set()
 
     def run_once(self) -> bool:
-        """One pass over all members; tells whether all that is durable has been sent. Never raises."""
+        """Run one pass over all members; return whether all that is durable has been sent. Never raises."""
         with self._pass:
             try:
                 complete = all([self._feed(run) for run in list(self.sweep.members)])
@@ -139,7 +139,7 @@ class Shipper:
                     time.sleep(min(0.2, pause))
 
     def _feed(self, run: str) -> bool:
-        """Ship one member; False if it is in trouble of its own. Raises when the store does not answer."""
+        """Ship one member; return False if it has an error of its own. Raise when the store does not answer."""
         tracked = self.sweep.members[run]
         run_dir = tracked.member.run_dir
         stamp = tuple(
@@ -170,7 +170,7 @@ class Shipper:
         return False
 
     def _send(self, run: str, tracked: TrackedMember) -> None:
-        """What its journal has more than at the last look, and no checkpoint may take back."""
+        """Send the new durable records of a member's journal."""
         run_dir, run_id = tracked.member.run_dir, tracked.mlflow_run_id
         if run_id not in self._tails:
             self._tails[run_id] = JournalTail(run_dir)
@@ -184,7 +184,7 @@ class Shipper:
             tail.forget(shipped(run_dir, run_id))
 
     def _axis(self, tracked: TrackedMember, header: Mapping[str, Any]) -> str:
-        """The compute axis of a run: of the device that it really trains on, which only the run itself knows.
+        """Return the compute axis of a run, by the device that it really trains on, which only the run itself knows.
 
         Its controller guessed (a login node has no GPU, and a job that got one may not use it); the tags are set right.
         """

@@ -1,4 +1,4 @@
-"""The tracking store: one experiment a study, a parent run a sweep, a child run a member.
+"""Tracking store: one experiment per study, a parent run per sweep, a child run per member.
 
 Everything is created by the controller, before any job starts: cold SQLite schemas and get-or-create race,
 and a run that a job creates itself is created again at every requeue.
@@ -68,7 +68,7 @@ class TrackedSweep:
 
 
 class Tracker:
-    """One experiment of one MLflow store. The constructor reaches for nothing; `prepare` does.
+    """Client of one experiment in one MLflow store. The constructor makes no connection; `prepare` does.
 
     Args:
         uri: `sqlite:///path` (artifacts go beside the file, into `mlartifacts`), a server, another database.
@@ -90,7 +90,7 @@ class Tracker:
 
     @property
     def client(self) -> MlflowClient:
-        """The client, made at first use: this imports mlflow, and creates a database's schema."""
+        """MLflow's client, made at first use: this imports mlflow, and creates a database's schema."""
         if self._client is None:
             quiet_environment()
             if self.uri != without_credentials(self.uri):
@@ -106,13 +106,13 @@ class Tracker:
 
     @property
     def database_file(self) -> Path | None:
-        """The SQLite file, if that is what the URI names."""
+        """Path of the SQLite file that the URI names; None for other stores."""
         scheme, _, rest = self.uri.partition(":///")
         return Path(rest) if scheme.split("+")[0] == "sqlite" else None
 
     @contextmanager
     def reaching(self, doing: str) -> Iterator[None]:
-        """Turn whatever the client raises into one line that names the store and the remedy."""
+        """Context manager: turn whatever the client raises into a UserError with the store and the remedy."""
         try:
             yield
         except UserError:
@@ -124,7 +124,7 @@ class Tracker:
             ) from error
 
     def prepare(self) -> str:
-        """Create schema and experiment if missing; returns the experiment's id. Safe in several processes."""
+        """Create schema and experiment if missing and return the experiment's id; safe in several processes."""
         with self.reaching("opening the store"):
             client = self.client
             with self._schema_lock:
@@ -159,7 +159,7 @@ class Tracker:
         name: str | None = None,
         reopen: bool = True,
     ) -> TrackedSweep:
-        """The sweep's parent run and a child run a member, created or found again.
+        """Create the sweep's parent run and a child run per member, or find them again.
 
         Ids live in `<sweep_dir>/mlflow.json`; runs are also found by their tags, so a controller killed while
         it created them makes no second set. The parent of a found sweep is set RUNNING again (not with
@@ -231,7 +231,7 @@ class Tracker:
         write_json(sweep.directory / IDS_FILE, known)
 
     def sweep_runs(self, sweep: TrackedSweep) -> list[Run]:
-        """All runs of a sweep that are not deleted, newest first."""
+        """Return all runs of a sweep that are not deleted, newest first."""
         found: list[Run] = []
         token = None
         while True:
@@ -275,6 +275,6 @@ class Tracker:
             self.client.delete_tag(mlflow_run_id, name)
 
 
-# Of a member that its study has stopped: why.
+# Tag with the reason for which the study has stopped a member.
 STOPPED_TAG = "stopped.reason"
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "stopped": "KILLED"}

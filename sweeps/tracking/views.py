@@ -1,4 +1,4 @@
-"""Saved views: a finished chart behind one link, no clicks.
+"""Saved views of MLflow's interface: a finished chart behind one link, without clicks.
 
 A view is an experiment tag `mlflow.sharedViewState.<id>` holding the state of MLflow's run page. That state
 is internal to MLflow's interface, not an API; tests/sweeps/tracking/test_browser.py tries it with the pinned
@@ -25,7 +25,7 @@ _DEFLATE = "deflate;"
 
 @dataclass(frozen=True)
 class ChartRange:
-    """What a chart shows: log10 compute across, pass rate up."""
+    """Axis limits of a chart: log10 compute in x, pass rate in y."""
 
     x_min: float
     x_max: float
@@ -34,7 +34,7 @@ class ChartRange:
 
     @staticmethod
     def around(x: Sequence[float], y: Sequence[float]) -> ChartRange:
-        """The range of the data with a margin; pass rates stay within what can occur."""
+        """Return the range of the data with a margin, y limited to -0.02 to 1.02."""
         x, y = list(x) or [0.0, 1.0], list(y) or [0.0, 1.0]
         x_pad = 0.04 * (max(x) - min(x)) or 0.5
         y_pad = 0.06 * (max(y) - min(y)) or 0.05
@@ -97,7 +97,7 @@ _CHART = {
 
 
 def scaling_state(sweep_key: str, y_key: str, x_key: str, shown: ChartRange) -> dict[str, Any]:
-    """Points, curve and band of one sweep in one chart: grouped by `series`, x the logged log10 compute.
+    """Make the view state with points, curve and band of one sweep: grouped by `series`, x the logged log10 compute.
 
     `curve/fit` is drawn too (dashed): in a band that is not symmetric the group's line is the mean of three.
     """
@@ -127,7 +127,7 @@ def scaling_state(sweep_key: str, y_key: str, x_key: str, shown: ChartRange) -> 
 
 
 def ranking_state(sweep_key: str, charted: Sequence[str], columns: Sequence[str]) -> dict[str, Any]:
-    """The fit runs of one sweep, best A first: parallel coordinates of `charted`, a table of `columns`.
+    """Make the view state of a sweep's fit runs, best A first: parallel coordinates of `charted`, table of `columns`.
 
     A run that lacks a charted metric is not drawn; the last one gives the colour.
     """
@@ -142,13 +142,13 @@ def ranking_state(sweep_key: str, charted: Sequence[str], columns: Sequence[str]
 
 
 def encode_view(name: str, state: dict[str, Any], created_ms: int) -> str:
-    """The value of a view's tag, compressed (a tag may hold 20,000 characters, older servers 5,000)."""
+    """Encode a view as the value of its tag, compressed (a tag may hold 20,000 characters, older servers 5,000)."""
     packed = base64.b64encode(zlib.compress(json.dumps(state, allow_nan=False).encode())).decode()
     return json.dumps({"name": name, "createdAt": created_ms, "state": _DEFLATE + packed})
 
 
 def decode_view(value: str) -> dict[str, Any]:
-    """The state inside a view's tag, packed or plain.
+    """Decode the state inside a view's tag, compressed or plain.
 
     Raises:
         ValueError: not a view.
@@ -163,7 +163,7 @@ def decode_view(value: str) -> dict[str, Any]:
 
 
 def link(experiment_id: str, view_id: str) -> str:
-    """The part of the address after the host that opens a view as charts."""
+    """Return the URL fragment after the host that opens a view as charts."""
     return (
         f"#/experiments/{experiment_id}/runs?viewStateShareKey={view_id}"
         "&compareRunsMode=CHART&workflowType=machine_learning"
@@ -172,7 +172,7 @@ def link(experiment_id: str, view_id: str) -> str:
 
 @dataclass(frozen=True)
 class UiCommand:
-    """How to see a store: the shell command (none where a server already runs) and the full address."""
+    """Shell command that opens a store's interface (None where a server already runs), and the full address."""
 
     command: str | None
     url: str
@@ -182,7 +182,7 @@ class UiCommand:
 
 
 def ui_command(uri: str, link: str, port: int = 5000) -> UiCommand:
-    """The command that opens MLflow's interface on this store, on loopback only, and the link as an address.
+    """Return the command that opens MLflow's interface on this store, on loopback only, and the link's full address.
 
     Raises:
         UserError: a URI that MLflow does not open.
