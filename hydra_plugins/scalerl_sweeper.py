@@ -43,7 +43,7 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
         self.rows = rows
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Set up as Hydra does, then redact the sweeper's own copy of the configuration, which is written to disk."""
+        """Set up as Hydra does; the launcher gets the full configuration, the copy written to disk is redacted."""
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self.config = without_secrets(config)
 

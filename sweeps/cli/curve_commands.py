@@ -317,7 +317,7 @@ def plan_command(options: argparse.Namespace) -> int:
 
 
 def _draw_frontier(plan: Plan, fits: Sequence[Fit], column: str, path: Path) -> None:
-    """Draw the best model size over budgets, for the one recipe that has several sizes.
+    """Draw the best model size over budgets, for the plan's only recipe.
 
     Raises:
         UserError: there are several recipes, or no sigmoid across the sizes.

@@ -350,7 +350,7 @@ def log_sum(values: Array) -> float:
 
 
 def by_weight(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np.intp]:
-    """Draw indices by weight (n,) with stratified sampling, in random order; less noise than independent draws."""
+    """Draw indices (count,) by weight (n,), stratified for less noise than independent draws, in random order."""
     place = (np.arange(count) + rng.random(count)) / count
     chosen = np.minimum(np.searchsorted(np.cumsum(weight) / weight.sum(), place), len(weight) - 1)
     return np.asarray(rng.permutation(chosen), dtype=np.intp)

@@ -387,7 +387,7 @@ def axes_of(problem: Problem, box: Box, shape: tuple[int, int]) -> tuple[Array, 
 
 
 def solve(problem: Problem, polished: int = 3, tolerance: float = 1e-12) -> Optimum:
-    """Find the global least-squares solution by polishing the best minima of two grids.
+    """Find the global least-squares solution by polishing the best minima of its search grids.
 
     The best few local minima of each grid are polished: a curve that is poorly determined has several.
     """

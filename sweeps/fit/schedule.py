@@ -72,7 +72,7 @@ def schedule_of(curve: Curve, until: float | None = None) -> Schedule | None:
 
 
 def at_peak_rate(compute: Array, rate: Array, at: Array) -> Array | None:
-    """Integrate compute at the peak of the learning rate; None if the rate stays near it or is not valid.
+    """Convert compute to its equivalent at the peak of the learning rate; None if the rate stays near it or is invalid.
 
     Warm-up counts in full: what it costs belongs to every run alike.
 
