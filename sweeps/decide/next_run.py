@@ -69,7 +69,7 @@ class Step(AsJson):
 
 @dataclass(frozen=True)
 class Settlement:
-    """Where the choice stands and what would settle it.
+    """State of the choice between recipes, and the steps that would settle it.
 
     leader, p_wrong, settled: as of `sweeps.decide.standing.Standing`, which the ranking says too. steps: the best thing
     to run for each recipe, the best first; those without an expected gain last.
@@ -138,7 +138,7 @@ class _Future:
         self.worth = _WORTH * max(fit.curve.scale for fit in fits)
 
     def _losses(self, samples: Sequence[Array]) -> Array:
-        """By how much the best A exceeds each recipe's. Shapes: (J, L) each -> (R, J, L)."""
+        """Loss of choosing each recipe: the best A less its own. Shapes: (J, L) each -> (R, J, L)."""
         stacked = np.stack(samples)
         losses: Array = np.maximum(stacked.max(axis=0), self._rest) - stacked
         return losses
@@ -184,7 +184,7 @@ class _Future:
 
 
 def _seed_signal(fit: Fit, theta: Array) -> Array:
-    """What another seed would show of each draw, in units of its error. Shapes: (K,) -> (K, 1)."""
+    """Signal of one more seed under each draw, in units of its error. Shapes: (K,) -> (K, 1)."""
     # A new run's A scatters about the recipe's by the spread between seeds and by the error of a single run's
     # fit; both are `seeds` times the variance of the mean that `theta` draws.
     signal: Array = (theta / np.sqrt(fit.seeds * max(float(theta.var()), 1e-12)))[:, None]
@@ -192,7 +192,7 @@ def _seed_signal(fit: Fit, theta: Array) -> Array:
 
 
 def _extension_signal(fit: Fit, to: float, rows: NDArray[np.intp] | None) -> Array:
-    """What an extension would show of each draw: its curve there, in units of the noise. (K, q).
+    """Signal of an extension under each draw: the draw's curve there, in units of the noise. (K, q).
 
     Reduced to the few directions in which the curves of the draws differ.
     """
@@ -212,7 +212,7 @@ def _extension_signal(fit: Fit, to: float, rows: NDArray[np.intp] | None) -> Arr
 
 
 def _added_compute(fit: Fit, to: float) -> Array:
-    """Where an extension would be evaluated: on at the median spacing of the window. (m,)."""
+    """Computes of an extension's evaluations, at the median spacing of the window. (m,)."""
     assert fit.window is not None
     end = fit.window[1]
     count = max(1, round((to - end) / max(spacing(fit), 1e-12 * end)))
@@ -220,7 +220,7 @@ def _added_compute(fit: Fit, to: float) -> Array:
 
 
 def _weights(signal: Array, truth: NDArray[np.intp], rng: np.random.Generator) -> Array:
-    """How well each draw explains the outcome of each truth. Shapes: (K, q), (J,) -> (J, K), rows sum to 1."""
+    """Likelihood weight of each draw given each truth's outcome. Shapes: (K, q), (J,) -> (J, K), rows sum to 1."""
     noise = rng.standard_normal((len(truth), signal.shape[1]))
     scale = 1.0
     while True:
@@ -251,7 +251,7 @@ def _contenders(fits: Sequence[Fit]) -> list[Fit]:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Where a choice stands, and the future of it once somebody asks: both are worked out once."""
+    """Current state of a choice, and its simulated future, computed once at first use."""
 
     fits: Sequence[Fit]
     standing: Standing
@@ -350,7 +350,7 @@ def _best_step(future: _Future, i: int, limit: float | None) -> Step | None:
 
 
 def _cure(fit: Fit) -> Step:
-    """What would make a refused recipe's asymptote identifiable; its gain is not known."""
+    """Return the step that would make a refused recipe's asymptote identifiable; its gain is not known."""
     end = fit.window[1] if fit.window is not None else float(fit.curve.compute.max())
     if fit.verdict == "decreasing":
         return Step(fit.recipe, "seed", end, None, end, f"{fit.verdict}: {fit.reason}")
@@ -365,12 +365,12 @@ def _cure(fit: Fit) -> Step:
 
 
 def split_budget(choice: Choice, budget: float) -> Split:
-    """A budget of further compute over recipes: what settles the choice, then the rest for the winner.
+    """Split a budget of further compute over recipes: what settles the choice first, then the rest for the winner.
 
     Steps are taken one after the other by expected gain per compute, each judged together with those before
     it and at most one a recipe, until the choice is decided, no step is worth anything, or the budget is spent.
-    The rest continues one run of the recipe of least expected loss if that loss is within the margin, as things stand
-    or as the steps are expected to leave them; else it is kept. It is a plan before the results: plan again with them.
+    The rest continues one run of the recipe of least expected loss if that loss, before the steps, is within the
+    margin; else it is kept. It is a plan before the results: plan again with them.
 
     Args:
         choice: between the recipes.

@@ -348,7 +348,7 @@ def deviation(draws: Array) -> float:
 
 
 def _bounds_where(draws: Sequence[Array | None]) -> list[Interval | None]:
-    """As `_bounds`, of those that are known."""
+    """Return `_bounds` of the draws that are known, None for the others."""
     known = iter(_bounds([each for each in draws if each is not None]))
     return [None if each is None else next(known) for each in draws]
 
@@ -414,7 +414,7 @@ def _sentence(
 
 
 def _notes(rows: Sequence[Difference], fits: Sequence[Fit]) -> list[str]:
-    """By what the comparisons are paired, in words."""
+    """Return notes on comparisons that are not paired by seed or by prompt, and why."""
     notes = []
     unpaired = [row for row in rows if "seed" not in row.paired]
     if unpaired:

@@ -336,7 +336,7 @@ def _seed_sd(fits: Sequence[Fit]) -> Array:
 
 
 def _at_end(fits: Sequence[Fit]) -> Array:
-    """What an offset in R makes in log L at the end of each size's window, 1 / L. (S,)."""
+    """Change of log L per offset in R at the end of each size's window, 1 / L. (S,)."""
     ends = [float(fit.curve.reward[fit.curve.compute >= 0.75 * fit.curve.compute.max()].mean()) for fit in fits]
     return np.asarray(1 / np.maximum(1 - np.array(ends), 0.02))
 

@@ -188,7 +188,7 @@ def _scatter(fits: Sequence[Fit]) -> float | None:
 
 
 def _beyond_sigmoid(fit: Fit) -> Array:
-    """By how much each law puts the recipe's ceiling above the sigmoid's, on average; (laws,)."""
+    """Mean ceiling of the recipe under each law less that under the sigmoid; 0 for laws with few draws; (laws,)."""
     shift = np.zeros(len(PRIOR))
     if not _has_law(fit) or fit.outlook is None:
         return shift
@@ -201,7 +201,7 @@ def _beyond_sigmoid(fit: Fit) -> Array:
 
 
 def _under_laws(kind: NDArray[np.intp], laws: NDArray[np.intp], rng: np.random.Generator) -> NDArray[np.intp]:
-    """Which of a recipe's draws to take so that their laws are those given; (K,)."""
+    """Select indices of a recipe's draws so that their laws are those given; (K,)."""
     rows = np.empty(len(laws), dtype=np.intp)
     for law in np.unique(laws):
         mine = np.flatnonzero(kind == law)

@@ -120,7 +120,7 @@ class Watch:
         return news
 
     def _identity(self, curve: Curve) -> dict[str, Any]:
-        """What a line must share with this curve and these options to be adopted."""
+        """Fields by which a line of the file is recognised as of this curve and these options."""
         return {
             "recipe": curve.recipe,
             "compute_axis": curve.axis,

@@ -106,7 +106,7 @@ def history(
     every: float = GROWTH,
     known: Sequence[Snapshot] = (),
 ) -> list[Snapshot]:
-    """The fit re-done at growing compute, to the curve's end; only what is not known yet.
+    """Repeat the fit at growing compute, to the curve's end; return only snapshots that are not known yet.
 
     Args:
         curve: a recipe's evaluations so far.
@@ -132,7 +132,7 @@ def _history(curve: Curve, options: FitOptions, every: float, known: Sequence[Sn
 
 
 def _ends(computes: list[float], curve: Curve, every: float, known: Sequence[Snapshot]) -> list[float]:
-    """Where to take snapshots; a rule that looks only backwards, so that growth does not move earlier ones."""
+    """Choose the computes of new snapshots, by earlier data only, so that growth does not move earlier ones."""
     if not computes:
         return []
     last = known[-1].compute_end if known else 0.0

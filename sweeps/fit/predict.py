@@ -116,7 +116,7 @@ def spacing(fit: Fit) -> float:
 
 
 def _band(fit: Fit, found: Array) -> Band:
-    """Quantiles over draws. Shapes: (K, m) -> (m,)."""
+    """Median and 95% quantiles over draws, clipped to the reward's bounds. Shapes: (K, m) -> (m,)."""
     low, value, high = np.quantile(found, [0.025, 0.5, 0.975], axis=0)
     return Band(*(np.clip(v, *fit.bounds) for v in (value, low, high)))
 

@@ -76,8 +76,9 @@ def sensitivity(curve: Curve, options: FitOptions | None = None) -> tuple[Row, .
 
 
 def _points(curve: Curve, options: FitOptions) -> tuple[int, FitOptions]:
-    """What decides a fit: cuts only remove points, so their number tells them apart; `first` differs from `free`
-    by a point, if at all.
+    """Key by which two settings are known to fit the same points, so that one can be skipped.
+
+    Cuts only remove points, so their number identifies them; `first` differs from `free` by a point, if at all.
     """
     r0: R0Mode = "free" if isinstance(options.r0, str) else options.r0
     return len(select(curve, options).reward), replace(options, r0=r0, min_compute=None, max_compute=None)
