@@ -91,7 +91,7 @@ __all__ = [
 
 @cache
 def _axes() -> dict[str, str]:
-    """Modules of `axes/` by the public classes that they define."""
+    """Map each public class of `axes/` to its module, by scanning the sources: nothing is imported."""
     here = Path(__file__).parent
     found: dict[str, str] = {}
     for path in sorted((here / "axes").rglob("*.py")):
@@ -101,12 +101,12 @@ def _axes() -> dict[str, str]:
 
 
 def axis_names() -> frozenset[str]:
-    """Public classes of the axes: the choices that a configuration may name."""
+    """Return the public classes of `axes/`: the choices that a configuration may name."""
     return frozenset(_axes())
 
 
 def public_names() -> frozenset[str]:
-    """What this package may be asked for by name: what frozen studies rely on."""
+    """Return every name that configurations and frozen studies may import from this package."""
     return frozenset({*_HOME_OF, *_axes()})
 
 

@@ -1,1 +1,1 @@
-"""The design space: one module an axis, its pure functions and the callbacks that carry them, nothing else."""
+"""Axes of the design space, one module each: pure functions and the callbacks that carry them, nothing else."""

@@ -1,4 +1,4 @@
-"""Axis `advantage`: from rewards to credit."""
+"""Axis `advantage`: how rewards become the credit of rollouts or tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def generalized_advantages(
 
 
 def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """(R, T): a rollout's reward (R,) on its last token inside the mask; none where it has none."""
+    """Return rewards (R, T): a rollout's reward (R,) on its last token inside the mask, 0 elsewhere."""
     spread = torch.zeros_like(mask)
     if not mask.numel():  # a rank without rows
         return spread
@@ -54,7 +54,7 @@ class Advantage(DesignChoice):
     """Estimates advantages before normalization: a rollout's from the rewards of its group, or a token's from values.
 
     Attributes:
-        after_forward: whether it is `estimate_tokens` that is asked, once the critic has spoken.
+        after_forward: whether `estimate_tokens` is called, after the critic's forward pass, in place of `estimate`.
     """
 
     axis: ClassVar[str] = "advantage"
@@ -62,14 +62,14 @@ class Advantage(DesignChoice):
 
     @abstractmethod
     def estimate(self, rewards: Tensor) -> Tensor:
-        """Advantages (G,) of one group from its rewards (G,)."""
+        """Return the advantages (G,) of one group from its rewards (G,)."""
 
     def estimate_tokens(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Advantages and returns (R, T) of tokens from their rewards and the critic's values (R, T)."""
+        """Return advantages and returns (R, T) of tokens, from their rewards and the critic's values (R, T)."""
         raise NotImplementedError
 
     def check_group_size(self, completions: int) -> str | None:
-        """One line if the estimator cannot work with groups of this size, else None."""
+        """Return one line if the estimator cannot work with groups of this size, else None."""
         return None
 
 
@@ -80,11 +80,11 @@ class GroupAdvantage(Advantage):
     """
 
     def estimate(self, rewards: Tensor) -> Tensor:
-        """Advantages (G,) that sum to zero."""
+        """Return advantages (G,) that sum to zero: reward minus the group's mean."""
         return group_advantages(rewards)
 
     def check_group_size(self, completions: int) -> str | None:
-        """A group of one has no baseline but itself: every advantage would be zero."""
+        """Return one line for groups of one: without another rollout as baseline every advantage would be zero."""
         if completions < 2:
             return (
                 f"batch.completions: {completions} leaves nothing to compare a rollout with; "
@@ -116,15 +116,15 @@ class GAE(Advantage):
         self.trace = trace
 
     def estimate(self, rewards: Tensor) -> Tensor:
-        """Without values there is no credit yet."""
+        """Return zeros (G,): credit comes from `estimate_tokens`, once the critic's values are known."""
         return torch.zeros_like(rewards)
 
     def estimate_tokens(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """See `generalized_advantages`."""
+        """Return advantages and returns (R, T), computed by `generalized_advantages`."""
         return generalized_advantages(rewards, values, mask, self.discount, self.trace)
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """What it needs, and what is defined for groups alone."""
+        """Return one line if there is no critic, or if another choice is defined for the advantages of groups only."""
         if not getattr(others["critic"], "has_values", False):
             return "advantage: gae (GAE) needs values; choose critic=value_network, or advantage=group"
         normalization = others["normalization"]
@@ -142,7 +142,7 @@ class GAE(Advantage):
         return None
 
     def semantics(self) -> dict[str, Any]:
-        """With where rewards stand."""
+        """Return the parameters, and how GAE treats rewards, truncated completions and forced tokens."""
         return {
             **super().semantics(),
             "reward": "on the last sampled token",
@@ -151,5 +151,5 @@ class GAE(Advantage):
         }
 
     def differs(self, theirs: Advantage, step: ObservedStep) -> bool:
-        """Whether tokens weigh otherwise."""
+        """Return whether the loss weights of the batch's tokens would differ under `theirs`."""
         return step.loss_weights_differ(theirs)

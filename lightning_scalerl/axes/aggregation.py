@@ -47,7 +47,7 @@ def constant_weights(mask: Tensor, sampled: float, max_tokens: float) -> Tensor:
 
 
 class Aggregation(DesignChoice):
-    """Weights tokens by counts over the global batch.
+    """Turns per-token losses into one number, by a weight a token that needs only counts over the global batch.
 
     Attributes:
         divisor: what a token's loss is divided by, in words; its counts are recorded (`train/credited_*`).
@@ -58,34 +58,34 @@ class Aggregation(DesignChoice):
 
     @abstractmethod
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
-        """Weight (R, T) of each token's loss; zero where the loss mask is."""
+        """Return the weight (R, T) of each token's loss; zero where the loss mask is."""
 
     def semantics(self) -> dict[str, Any]:
-        """With the divisor."""
+        """Return the parameters and, where one is set, the divisor in words."""
         return {**super().semantics(), **({"divisor": self.divisor} if self.divisor else {})}
 
     def reduce(self, per_token_loss: Tensor, batch: TrainBatch, denominators: Denominators) -> Tensor:
-        """The (micro-)batch's share of the global loss; a scalar. Shares add up to the loss."""
+        """Return the (micro-)batch's share of the global loss, a scalar; the shares add up to the loss."""
         return (inside(batch.loss_mask, per_token_loss) * self.weights(batch, denominators)).sum()
 
 
 class PromptAggregation(Aggregation):
-    """Prompt average (ScaleRL, DAPO per prompt)."""
+    """Average over prompts; within a prompt all tokens are pooled (ScaleRL, DAPO per prompt)."""
 
     divisor: ClassVar[str] = "credited prompts * credited tokens of the group"
 
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
-        """1 / (prompts * tokens of the group)."""
+        """Return 1 / (prompts * tokens of the group) inside the mask, (R, T)."""
         return prompt_weights(batch.loss_mask, batch.group_tokens, denominators.prompts)
 
 
 class SampleAggregation(Aggregation):
-    """Sample average (GRPO)."""
+    """Average over rollouts of each rollout's token average (GRPO)."""
 
     divisor: ClassVar[str] = "credited rollouts * credited tokens of the rollout"
 
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
-        """1 / (samples * tokens of the rollout)."""
+        """Return 1 / (samples * tokens of the rollout) inside the mask, (R, T)."""
         return sample_weights(batch.loss_mask, batch.sample_tokens, denominators.samples)
 
 
@@ -95,7 +95,7 @@ class TokenAggregation(Aggregation):
     divisor: ClassVar[str] = "credited tokens of the batch"
 
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
-        """1 / tokens of the batch."""
+        """Return 1 / tokens of the global batch inside the mask, (R, T)."""
         return token_weights(batch.loss_mask, denominators.tokens)
 
 
@@ -105,7 +105,7 @@ class SumAggregation(Aggregation):
     divisor: ClassVar[str] = "1"
 
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
-        """1."""
+        """Return the loss mask (R, T) itself: every credited token weighs 1."""
         return batch.loss_mask
 
 
@@ -115,7 +115,7 @@ class ConstantAggregation(Aggregation):
     divisor: ClassVar[str] = "rollouts sampled for the step * context.max_new_tokens"
 
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
-        """1 / (rollouts of the step * completion limit)."""
+        """Return 1 / (rollouts of the step * completion limit) inside the mask, (R, T)."""
         return constant_weights(batch.loss_mask, denominators.sampled, denominators.max_tokens)
 
 
@@ -129,7 +129,7 @@ BY_NAME: Mapping[str, type[Aggregation]] = {
 
 
 def named_aggregation(field: str, name: str | None) -> Aggregation | None:
-    """An aggregation of a term's own; None for the run's.
+    """Return the aggregation that a term of the loss names for itself; None where it uses the run's.
 
     Raises:
         ConfigurationError: an unknown name.

@@ -18,17 +18,18 @@ class Allocation(DesignChoice):
 
     @abstractmethod
     def completions(self, average: int, pass_rates: Sequence[float], surplus: int = 0) -> int:
-        """Rollouts for a prompt whose groups so far had these pass rates.
+        """Return the number of rollouts for a prompt whose groups so far had these pass rates.
 
-        `surplus` is what all prompts before it were given beyond the average: who gives unlike numbers pays it back.
+        `surplus` is what all prompts before it were given beyond the average; a choice that gives unequal numbers evens
+        it out.
         """
 
     def check_average(self, average: int) -> str | None:
-        """One line if so many rollouts a prompt, on average, cannot be divided this way, else None."""
+        """Return one line if an average of so many rollouts a prompt cannot be divided this way, else None."""
         return None
 
     def differs(self, theirs: Allocation, step: ObservedStep) -> bool:
-        """Whether a group of the batch has another size."""
+        """Return whether a group of the batch has another size than `theirs` would have given it."""
         return any(
             len(group.sampled) != theirs.completions(step.completions, group.history) for group in step.batch.groups
         )
@@ -38,7 +39,7 @@ class FixedAllocation(Allocation):
     """The same number for every prompt."""
 
     def completions(self, average: int, pass_rates: Sequence[float], surplus: int = 0) -> int:
-        """The average."""
+        """Return `average`, whatever the prompt's pass rates."""
         return average
 
 
@@ -60,14 +61,14 @@ class AllocationByDifficulty(Allocation):
         self.least = whole_number("allocation.least", least)
 
     def check_average(self, average: int) -> str | None:
-        """What every prompt gets must fit into the total."""
+        """Return one line if `least` exceeds the average: the step's total could not pay for it. Else None."""
         if self.least <= average:
             return None
         return f"allocation.least: {self.least} for every prompt is more than the average, batch.completions, {average}"
 
     def completions(self, average: int, pass_rates: Sequence[float], surplus: int = 0) -> int:
-        """By difficulty, as far as the total allows."""
+        """Return the prompt's number by its last pass rate, bounded so that the running total keeps to the average."""
         factor = self.hard + (self.easy - self.hard) * pass_rates[-1] if pass_rates else 1.0
         wanted = max(self.least, round(average * factor))
-        # Of what all prompts before it got, `surplus` was too much: after this one it lies within one average again.
+        # The bounds keep the surplus after this prompt within one average, either way.
         return max(1, min(max(wanted, -surplus), 2 * average - surplus))

@@ -24,39 +24,39 @@ MODES = ("truncate", "mask", "none")
 
 
 class Correction(DesignChoice):
-    """Names the log-probabilities that the ratio is taken against."""
+    """Names the log-probabilities that the importance ratio is taken against: its anchor."""
 
     axis: ClassVar[str] = "correction"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "Behaviour"}
 
-    # Whether the trainer's log-probabilities before the update are asked for (`TrainBatch.anchor_logprobs`).
+    # Whether the anchor is a forward pass of the trainer before the update (`TrainBatch.anchor_logprobs`).
     recomputes: ClassVar[bool] = False
 
     @abstractmethod
     def anchor(self, batch: TrainBatch) -> Tensor:
-        """Log-probabilities (R, T) below the ratio's fraction bar; no gradient."""
+        """Return the log-probabilities (R, T) in the ratio's denominator; no gradient."""
 
     def weights(self, batch: TrainBatch) -> Tensor | None:
-        """What the policy's loss of each token is multiplied with, (R, T) without gradient; None for 1."""
+        """Return factors (R, T) on the policy's loss of each token, without gradient; None for 1 everywhere."""
         return None
 
 
 class Behaviour(Correction):
-    """ratio = trainer / generator. Source: arXiv 2510.13786, section 2."""
+    """Take the ratio against the generator: ratio = trainer / generator. Source: arXiv 2510.13786, section 2."""
 
     def anchor(self, batch: TrainBatch) -> Tensor:
-        """What the generator recorded as it sampled."""
+        """Return the log-probabilities (R, T) that the generator recorded while sampling."""
         return batch.generator_logprobs
 
     def semantics(self) -> dict[str, Any]:
-        """With the anchor."""
+        """Return the parameters with the anchor: the generator at sampling time."""
         return {**super().semantics(), "anchor": "the generator, at sampling time"}
 
 
 def importance_weights(
     anchor_logprobs: Tensor, generator_logprobs: Tensor, mask: Tensor, level: str, mode: str, low: float, high: float
 ) -> Tensor:
-    """w = pi_anchor / pi_generator of each token, or of its whole sequence (the product), bounded.
+    """Return w = pi_anchor / pi_generator of each token, or of its whole sequence (the product), bounded.
 
     "truncate" moves w into [low, high]; "mask" sets what lies outside to 0. Nothing outside the mask is read.
     Shapes: all (R, T) -> (R, T). Source: truncated importance sampling (Yao et al. 2025) and its masked form, as in
@@ -72,7 +72,7 @@ def importance_weights(
 
 
 class Proximal(Correction):
-    """ratio = trainer / trainer before the update; what lies between that and the generator is a bounded weight.
+    """Take the ratio against the trainer before the update; what lies between it and the generator is a bounded weight.
 
     The anchor is recomputed by the trainer on every batch, with the weights that its first pass begins with: in that
     pass the ratio is 1. Staleness and the mismatch of the engine are in the weight.
@@ -103,12 +103,12 @@ class Proximal(Correction):
             )
 
     def anchor(self, batch: TrainBatch) -> Tensor:
-        """What the trainer computed before the update."""
+        """Return the log-probabilities (R, T) that the trainer computed before the update."""
         assert batch.anchor_logprobs is not None, "scored_before gives it to whoever recomputes"
         return batch.anchor_logprobs
 
     def weights(self, batch: TrainBatch) -> Tensor | None:
-        """See `importance_weights`."""
+        """Return `importance_weights` (R, T) of anchor over generator; None with mode "none" or without an anchor."""
         if self.mode == "none" or batch.anchor_logprobs is None:
             return None
         return importance_weights(
@@ -122,5 +122,5 @@ class Proximal(Correction):
         )
 
     def semantics(self) -> dict[str, Any]:
-        """With the anchor."""
+        """Return the parameters with the anchor: the trainer before its first pass over the batch."""
         return {**super().semantics(), "anchor": "the trainer, before the first pass over the batch"}

@@ -1,4 +1,4 @@
-"""Axis `critic`: what estimates the value of a state, for advantages a token."""
+"""Axis `critic`: the value network for per-token advantages, if any."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), per token.
+    """Return max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), per token.
 
-    Shapes: all (R, T); unreduced. Source: PPO's reference implementation (arXiv 1707.06347); the half that some put
-    before it is the coefficient's business.
+    Shapes: all (R, T); unreduced. Source: PPO's reference implementation (arXiv 1707.06347); the factor 1/2 that some
+    put before it is left to the coefficient.
     """
     bounded = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
     return torch.maximum((values - returns).square(), (bounded - returns).square())
 
 
 class Critic(DesignChoice):
-    """A model of values beside the policy, or none.
+    """A value network beside the policy, or none.
 
     Attributes:
         has_values: whether there is one.
@@ -34,13 +34,13 @@ class Critic(DesignChoice):
     has_values: ClassVar[bool] = False
 
     def differs(self, theirs: Critic, step: ObservedStep) -> bool:
-        """Whether values took part in the credit of any token."""
+        """Return whether values took part, or would have, in the credit of any token of the batch."""
         asked = self.has_values != theirs.has_values or step.batch.values is not None
         return asked and step.batch.denominators.tokens > 0
 
 
 class NoCritic(Critic):
-    """Rewards alone decide."""
+    """No value network: credit comes from rewards alone."""
 
 
 class ValueNetwork(Critic):
@@ -66,16 +66,16 @@ class ValueNetwork(Critic):
         self.aggregation = aggregation
 
     def per_token(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
-        """See `clipped_value_loss`."""
+        """Return the critic's loss (R, T), unreduced, by `clipped_value_loss`."""
         return clipped_value_loss(values, old_values, returns, self.clip)
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """A critic that nobody asks."""
+        """Return one line if the advantage estimator never uses values, else None."""
         if not getattr(others["advantage"], "after_forward", False):
             name = type(others["advantage"]).__name__
             return f"critic: value_network (ValueNetwork) is not asked by advantage {name}; choose advantage=gae"
         return None
 
     def semantics(self) -> dict[str, Any]:
-        """With what it is."""
+        """Return the parameters with the critic's architecture and the type of its weights."""
         return {**super().semantics(), "model": "copy of the policy's body, linear head from zero", "weights": "fp32"}

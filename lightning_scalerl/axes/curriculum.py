@@ -14,7 +14,7 @@ from lightning_scalerl.prompt import Prompt
 
 
 def difficulty(prompt: Prompt) -> float:
-    """The first number in the prompt's label of difficulty, such as 3 in "Level 3".
+    """Return the first number in the prompt's label of difficulty, such as 3 in "Level 3".
 
     Raises:
         ConfigurationError: there is none.
@@ -28,14 +28,14 @@ def difficulty(prompt: Prompt) -> float:
     return float(found[0])
 
 
-# In a stage: the reward of a task that decides whether a completion passes, whatever it is called.
+# Key of a stage for the reward that decides whether a completion passes, whatever the task calls it.
 FIRST = "first"
 
 
 def staged_factors(
     progress: float, begins: Sequence[float], stages: Sequence[Mapping[str, float]], sums: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """Return by what the terms of a task's weighted rewards are multiplied at a share of the budget.
+    """Return the factors on the terms of a task's weighted rewards at a share of the budget.
 
     Args:
         progress: share of the budget that is done, 0 or more.
@@ -59,7 +59,7 @@ def weighed_sum(reward: float, terms: Mapping[str, float], factors: Mapping[str,
 
 
 class Curriculum(DesignChoice):
-    """Opens the pool, the length of completions or what is rewarded, step by step.
+    """Widens the prompt pool, the completion limit or the rewards step by step as training goes on.
 
     Attributes:
         by_difficulty: whether prompts need a number as their difficulty.
@@ -72,11 +72,11 @@ class Curriculum(DesignChoice):
     weighs_rewards: ClassVar[bool] = False
 
     def share(self, completed_steps: int) -> float:
-        """Of the pool, from its easy end, that may be drawn from."""
+        """Return the share of the pool, from its easy end, that prompts may be drawn from; 1 is all of it."""
         return 1.0
 
     def max_new_tokens(self, limit: int, completed_steps: int) -> int:
-        """Of completions that are begun now; `limit` is the context's."""
+        """Return the token limit for completions that are begun now; `limit` is the context's."""
         return limit
 
     def reward_factors(self, sums: Sequence[Sequence[str]], completed_steps: int) -> Mapping[str, float]:
@@ -88,7 +88,7 @@ class Curriculum(DesignChoice):
         return None
 
     def places(self, pool: Sequence[Prompt]) -> list[int]:
-        """Each prompt's place from easy to hard; prompts of one difficulty in the order of the pool.
+        """Return each prompt's place from easy to hard; prompts of one difficulty in the order of the pool.
 
         Raises:
             ConfigurationError: a prompt without a difficulty.
@@ -115,7 +115,7 @@ class Curriculum(DesignChoice):
 
 
 class NoCurriculum(Curriculum):
-    """Every prompt and the whole length, from the first step."""
+    """No curriculum: every prompt and the whole length, from the first step."""
 
 
 class _Opening(Curriculum):
@@ -128,7 +128,7 @@ class _Opening(Curriculum):
         self.over_steps = whole_number("curriculum.over_steps", over_steps)
 
     def semantics(self) -> dict[str, Any]:
-        """With what is shared out."""
+        """Return the parameters, and that the share is of the pool's prompts, easiest first."""
         return {**super().semantics(), "share_of": "prompts of the pool, easiest first"}
 
 
@@ -144,7 +144,7 @@ class LinearCurriculum(_Opening):
         super().__init__(start, over_steps)
 
     def share(self, completed_steps: int) -> float:
-        """start + (1 - start) * progress."""
+        """Return start + (1 - start) * progress: linear growth up to 1."""
         return self.start + (1 - self.start) * min(1.0, completed_steps / self.over_steps)
 
 
@@ -159,7 +159,7 @@ class ExponentialCurriculum(_Opening):
         super().__init__(start, over_steps)
 
     def share(self, completed_steps: int) -> float:
-        """start ** (1 - progress)."""
+        """Return start ** (1 - progress): growth by one factor a step, up to 1."""
         return float(self.start ** (1 - min(1.0, completed_steps / self.over_steps)))
 
 
@@ -179,13 +179,13 @@ class StagedLength(Curriculum):
         self.steps = whole_number("curriculum.steps", steps)
 
     def max_new_tokens(self, limit: int, completed_steps: int) -> int:
-        """The stage's."""
+        """Return the stage's share of `limit`, rounded up to whole tokens and at least 1."""
         stage = min(completed_steps // self.steps, len(self.shares) - 1)
-        # A share that is written in decimals may come out a little above the whole number that it means.
+        # Rounded before `ceil`: a decimal share such as 0.7 may give a product just above the whole number it means.
         return max(1, math.ceil(round(limit * self.shares[stage], 6)))
 
     def semantics(self) -> dict[str, Any]:
-        """With what is never cut short, and what shrinks along."""
+        """Return the parameters, and that evaluation has the whole length while interruption points shrink along."""
         return {**super().semantics(), "evaluation": "whole length", "interruption": "at the same share of the limit"}
 
 
@@ -226,7 +226,7 @@ class StagedRewards(Curriculum):
             )
 
     def reward_factors(self, sums: Sequence[Sequence[str]], completed_steps: int) -> Mapping[str, float]:
-        """See `staged_factors`."""
+        """Return the factors of the stage that this step falls into, by `staged_factors`."""
         return staged_factors(completed_steps / self.total_steps, self.begins, self.stages, sums)
 
     def check_rewards(self, sums: Sequence[Sequence[str]]) -> str | None:

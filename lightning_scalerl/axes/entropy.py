@@ -13,10 +13,10 @@ from lightning_scalerl.choice import DesignChoice
 
 
 class Entropy(DesignChoice):
-    """A bonus a token: coefficient times the entropy of the distribution it was drawn from, or none.
+    """An entropy bonus a token, or none: coefficient times the entropy of the distribution it was drawn from.
 
     Attributes:
-        acts: whether there is one, and entropies need a gradient.
+        acts: whether there is a bonus, so that entropies need a gradient.
     """
 
     axis: ClassVar[str] = "entropy"
@@ -25,12 +25,12 @@ class Entropy(DesignChoice):
     aggregation: str | None = None
 
     def coefficients(self, pass_rates: Tensor) -> Tensor:
-        """Of each rollout (R,), given its prompt's pass rates (R,)."""
+        """Return the coefficient of each rollout (R,), given its prompt's pass rates (R,)."""
         return torch.zeros_like(pass_rates)
 
 
 class NoEntropyBonus(Entropy):
-    """None (ScaleRL)."""
+    """No entropy bonus, as in ScaleRL."""
 
     acts: ClassVar[bool] = False
 
@@ -48,7 +48,7 @@ class FixedEntropy(Entropy):
         self.aggregation = aggregation
 
     def coefficients(self, pass_rates: Tensor) -> Tensor:
-        """All the same."""
+        """Return the same coefficient for every rollout, (R,)."""
         return torch.full_like(pass_rates, self.coefficient)
 
 
@@ -67,5 +67,5 @@ class EntropyByDifficulty(Entropy):
         self.aggregation = aggregation
 
     def coefficients(self, pass_rates: Tensor) -> Tensor:
-        """Between the two."""
+        """Return coefficients (R,) between `hard` and `easy`, linear in the pass rate."""
         return self.hard + (self.easy - self.hard) * pass_rates

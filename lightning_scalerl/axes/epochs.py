@@ -1,4 +1,4 @@
-"""Axis `epochs`: passes over one rollout batch."""
+"""Axis `epochs`: number of passes over one rollout batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
 class Epochs(DesignChoice):
-    """How often the optimizer goes over a batch before the next one. One step is one batch, whatever this is.
+    """Passes of the optimizer over each rollout batch; one training step is one batch, whatever their number.
 
-    A batch keeps the versions that sampled it, so that later passes are further off-policy: what the importance ratio
-    is for. The weights of a step are those after its last pass; only they are published.
+    A batch keeps the versions that sampled it, so later passes are further off-policy, which the importance ratio
+    accounts for. The weights of a step are those after its last pass; only they are published.
 
     Args:
         count: passes, each an update of the weights. 4 to 8 in PPO at 1 to 7 billion parameters, 2 to 4 above.
@@ -26,5 +26,5 @@ class Epochs(DesignChoice):
         self.count = whole_number("epochs.count", count)
 
     def differs(self, theirs: Epochs, step: ObservedStep) -> bool:
-        """Whether a batch that keeps something is gone over another number of times."""
+        """Return whether the number of passes differs and the batch has a rollout to train on."""
         return self.count != theirs.count and step.batch.rollouts > 0

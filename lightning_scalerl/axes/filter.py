@@ -14,7 +14,7 @@ from lightning_scalerl.rollout import Group
 
 
 def has_variance(rewards: Tensor) -> bool:
-    """Whether rewards (G,) differ at all; compared exactly, so a constant continuous reward counts as constant."""
+    """Return whether rewards (G,) differ at all, compared exactly: a constant continuous reward counts as constant."""
     return bool((rewards != rewards[:1]).any())
 
 
@@ -33,14 +33,14 @@ class Filter(DesignChoice):
 
     @abstractmethod
     def keep(self, group: Group) -> bool:
-        """True if the group enters the loss and its denominators."""
+        """Return True if the group enters the loss and its denominators."""
 
     def check_group_size(self, completions: int) -> str | None:
-        """One line if the filter cannot work with groups of this size, else None."""
+        """Return one line if the filter cannot work with groups of this size, else None."""
         return None
 
     def differs(self, theirs: Filter, step: ObservedStep) -> bool:
-        """Whether weights differ; where one of the two refills, whether groups were replaced, or would have been."""
+        """Return whether token weights differ; if only one refills, whether a group was or would be replaced."""
         if self.refills == theirs.refills:
             return step.loss_weights_differ(theirs)
         return step.dropped > 0 or (theirs.refills and not all(map(theirs.keep, step.batch.groups)))
@@ -63,11 +63,11 @@ class ZeroVariance(Filter):
     """
 
     def keep(self, group: Group) -> bool:
-        """True if the rewards differ."""
+        """Return True if the rewards differ within the group."""
         return has_variance(group.rewards)
 
     def check_group_size(self, completions: int) -> str | None:
-        """A group of one never differs."""
+        """Return one line for groups of one: their rewards never differ, so all would be dropped."""
         return _too_small("zero_variance", completions)
 
 
@@ -88,17 +88,17 @@ class DynamicSampling(Filter):
         self.most_dropped = whole_number("filter.most_dropped", most_dropped)
 
     def keep(self, group: Group) -> bool:
-        """True if the rewards differ."""
+        """Return True if the rewards differ within the group."""
         return has_variance(group.rewards)
 
     def check_group_size(self, completions: int) -> str | None:
-        """A group of one never differs."""
+        """Return one line for groups of one: their rewards never differ, so all would be dropped."""
         return _too_small("dynamic_sampling", completions)
 
 
 class NoFilter(Filter):
-    """Keep every group."""
+    """Give every group credit, also one whose rewards are all equal."""
 
     def keep(self, group: Group) -> bool:
-        """Always true."""
+        """Return True: every group enters the loss."""
         return True

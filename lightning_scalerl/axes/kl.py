@@ -1,4 +1,4 @@
-"""Axis `kl`: what holds the policy near the model that training began with."""
+"""Axis `kl`: the penalty that keeps the policy near the model that training began with."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ WHERE = ("loss", "reward")
 
 
 def k3(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """exp(d) - d - 1 with d = reference - trainer, per token: never negative, and unbiased for KL(policy, reference).
+    """Return exp(d) - d - 1, d = reference - trainer, per token: never negative, unbiased for KL(policy, reference).
 
     Shapes: all (R, T); unreduced, with gradient. Source: Schulman 2020 (k3); arXiv 2402.03300, eq. 4.
     """
     gap = (reference_logprobs - trainer_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # Of a policy that has hardly moved, exp(d) - 1 rounds all of d^2 / 2 away.
+    # expm1: while the policy has hardly moved, exp(d) - 1 in floating point loses all of the result, d^2 / 2.
     return torch.expm1(gap) - gap
 
 
 class KL(DesignChoice):
-    """A penalty a token on the distance from the frozen reference, or none.
+    """A penalty a token on the policy's distance from the frozen reference, or none.
 
     Attributes:
         where: "loss" for a term of the loss, "reward" for a deduction from the token's reward; "" for none.
@@ -37,12 +37,12 @@ class KL(DesignChoice):
     aggregation: str | None = None
 
     def coefficients(self, pass_rates: Tensor) -> Tensor:
-        """Of each rollout (R,), given its prompt's pass rates (R,)."""
+        """Return the coefficient of each rollout (R,), given its prompt's pass rates (R,)."""
         return torch.zeros_like(pass_rates)
 
 
 class NoKL(KL):
-    """No reference, no penalty (ScaleRL)."""
+    """No reference model and no penalty (ScaleRL)."""
 
 
 class _Penalised(KL):
@@ -53,7 +53,7 @@ class _Penalised(KL):
         self.aggregation = aggregation
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """In the reward it needs an estimator that looks at tokens."""
+        """Return one line if the penalty is taken from rewards and the estimator does not look at tokens."""
         if self.where == "reward" and not getattr(others["advantage"], "after_forward", False):
             return (
                 "kl.where: 'reward' needs advantages a token (advantage=gae): credit within a group is given before "
@@ -62,7 +62,7 @@ class _Penalised(KL):
         return None
 
     def semantics(self) -> dict[str, Any]:
-        """With the estimator."""
+        """Return the parameters with the estimator (k3) and the reference."""
         return {**super().semantics(), "estimator": "k3", "reference": "the model that training began with, frozen"}
 
 
@@ -80,7 +80,7 @@ class FixedKL(_Penalised):
         self.coefficient = not_negative("kl.coefficient", coefficient)
 
     def coefficients(self, pass_rates: Tensor) -> Tensor:
-        """All the same."""
+        """Return the same coefficient for every rollout, (R,)."""
         return torch.full_like(pass_rates, self.coefficient)
 
 
@@ -101,5 +101,5 @@ class KLByDifficulty(_Penalised):
         self.hard = not_negative("kl.hard", hard)
 
     def coefficients(self, pass_rates: Tensor) -> Tensor:
-        """Between the two."""
+        """Return coefficients (R,) between `hard` and `easy`, linear in the pass rate."""
         return self.hard + (self.easy - self.hard) * pass_rates

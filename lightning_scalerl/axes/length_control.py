@@ -1,4 +1,4 @@
-"""Axis `length_control`: what keeps completions from growing past their budget.
+"""Axis `length_control`: means to keep completions within their token budget.
 
 `interruption` acts while a rollout is generated: if its thinking has not ended by a point drawn at random, a
 phrase that ends it is forced into the completion, token by token. Forced tokens were not sampled: they are in
@@ -19,13 +19,13 @@ from lightning_scalerl.rollout import Rollout
 
 
 def interruption_points(low: int, high: int, completions: int, random_key: tuple[int, ...]) -> tuple[int, ...]:
-    """Where each of a group's rollouts is interrupted: that many tokens of thinking, uniform in [low, high]."""
+    """Draw the token of thinking at which each rollout of a group is interrupted, uniform in [low, high]."""
     source = np.random.Generator(np.random.Philox(np.random.SeedSequence(random_key)))
     return tuple(int(point) for point in source.integers(low, high, size=completions, endpoint=True))
 
 
 def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
-    """clip((limit - tokens) / buffer - 1, -1, 0): 0 up to limit - buffer tokens, -1 at the limit.
+    """Return clip((limit - tokens) / buffer - 1, -1, 0): 0 up to limit - buffer tokens, -1 at the limit.
 
     Source: arXiv 2510.13786, appendix (length penalty), after DAPO, arXiv 2503.14476, eq. 13.
     """
@@ -42,28 +42,28 @@ class LengthControl(DesignChoice):
     phrase: str = ""
 
     def interrupt_at(self, completions: int, random_key: tuple[int, ...]) -> tuple[int, ...]:
-        """Tokens of thinking after which each rollout of a group is interrupted; empty for never."""
+        """Return the number of thinking tokens after which each rollout is interrupted; empty for never."""
         return ()
 
     def reward(self, reward: float, correct: bool, tokens: int) -> float:
-        """The reward that is trained on, from the verifier's."""
+        """Return the reward that is trained on, from the verifier's."""
         return reward
 
     def check_limit(self, max_new_tokens: int, phrase_tokens: int = 1) -> str | None:
-        """One line if this control cannot act within the completion limit, else None.
+        """Return one line if this control cannot act within the completion limit, else None.
 
         `phrase_tokens` is the length of its phrase, where a tokenizer is at hand.
         """
         return None
 
     def differs(self, theirs: LengthControl, step: ObservedStep) -> bool:
-        """Whether one of the two acted on a rollout of the batch, or surely would have."""
+        """Return whether one of the two acted on a rollout of the batch, or surely would have."""
         rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]
         return any(control.acts_on(rollout, step.decode) for control in (self, theirs) for rollout in rollouts)
 
     @abstractmethod
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
-        """Whether this control changed such a rollout, or surely would have: for the mechanism counter."""
+        """Return whether this control changed such a rollout, or surely would have: for the mechanism counter."""
 
 
 # arXiv 2510.13786, appendix.
@@ -71,7 +71,7 @@ PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer no
 
 
 class Interruption(LengthControl):
-    """Forced end of thinking at a random point.
+    """Force the end of thinking into a rollout, at a random point.
 
     Args:
         low, high: the point is uniform in [low, high] tokens of thinking.
@@ -97,11 +97,11 @@ class Interruption(LengthControl):
         self.phrase = phrase
 
     def interrupt_at(self, completions: int, random_key: tuple[int, ...]) -> tuple[int, ...]:
-        """See `interruption_points`."""
+        """Return the points drawn by `interruption_points`, one for each rollout."""
         return interruption_points(self.low, self.high, completions, random_key)
 
     def check_limit(self, max_new_tokens: int, phrase_tokens: int = 1) -> str | None:
-        """After the phrase an answer must still fit."""
+        """Return one line if the phrase, forced in at the latest point, would leave no room for an answer."""
         if self.high + phrase_tokens < max_new_tokens:
             return None
         return (
@@ -110,13 +110,13 @@ class Interruption(LengthControl):
         )
 
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
-        """Tokens were forced, or it went on past the last point without having ended its thinking."""
+        """Return whether tokens were forced, or it went on past the last point without having ended its thinking."""
         if len(rollout.tokens) <= self.high:
             return any(rollout.forced)
         return any(rollout.forced) or self.end_of_thinking not in decode(rollout.tokens[: self.high])
 
     def semantics(self) -> dict[str, Any]:
-        """With what becomes of forced tokens."""
+        """Return the parameters, and that forced tokens are not trained on and evaluation is not interrupted."""
         return {**super().semantics(), "forced_tokens": "in neither loss nor ratio", "evaluation": "not interrupted"}
 
 
@@ -163,5 +163,5 @@ class NoLengthControl(LengthControl):
     """Completions run to their end or to the token limit."""
 
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
-        """Never."""
+        """Return False: nothing is interrupted or penalised."""
         return False

@@ -24,7 +24,7 @@ Sums = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and sum of squared deviations of numbers, in float64; two of them add up to those of all numbers."""
+    """Count, mean and sum of squared deviations of numbers, in float64; `+` gives those of both sets together."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -32,17 +32,18 @@ class Moments:
 
     @classmethod
     def of(cls, values: Tensor, sums: Sums = lambda numbers: numbers) -> Moments:
-        """Of this rank's values (n,) and, by `sums`, of all ranks'."""
+        """Return the moments of the values (n,) on all ranks: `sums` adds this rank's numbers up over them."""
         values = values.double()
         count, total = sums(torch.stack([values.new_tensor(values.numel()), values.sum()])).tolist()
         if not count:
             return cls()
         mean = total / count
+        # A second pass over the deviations: sum(x^2) - n mean^2 would cancel where the mean is large.
         (squares,) = sums((values - mean).square().sum().reshape(1)).tolist()
         return cls(count, mean, squares)
 
     def __add__(self, other: Moments) -> Moments:
-        """Of both. Source: Chan, Golub and LeVeque 1979."""
+        """Return the moments of both sets together. Source: Chan, Golub and LeVeque 1979."""
         count = self.count + other.count
         if not count:
             return self
@@ -51,12 +52,12 @@ class Moments:
         return Moments(count, mean, self.squares + other.squares + gap * gap * self.count * other.count / count)
 
     def deviation(self, ddof: int) -> float | None:
-        """The standard deviation; None of too few numbers."""
+        """Return the standard deviation; None if there are too few numbers for one."""
         return (self.squares / (self.count - ddof)) ** 0.5 if self.count > ddof else None
 
 
 def _over_deviation(advantages: list[Tensor], values: list[Tensor], ddof: int, eps: float) -> list[Tensor]:
-    """Over the standard deviation of all `values`; unchanged where they are too few for one."""
+    """Divide by the standard deviation of all `values`; unchanged where they are too few for one."""
     if not values or (everything := torch.cat(values)).numel() <= ddof:
         return advantages
     scale = everything.std(correction=ddof) + eps
@@ -88,7 +89,7 @@ def scale_by_prompt(advantages: list[Tensor], rewards: list[Tensor], ddof: int, 
 
 
 def scaled_tokens(advantages: Tensor, mask: Tensor, moments: Moments, ddof: int, eps: float, centre: bool) -> Tensor:
-    """Advantages (R, T) inside the mask over the deviation of `moments`, their mean taken away before if asked."""
+    """Return advantages (R, T) over the deviation of `moments`, less their mean if asked; 0 outside the mask."""
     deviation = moments.deviation(ddof)
     if deviation is None:
         return advantages
@@ -109,20 +110,20 @@ class Normalization(DesignChoice):
 
     @abstractmethod
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
-        """Scaled advantages; both lists hold one (G,) tensor a group that passed the filter.
+        """Return scaled advantages; both lists hold one (G,) tensor a group that passed the filter.
 
         A pure function: mechanism counters call it again.
         """
 
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
-        """Scaled advantages (R, T) of this rank's tokens; `sums` adds up over ranks. A pure function too."""
+        """Return scaled advantages (R, T) of this rank's tokens; `sums` adds up over ranks. A pure function too."""
         raise NotImplementedError
 
     def remember(self, moments: Callable[[], Moments]) -> None:
-        """A batch is about to be scaled, with these moments of its advantages: once a step, for who has a memory."""
+        """Take in the moments of a batch that is about to be scaled: once a step, for choices with a memory."""
 
     def forget(self) -> None:
-        """A run begins, for who has a memory."""
+        """Clear what was remembered of earlier batches, as a run begins; for choices with a memory."""
 
 
 class _Scaled(Normalization):
@@ -151,11 +152,11 @@ class BatchNormalization(_Scaled):
         self.centre = centre
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
-        """One scale for the whole batch."""
+        """Divide by one standard deviation for the whole batch."""
         return scale_by_batch(advantages, self.ddof, self.eps, self.centre)
 
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
-        """One scale for all credited tokens of the batch: each counts once, whatever its rollout's length."""
+        """Divide all credited tokens by one deviation: each counts once, whatever its rollout's length."""
         moments = Moments.of(advantages[mask > 0], sums)
         return scaled_tokens(advantages, mask, moments, self.ddof, self.eps, self.centre)
 
@@ -170,7 +171,7 @@ class BatchRewardNormalization(_Scaled):
         super().__init__(ddof, eps)
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
-        """One scale for the whole batch."""
+        """Divide by one standard deviation for the whole batch, that of the raw rewards."""
         return scale_by_batch_reward(advantages, rewards, self.ddof, self.eps)
 
 
@@ -178,7 +179,7 @@ class PromptNormalization(_Scaled):
     """Advantages over the standard deviation of their group's rewards (GRPO)."""
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
-        """One scale a group."""
+        """Divide each group by the standard deviation of its own rewards."""
         return scale_by_prompt(advantages, rewards, self.ddof, self.eps)
 
 
@@ -198,17 +199,17 @@ class RunningNormalization(_Scaled):
         self.forget()
 
     def forget(self) -> None:
-        """Nothing has been seen."""
+        """Start again from no numbers: neither history nor a last batch."""
         # Scaling must be pure, so the batch at hand is only counted in with the next one.
         self._before = Moments()
         self._last = Moments()
 
     def remember(self, moments: Callable[[], Moments]) -> None:
-        """The batch before this one is history now."""
+        """Add the last batch to the history, and keep this one's moments as the last."""
         self._before, self._last = self._before + self._last, moments()
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
-        """One scale for the whole run so far."""
+        """Divide by the standard deviation of the whole run so far, this batch included."""
         moments = self._before + Moments.of(torch.cat(advantages) if advantages else torch.zeros(0))
         deviation = moments.deviation(self.ddof)
         if deviation is None:
@@ -216,32 +217,32 @@ class RunningNormalization(_Scaled):
         return [(group - moments.mean * self.centre) / (deviation + self.eps) for group in advantages]
 
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
-        """One scale for all credited tokens of the run so far."""
+        """Divide all credited tokens by the deviation of the run so far, this batch included."""
         moments = self._before + Moments.of(advantages[mask > 0], sums)
         return scaled_tokens(advantages, mask, moments, self.ddof, self.eps, self.centre)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is remembered."""
+        """Return the moments of the history and of the last batch, as plain numbers."""
         return {name: vars(moments) for name, moments in (("before", self._before), ("last", self._last))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the moments of the history and of the last batch."""
         self._before, self._last = Moments(**state_dict["before"]), Moments(**state_dict["last"])
 
     def semantics(self) -> dict[str, Any]:
-        """With what runs."""
+        """Return the parameters, and that the statistics are over all advantages of the run so far."""
         return {**super().semantics(), "statistics": "all advantages of the run so far, each once"}
 
 
 class NoNormalization(Normalization):
-    """Advantages as they are (Dr.GRPO)."""
+    """Leave advantages as they are (Dr.GRPO)."""
 
     scales_tokens: ClassVar[bool] = True
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
-        """Unchanged."""
+        """Return the advantages unchanged, one (G,) a group."""
         return advantages
 
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
-        """Unchanged."""
+        """Return the advantages (R, T) unchanged."""
         return advantages

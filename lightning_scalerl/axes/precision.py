@@ -1,4 +1,4 @@
-"""Axis `precision`: the policy's data type, and where FP32 is kept.
+"""Axis `precision`: the policy's data type, and the components that stay in FP32.
 
 Master weights are always FP32. The policy's forward runs under autocast in the policy's type; the generator
 holds a copy cast to it. The language-model head can be kept in FP32 on either side: the log-probabilities of
@@ -16,10 +16,10 @@ from torch import Tensor
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choice import DesignChoice, ObservedStep
 
-# Above the rounding of an FP32 log-probability, below what FP16 does to those of a model that has learned nothing yet.
+# Above the rounding of an FP32 log-probability, below the FP16 error on an untrained model's.
 LOGPROB_THRESHOLD = 2e-5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What trainer and generator may differ by under the same weights, in log-probability: on average, and at the 99th
+# Largest gap in log-probability between trainer and generator under the same weights: mean, and 99th
 # percentile. Measured (benchmarks/precision_gap.py): 1e-7 and 1e-6 in FP32; 0.002 and 0.03 in BF16 where the tokens are
 # these weights' own, up to 0.01 and 0.15 where older weights have sampled them.
 # FP16 has three bits more than BF16; its bounds are BF16's by assumption, a quarter of them.
@@ -27,7 +27,7 @@ PROBE_BOUNDS = {"fp32": (1e-4, 1e-4), "bf16": (0.05, 0.75), "fp16": (0.0125, 0.1
 
 
 class Precision(DesignChoice):
-    """Data types of policy and head.
+    """Data types of the policy, its head, the critic, and of what is computed of advantages and KL.
 
     Args:
         policy: "bf16", "fp16" (with loss scaling) or "fp32".
@@ -61,29 +61,29 @@ class Precision(DesignChoice):
 
     @property
     def policy_dtype(self) -> torch.dtype:
-        """The type of the policy's matrix products and of the generator's weights."""
+        """Type of the policy's matrix products and of the generator's weights."""
         return DTYPES[self.policy]
 
     @property
     def probe_bounds(self) -> tuple[float, float]:
-        """Mean and 99th percentile beyond which trainer and generator do not compute the same (`measure.probe`)."""
+        """Mean and 99th percentile of the log-probability gap beyond which the probe fails (`measure.probe`)."""
         return PROBE_BOUNDS[self.policy]
 
     def head_dtype(self, fp32_head: bool) -> torch.dtype:
-        """The type in which logits are computed."""
+        """Return the type in which logits are computed."""
         return torch.float32 if fp32_head else self.policy_dtype
 
     @property
     def value_dtype(self) -> torch.dtype:
-        """The type of the critic's matrix products."""
+        """Type of the critic's matrix products."""
         return torch.float32 if self.fp32_value else self.policy_dtype
 
     def kept(self, values: Tensor, fp32: bool) -> Tensor:
-        """`values` in FP32, or rounded to the policy's type on the way."""
+        """Return `values` as they are if `fp32`, else rounded to the policy's type and cast back."""
         return values if fp32 else values.to(self.policy_dtype).to(values.dtype)
 
     def components(self) -> dict[str, str]:
-        """The effective type of every component, so that an FP32 head on an FP32 policy reads as what it is."""
+        """Return the effective type of every component: the head of an FP32 policy is FP32 whatever its flag says."""
         parts = {
             "head_trainer": self.fp32_head_trainer,
             "head_generator": self.fp32_head_generator,
@@ -94,7 +94,7 @@ class Precision(DesignChoice):
         return {name: "fp32" if fp32 else self.policy for name, fp32 in parts.items()}
 
     def differs(self, theirs: Precision, step: ObservedStep) -> bool:
-        """Whether log-probabilities differ from those in the other precision; or what is computed of values does."""
+        """Return whether log-probabilities, values, or rounded token weights differ between the two."""
         batch, (ours_kept, theirs_kept) = step.batch, (self.components(), theirs.components())
         other = {part for part in ("value", "advantage", "kl") if ours_kept[part] != theirs_kept[part]}
         if "value" in other and batch.values is not None and bool((batch.values != 0).any()):
@@ -105,6 +105,6 @@ class Precision(DesignChoice):
         return bool(((ours - others).abs() > LOGPROB_THRESHOLD).any())
 
     def semantics(self) -> dict[str, Any]:
-        """The effective types."""
+        """Return the effective type of every component, master weights and loss scaling included."""
         scaling = {"loss_scaling": "dynamic"} if self.policy == "fp16" else {}
         return {"choice": "Precision", "master_weights": "fp32", "policy": self.policy, **self.components(), **scaling}

@@ -1,4 +1,4 @@
-"""Axis `resampling`: which prompts come back in later epochs."""
+"""Axis `resampling`: the prompts that come back in later epochs."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
 class Resampling(DesignChoice):
-    """Decides from a prompt's history whether it is retired: it then never comes back."""
+    """Decides from a prompt's pass rates whether it is retired: never sampled again."""
 
     axis: ClassVar[str] = "resampling"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "UniformResampling"}
 
     @abstractmethod
     def retires(self, pass_rates: Sequence[float]) -> bool:
-        """Whether a prompt with these pass rates, one a group that was sampled of it, leaves the pool for good."""
+        """Return whether a prompt with these pass rates, one for each of its groups, leaves the pool for good."""
 
     def differs(self, theirs: Resampling, step: ObservedStep) -> bool:
-        """Whether a prompt is retired that the other would have kept, or one is trained that it would have retired."""
+        """Return whether only this choice retires some prompt, or only `theirs` would have retired one of the batch."""
         if any(self.retires(rates) and not theirs.retires(rates) for rates in step.histories()):
             return True
         return any(theirs.retires(group.history) and not self.retires(group.history) for group in step.batch.groups)
 
 
 class NoPositiveResampling(Resampling):
-    """A prompt that a whole group has solved to `pass_rate` or more is retired.
+    """Retire a prompt once a whole group has solved it at `pass_rate` or more.
 
     Source: arXiv 2510.13786, section 3.2 (No-Positive-Resampling, 0.9).
     """
@@ -39,17 +39,17 @@ class NoPositiveResampling(Resampling):
         self.pass_rate = pass_rate
 
     def retires(self, pass_rates: Sequence[float]) -> bool:
-        """True once any one group has reached the pass rate."""
+        """Return True once any one group has reached the pass rate."""
         return any(rate >= self.pass_rate for rate in pass_rates)
 
     def semantics(self) -> dict[str, Any]:
-        """With what the rate is taken over."""
+        """Return the parameters, and that the rate is of one group and retirement for good."""
         return {**super().semantics(), "pass_rate_of": "one group", "retired": "for good"}
 
 
 class UniformResampling(Resampling):
-    """Every prompt in every epoch."""
+    """Keep every prompt in every epoch."""
 
     def retires(self, pass_rates: Sequence[float]) -> bool:
-        """Never."""
+        """Return False: no prompt is ever retired."""
         return False

@@ -1,7 +1,7 @@
-"""Axis `truncated`: whether completions that hit the token limit are learned from.
+"""Axis `truncated`: whether completions that hit the token limit are trained on.
 
-Either way their reward counts in the baseline of their group: they are outcomes of the policy. What `mask`
-takes away are their tokens, from the loss and from everything it is divided by.
+Either way their reward counts in the baseline of their group: they are outcomes of the policy. `mask` removes only
+their tokens, from the loss and from its denominators.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from lightning_scalerl.rollout import Rollout
 
 
 class Truncated(DesignChoice):
-    """Decides which rollouts carry credit."""
+    """Decides which rollouts enter the loss, by whether they were truncated."""
 
     axis: ClassVar[str] = "truncated"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "KeepTruncated"}
 
     @abstractmethod
     def credits(self, rollout: Rollout) -> bool:
-        """True if the rollout's tokens enter the loss and its denominators."""
+        """Return True if the rollout's tokens enter the loss and its denominators."""
 
     def semantics(self) -> dict[str, Any]:
-        """With where a truncated rollout still counts."""
+        """Return the parameters, and that truncated rewards count in the group's baseline either way."""
         return {**super().semantics(), "truncated_reward_in_baseline": True}
 
 
@@ -36,13 +36,13 @@ class MaskTruncated(Truncated):
     """
 
     def credits(self, rollout: Rollout) -> bool:
-        """True if it ended by itself."""
+        """Return True if the completion ended by itself."""
         return not rollout.truncated
 
 
 class KeepTruncated(Truncated):
-    """Learn from truncated completions as from any other."""
+    """Train on truncated completions as on any other."""
 
     def credits(self, rollout: Rollout) -> bool:
-        """Always true."""
+        """Return True: truncated or not, a rollout is trained on."""
         return True

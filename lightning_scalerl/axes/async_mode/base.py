@@ -15,11 +15,11 @@ from lightning_scalerl.choice import DesignChoice, ObservedStep
 
 
 class AsyncMode(DesignChoice):
-    """Admission and publish rules of the rollout stream."""
+    """Rules of the rollout stream for admitting groups and publishing weights."""
 
     axis: ClassVar[str] = "async_mode"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "OnPolicy"}
-    # What becomes of the KV cache of rollouts in flight when weights are published.
+    # Whether the KV cache of rollouts in flight is recomputed when weights are published; else it stays as it is.
     recompute_kv: bool = False
 
     @property
@@ -30,20 +30,20 @@ class AsyncMode(DesignChoice):
     @property
     @abstractmethod
     def drains(self) -> bool:
-        """Whether training waits until nothing is in flight."""
+        """Return whether training waits until no rollout is in flight."""
 
     @abstractmethod
     def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
-        """Whether admission number `admission` (from 0) may open after `completed_steps` optimizer steps."""
+        """Return whether admission number `admission` (from 0) may open after `completed_steps` optimizer steps."""
 
     @abstractmethod
     def publishes(self, completed_steps: int) -> bool:
-        """Whether the weights after `completed_steps` steps go to the generator at once."""
+        """Return whether the weights after `completed_steps` steps go to the generator at once."""
 
     def differs(self, theirs: AsyncMode, step: ObservedStep) -> bool:
-        """Whether the two rules differ about the next admission or about publishing the weights of this step.
+        """Return whether the two rules differ about the next admission or about publishing this step's weights.
 
-        If they differ in the KV cache only: whether weights changed within a rollout of the batch.
+        Where they differ in the KV cache only, return whether weights changed within a rollout of the batch.
         """
         admission = (step.admitted, step.completed_steps, step.groups_per_step)
         if self.may_admit(*admission) != theirs.may_admit(*admission):
@@ -56,7 +56,7 @@ class AsyncMode(DesignChoice):
         return swapped and self.recompute_kv != theirs.recompute_kv
 
     def semantics(self) -> dict[str, Any]:
-        """With the bound on staleness, who waits, and what a swap does to the cache."""
+        """Return the parameters, the bound on staleness, whether it drains, and what happens to the KV cache."""
         kv = "not reached: the generator drains before new weights"
         if not self.drains:
             kv = "recomputed with the new weights" if self.recompute_kv else "stale in flight, fresh for new rollouts"

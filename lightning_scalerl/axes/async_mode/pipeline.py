@@ -31,18 +31,18 @@ class Pipeline(AsyncMode):
 
     @property
     def max_staleness(self) -> int:
-        """k."""
+        """Return k, the bound on a trained token's staleness in optimizer steps."""
         return self.k
 
     @property
     def drains(self) -> bool:
-        """False."""
+        """Return False: generation never waits for training."""
         return False
 
     def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
-        """Groups of the next k + 1 steps."""
+        """Return whether the group belongs to the current step or one of the k after it."""
         return admission // groups_per_step <= completed_steps + self.k
 
     def publishes(self, completed_steps: int) -> bool:
-        """After every step."""
+        """Return True: the weights are published after every step."""
         return True

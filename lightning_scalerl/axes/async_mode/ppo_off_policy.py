@@ -18,20 +18,20 @@ class PPOOffPolicy(AsyncMode):
 
     @property
     def max_staleness(self) -> int:
-        """k - 1."""
+        """Return k - 1: the last of a phase's k steps trains tokens that old."""
         return self.k - 1
 
     @property
     def drains(self) -> bool:
-        """True: generate everything, then train on it."""
+        """Return True: a phase generates everything, then trains on it."""
         return True
 
     def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
-        """Only groups that train before the next version of the weights."""
+        """Return whether the group is trained before the weights are next published."""
         return admission // (groups_per_step * self.k) <= completed_steps // self.k
 
     def publishes(self, completed_steps: int) -> bool:
-        """At the border of every phase."""
+        """Return whether the step is the last of its phase of k."""
         return completed_steps % self.k == 0
 
 

@@ -1,4 +1,4 @@
-"""Axis `loss`: policy surrogates."""
+"""Axis `loss`: surrogates of the policy's objective, one module each."""
 
 from lightning_scalerl.axes.loss.base import Loss, importance_ratio
 from lightning_scalerl.axes.loss.cispo import CISPO, cispo

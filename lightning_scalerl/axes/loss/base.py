@@ -14,7 +14,7 @@ from lightning_scalerl.rollout import inside
 
 
 def importance_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
-    """pi_trainer / pi_anchor per token, with gradient. Shapes: all (R, T)."""
+    """Return the ratio pi_trainer / pi_anchor of each token, with gradient. Shapes: all (R, T)."""
     return torch.exp((trainer_logprobs - anchor_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
@@ -27,13 +27,13 @@ def credited(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tens
 
 
 def pessimistic(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """PPO's surrogate: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A). Shapes: broadcast to (R, T)."""
+    """Return PPO's loss: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A). Shapes: broadcast to (R, T)."""
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -torch.minimum(ratio * advantages, bounded * advantages)
 
 
 def pessimistic_clips(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Where `pessimistic` takes the gradient away: above for positive, below for negative advantages. As there."""
+    """Return where `pessimistic` has no gradient: above the clip and A > 0, or below it and A < 0. Shapes as there."""
     above = (ratio > 1 + clip_high) & (advantages > 0)
     below = (ratio < 1 - clip_low) & (advantages < 0)
     return above | below
@@ -42,7 +42,7 @@ def pessimistic_clips(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
 def clip_bounds(
     clip_low: float, clip_high: float, names: tuple[str, str] = ("clip_low", "clip_high")
 ) -> tuple[float, float]:
-    """Both, if `pessimistic` can use them; `names` are what the choice calls them.
+    """Return both bounds, if `pessimistic` can use them; `names` are the choice's names for them.
 
     Raises:
         ConfigurationError: one is not positive, or the lower bound of the ratio would be negative.
@@ -56,13 +56,13 @@ def clip_bounds(
 
 
 class Loss(DesignChoice):
-    """A policy surrogate."""
+    """A surrogate of the policy's objective, as one loss per token; its aggregation is another axis."""
 
     axis: ClassVar[str] = "loss"
 
     @abstractmethod
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Loss of each token, unreduced; values outside the mask are ignored later. Shapes: all (R, T).
+        """Return the loss of each token, unreduced; values outside the mask are ignored later. Shapes: all (R, T).
 
         `mask` is for surrogates whose ratio spans a sequence. In a run all tables are 0 outside of it; our own losses
         read nothing there, whoever calls them.
@@ -70,4 +70,4 @@ class Loss(DesignChoice):
 
     @abstractmethod
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Where the surrogate clips (R, T, bool), for the metric `train/clip_fraction`. Arguments as `per_token`."""
+        """Return where the surrogate clips (R, T, bool), for metric `train/clip_fraction`. Arguments as `per_token`."""

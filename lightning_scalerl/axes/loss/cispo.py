@@ -11,7 +11,7 @@ from lightning_scalerl.checks import positive
 
 
 def cispo(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, max_ratio: float) -> Tensor:
-    """loss_t = -sg(min(r_t, max_ratio)) * A_t * log pi(y_t).
+    """Return loss_t = -sg(min(r_t, max_ratio)) * A_t * log pi(y_t), sg being the stopped gradient.
 
     No token's gradient is cut off, only its weight is bounded. `max_ratio` is an absolute cap on the ratio, not
     1 + epsilon; there is no lower bound. Shapes: all (R, T); unreduced.
@@ -28,13 +28,13 @@ class CISPO(Loss):
         self.max_ratio = positive("loss.max_ratio", max_ratio)
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """See `cispo`."""
+        """Return the loss (R, T) by `cispo`, with 0 for whatever stands outside the mask."""
         return cispo(*credited(trainer_logprobs, anchor_logprobs, advantages, mask), self.max_ratio)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Ratio above the cap."""
+        """Return where the ratio exceeds the cap (R, T, bool); these tokens keep their gradient."""
         return importance_ratio(trainer_logprobs, anchor_logprobs) > self.max_ratio
 
     def semantics(self) -> dict[str, Any]:
-        """With the effective interval of the ratio."""
+        """Return the parameters, the interval that bounds the ratio, and what clipping does to the gradient."""
         return {**super().semantics(), "ratio_interval": [0.0, self.max_ratio], "gradient_of_clipped": "kept"}

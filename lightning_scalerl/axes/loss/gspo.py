@@ -13,7 +13,7 @@ from lightning_scalerl.choice import MAX_LOG_RATIO, DesignChoice
 
 
 def sequence_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """(R, 1): s_i = exp(mean over the mask of log(pi_trainer / pi_anchor)), with gradient; 1 without any token.
+    """Return s_i = exp(mean over the mask of log(pi_trainer / pi_anchor)), (R, 1), with gradient; 1 without any token.
 
     What stands outside the mask is not read. Shapes: all (R, T). Source: GSPO, arXiv 2507.18071.
     """
@@ -30,7 +30,7 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> Tensor:
-    """loss_t = -min(s_i A_t, clip(s_i, 1 - clip_low, 1 + clip_high) A_t) at every token t of sequence i.
+    """Return loss_t = -min(s_i A_t, clip(s_i, 1 - clip_low, 1 + clip_high) A_t) at every token t of sequence i.
 
     `advantages` are a token's in shape and a sequence's in meaning: A_t = A_i for all t. Then a sequence is
     clipped as a whole, and its token average is the paper's term; advantages that vary along a sequence would
@@ -41,7 +41,7 @@ def gspo(
 
 
 class GSPO(Loss):
-    """Clip of the sequence's ratio, with bounds far tighter than a token's.
+    """PPO's surrogate on the sequence's ratio, with clip bounds far tighter than a token's.
 
     ScaleRL compared clip_low 3e-3 with clip_high 5e-3, slightly better than 4e-3; bounds of 1e-4 did not work.
     Defined with the aggregation `sample`. Under any other a sequence weighs by its length, which is another
@@ -52,7 +52,7 @@ class GSPO(Loss):
         self.clip_low, self.clip_high = clip_bounds(clip_low, clip_high)
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """A sequence is clipped as a whole: it has one advantage."""
+        """Return one line if advantages differ from token to token: a sequence clipped as a whole has one advantage."""
         if not getattr(others["advantage"], "after_forward", False):
             return None
         return (
@@ -61,17 +61,17 @@ class GSPO(Loss):
         )
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """See `gspo`."""
+        """Return the loss (R, T) by `gspo`, with 0 for whatever stands outside the mask."""
         tables = credited(trainer_logprobs, anchor_logprobs, advantages, mask)
         return gspo(*tables, mask, self.clip_low, self.clip_high)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """All tokens of the sequences whose gradient the clip takes away."""
+        """Return all tokens of the sequences whose gradient the clip takes away (R, T, bool)."""
         ratio = sequence_ratio(trainer_logprobs, anchor_logprobs, mask)
         return pessimistic_clips(ratio, advantages, self.clip_low, self.clip_high)
 
     def semantics(self) -> dict[str, Any]:
-        """With the ratio, its effective interval, and the aggregation the surrogate is defined with."""
+        """Return the parameters, the ratio with its interval, and the aggregation the surrogate is defined with."""
         return {
             **super().semantics(),
             "ratio": "sequence, length-normalised",

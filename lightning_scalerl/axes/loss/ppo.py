@@ -17,7 +17,7 @@ from lightning_scalerl.axes.loss.base import (
 
 
 def ppo(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """loss_t = -min(r_t A_t, clip(r_t, 1 - clip, 1 + clip) A_t).
+    """Return loss_t = -min(r_t A_t, clip(r_t, 1 - clip, 1 + clip) A_t).
 
     Shapes: all (R, T); unreduced. Source: PPO, arXiv 1707.06347, eq. 7; GRPO, arXiv 2402.03300, eq. 3, without its KL.
     """
@@ -25,22 +25,22 @@ def ppo(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, c
 
 
 class PPO(Loss):
-    """Symmetric clip, 0.2 in PPO and GRPO."""
+    """PPO's surrogate with a symmetric clip, 0.2 in PPO and GRPO."""
 
     def __init__(self, clip: float = 0.2) -> None:
         self.clip, _ = clip_bounds(clip, clip, names=("clip", "clip"))
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """See `ppo`."""
+        """Return the loss (R, T) by `ppo`, with 0 for whatever stands outside the mask."""
         return ppo(*credited(trainer_logprobs, anchor_logprobs, advantages, mask), self.clip)
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Where the clip takes the gradient away."""
+        """Return where the clip takes the gradient away (R, T, bool)."""
         ratio = importance_ratio(trainer_logprobs, anchor_logprobs)
         return pessimistic_clips(ratio, advantages, self.clip, self.clip)
 
     def semantics(self) -> dict[str, Any]:
-        """With the effective interval of the ratio."""
+        """Return the parameters, the interval that bounds the ratio, and what clipping does to the gradient."""
         return {
             **super().semantics(),
             "ratio_interval": [1 - self.clip, 1 + self.clip],

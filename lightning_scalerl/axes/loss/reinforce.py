@@ -12,21 +12,21 @@ from lightning_scalerl.rollout import inside
 
 
 def reinforce(trainer_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """loss_t = -A_t * log pi(y_t). Shapes: all (R, T); unreduced. Source: Williams 1992, eq. 11."""
+    """Return loss_t = -A_t * log pi(y_t). Shapes: all (R, T); unreduced. Source: Williams 1992, eq. 11."""
     return -advantages * trainer_logprobs
 
 
 class Reinforce(Loss):
-    """No ratio: tokens that older weights, or another engine, have sampled count as the policy's own."""
+    """REINFORCE without a ratio: tokens sampled by older weights, or by another engine, count as the policy's own."""
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """See `reinforce`."""
+        """Return the loss (R, T) by `reinforce`, with 0 for whatever stands outside the mask."""
         return reinforce(inside(mask, trainer_logprobs), inside(mask, advantages))
 
     def clipped(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Nowhere."""
+        """Return False for every token (R, T): there is no ratio to clip."""
         return torch.zeros_like(mask, dtype=torch.bool)
 
     def semantics(self) -> dict[str, Any]:
-        """With what stands in for the ratio."""
+        """Return the parameters, and that every token weighs 1 in place of a ratio."""
         return {**super().semantics(), "ratio_interval": [1.0, 1.0], "ratio": "none: every token weighs 1"}
