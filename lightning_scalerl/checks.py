@@ -1,4 +1,7 @@
-"""What a configuration must hold, and the error that says so. Light: the command line answers without Lightning."""
+"""Checks of configuration values, and the one-line error that they raise.
+
+Light: the command line answers without importing Lightning.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from typing import Any
 
 
 class ConfigurationError(ValueError):
-    """A configuration that cannot run. One line: the field, the value and what is valid."""
+    """Error about a configuration that cannot run, in one line: the field, the value and what is valid."""
 
 
 class CannotGoOnError(RuntimeError):
-    """Training has met something that it cannot go on with and that its user can mend; one line."""
+    """Condition that training cannot continue from and that its user can fix; one line."""
 
 
 def said(error: BaseException) -> str:
-    """What somebody else's error says, in one line of bounded length."""
+    """Return another library's error as one line: its type, and at most 200 characters of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def positive(field: str, value: float) -> float:
-    """`value`, if it is a finite number above zero.
+    """Return `value` if it is a finite number above zero.
 
     Raises:
         ConfigurationError: otherwise.
@@ -35,7 +38,7 @@ def positive(field: str, value: float) -> float:
 
 
 def not_negative(field: str, value: float) -> float:
-    """`value`, if it is a finite number of 0 or more.
+    """Return `value` if it is a finite number of 0 or more.
 
     Raises:
         ConfigurationError: otherwise.
@@ -46,7 +49,7 @@ def not_negative(field: str, value: float) -> float:
 
 
 def whole_number(field: str, value: Any, least: int = 1) -> int:
-    """`value`, if it is a whole number of `least` or more.
+    """Return `value` if it is a whole number of `least` or more.
 
     Raises:
         ConfigurationError: otherwise.
@@ -63,7 +66,7 @@ _ELEMENTS = re.compile(r"(?:Sequence|list|tuple)\[([^\[\],]+)(?:, \.\.\.)?\]|(?:
 
 
 def check_arguments(field: str, target: Callable[..., Any], values: Mapping[str, Any]) -> None:
-    """Compare settings with the annotations of what they are given to, before it computes with them.
+    """Check settings against the annotations of what is called with them, before it computes.
 
     A truth value is no number and a text is none, though Python takes `True` for 1. Only parameters that are annotated
     as numbers or truth values, alone or in a list or mapping, are looked at: all else is left to `target` itself.
@@ -95,7 +98,7 @@ def check_arguments(field: str, target: Callable[..., Any], values: Mapping[str,
 
 
 def _mismatches(field: str, annotation: Any, value: Any) -> Iterator[tuple[str, Any, str]]:
-    """Where a value is not of its annotation's kind: the field, the value there, and what it must be."""
+    """Yield each place where a value does not fit its annotation: the field, the value there, and what it must be."""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     if (container := _ELEMENTS.fullmatch(text)) is not None:
         inner = container[1] or container[2]

@@ -24,41 +24,41 @@ C = TypeVar("C", bound="DesignChoice")
 
 
 class ObservedStep(Protocol):
-    """One optimizer step, before it is taken, as a mechanism counter sees it."""
+    """One optimizer step, before it is taken, as the mechanism counters see it."""
 
     @property
     def batch(self) -> TrainBatch:
-        """What is trained on, with all groups that were sampled for it."""
+        """Batch that is trained on, with all groups that were sampled for it."""
         ...
 
     @property
     def decode(self) -> Callable[[list[int]], str]:
-        """Tokens to text, special tokens included."""
+        """Decoder from tokens to text, special tokens included."""
         ...
 
     @property
     def admitted(self) -> int:
-        """Groups admitted so far."""
+        """Number of groups admitted so far in the run."""
         ...
 
     @property
     def completed_steps(self) -> int:
-        """Optimizer steps before this one."""
+        """Number of optimizer steps done before this one."""
         ...
 
     @property
     def groups_per_step(self) -> int:
-        """P."""
+        """Number of groups in a step's batch (P)."""
         ...
 
     @property
     def dropped(self) -> int:
-        """Groups that were dropped and replaced for this batch."""
+        """Number of groups that were dropped and replaced for this batch."""
         ...
 
     @property
     def completions(self) -> int:
-        """Rollouts a group, on average."""
+        """Number of rollouts a group, on average."""
         ...
 
     @property
@@ -67,17 +67,17 @@ class ObservedStep(Protocol):
         ...
 
     def histories(self) -> Sequence[Sequence[float]]:
-        """Of every prompt: the pass rates of its groups so far."""
+        """Return the pass rates of each prompt's groups so far, one sequence a prompt."""
         ...
 
     def probe_logprobs(self, precision: Any) -> Tensor:
-        """The policy's log-probabilities (R, T) of a few rollouts of the batch in this precision; R may be 0."""
+        """Return the policy's log-probabilities (R, T) of a few rollouts of the batch in this precision; R may be 0."""
         ...
 
     def loss_weights_differ(self, theirs: DesignChoice, rounding: bool = False) -> bool:
-        """Whether the tokens' weights in the update would differ with `theirs` in place of the run's choice.
+        """Return whether the tokens' weights in the update would differ with `theirs` in place of the run's choice.
 
-        `rounding`: also by no more than a 16-bit type rounds them by.
+        With `rounding` the threshold is so low that the rounding error of a 16-bit type counts as a difference.
         """
         ...
 
@@ -105,30 +105,30 @@ class DesignChoice(Callback):
     added: ClassVar[Mapping[str, Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Lightning gives each callback the module's `log`: a choice that is sent elsewhere goes without.
+        # Lightning sets the module's `log` on each callback; pickled with it, the whole module would go along.
         return {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")}
 
     @property
     def state_key(self) -> str:
-        """Axis and class: a checkpoint of one choice never restores into another."""
+        """Checkpoint key from axis and class: a checkpoint of one choice never restores into another."""
         return f"{self.axis}:{type(self).__name__}"
 
     def semantics(self) -> dict[str, Any]:
-        """What the choice means once every default is resolved; stored with the run."""
+        """Return the choice's name and parameters with every default resolved; stored with the run."""
         return {"choice": type(self).__name__, **self.parameters()}
 
     def parameters(self) -> dict[str, Any]:
-        """The constructor's arguments, which a choice keeps under their names (plain values)."""
+        """Return the constructor's arguments, which a choice keeps under their names (plain values)."""
         names = list(inspect.signature(type(self)).parameters)
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def same_as(self, other: DesignChoice) -> bool:
-        """Whether both mean the same."""
+        """Return whether both choices have the same semantics, whatever their classes."""
         return self.semantics() == other.semantics()
 
     @classmethod
     def neutral_choice(cls: type[C]) -> C | None:
-        """The axis's neutral choice, built; None if it has none.
+        """Build the axis's neutral choice; return None if it has none.
 
         Raises:
             ConfigurationError: its class is in no module that was imported.
@@ -146,37 +146,37 @@ class DesignChoice(Callback):
         return neutral
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """One line if this choice cannot be combined with the others (by axis), else None."""
+        """Return one line if this choice cannot be combined with the others (by axis), else None."""
         return None
 
     def differs(self, theirs: Any, step: ObservedStep) -> bool:
-        """Whether `theirs`, another choice on this axis, would have changed anything in the step.
+        """Return whether `theirs`, another choice on this axis, would have changed anything in the step.
 
-        By default: the tokens' weights in the update would be others. An axis that acts elsewhere says where to look.
+        By default: the tokens' weights in the update would differ. An axis that acts elsewhere overrides this.
         """
         return step.loss_weights_differ(theirs)
 
     # --- for axes that the project does not have ----------------------------------------------------------
 
     def adjust_reward(self, reward: float, rollout: Rollout) -> float:
-        """The reward that is trained on, given the verifier's after length control. Called once a rollout."""
+        """Return the reward that is trained on, from the verifier's after length control. Called once a rollout."""
         return reward
 
     def adjust_advantages(self, advantages: list[Tensor], groups: Sequence[Group]) -> list[Tensor]:
-        """Normalized advantages, one (G,) tensor a group that passed the filter.
+        """Return normalized advantages, one (G,) tensor a group that passed the filter.
 
         A pure function: mechanism counters call it again. What a choice remembers moves in Lightning's hooks.
         """
         return advantages
 
     def adjust_loss(self, per_token_loss: Tensor, batch: TrainBatch, trainer_logprobs: Tensor) -> Tensor:
-        """Per-token loss (R, T) before aggregation. A pure function, as `adjust_advantages`."""
+        """Return the per-token loss (R, T) before aggregation. A pure function, as `adjust_advantages`."""
         return per_token_loss
 
     # --- Lightning's --------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """A choice acts through a ScaleRL module; in any other it would silently do nothing."""
+        """Refuse a module that is no ScaleRL: the choice would silently do nothing there."""
         if not hasattr(pl_module, "choices"):
             raise ConfigurationError(
                 f"callbacks: {type(self).__name__} (axis {self.axis}) needs a ScaleRL module, "
@@ -185,6 +185,6 @@ class DesignChoice(Callback):
 
 
 def _descendants(root: type[Any]) -> list[type[Any]]:
-    """All subclasses, the nearest first."""
+    """Return all subclasses of a class, the nearest first."""
     found = root.__subclasses__()
     return found + [each for one in found for each in _descendants(one)]

@@ -1,6 +1,7 @@
-"""The record of a run's choices: one field an axis. A new axis is a module in `axes/`, a folder in `conf/`, a field.
+"""A run's choices as one record, with one field an axis.
 
-Light: Lightning is not imported before a choice is.
+A new axis is a module in `axes/`, a folder in `conf/` and a field here. Light: importing this does not import
+Lightning.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes over a batch in one step: updates are forward and backward, forwards are made before the first update."""
+    """Number of passes over a batch in one step; an update is forward and backward, forwards precede the first."""
 
     policy_updates: int = 1
     value_updates: int = 0
@@ -43,7 +44,7 @@ class Passes:
 
     @property
     def relative(self) -> float:
-        """In units of one update of the policy; a forward pass is a third of it."""
+        """Total in units of one update of the policy; a forward pass is a third of it."""
         return self.policy_updates + self.value_updates + (self.policy_forwards + self.value_forwards) / 3
 
 
@@ -72,7 +73,7 @@ class Choices:
 
     @classmethod
     def of(cls, choices: Iterable[DesignChoice]) -> Choices:
-        """A complete row; an axis that is left open gets its neutral choice.
+        """Complete a set of choices: an axis that is left open gets its neutral choice.
 
         Raises:
             ConfigurationError: an axis without a choice and without a neutral one, one with two, an unknown one, or
@@ -94,27 +95,27 @@ class Choices:
         return cls(**named, own=own)
 
     def __iter__(self) -> Iterator[DesignChoice]:
-        """Every choice, in the order of the data path, then the user's own axes by name."""
+        """Iterate over every choice, in the order of the data path, then the user's own axes by name."""
         yield from (getattr(self, axis) for axis in AXES)
         yield from self.own.values()
 
     def items(self) -> list[tuple[str, DesignChoice]]:
-        """Axis and choice, as iterated."""
+        """Return pairs of axis and choice, in the order of iteration."""
         return [(choice.axis, choice) for choice in self]
 
     def on(self, axis: str) -> DesignChoice | None:
-        """The choice on an axis; on one of the user's own that the row leaves open, None."""
+        """Return the choice on an axis; None on one of the user's own that is left open."""
         choice: DesignChoice | None = getattr(self, axis) if axis in AXES else self.own.get(axis)
         return choice
 
     @property
     def needs_anchor(self) -> bool:
-        """Whether the trainer's log-probabilities before the update are asked for."""
+        """Return whether a step needs the trainer's log-probabilities before the update."""
         return self.correction.recomputes or self.kl.where == "reward"
 
     @property
     def passes(self) -> Passes:
-        """What one step takes of the models."""
+        """Number of updates and forward passes that one step makes of policy and critic."""
         return Passes(
             policy_updates=self.epochs.count,
             value_updates=self.epochs.count if self.critic.has_values else 0,
@@ -123,7 +124,7 @@ class Choices:
         )
 
     def having(self, choice: DesignChoice) -> Choices:
-        """The same row with another choice on its axis."""
+        """Return a copy with `choice` in place of the one on its axis."""
         if choice.axis in AXES:
             changed: dict[str, Any] = {choice.axis: choice}
             return replace(self, **changed)
@@ -135,7 +136,7 @@ AXES = tuple(each.name for each in fields(Choices) if each.name != "own")
 
 
 def axis_class(axis: str) -> type[DesignChoice]:
-    """The abstract class of one of the project's axes, as its field says."""
+    """Return the abstract class of one of the project's axes, by its field's annotation."""
     import lightning_scalerl
 
     (name,) = (str(each.type) for each in fields(Choices) if each.name == axis)
@@ -144,7 +145,7 @@ def axis_class(axis: str) -> type[DesignChoice]:
 
 
 def by_axis(choices: Iterable[DesignChoice]) -> dict[str, DesignChoice]:
-    """Choices by axis.
+    """Return the choices keyed by axis.
 
     Raises:
         ConfigurationError: an unknown axis, or two choices on one axis (both are named).

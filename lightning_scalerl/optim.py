@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedule. Clipping and micro-batches are ours: optimisation is manual."""
+"""Optimizer and learning-rate schedules of the policy; clipping and micro-batches are the module's."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_scalerl.checks import ConfigurationError, positive, whole_number
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW and the gradient-norm clip that goes before it.
+    """AdamW, and the bound on the gradient norm that is applied before it.
 
     The paper's rate is 5e-7 for 8 billion parameters, with eps 1e-15 and weight decay 0.01; betas and clip are
     not stated there.
 
     `clip_norm` bounds the norm of the whole gradient; None leaves it as it is, and it is measured all the same.
 
-    `dropout` lets the model's own dropout act in training. It is off: the policy that is trained would be another one
-    than the policy that sampled, in every step.
+    `dropout` lets the model's own dropout act in training. It is off: with it, the policy that is trained would differ
+    in every step from the one that sampled.
     """
 
     added: ClassVar[Mapping[str, Any]] = {"dropout": False}
@@ -53,7 +53,7 @@ class AdamW:
                 raise ConfigurationError(f"optimizer.{field}: {getattr(self, field)!r} must be in [0, 1)")
 
     def build(self, parameters: Iterable[nn.Parameter] | list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimizer, of parameters or of groups of them that bring their own rates."""
+        """Build the optimizer for parameters, or for parameter groups with their own rates."""
         return torch.optim.AdamW(
             parameters,
             lr=self.lr,
@@ -74,7 +74,7 @@ class ConstantSchedule:
             raise ConfigurationError(f"schedule.warmup_steps: {self.warmup_steps!r} must be 0 or more")
 
     def factor(self, completed_steps: int) -> float:
-        """What the learning rate is multiplied with in the next step."""
+        """Return the factor on the learning rate in the next step."""
         return min(1.0, (completed_steps + 1) / (self.warmup_steps + 1))
 
 
@@ -100,7 +100,7 @@ class CosineSchedule(ConstantSchedule):
             raise ConfigurationError(f"schedule.final: {self.final!r} must be in [0, 1]")
 
     def factor(self, completed_steps: int) -> float:
-        """What the learning rate is multiplied with in the next step."""
+        """Return the factor on the learning rate in the next step: warm-up times cosine decay."""
         progress = (completed_steps - self.warmup_steps) / (self.total_steps - self.warmup_steps)
         decay = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
         return super().factor(completed_steps) * (self.final + (1 - self.final) * decay)
@@ -130,6 +130,6 @@ class SqrtBatchSchedule(ConstantSchedule):
             whole_number("schedule.rollouts", self.rollouts)
 
     def factor(self, completed_steps: int) -> float:
-        """What the learning rate is multiplied with in the next step."""
+        """Return the factor on the learning rate in the next step: warm-up times the square root for the batch size."""
         rollouts = self.prompts * self.completions if self.rollouts is None else self.rollouts
         return super().factor(completed_steps) * math.sqrt(rollouts / self.reference)

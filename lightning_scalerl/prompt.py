@@ -1,4 +1,4 @@
-"""Where the data path begins: a prompt. Apart from the other records, for a verifier's process has no use for torch."""
+"""The prompt record, which the data path begins with; apart from the others, as verifier processes need no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Prompt:
-    """One verifiable problem.
+    """One problem whose answer can be verified.
 
     Attributes:
         prompt_id: unique in its pool.

@@ -1,4 +1,4 @@
-"""A recipe: everything that decides how a run learns, composed from `conf/`."""
+"""Recipe of a run: everything that decides how it learns, composed from `conf/`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from lightning_scalerl.verify.verification import Verification
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """One optimizer step: `prompts` groups (P) of `completions` rollouts (G), `micro_batch` rollouts a pass.
+    """Size of one optimizer step: `prompts` groups (P) of `completions` rollouts (G), `micro_batch` rollouts a pass.
 
-    With `rollouts`, so many in all: `prompts` is then `rollouts / completions`, whatever else it was given as.
+    With `rollouts`, the step's total, `prompts` becomes `rollouts / completions`, whatever value it was given.
     """
 
     added: ClassVar[Mapping[str, Any]] = {"rollouts": None}
@@ -50,7 +50,7 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class ContextSettings:
-    """Token limits, what becomes of prompts beyond theirs ("refuse" the run, or "drop" them), and the temperature."""
+    """Token limits, the policy for longer prompts ("refuse" the run, or "drop" them), and the temperature."""
 
     added: ClassVar[Mapping[str, Any]] = {"too_long": "refuse"}
 
@@ -70,7 +70,7 @@ class ContextSettings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named row of choices with the settings that go with them; `scaled_for` is the model that these are for.
+    """Named set of choices with the settings that go with them; `scaled_for` is the model that these are for.
 
     `evaluation` holds the arguments of `Evaluate` that a script leaves out, by name.
     """
@@ -92,7 +92,7 @@ class Recipe:
     evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def check_scale(self, made_for_it: bool) -> None:
-        """Whether settings that were made for one model are about to run on another, which nobody has asked for.
+        """Refuse settings that were made for one model on another, unless their user asked for that.
 
         Args:
             made_for_it: the model is the one in question.
@@ -103,7 +103,7 @@ class Recipe:
         check_scale(self.scaled_for, made_for_it)
 
     def check(self, choices: Choices) -> None:
-        """Whether these choices can run with these settings.
+        """Refuse choices that cannot run with these settings.
 
         Raises:
             ConfigurationError: what contradicts what, in one line.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_scalerl.prompt import Prompt
 
-# What a rollout lists per token, and types that hold it without loss.
+# A rollout's per-token lists, and the types that hold them without loss.
 _PER_TOKEN = {
     "tokens": np.int32,
     "weight_versions": np.int32,
@@ -55,12 +55,12 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """The completion hit the token limit."""
+        """Return True if the completion hit the token limit."""
         return self.finish_reason == "length"
 
 
 def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Rollouts as few flat tensors: nested lists of millions of numbers take a checkpoint half a minute.
+    """Pack rollouts into a few flat tensors: nested lists of millions of numbers take a checkpoint half a minute.
 
     Per token, of all rollouts one after the other: tokens, weight_versions, generator_logprobs, forced; per rollout:
     lengths, reward, correct, finish_reason, outcome, grade, parts, extra, terms, staged.
@@ -85,10 +85,11 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def unpacked(state: dict[str, Any]) -> list[Rollout]:
-    """The inverse of `packed`, to the last bit."""
+    """Unpack what `packed` has made, to the last bit."""
     lengths = state["lengths"].tolist()
     parts = {name: [part.tolist() for part in torch.split(state[name], lengths)] for name in _PER_TOKEN}
     count = len(lengths)
+    # Checkpoints of earlier versions lack the later fields: hence the defaults.
     outcomes, grades = state.get("outcome", ["score"] * count), state.get("grade", [0.0] * count)
     parts_of, extra_of = state.get("parts", [{}] * count), state.get("extra", [{}] * count)
     terms_of, staged = state.get("terms", [{}] * count), state.get("staged", [False] * count)
@@ -127,27 +128,27 @@ class Group:
 
     @property
     def rewards(self) -> Tensor:
-        """Shape (G,), float64: rewards are few and exactness is cheap."""
+        """Rewards of the scored rollouts, (G,), float64: there are few, so exactness is cheap."""
         return torch.tensor([rollout.reward for rollout in self.rollouts], dtype=torch.float64)
 
     @property
     def oldest_version(self) -> int:
-        """The smallest weight version that sampled any token of the group."""
+        """Return the smallest weight version that sampled any token of the group."""
         return min(min(rollout.weight_versions) for rollout in self.sampled)
 
     @property
     def sampled(self) -> list[Rollout]:
-        """All of them, whatever became of their grading."""
+        """All rollouts of the group, graded or not."""
         return [*self.rollouts, *self.ungraded]
 
     @property
     def comparable(self) -> bool:
-        """Whether enough of what was sampled has a score: at least two, or the one that it was made of."""
+        """Return whether enough rollouts have a score: two where some could not be graded, else one."""
         return len(self.rollouts) >= (2 if self.ungraded else 1)
 
     @property
     def pass_rate(self) -> float:
-        """Share of correct rollouts; of none, 0."""
+        """Share of correct rollouts among those with a score; 0 if none has one."""
         if not self.rollouts:
             return 0.0
         return sum(rollout.correct for rollout in self.rollouts) / len(self.rollouts)
@@ -161,7 +162,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Denominators:
-    """What the aggregations divide by, counted over the *global* batch of one optimizer step.
+    """Divisors of the aggregations, counted over the *global* batch of one optimizer step.
 
     Passed as an argument everywhere, never recomputed for a rank or micro-batch, so any split of a batch gives
     the same gradient. `prompts`, `samples` and `tokens` are those that carry credit; `sampled` are all rollouts of the
@@ -215,11 +216,11 @@ class TrainBatch:
 
     @property
     def rollouts(self) -> int:
-        """R, the number of rollouts that carry credit."""
+        """Number R of rollouts that carry credit."""
         return int(self.tokens.shape[0])
 
     def select(self, rows: Tensor) -> TrainBatch:
-        """The rollouts `rows` as a smaller batch, cut to their longest member; denominators stay global."""
+        """Return the rollouts `rows` as a smaller batch, cut to their longest member; denominators stay global."""
         values: dict[str, Any] = {}
         width = int(self.lengths[rows].max()) if rows.numel() else 0
         completion = int((self.lengths[rows] - self.completion_start[rows]).max()) if rows.numel() else 0
@@ -233,7 +234,7 @@ class TrainBatch:
         return TrainBatch(**values)
 
     def cut(self, size: int) -> Iterator[Tensor]:
-        """Row numbers of micro-batches, at most `size` rollouts each.
+        """Yield the row numbers of micro-batches, at most `size` rollouts each.
 
         Those of a group stand together, so that they can share their prompt's forward pass, and groups of similar
         length, so that little is padding.
@@ -248,12 +249,12 @@ class TrainBatch:
             yield order[start : start + size]
 
     def micro_batches(self, size: int) -> Iterator[TrainBatch]:
-        """The batch, cut."""
+        """Yield micro-batches of at most `size` rollouts each, in the order of `cut`."""
         for rows in self.cut(size):
             yield self.select(rows)
 
     def to(self, device: torch.device | str) -> TrainBatch:
-        """The same batch on another device."""
+        """Return the same batch with all tensors on another device."""
         values: dict[str, Any] = {}
         for entry in fields(self):
             value = getattr(self, entry.name)
@@ -261,7 +262,7 @@ class TrainBatch:
         return TrainBatch(**values)
 
 
-# What a batch is given after its layout and before the update, (R, T) each.
+# Tensors (R, T) that a batch gets after its layout and before the update.
 BEFORE_UPDATE = ("advantages", "anchor_logprobs", "reference_logprobs", "values", "returns")
 
 
@@ -275,7 +276,7 @@ def inside(mask: Tensor, table: Tensor) -> Tensor:
 
 @dataclass
 class Scored:
-    """What the models say of a (micro-)batch in a pass over it: (R, T) each, zero beyond a completion's end.
+    """Output of policy and critic for a (micro-)batch: (R, T) each, zero beyond a completion's end.
 
     `entropies` have a gradient only where a term asks for it; `values` are the critic's, None without one.
     """
@@ -288,8 +289,8 @@ class Scored:
     def inside(self) -> Scored:
         """Return the same with 0 outside the loss mask, in what the models say and in what the batch holds of a token.
 
-        Everything that is computed of credited tokens starts from here, so that nothing an engine or a model says of a
-        forced or masked one can reach it.
+        Every computation on credited tokens starts from here, so that no value (such as NaN) of a forced or masked
+        token can reach it.
         """
         batch, mask = self.batch, self.batch.loss_mask
         tables = {name: getattr(batch, name) for name in ("generator_logprobs", *BEFORE_UPDATE)}
@@ -307,7 +308,7 @@ Part = tuple[TrainBatch, Tensor, Tensor]
 
 
 def whole(batch: TrainBatch, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies (R, T) of the batch, put together from its parts; zero in rows of none."""
+    """Put log-probabilities and entropies (R, T) of the batch together from its parts; zero in rows without one."""
     logprobs, entropies = torch.zeros_like(batch.generator_logprobs), torch.zeros_like(batch.generator_logprobs)
     order = torch.argsort(batch.row)
     for micro_batch, of_logprobs, of_entropies in parts:

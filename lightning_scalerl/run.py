@@ -1,4 +1,4 @@
-"""What a callback and the measurements may ask of a run: the part of `ScaleRL` that others rely on."""
+"""Interface of a run for callbacks and measurements: the part of `ScaleRL` that others rely on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_scalerl.verify.verification import Verifiers
 
 
 class Run(Protocol):
-    """A run under way. `stream` and `mechanism` are rank 0's alone."""
+    """A run under way, as callbacks see it. `stream` and `mechanism` are rank 0's alone."""
 
     recipe: Recipe
     choices: Choices
@@ -37,54 +37,54 @@ class Run(Protocol):
 
     @property
     def task(self) -> Task:
-        """What is trained on."""
+        """Task whose prompts are trained on."""
         ...
 
     @property
     def seed(self) -> int:
-        """Of prompt order and sampling."""
+        """Seed of prompt order and of sampling."""
         ...
 
     @property
     def completed_steps(self) -> int:
-        """Optimizer steps done: the version of the weights."""
+        """Number of optimizer steps done, which is the version of the weights."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where this rank trains."""
+        """Device that this rank trains on."""
         ...
 
     @property
     def eval_sets(self) -> dict[str, PromptSet]:
-        """The held-out prompts of each set that are evaluated, with their tokens."""
+        """Held-out prompts that are evaluated, with their tokens, by the name of their set."""
         ...
 
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
-        """A completion as it is graded."""
+        """Return a completion in the form that a grader takes."""
         ...
 
     def verifying(self) -> AbstractContextManager[Verifiers]:
-        """What grades completions."""
+        """Open the verifiers that grade completions, for the duration of a `with` block."""
         ...
 
     @property
     def began(self) -> list[str]:
-        """What a user wants to see once, at the start; rank 0's alone."""
+        """Lines that a user is shown once, at the start; rank 0's alone."""
         ...
 
     def generating(self) -> AbstractContextManager[Generator]:
-        """The run's generator with nothing in flight, for something else than training; whatever was waits."""
+        """Lend the run's generator with nothing in flight, for other work than training; rollouts in flight wait."""
         ...
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run is to stop at its next clean border, if it is."""
+        """Reason why the run is to stop at its next clean border; None if it is not."""
         ...
 
 
 def run_of(module: object) -> Run:
-    """The run behind a Lightning module.
+    """Return the run behind a Lightning module.
 
     Raises:
         ConfigurationError: it is no ScaleRL module.

@@ -1,4 +1,4 @@
-"""One registry of everything that must survive a checkpoint besides weights, optimizer and callbacks."""
+"""Registry of everything that must survive a checkpoint besides weights, optimizer and callbacks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Stateful(Protocol):
     """Something with state made of plain types and tensors (loadable with `weights_only=True`)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, safe to keep: a copy, not a view of what goes on changing."""
+        """Return the state as a copy, not as a view of objects that go on changing."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put the state back."""
+        """Restore the state from what `state_dict` returned."""
         ...
 
 
@@ -29,7 +29,7 @@ class StateRegistry:
         self._parts: dict[str, Stateful] = {}
 
     def register(self, name: str, part: Stateful) -> None:
-        """Add a part.
+        """Add a part of the run under a unique name.
 
         Raises:
             ValueError: the name is taken.
@@ -39,11 +39,11 @@ class StateRegistry:
         self._parts[name] = part
 
     def state_dict(self) -> dict[str, Any]:
-        """All parts by name."""
+        """Return the state of every registered part, by name."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore all parts.
+        """Restore every registered part from a checkpoint.
 
         Raises:
             ConfigurationError: the parts saved and the parts registered differ (both lists are named), or one of them
@@ -65,16 +65,16 @@ class StateRegistry:
 
 
 class TorchRandomState:
-    """Torch's global random state, which dropout draws from."""
+    """Torch's global random state, as a part of a checkpoint: dropout draws from it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the CPU and of the CUDA device in use, if there is one."""
+        """Return the state of the CPU generator and, if there is a GPU, of the current CUDA device's."""
         cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
         return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put it back."""
+        """Restore the CPU generator and, where saved and present, the current CUDA device's."""
         torch.set_rng_state(state["cpu"])
-        # The run may go on on another kind of device, or see other numbers of them.
+        # The run may resume without a GPU, or with another number of them.
         if state["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"][0])

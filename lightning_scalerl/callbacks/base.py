@@ -1,4 +1,4 @@
-"""What a callback needs to receive a run's records."""
+"""Base class of callbacks that receive a run's records."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from lightning.pytorch import Callback
 
 
 class Recorder(Callback):
-    """Receives every record of a run; with several ranks only rank 0's is called."""
+    """Callback that receives every record of a run; with several ranks only rank 0's is called."""
 
     @abstractmethod
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """`kind` is "train" or "eval", `step` counts completed optimizer steps."""
+        """Take one record: `kind` is "train" or "eval", `step` counts completed optimizer steps."""

@@ -1,4 +1,4 @@
-"""A checkpoint's file: written without a second copy in memory, checked to the last bit before it is trusted."""
+"""Checkpoint files: written without a second copy in memory, checked to the last bit before they are trusted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from sweeps.run.activity import activity
 
-# In a checkpoint, beside Lightning's own entries: whose it is.
+# Key in a checkpoint, beside Lightning's own, for the identity of its run.
 IDENTITY = "scalerl_run"
 AT_ONCE = 1 << 30  # bytes
 READ_AT_ONCE = 1 << 22
@@ -32,7 +32,7 @@ class DirectCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """`path` must not exist yet.
+        """Write the checkpoint to `path`, which must not exist yet, and wait until it is on the disk.
 
         Raises:
             OSError: it could not be written; what there is of it stays.
@@ -49,9 +49,11 @@ class DirectCheckpointIO(TorchCheckpointIO):
 
 
 class _File:
-    """A file that keeps its first failure to itself: torch's writer ends with an error of its own, which says nothing
-    of a full disk. What is written goes to the disk by and by, not all at the end: the node's memory would be full of
-    it, and nobody could tell a slow file server from one that hangs."""
+    """File for torch's writer that keeps its first failure: torch raises an error of its own, which hides a full disk.
+
+    Data goes to the disk in pieces of `AT_ONCE`, not all at the end: the node's page cache would fill up with it, and
+    a slow file server could not be told from one that hangs.
+    """
 
     def __init__(self, handle: BinaryIO) -> None:
         self._handle = handle
@@ -59,7 +61,7 @@ class _File:
         self.failure: OSError | None = None
 
     def write(self, content: memoryview) -> int:
-        """As a file's; after a failure nothing is written any more."""
+        """Write as a file does; after the first failure, discard everything."""
         if self.failure is None:
             try:
                 self._handle.write(content)
@@ -72,10 +74,10 @@ class _File:
         return content.nbytes
 
     def flush(self) -> None:
-        """Not when torch asks for it."""
+        """Do nothing when torch flushes; `to_disk` does it at a fixed number of bytes."""
 
     def to_disk(self) -> None:
-        """Wait until all that was written is on the disk."""
+        """Wait until everything written is on the disk."""
         self._handle.flush()
         os.fsync(self._handle.fileno())
         self._waiting = 0
@@ -84,7 +86,7 @@ class _File:
 
 @contextmanager
 def written_directly(trainer: Trainer) -> Iterator[None]:
-    """What is saved in here is written by `DirectCheckpointIO`, whatever the Trainer uses elsewhere."""
+    """Have `DirectCheckpointIO` write what is saved in the `with` block, whatever the Trainer uses elsewhere."""
     strategy = trainer.strategy
     usual = strategy.checkpoint_io
     strategy.checkpoint_io = DirectCheckpointIO()
@@ -96,7 +98,7 @@ def written_directly(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _checksums() -> Iterator[None]:
-    """A script may have turned torch's checksums off for other files of its own."""
+    """Turn on torch's checksums in the `with` block: a script may have turned them off for its own files."""
     before = get_crc32_options()
     set_crc32_options(True)
     try:
@@ -106,7 +108,7 @@ def _checksums() -> Iterator[None]:
 
 
 def fsync_folder(folder: Path) -> None:
-    """A new name in a folder survives a power failure only once the folder itself is on the disk."""
+    """Sync a folder to disk: only then does a new name in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -118,9 +120,9 @@ def fsync_folder(folder: Path) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's bytes; None if each record of it has the checksum that it was written with.
+    """Return a line on the damage to a checkpoint's bytes; None if each record matches its stored checksum.
 
-    torch keeps one for each tensor and never looks at it again. Reads the whole file once, some MiB at a time.
+    torch stores one for each tensor and never checks it on loading. Reads the whole file once, some MiB at a time.
 
     Raises:
         OSError: it cannot be read.
@@ -134,19 +136,19 @@ def damage(path: Path) -> str | None:
             bad = next((record.filename for record in records if not _is_sound(archive, record)), None)
     except OSError:
         raise
-    except Exception as error:  # what a flipped bit makes of a zip file's directory has many names
+    except Exception as error:  # zipfile raises many types for a corrupt directory
         return f"damaged: no whole file of torch's ({error})"
     if bad is not None:
         return f"damaged: the checksum of {bad} does not match"
-    # The directory itself has no checksum. torch writes the same into each entry but for name, place, size, checksum;
-    # of one that a flipped bit calls a folder it would read nothing, and say nothing.
+    # The zip directory itself has no checksum, but torch writes the same into each entry except name, offset, size and
+    # checksum. Compared, since torch would silently read nothing of an entry that a flipped bit marks as a folder.
     if any(record.file_size != record.compress_size for record in records) or len({*map(_alike, records)}) > 1:
         return "damaged: the entries of its directory do not match"
     return None
 
 
 def _is_sound(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
-    """As `ZipFile.testzip`, with signs of life: a large one takes longer than anything else that a run does."""
+    """Check one record's checksum as `ZipFile.testzip` does, with heartbeats: no other step of a run takes as long."""
     try:
         with archive.open(record) as content:
             while content.read(READ_AT_ONCE):
@@ -158,5 +160,5 @@ def _is_sound(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
 
 def _alike(record: zipfile.ZipInfo) -> tuple[Any, ...]:
     made = (record.create_system, record.create_version, record.extract_version, record.reserved, record.date_time)
-    flags = record.flag_bits | 8  # whether sizes follow the data, which nobody reads: not so for empty tensors
+    flags = record.flag_bits | 8  # bit 3, sizes after the data, is unset for empty tensors only; ignored
     return (*made, flags, record.compress_type, record.internal_attr, record.external_attr, record.volume)

@@ -1,4 +1,4 @@
-"""Checkpoints from which a run continues bit for bit, written so that a half-written one is never mistaken."""
+"""Checkpoints from which a run resumes bit for bit, written so that a partial file is never taken for a whole one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ResumableCheckpoint(Checkpoint):
         self._guard = guard or (lambda: None)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """A request that came before the first step: all that there is to save is in the checkpoint already."""
+        """Set newer checkpoints aside, and stop without another save if that was asked before the first step."""
         run = run_of(pl_module)
         run.ranks.share(lambda: self._set_aside(run.completed_steps))
         self._stop_if_asked(run, run.ranks.agree(run.stop_reason))
@@ -70,14 +70,14 @@ class ResumableCheckpoint(Checkpoint):
             set_aside(self.directory, step)
 
     def _make_room(self) -> None:
-        """Halves that killed processes have left: with those of several attempts there may be no room for a whole."""
+        """Delete the `.part` files of killed processes: several of them could leave no room for a whole checkpoint."""
         if halves := list(self.directory.glob("step-*.part")):
             self._guard()
         for half in halves:
             half.unlink(missing_ok=True)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save if it is time, and stop if the run is asked to and not at its end anyway."""
+        """Save if it is time; stop if the run is asked to, unless it has reached its end anyway."""
         run = run_of(pl_module)
         step = run.completed_steps
         # An evaluation of the last step that was broken off is still to be made.
@@ -89,7 +89,7 @@ class ResumableCheckpoint(Checkpoint):
             self._stop_if_asked(run, reason)
 
     def stop_between_steps(self, trainer: Trainer, run: Run) -> None:
-        """Asked to stop where no step has just ended: save the stream as it is, in the middle of a generation.
+        """Save the stream in the middle of a generation, where a stop is requested between two steps.
 
         Raises:
             RunInterruptedError: saved.
@@ -139,13 +139,13 @@ class ResumableCheckpoint(Checkpoint):
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """Complete checkpoints, newest first."""
+    """Return the paths of complete checkpoints, newest first."""
     found = [path for path in directory.glob("step-*.ckpt") if NAME.fullmatch(path.name)]
     return sorted(found, reverse=True)
 
 
 def check_whole(path: Any) -> None:
-    """Refuse what is left of a save that was broken off, and what a run has fallen back from.
+    """Refuse a file left by an interrupted save, and a checkpoint that a run has fallen back from.
 
     Args:
         path: of a checkpoint that is to be loaded by name; None if there is none.
@@ -161,7 +161,7 @@ def check_whole(path: Any) -> None:
 
 
 def set_aside(directory: Path, step: int, suffix: str = VOID) -> None:
-    """Checkpoints beyond the step that a run goes on from are none of its own from now on.
+    """Rename checkpoints beyond the step that a run resumes from: they are no longer its own.
 
     `VOID` is for those that cannot be used: they go with the next that is saved. `UNRECORDED` stays until somebody
     cleans up: of a sound one only the records are lost, and they may turn up.
@@ -177,14 +177,14 @@ def _step(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest checkpoint that can be used, or None; and what is newer and cannot, with the reasons."""
+    """Newest usable checkpoint, or None; and the newer unusable ones, with the reasons."""
 
     path: Path | None
     passed_over: tuple[PassedOver, ...] = ()
 
 
 def newest_checkpoint(directory: str | Path, run: str | None = None, at_most: int | None = None) -> Newest:
-    """The newest checkpoint of a run that is whole; each that is passed over for an older one is named on stderr.
+    """Find the newest whole checkpoint of a run; each newer one that is passed over is named on stderr.
 
     All of it is read once: every record must have the checksum that it was written with. Where the folder above holds
     the run's journal, a checkpoint must be recorded there: else the run would go on beyond records that were lost.
@@ -220,7 +220,9 @@ def newest_checkpoint(directory: str | Path, run: str | None = None, at_most: in
 
 
 def unusable(path: Path, run: str | None = None) -> str | None:
-    """Why a checkpoint cannot be used, read to its last bit; None if it can. Arguments as of `newest_checkpoint`.
+    """Return the reason why a checkpoint cannot be used, read to its last bit; None if it can.
+
+    Arguments as of `newest_checkpoint`.
 
     Raises:
         OSError: the machine's trouble, not the file's.

@@ -1,4 +1,4 @@
-"""Evaluation: fixed held-out prompts, n samples each, the exact current weights, a seed of its own."""
+"""Evaluation on fixed held-out prompts: n samples each, the exact current weights, a seed of its own."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from lightning_scalerl.task.base import passes
 from lightning_scalerl.verify.verification import ErrorWatch, RewardError, Verifiers
 from sweeps.run.passes import Passes, digest
 
-# What holds where neither a script nor a recipe says anything.
+# Used where neither a script nor a recipe sets a value.
 _DEFAULTS: Mapping[str, Any] = {"every_n_steps": 10, "samples": 4, "seed": 0, "prompts": None}
-# Not given: None is an answer, all prompts.
+# Sentinel for "not given": None already means all prompts.
 _RECIPES: Any = object()
 
 
@@ -66,7 +66,7 @@ class Evaluate(Callback):
         Raises:
             ConfigurationError: a value that cannot be.
         """
-        # What was assigned since counts as given.
+        # An attribute that was assigned since the last call counts as given.
         self._given |= {name: getattr(self, name) for name, was in self._taken.items() if getattr(self, name) != was}
         values = {**_DEFAULTS, **{name: settings[name] for name in _DEFAULTS if name in settings}, **self._given}
         self.every_n_steps = whole_number("evaluation.every_n_steps", values["every_n_steps"])
@@ -78,28 +78,28 @@ class Evaluate(Callback):
 
     @property
     def state_key(self) -> str:
-        """Of its checkpoint state."""
+        """Key of the callback's state in a checkpoint."""
         return "evaluate"
 
     def owes(self, step: int, max_steps: int) -> bool:
-        """Whether weights of `step` are to be evaluated and have not been."""
+        """Return whether the weights of `step` are to be evaluated and have not been."""
         due = step == 0 or step % self.every_n_steps == 0 or step == max_steps
         return due and step != self._last_step
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """The starting point, R0 as an observation; or what a stop in the middle of an evaluation has left undone."""
+        """Evaluate the starting point (R0), or repeat an evaluation that a stop interrupted."""
         self._evaluate(trainer, run_of(pl_module))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """If it is time."""
+        """Evaluate after this step if one is due."""
         self._evaluate(trainer, run_of(pl_module))
 
     def state_dict(self) -> dict[str, Any]:
-        """The last step evaluated."""
+        """Return the last step evaluated, so that a resumed run does not repeat it."""
         return {"last_step": self._last_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Restore the last step evaluated from a checkpoint."""
         self._last_step = state_dict["last_step"]
 
     def _evaluate(self, trainer: Trainer, run: Run) -> None:
@@ -107,7 +107,7 @@ class Evaluate(Callback):
             validate_now(trainer)
 
     def measure(self, run: Run, in_fit: bool = True) -> dict[str, float]:
-        """Evaluate the weights as they are: pass rates of every held-out set, and what that cost. All ranks call it.
+        """Evaluate the current weights: pass rates of every held-out set, and their cost. All ranks call it.
 
         Outside of a fit nothing is remembered of it: a fit that follows makes its own starting evaluation.
 
@@ -122,7 +122,7 @@ class Evaluate(Callback):
         return metrics
 
     def _measure(self, run: Run) -> dict[str, float] | None:
-        """On rank 0; the others wait. None if the run is asked to stop meanwhile."""
+        """Evaluate on rank 0 while the others wait. Return None if the run is asked to stop meanwhile."""
         # Rollouts in flight stand aside, and the weights are exactly these.
         with run.meter.phase("evaluate"), run.generating() as generator, run.verifying() as verifiers:
             generator.publish(dict(run.policy.model.state_dict()), run.completed_steps)
@@ -172,7 +172,7 @@ class Evaluate(Callback):
     def _rates(
         self, name: str, prompts: Sequence[Prompt], passed: torch.Tensor, scored: torch.Tensor
     ) -> dict[str, float]:
-        """Over prompts that have a score; what could not be graded counts as if it had not been sampled."""
+        """Return pass rates over prompts with a score; an ungraded completion counts as not sampled."""
         left = torch.nonzero(scored).flatten().tolist()
         rates = passed[left] / scored[left]
         asked = digest((prompt.text, prompt.answer) for prompt in prompts)
@@ -192,11 +192,11 @@ class Evaluate(Callback):
 
 
 class OtherWeightsError(RuntimeError):
-    """A point was measured on other weights than those of its step: it would be on no curve."""
+    """Point measured on other weights than those of its step: it belongs to no curve."""
 
 
 def _check_version(name: str, rollout: Rollout, version: int) -> None:
-    """Every token of an evaluation is sampled by the weights that are evaluated.
+    """Check that every token of an evaluation was sampled by the weights under evaluation.
 
     Raises:
         OtherWeightsError: one is not.
@@ -210,18 +210,18 @@ def _check_version(name: str, rollout: Rollout, version: int) -> None:
 
 
 def evaluation_of(trainer: Trainer) -> Evaluate | None:
-    """The run's evaluation, if it has one."""
+    """Return the run's evaluation callback, or None."""
     return next((each for each in trainer.callbacks if isinstance(each, Evaluate)), None)  # type: ignore[attr-defined]
 
 
 def owed(trainer: Trainer, step: int) -> bool:
-    """Whether weights of `step` are to be evaluated in this run and have not been."""
+    """Return whether the weights of `step` are to be evaluated in this run and have not been."""
     evaluation = evaluation_of(trainer)
     return evaluation is not None and evaluation.owes(step, trainer.max_steps)
 
 
 class EvaluationStoppedError(Exception):
-    """An evaluation was broken off because the run is asked to stop."""
+    """Raised when an evaluation is broken off because the run is asked to stop."""
 
 
 def validate_now(trainer: Trainer) -> bool:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: step of steps, pass rate, reward, compute spent, time left."""
+"""Progress bar of a run: step of steps, pass rate, reward, compute spent, time left."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class StepProgress(Recorder, ProgressBar):
         self._shown: dict[str, str] = {}
 
     def enable(self) -> None:
-        """Lightning's."""
+        """Turn the bar on, as Lightning asks for."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Lightning's; on all ranks but the first."""
+        """Turn the bar off; Lightning does so on all ranks but the first."""
         self._enabled = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """From where the run goes on."""
+        """Open the bar at the step that the run resumes from."""
         step = run_of(pl_module).completed_steps
         self._close()
         if self._enabled and step < trainer.max_steps:
@@ -42,7 +42,7 @@ class StepProgress(Recorder, ProgressBar):
             self._bar = Bar("training", trainer.max_steps, done=step)
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """One step on, or an evaluation."""
+        """Advance the bar by a training step, or show an evaluation's pass rate."""
         if self._bar is None:
             return
         if kind == "eval":
@@ -59,11 +59,11 @@ class StepProgress(Recorder, ProgressBar):
         self._bar.update(step, ", ".join(self._shown[part] for part in known if part in self._shown))
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Leave it as it is."""
+        """Close the bar and leave its last state on the terminal."""
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """The terminal is somebody else's again."""
+        """Close the bar, so that the error message gets the terminal."""
         self._close()
 
     def _close(self) -> None:

@@ -1,4 +1,4 @@
-"""Keeps some of what is sampled, so that people can read it: whole groups, in `rollouts.jsonl` beside the journal."""
+"""Log of sampled groups for people to read, in `rollouts.jsonl` beside the journal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sweeps.run.rollouts import cut_groups, write_groups
 
 
 class RolloutLog(Callback):
-    """Writes groups of every n-th step: first those with something that could not be graded, then others at random.
+    """Writes groups of every n-th step: ones with ungraded rollouts first, then others at random.
 
     Args:
         run_dir: the run's directory.
@@ -36,7 +36,7 @@ class RolloutLog(Callback):
         self._guard = guard or (lambda: None)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """What was written beyond the step that the run goes on from is made again."""
+        """Cut off groups of steps beyond the one that the run resumes from: those steps are made again."""
         run = run_of(pl_module)
         if run.ranks.leads and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             cut_groups(self.run_dir, run.completed_steps, self._guard)
@@ -44,7 +44,7 @@ class RolloutLog(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: TrainBatch, batch_idx: int
     ) -> None:
-        """If it is time; on rank 0, which alone has the groups."""
+        """Write this step's groups if it is time; on rank 0, which alone has them."""
         run = run_of(pl_module)
         step = run.completed_steps
         due = step == 1 or step % self.every_n_steps == 0
@@ -61,7 +61,7 @@ class RolloutLog(Callback):
 
 
 def entry(group: Group, run: Run, step: int) -> dict[str, Any]:
-    """A group as it is written."""
+    """Return a group as one JSON record of `rollouts.jsonl`."""
     prompt = group.prompt
     rollouts = group.sampled
     return {
@@ -77,7 +77,7 @@ def entry(group: Group, run: Run, step: int) -> dict[str, Any]:
 
 
 def _rollout(sample: Sample, rollout: Rollout) -> dict[str, Any]:
-    """What follows the thinking stands apart only where it is not the whole."""
+    """Return a rollout's record; `answer`, the text after the thinking, only where it is not the whole."""
     return {
         "completion": sample.completion,
         **({} if sample.answer == sample.completion else {"answer": sample.answer}),

@@ -1,4 +1,4 @@
-"""Writes a run's journal: every record, flushed as it comes, with who the run is at its head."""
+"""Journal of a run: every record, flushed as it comes, under a header that identifies the run."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from sweeps.run.passes import Passes, write_passes
 
 log = logging.getLogger(__name__)
 
-# What this process runs: a member is forked from one that may have imported it long before the member's turn comes.
+# Read at import: a member may be forked long after that, when the files on disk are no longer what this process runs.
 _IMPORTED = own_files()
 
 
 @dataclass(frozen=True)
 class PassedOver:
-    """A checkpoint that could not be used, and why."""
+    """Checkpoint that could not be used, with the reason."""
 
     checkpoint: str
     why: str
@@ -78,14 +78,14 @@ class RunLog(Recorder):
 
     @property
     def journal(self) -> Journal:
-        """The open journal, for writing: the guard has agreed."""
+        """Open journal, for writing; the guard is asked on every access."""
         self._guard()
         if self._journal is None:
             self._journal = Journal(self.run_dir)
         return self._journal
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Header, or the note that the run goes on from a checkpoint and what the interruption threw away."""
+        """Write the header, or a note that the run resumes from a checkpoint and what the interruption discarded."""
         # What is written depends on the step the run goes on from.
         run = run_of(pl_module)
         self._trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
@@ -137,21 +137,21 @@ class RunLog(Recorder):
         self._heartbeat = MeterHeartbeat(self.run_dir, run.meter, self._guard)
 
     def _spent(self, earlier: JournalView) -> dict[str, float]:
-        """The most that anything written says of what the run has cost."""
+        """Return the largest known cost of the run up to now, over all records and the last heartbeat."""
         known = [record.metrics for record in earlier.records if record.step > self._last_step]
         known.append((earlier.mended or {}).get("metrics", {}))
         spent = [*map(spent_in, known), spent_by_heartbeat(self.run_dir)]
         return {name: max(each.get(name, 0.0) for each in spent) for name in WASTED}
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """One line."""
+        """Write one record to the journal."""
         if self._trial:
             return
         self._last_step = step
         self.journal.record(kind, step, metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Beside an evaluation's record, which prompts were passed."""
+        """Write which held-out prompts were passed, beside the evaluation's record."""
         evaluation = evaluation_of(trainer)
         if trainer.state.fn == "fit" and evaluation is not None and not self._trial:
             run = run_of(pl_module)
@@ -162,11 +162,11 @@ class RunLog(Recorder):
         write_passes(self.run_dir, step, sets)
 
     def checkpointed(self, step: int) -> None:
-        """A durable checkpoint covers everything up to `step`."""
+        """Record that a durable checkpoint covers everything up to `step`."""
         self.journal.checkpoint(step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """The run is complete. Not `on_train_end`: a run resumed at its very end has nothing left to train."""
+        """End the journal as finished. Not `on_train_end`: a run resumed at its very end has nothing left to train."""
         done = run_of(pl_module).completed_steps >= trainer.max_steps
         if self._journal is not None and (done or trainer.should_stop):
             reason = None if done else "stopped before max_steps by a callback of the Trainer"
@@ -174,7 +174,7 @@ class RunLog(Recorder):
         self._close(finished=done or trainer.should_stop)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """The run failed: its reason goes into the journal, which is flushed. Never raises: that would hide why."""
+        """Write the reason of a failure into the journal. Never raises: that would hide the first error."""
         if self._journal is None:
             return
         leave = isinstance(exception, RunInterruptedError) or getattr(exception, "leave_journal", False)
@@ -188,11 +188,11 @@ class RunLog(Recorder):
             self._journal = None
 
     def _earlier(self) -> JournalView | None:
-        """What an earlier process has written, or None. Opening the journal has cut off a torn line already."""
+        """Return the journal of an earlier process, or None. Opening it has already cut off a torn last line."""
         return read_journal(self.run_dir) if self.journal.path.stat().st_size else None
 
     def _check_same_run(self, earlier: JournalView, header: Mapping[str, Any], goes_on: bool) -> None:
-        """Nothing recorded is written over: not another run's journal, and not a finished one from the start."""
+        """Refuse to write over another run's journal, or over a finished one from the start."""
         for field in ("run", "recipe", "seed"):
             if earlier.header.get(field) != header[field]:
                 self._close()
@@ -208,7 +208,7 @@ class RunLog(Recorder):
             )
 
     def _check_same_code(self, earlier: JournalView, facts: Mapping[str, Any], step: int) -> None:
-        """Steps made with other code are another experiment, and nothing in their numbers tells."""
+        """Refuse, or warn about, resuming with other code: the numbers would not show that the experiment changed."""
         changes = code_changes(earlier.code_before(step), facts)
         if not changes:
             return

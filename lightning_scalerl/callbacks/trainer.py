@@ -1,4 +1,4 @@
-"""Lightning's Trainer around a run: which of its settings would fight ours, and where its callbacks look.
+"""Lightning's Trainer around a run: which of its settings conflict with the recipe, and when its callbacks act.
 
 An optimizer step of RL takes seconds to minutes, and a run is one pass over a stream without end: Lightning's epoch
 says nothing here. So what Lightning does at the end of an epoch is done at every evaluation, and what monitors a
@@ -30,7 +30,7 @@ from lightning_scalerl.callbacks.progress import StepProgress
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.distributed.ranks import check_strategy
 
-log = logging.getLogger("lightning.pytorch.callbacks.model_summary")  # where the user has set how loud it is
+log = logging.getLogger("lightning.pytorch.callbacks.model_summary")  # the logger whose level the user sets
 
 # Lightning's default, made for steps of milliseconds; here it means every step.
 LOG_EVERY = 50
@@ -44,7 +44,7 @@ STAGES = {
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Whether these settings of Lightning's Trainer can hold, before anything is built.
+    """Check the settings of Lightning's Trainer before anything is built.
 
     Raises:
         ConfigurationError: which cannot, and what to use instead.
@@ -117,19 +117,19 @@ def _check_fit(trainer: Trainer) -> None:
 
 
 def monitoring(trainer: Trainer) -> list[Any]:
-    """Lightning's callbacks that act on a metric."""
+    """Return Lightning's callbacks that monitor a metric."""
     given = [each for each in trainer.callbacks if isinstance(each, EarlyStopping | ModelCheckpoint)]  # type: ignore[attr-defined]
     return [callback for callback in given if callback.monitor]
 
 
 def prepare_trainer(trainer: Trainer) -> None:
-    """Make Lightning's callbacks look when there is something to see. Done anew for every fit, with the same result."""
+    """Set Lightning's callbacks to act when a metric is new. Done for every fit, with the same result."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.log_every_n_steps == LOG_EVERY:  # type: ignore[attr-defined]
         trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
     trainer.num_sanity_val_steps = 0
-    # Its advice, to keep the weights of before each step, is for modules whose metrics are of before the step; ours are
-    # saved with the weights that they were measured on.
+    # Lightning advises to save the weights before each step, for modules whose metrics are from before the step; ours
+    # are saved with the weights that they were measured on.
     warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
     if evaluation_of(trainer) is not None:
         # Never by Lightning: `Evaluate` runs its validation loop, and whoever acts after a validation acts then.
@@ -150,7 +150,7 @@ def prepare_trainer(trainer: Trainer) -> None:
 
 
 def _at_every_step(callback: Any) -> None:
-    """Unless its user has said when: at the end of an epoch, which `StepHooks` calls after each step."""
+    """Let a callback act at the end of an epoch, which `StepHooks` calls after each step, unless its user chose."""
     if isinstance(callback, EarlyStopping) and callback._check_on_train_epoch_end is None:
         callback._check_on_train_epoch_end = True
     if isinstance(callback, ModelCheckpoint) and callback._save_on_train_epoch_end is None:
@@ -158,14 +158,14 @@ def _at_every_step(callback: Any) -> None:
 
 
 def count_from(trainer: Trainer, steps: int) -> None:
-    """A new Trainer counts from zero; its `max_steps`, and the steps that its callbacks see, are of all steps."""
+    """Set a new Trainer's step counter: it starts at zero, but `max_steps` and callbacks count all steps."""
     loop = trainer.fit_loop.epoch_loop
     total = loop.manual_optimization.optim_step_progress.total
     total.ready = total.completed = loop._batches_that_stepped = max(total.completed, steps)
 
 
 class ParameterSummary(ModelSummary):
-    """Lightning's table of the module's parts without its FLOPs.
+    """Lightning's table of the module's parts, without its FLOPs.
 
     Lightning counts them on an example input, which a module that samples its own has not: it prints 0 for each part.
     Those of a run are `compute/flops`.
@@ -181,7 +181,7 @@ class ParameterSummary(ModelSummary):
         total_flops: int,
         **summarize_kwargs: Any,
     ) -> None:
-        """Log the table, as Lightning's own does."""
+        """Log the table as Lightning does, without the rows and column of FLOPs."""
         columns = [column for column in summary_data if column[0] != "FLOPs"]
         table = _format_summary_table(
             total_parameters, trainable_parameters, model_size, total_training_modes, total_flops, *columns
@@ -190,20 +190,20 @@ class ParameterSummary(ModelSummary):
 
 
 class StepHooks(Callback):
-    """After every optimizer step: EarlyStopping and ModelCheckpoint that monitor `train/...`.
+    """Calls EarlyStopping and ModelCheckpoint that monitor `train/...` after every optimizer step.
 
-    And once more at the end of Lightning's epoch, which they are not to see: they have seen that step.
+    At the end of Lightning's epoch they are disabled: they have seen that step.
     """
 
     def __init__(self) -> None:
         self._held: list[tuple[Any, str]] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Before all others, which may write."""
+        """Check that the run can resume, before any other callback writes."""
         pl_module.check_goes_on()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Before those that monitor: they look away."""
+        """Disable the monitoring callbacks at the end of Lightning's epoch: they have seen that step already."""
         for callback in monitoring(trainer):
             for flag in ("_check_on_train_epoch_end", "_save_on_train_epoch_end"):
                 if str(callback.monitor).startswith("train/") and getattr(callback, flag, False):
@@ -211,24 +211,24 @@ class StepHooks(Callback):
                     setattr(callback, flag, False)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """As they were."""
+        """Re-enable the callbacks that `on_train_epoch_end` disabled."""
         for callback, flag in self._held:
             setattr(callback, flag, True)
         self._held.clear()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """The module is told: what it holds may be in the middle of something."""
+        """Tell the module of the failure: its state may be in the middle of something."""
         pl_module.failed(exception)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """For them, a step is an epoch."""
+        """Call the callbacks that monitor `train/...`: to them, a step is an epoch."""
         for callback in monitoring(trainer):
             if str(callback.monitor).startswith("train/"):
                 callback.on_train_epoch_end(trainer, pl_module)
 
 
 def refuse_pytorch_lightning(ours: type[Any]) -> None:
-    """A Trainer of the package `pytorch_lightning` is to say by name that it cannot fit our module.
+    """Make a Trainer of the package `pytorch_lightning` name itself as the reason why it cannot fit our module.
 
     The two packages are copies of one another whose classes know nothing of each other; what such a Trainer says of
     itself is that a LightningModule is no LightningModule.
