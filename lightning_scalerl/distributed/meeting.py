@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet, and what they hand each other there: nothing that a stranger can have run.
+"""Rendezvous of a run's ranks and the data they exchange there: nothing received can run code.
 
 torch's store listens on all of a node's addresses, whatever MASTER_ADDR says, and its ways to send objects unpickle
 whatever arrives. So rank 0 opens the store where the ranks are: at 127.0.0.1 if they are all on one node, else at the
@@ -34,7 +34,7 @@ _OWN = (TrainBatch, Denominators)
 
 
 class NotPlainError(RuntimeError):
-    """What another rank sent, or was to be sent, is more than numbers, texts, tensors and batches of them."""
+    """Raised for data between ranks that is more than numbers, texts, tensors and batches of them."""
 
 
 # --- the place -----------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def meet(trainer: Trainer) -> None:
     address = HERE if on_one_node else environment.main_address
     if on_one_node:
         _stay_here()
-    # None: its name is no address of this machine, and torch listens on all of them, as ever.
+    # None: the name is no address of this machine; torch then listens on all addresses, as by default.
     listening = _listening(address, environment.main_port) if trainer.global_rank == 0 else None
     store = dist.TCPStore(  # type: ignore[attr-defined]
         address,
@@ -86,12 +86,12 @@ def meet(trainer: Trainer) -> None:
 
 
 def _name() -> str:
-    """Of this start of this step of this job: ranks of another that got the same port have nothing to tell these."""
+    """Return a name for this start of this SLURM step: ranks of another that got the same port see other keys."""
     return "/".join(os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
 
 
 def _stay_here() -> None:
-    """gloo and NCCL connect ranks over the loopback interface, unless the user has named another."""
+    """Have gloo and NCCL connect ranks over the loopback interface, unless the user has named another."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if names:
@@ -99,7 +99,7 @@ def _stay_here() -> None:
 
 
 def _listening(address: str, port: int) -> socket.socket | None:
-    """A socket that listens at one address; None if the name stands for none of this machine that others can reach."""
+    """Open a socket that listens at one address; None if the name has no address here that other nodes can reach."""
     found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     for family, kind, protocol, _, place in found:
         # Debian's own name for itself is 127.0.1.1, where no other node comes.
@@ -123,7 +123,7 @@ def _listening(address: str, port: int) -> socket.socket | None:
 
 
 def encode(value: Any) -> Tensor:
-    """Plain data as bytes, shape (N,) uint8.
+    """Encode plain data as bytes, shape (N,) uint8.
 
     Raises:
         NotPlainError: there is an object in it whose class the other ranks would have to trust.
@@ -134,7 +134,7 @@ def encode(value: Any) -> Tensor:
 
 
 def decode(sent: Tensor) -> Any:
-    """What `encode` was given, tensors on the CPU.
+    """Decode the bytes that `encode` made; tensors arrive on the CPU.
 
     Raises:
         NotPlainError: nothing that `encode` makes; nothing of it was run.
@@ -142,7 +142,7 @@ def decode(sent: Tensor) -> Any:
     try:
         with torch.serialization.safe_globals(list(_OWN)):
             return torch.load(io.BytesIO(sent.numpy().tobytes()), weights_only=True, map_location="cpu")
-    except Exception as error:  # what a stranger sends may break anywhere
+    except Exception as error:  # hostile bytes may fail anywhere in the unpickler
         raise NotPlainError(f"a rank sent what is no plain data ({type(error).__name__}); refused unread") from error
 
 
@@ -162,13 +162,13 @@ def _plain(value: Any) -> Any:
 
 
 def send(encoded: Tensor, group: Any) -> None:
-    """Rank 0 gives all others of a group on the hosts what `encode` made."""
+    """Broadcast what `encode` made from rank 0 to all others of a group on the hosts."""
     dist.broadcast(torch.tensor([encoded.numel()]), src=0, group=group)
     dist.broadcast(encoded, src=0, group=group)
 
 
 def receive(group: Any) -> Any:
-    """What rank 0 sends.
+    """Receive the value that rank 0 broadcasts with `send`.
 
     Raises:
         NotPlainError: see `decode`.
@@ -181,7 +181,7 @@ def receive(group: Any) -> Any:
 
 
 def all_gather(value: Any, group: Any, count: int) -> list[Any]:
-    """Every rank's value, by rank, on every rank of a group on the hosts.
+    """Return every rank's value, by rank, on every rank of a group on the hosts.
 
     Raises:
         NotPlainError: see `encode` and `decode`.

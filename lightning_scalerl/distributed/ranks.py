@@ -37,14 +37,14 @@ from sweeps.run.interruption import interruption
 
 T = TypeVar("T")
 
-# How long ranks wait for rank 0 to generate, evaluate or save.
+# Timeout of ranks that wait for rank 0 to generate, evaluate or save.
 PATIENCE = timedelta(hours=24)
 # Gradients are summed in buffers of about this many numbers (128 MB in FP32).
 BUFFER = 2**25
 
 
 class LeaderFailedError(RuntimeError):
-    """Rank 0 failed; this rank stops with it. Names the error, which rank 0 raises itself and records."""
+    """Raised on the other ranks when rank 0 fails; it names the error, which rank 0 raises itself and records."""
 
     leave_journal = True
 
@@ -64,24 +64,24 @@ class Ranks:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Ranks:
-        """Those of a trainer whose strategy is set up. All ranks must call it: it makes a process group."""
+        """Build the ranks of a trainer whose strategy is set up. All ranks must call it: it makes a process group."""
         strategy = trainer.strategy if isinstance(trainer.strategy, DDPStrategy) else None
         hosts = dist.new_group(backend="gloo", timeout=PATIENCE) if trainer.world_size > 1 else None
         return cls(trainer.global_rank, trainer.world_size, hosts, strategy)
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0."""
+        """Return True on rank 0, the one with the rollout stream and the journal."""
         return self.number == 0
 
     # --- on the hosts ------------------------------------------------------------------------------------
 
     def share(self, work: Callable[[], T], lean: Callable[[T], T] = lambda result: result) -> T:
-        """Rank 0 does the work; every rank returns its result, or fails with it.
+        """Do the work on rank 0 and return its result on every rank, or fail on every rank.
 
         Args:
             work: called on rank 0 only; its result is plain data, see `meeting`.
-            lean: what of the result the other ranks need.
+            lean: reduces the result to what the other ranks need.
 
         Raises:
             LeaderFailedError: on the other ranks, if the work raised on rank 0.
@@ -105,21 +105,21 @@ class Ranks:
         return result
 
     def share_batch(self, work: Callable[[], TrainBatch | None]) -> TrainBatch | None:
-        """Rank 0 makes a batch, or none; every rank has it, those that only train without the groups it came from."""
+        """Make a batch, or None, on rank 0 and return it on every rank; the other ranks get it without its groups."""
         return self.share(work, lambda batch: batch and replace(batch, groups=[]))
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank."""
+        """Return every rank's value, by rank, on every rank."""
         if self.count == 1:
             return [value]
         return all_gather(value, self.hosts, self.count)
 
     def agree(self, reason: str | None) -> str | None:
-        """The first reason that any rank has, the same on all ranks; None if none has one."""
+        """Return the first reason that any rank has, the same on all ranks; None if none has one."""
         return next((given for given in self.gather(reason) if given is not None), None)
 
     def check_alike(self, what: str, value: Any) -> None:
-        """All ranks have the same value.
+        """Check that all ranks have the same value.
 
         Raises:
             RuntimeError: they differ; on every rank.
@@ -129,7 +129,7 @@ class Ranks:
             raise RuntimeError(f"{what}: differs between ranks, {values}; they must read the same files")
 
     def restore_sigterm(self, handler: Any) -> None:
-        """Put back what answered SIGTERM before Lightning did, if somebody does or there are several ranks.
+        """Restore the SIGTERM handler from before Lightning's, if there was one or there are several ranks.
 
         Lightning's handler ends the run as failed, even one that has just saved its last step. And it starts a
         broadcast wherever the signal finds its rank; ranks at different places would take it for a part of their sums,
@@ -140,26 +140,26 @@ class Ranks:
             and handler is not None
             and threading.current_thread() is threading.main_thread()
         ):
-            # Without anybody's handler the ranks of a script would die of it: it is a request like any other.
+            # SIGTERM's default action would kill the ranks of a script: treat it as a request to stop instead.
             asked = handler if callable(handler) else lambda *_: interruption.request("SIGTERM")
             signal.signal(signal.SIGTERM, asked)
 
     # --- on the devices ----------------------------------------------------------------------------------
 
     def rows(self, batch: TrainBatch) -> TrainBatch:
-        """The rows of the batch that this rank trains on, possibly none; long and short ones dealt out evenly."""
+        """Return this rank's rows of the batch, possibly none; long and short ones are dealt out evenly."""
         if self.count == 1:
             return batch
         order = torch.argsort(batch.lengths, descending=True, stable=True)
         return batch.select(order[self.number :: self.count])
 
     def unsynchronized(self) -> AbstractContextManager[None]:
-        """Backward passes inside sum nothing over ranks: ranks differ in how many they have, and DDP would average."""
+        """Suppress DDP's averaging in backward passes inside: ranks differ in how many micro-batches they have."""
         return nullcontext() if self.strategy is None else self.strategy.block_backward_sync()
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Each gradient becomes its sum over the ranks, bit for bit the same on all of them.
+        """Replace each gradient by its sum over the ranks, bit for bit the same on all of them.
 
         A parameter without a gradient counts as zeros where another rank has one, and stays without where none has.
         """
@@ -182,13 +182,13 @@ class Ranks:
                 gradient.copy_(summed.view_as(gradient))
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over ranks, on every rank."""
+        """Return the sum over ranks, on every rank; `value` itself is overwritten."""
         if self.count > 1:
             dist.all_reduce(value)
         return value
 
     def gather_rows(self, batch: TrainBatch, rows: TrainBatch) -> TrainBatch:
-        """The batch with what the ranks found out about their rows before the update."""
+        """Return the whole batch with the results that each rank computed for its rows before the update."""
         if self.count == 1:
             return rows
         names = [name for name in BEFORE_UPDATE if getattr(rows, name) is not None]
@@ -204,7 +204,7 @@ class Ranks:
         return replace(batch, **found)
 
     def gather_parts(self, batch: TrainBatch, parts: Sequence[Part]) -> Sequence[Part]:
-        """What the ranks computed on their rows, as one part of the whole batch."""
+        """Return the log-probabilities and entropies of all ranks' rows, as one part of the whole batch."""
         if self.count == 1:
             return parts
         if batch.rollouts == 0:
@@ -215,7 +215,7 @@ class Ranks:
 
 
 def _buffers(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients in groups of about `BUFFER` numbers."""
+    """Yield the gradients in groups of about `BUFFER` numbers."""
     group: list[Tensor] = []
     size = 0
     for gradient in gradients:
@@ -230,17 +230,17 @@ def _buffers(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @dataclass
 class Follower:
-    """What a rank that only trains knows of the rollout stream: how many steps are done."""
+    """Stand-in for the rollout stream on ranks that only train: it counts the completed steps."""
 
     completed_steps: int = 0
 
     def step_completed(self) -> None:
-        """One more."""
+        """Count one more completed optimizer step."""
         self.completed_steps += 1
 
 
 def check_strategy(strategy: Any) -> None:
-    """Training works on a single device and with plain data parallelism.
+    """Refuse strategies other than a single device and plain data parallelism.
 
     Raises:
         ConfigurationError: another strategy.

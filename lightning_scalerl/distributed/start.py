@@ -1,4 +1,4 @@
-"""How this process was started: its rank, and the devices it is to train on."""
+"""Launch environment of this process: its rank, and the devices that it trains on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sweeps.run.gpu import REMEDY, REQUIRED, NoGpuError
 
 
 def process_rank() -> int:
-    """This process's rank as its launcher says (torchrun, srun, or Lightning's own on one machine), 0 if none does.
+    """Return this process's rank by its launcher (torchrun, srun, or Lightning on one machine), 0 without one.
 
     Known before there is a Trainer: for what only one process may do.
     """
@@ -28,7 +28,7 @@ def process_rank() -> int:
 
 
 def trainer_settings() -> dict[str, Any]:
-    """Arguments of `Trainer` that say which devices the run has, from how this process was started.
+    """Return arguments of `Trainer` that name the run's devices, from how this process was started.
 
     One task, under SLURM or not, trains on one device, whatever the job has been given. Tasks that one `srun` (or
     `torchrun`) has started together train one run, one device each; ask SLURM for GPUs by node, not by task, since
@@ -68,7 +68,7 @@ def trainer_settings() -> dict[str, Any]:
 
 
 def _check_gpu() -> None:
-    """Whether torch can use a GPU, where the job asks for some: it would train on the CPU without a word."""
+    """Check that torch can use a GPU if the job asks for one: it would silently train on the CPU."""
     if REQUIRED not in os.environ or torch.cuda.is_available():
         return
     if torch.version.cuda is None and torch.version.hip is None:
@@ -85,8 +85,10 @@ def _check_gpu() -> None:
 
 
 def devices_beside(ranks: int) -> list[str]:
-    """GPUs that this process sees and that none of so many ranks on this node trains on, as CUDA_VISIBLE_DEVICES names
-    them: where generators of their own processes belong. Empty where there are none."""
+    """Return the GPUs beyond those that the node's ranks train on, as CUDA_VISIBLE_DEVICES names them.
+
+    Generators in processes of their own run there. Empty where there are none.
+    """
     if not torch.cuda.is_available():
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -105,14 +107,14 @@ def _several(nodes: int, tasks_a_node: int) -> dict[str, Any]:
 
 
 def _slurm_tasks() -> int:
-    """Tasks that started together with this one; 1 in a batch script, which no `srun` started; 0 without SLURM."""
+    """Return the number of tasks that one `srun` started with this one; 1 in a batch script, 0 without SLURM."""
     if "SLURM_JOB_ID" not in os.environ:
         return 0
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
 
 
 def _spread() -> str:
-    """Tasks of each node as SLURM writes them: "2(x3),1" are 2 on each of three nodes and 1 on a fourth."""
+    """Return the tasks of each node as SLURM writes them: "2(x3),1" are 2 on each of three nodes and 1 on a fourth."""
     return os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or ""
 
 
@@ -121,6 +123,6 @@ def _evenly_spread() -> bool:
 
 
 def _port() -> int:
-    """One for each step of each job, below those that systems hand out by themselves (Linux: from 32768)."""
+    """Return a port for this step of this job, below the ephemeral ports (on Linux from 32768)."""
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_STEP_ID", 0))
     return 15000 + (job * 31 + step) % 17000

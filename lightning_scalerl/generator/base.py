@@ -1,4 +1,4 @@
-"""What a generator is: takes rollout requests and weights, gives back finished rollouts, a token at a time."""
+"""Protocol of a generator: it takes rollout requests and weights, and returns finished rollouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_scalerl.rollout import Rollout
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """`completions` rollouts of one prompt.
+    """Request for `completions` rollouts of one prompt.
 
     `key` identifies the group among all in flight (its admission number). `random_key` seeds its sampling: the
     same key gives the same uniform numbers whatever else is in flight, so nothing about scheduling, batching
@@ -32,13 +32,13 @@ class GroupRequest:
     max_new_tokens: int = 0
 
     def limit(self, most: int) -> int:
-        """Tokens that a rollout of a generator that gives at most so many may have."""
+        """Return the request's token limit, given the generator's."""
         return min(self.max_new_tokens or most, most)
 
 
 @dataclass(frozen=True)
 class FinishedRollout:
-    """A rollout that ended in this step: number `index` of the group `key`."""
+    """Rollout that ended in this step: number `index` of the group `key`."""
 
     key: int
     index: int
@@ -47,7 +47,7 @@ class FinishedRollout:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one generator step did. Token and context counts are what was computed, for the meter.
+    """Report of one generator step: the rollouts that ended, and counts of the work done, for the compute meter.
 
     `prefill_tokens` are prompt tokens and, after a publish, those whose keys and values were recomputed. `prefilled`
     counts the prompts that went through the head for the first token behind them: once each, however many rollouts
@@ -77,30 +77,30 @@ COUNTS = tuple(entry.name for entry in fields(StepReport) if entry.name not in (
 
 
 def nothing_computed() -> list[int]:
-    """Zero for each of `StepReport.computed`, to add to."""
+    """Return a zero for each count of `StepReport.computed`, to add to."""
     return [0] * len(COUNTS)
 
 
 class Generator(Protocol):
-    """One event at a time: `step` advances every rollout in flight by one token."""
+    """Generator that advances every rollout in flight by one token with each `step`."""
 
     @property
     def in_flight(self) -> int:
-        """Rollouts submitted and not finished."""
+        """Number of rollouts submitted and not finished."""
         ...
 
     @property
     def free_slots(self) -> int:
-        """Rollouts that would start in the next step if they were submitted now."""
+        """Number of rollouts that would start in the next step if they were submitted now."""
         ...
 
     @property
     def version(self) -> int:
-        """Optimizer steps behind the weights in use."""
+        """Version of the weights in use: the optimizer steps behind them."""
         ...
 
     def submit(self, request: GroupRequest) -> None:
-        """Queue a group."""
+        """Queue a group for sampling; it starts as slots become free."""
         ...
 
     def step(self) -> StepReport:
@@ -116,25 +116,25 @@ class Generator(Protocol):
         ...
 
     def aside(self) -> AbstractContextManager[None]:
-        """Work on something else: what is in flight waits, and goes on afterwards under the weights of before."""
+        """Lend the generator for other work: rollouts in flight wait, and resume under the weights of before."""
         ...
 
     def close(self) -> None:
-        """Give back what it holds beyond this process's memory."""
+        """Release resources beyond this process's memory, such as child processes."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything in flight."""
+        """Return everything in flight, for a checkpoint."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put it back."""
+        """Restore everything in flight from a checkpoint."""
         ...
 
 
 @contextmanager
 def set_aside(generator: Generator, clear: Callable[[], None]) -> Iterator[None]:
-    """`Generator.aside` of one whose state holds all that is in flight; `clear` leaves it with nothing."""
+    """Implement `Generator.aside` where the state holds all that is in flight; `clear` empties the generator."""
     state = generator.state_dict()
     clear()
     try:
@@ -145,31 +145,31 @@ def set_aside(generator: Generator, clear: Callable[[], None]) -> Iterator[None]
 
 @dataclass(frozen=True)
 class EndOfThinking:
-    """Whether a completion so far has ended its thinking: its text holds the marker."""
+    """Test for the marker that ends the thinking in a completion's text."""
 
     tokenizer: Any
     marker: str
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """Of completion tokens."""
+        """Return whether the text of these completion tokens holds the marker."""
         return self.marker in self.tokenizer.decode(list(tokens))
 
 
 class StopText(Protocol):
-    """Whether a completion so far holds a text that ends it; it looks at its last `window` tokens."""
+    """Test for a text that ends a completion, in its last `window` tokens."""
 
     @property
     def window(self) -> int:
-        """In tokens."""
+        """Number of last tokens that the test needs."""
         ...
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """Of a completion's tokens so far, or its last ones."""
+        """Return whether a completion's tokens so far, or its last ones, hold such a text."""
         ...
 
 
 def check_request(request: GroupRequest, max_prompt_tokens: int, has_phrase: bool) -> None:
-    """Whether a generator can serve a request.
+    """Check that a generator can serve a request.
 
     Raises:
         ConfigurationError: the prompt is empty or too long, or an interruption is asked for and there is no phrase.
@@ -184,11 +184,11 @@ def check_request(request: GroupRequest, max_prompt_tokens: int, has_phrase: boo
 
 
 def request_state(request: GroupRequest) -> dict[str, Any]:
-    """A request as plain values, for a checkpoint."""
+    """Return a request as plain values, for a checkpoint."""
     return {field: list(value) if isinstance(value, tuple) else value for field, value in vars(request).items()}
 
 
 def request_from(state: dict[str, Any]) -> GroupRequest:
-    """The inverse of `request_state`."""
+    """Rebuild a request from the values of `request_state`."""
     values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in state.items()}
     return GroupRequest(**values)

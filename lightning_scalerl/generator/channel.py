@@ -1,4 +1,4 @@
-"""How weights reach a generator: a channel publishes the trainer's under a version, and says which has arrived."""
+"""Channels that carry weights to a generator under a version, and track which version has arrived."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_scalerl.generator.base import Generator
 
 
 class WeightChannel(Protocol):
-    """From the trainer to one generator."""
+    """Path of weights from the trainer to one generator."""
 
     @property
     def version(self) -> int:
-        """The last that the generator has acknowledged: what it samples with is this old."""
+        """Last version that the generator has acknowledged: the one it samples with."""
         ...
 
     def publish(self, version: int, recompute_kv: bool = False) -> None:
@@ -29,7 +29,7 @@ class WeightChannel(Protocol):
 
 
 class DirectChannel:
-    """To a generator in this process: the tensors themselves are handed over, and copied there.
+    """Channel to a generator in this process: it is handed the trainer's tensors and copies them.
 
     Args:
         weights: the trainer's, as they are now.
@@ -41,9 +41,9 @@ class DirectChannel:
 
     @property
     def version(self) -> int:
-        """What the generator samples with."""
+        """Version of the weights that the generator samples with."""
         return self._generator.version
 
     def publish(self, version: int, recompute_kv: bool = False) -> None:
-        """Between two tokens."""
+        """Publish the trainer's weights at once; the generator uses them from its next token on."""
         self._generator.publish(self._weights(), version, recompute_kv)

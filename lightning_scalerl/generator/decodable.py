@@ -1,4 +1,4 @@
-"""Whether a model can be decoded token by token as the torch generator does it: asked before anything is computed.
+"""Check before any compute is spent that the torch generator can decode a model token by token.
 
 What is known not to work is refused by its name. Everything else is tried on a few tokens: the model's own whole
 forward pass has to agree with what comes out of the generator's cache.
@@ -20,17 +20,17 @@ from lightning_scalerl.model.windows import attention_windows
 
 ATTENTION = ("sdpa", "eager")
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-# What layers that are no attention may be called too: not every one keeps something from token to token.
+# Names of layers without attention that keep no state from token to token.
 OTHER_LAYERS = {"dense", "sparse", "moe"}
 REMEDY = "use another model, or another generator"
 # Log-probabilities in FP32, decoded and whole: rounding stays far below, a wrong mask or position far above.
 TOLERANCE = 1e-3
-# Learned, or computed once.
+# Names of position tables, learned or computed once.
 _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_emb|embed_position)$")
 
 
 def check_decodable(model: nn.Module, capacity: int) -> None:
-    """Try it.
+    """Decode a few tokens through the cache and compare with a whole forward pass; refuse a model where they differ.
 
     Args:
         model: a causal language model, of any type of weights.
@@ -43,7 +43,7 @@ def check_decodable(model: nn.Module, capacity: int) -> None:
     _check_context(model, capacity)
     before = torch.get_float32_matmul_precision()
     try:
-        # What is tried is the bookkeeping: products that are rounded to TF32 would hide it, or look like it.
+        # The check is of cache bookkeeping: rounding of products to TF32 could hide an error, or look like one.
         torch.set_float32_matmul_precision("highest")
         with eval_mode(model), torch.no_grad():
             difference = _largest_difference(model)
@@ -86,7 +86,7 @@ def _check_architecture(model: nn.Module) -> None:
 
 
 def _check_context(model: nn.Module, capacity: int) -> None:
-    """Windows that are shorter than a sequence can get, positions never learned, and rotations that do not last."""
+    """Refuse contexts longer than a sliding window, than the learned positions, or than rotary positions stay fixed."""
     config = text_config(model)
     for window in attention_windows(config):
         if window.size < capacity:
@@ -114,7 +114,7 @@ def _check_context(model: nn.Module, capacity: int) -> None:
 
 
 def _same_rotation(config: Any) -> int | None:
-    """Tokens up to which rotary positions are what they are, where that depends on a sequence's length at all."""
+    """Return the length up to which rotary positions are fixed; None if they never depend on the sequence's length."""
     given = getattr(config, "rope_parameters", None) or {}
     lengths = []
     for rope in (given, *(part for part in given.values() if isinstance(part, Mapping))):  # of some a kind of layer
@@ -127,7 +127,7 @@ def _same_rotation(config: Any) -> int | None:
 
 
 def _largest_difference(model: nn.Module) -> float:
-    """Of log-probabilities of two sequences of unlike length, prefilled in part and then decoded together."""
+    """Return the largest gap in log-probability of two sequences, prefilled in part and then decoded together."""
     config = text_config(model)
     device = next(model.parameters()).device
     size = int(config.vocab_size)

