@@ -1,1 +1,1 @@
-"""What one optimizer step computes on a batch: passes before the update, credit a token, the terms of the loss."""
+"""Computation of one optimizer step on a batch: passes before the update, per-token credit, the terms of the loss."""

@@ -22,7 +22,7 @@ def scored_before(
     critic: ValueModel | None,
     micro_batch: int,
 ) -> TrainBatch:
-    """`rows` with `anchor_logprobs`, `reference_logprobs` and `values`, each where somebody asks for it.
+    """Return `rows` with `anchor_logprobs`, `reference_logprobs` and `values`, each where a choice needs it.
 
     Args:
         rows: this rank's.

@@ -1,4 +1,4 @@
-"""Group `health`: whether a run that has gone bad ends itself, with the reason in its status.
+"""Group `health`: rules by which a run that has gone bad ends itself, with the reason in its status.
 
 arXiv 2510.13786, A.15: runs whose completions are truncated at 10 to 15% destabilise for good; compute spent after that
 says nothing of the recipe. Off by default: a collapse is a result too, and a study may want to see it whole.
@@ -16,17 +16,17 @@ from lightning_scalerl.checks import CannotGoOnError, ConfigurationError, whole_
 
 
 def at_the_limit(metrics: Mapping[str, float]) -> float:
-    """The share of completions that were truncated at the context's limit, not at a stage's of the curriculum."""
+    """Return the share of completions truncated at the context's limit, not at a stage's of the curriculum."""
     return metrics["train/truncated"] - metrics.get("train/cut_by_stage", 0.0)
 
 
 class UnhealthyError(CannotGoOnError):
-    """A run was ended for its health."""
+    """Raised to end a run whose reward, entropy or truncation is out of bounds."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """When a run ends itself. No part of its identity: it decides when to stop, not what is learned until then.
+    """Bounds at which a run ends itself. No part of its identity: they decide when to stop, not what is learned.
 
     Args:
         stop: whether it does at all.
@@ -57,7 +57,7 @@ class Health:
 
 
 class HealthWatch:
-    """Sees every step's record and ends the run where `health` says so; on every rank alike.
+    """Watches every step's record and ends the run where `health` says so; on every rank alike.
 
     Args:
         health: the run's.
@@ -72,7 +72,7 @@ class HealthWatch:
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=health.window_steps) for name in names}
 
     def check(self, record: Mapping[str, float], step: int) -> None:
-        """Take in one step.
+        """Add one step's record to the running means, and compare them with the bounds.
 
         Raises:
             UnhealthyError: what has gone bad, with its number and the bound.
@@ -105,11 +105,11 @@ class HealthWatch:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What is remembered."""
+        """Return the best mean reward and the window of recent records."""
         return {"best": self._best, "recent": {name: list(values) for name, values in self._recent.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on watching; a window of another length keeps the newest."""
+        """Restore the window; if its length has changed, the newest records are kept."""
         self._best = state["best"]
         for name, values in state["recent"].items():
             self._recent[name].clear()

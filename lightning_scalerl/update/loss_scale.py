@@ -1,4 +1,4 @@
-"""Gradients that are not finite: dynamic loss scaling for FP16, and what becomes of an update without a finite one."""
+"""Handling of gradients that are not finite: dynamic loss scaling for FP16, and skipped updates."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from lightning_scalerl.checks import CannotGoOnError
 
-# As torch.amp.GradScaler begins, grows and backs off.
+# Defaults of torch.amp.GradScaler.
 START, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 SMALLEST = 2.0**-14
 MOST_IN_A_ROW = 3
 
 
 class LossScale:
-    """FP16's smallest number is 6e-8: gradients are computed of a loss that is scaled up, and scaled down again.
+    """Dynamic loss scaling: gradients below FP16's smallest number, 6e-8, would be lost, so the loss is scaled up.
 
     The factor is halved after a gradient that overflowed, and doubled after `INTERVAL` that did not.
 
@@ -31,19 +31,19 @@ class LossScale:
         self._since = 0
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What the backward pass begins with."""
+        """Return the loss times the scale, for the backward pass."""
         return loss * self.factor if self.acts else loss
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gradients, as if nothing had been scaled."""
+        """Divide the gradients by the scale, in place."""
         if self.acts:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.div_(self.factor)
 
     def update(self, finite: bool) -> None:
-        """After each update: whether its gradient was finite."""
+        """Adapt the scale after an update whose gradient was finite, or was not."""
         if not self.acts:
             return
         if not finite:
@@ -54,18 +54,18 @@ class LossScale:
             self.factor, self._since = self.factor * GROWTH, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Factor and count."""
+        """Return the scale and the count of finite updates since it last changed."""
         return {"factor": self.factor, "since": self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the scale and the count of finite updates."""
         self.factor, self._since = state["factor"], state["since"]
 
 
 class SkippedUpdates:
-    """Counts updates whose loss or gradient was not finite: they are left out, and many in a row end the run.
+    """Counts updates whose loss or gradient was not finite: they are skipped, and several in a row end the run.
 
-    In FP16 the factor of the loss has to fall from `START` to 1 before an overflow is the model's own.
+    In FP16 overflows at a scale above 1 do not count as in a row: the scale, which begins at `START`, may be the cause.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class SkippedUpdates:
         self._in_a_row = 0
 
     def observe(self, finite: bool, scale: LossScale, completed_steps: int) -> None:
-        """Take in one update, before it would be made.
+        """Count one update, before it would be made.
 
         Raises:
             CannotGoOnError: too many in a row.
@@ -93,13 +93,13 @@ class SkippedUpdates:
             )
 
     def metrics(self) -> dict[str, float]:
-        """`train/skipped_updates`: of the run so far."""
+        """Return `train/skipped_updates`, the number skipped in the run so far."""
         return {"train/skipped_updates": float(self._count)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts."""
+        """Return the total count and the current count in a row."""
         return {"count": self._count, "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the total count and the current count in a row."""
         self._count, self._in_a_row = state["count"], state["in_a_row"]

@@ -1,4 +1,4 @@
-"""The loss of a step: a list of terms, each per token, with its coefficient and its own aggregation.
+"""Loss of a step as a list of terms, each per token, with its coefficient and its own aggregation.
 
     policy    the surrogate of axis `loss`, on the anchor and with the weights of axis `correction`
     value     the critic's clipped squared error
@@ -26,20 +26,20 @@ from lightning_scalerl.rollout import Scored, TrainBatch
 
 @dataclass(frozen=True)
 class Term:
-    """A part of the loss: `per_token` (R, T) of what was scored, its coefficient in it, under `aggregation`."""
+    """Term of the loss: `per_token` (R, T), coefficient included, under `aggregation`."""
 
     name: str
     per_token: Callable[[Scored], Tensor]
     aggregation: Aggregation
 
     def reduce(self, scored: Scored) -> Tensor:
-        """The (micro-)batch's share of the term; a scalar. Nothing outside the loss mask is read."""
+        """Return the (micro-)batch's share of the term, a scalar. Nothing outside the loss mask is read."""
         scored = scored.inside()
         return self.aggregation.reduce(self.per_token(scored), scored.batch, scored.batch.denominators)
 
 
 def terms(choices: Choices) -> list[Term]:
-    """Those of a run, the policy's first.
+    """Return the terms of a run's loss, the policy's first.
 
     Raises:
         ConfigurationError: a term is to be aggregated in a way that there is none of.
@@ -83,7 +83,7 @@ def terms(choices: Choices) -> list[Term]:
 
 
 def distances(scored: Scored, choices: Choices) -> Tensor:
-    """k3 of each token (R, T) to the reference, in the type that the precision axis keeps it in."""
+    """Return k3 of each token (R, T) to the reference, in the type that the precision axis keeps it in."""
     reference = scored.batch.reference_logprobs
     assert reference is not None
     kept, fp32 = choices.precision.kept, choices.precision.fp32_kl
@@ -91,7 +91,7 @@ def distances(scored: Scored, choices: Choices) -> Tensor:
 
 
 def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Choices) -> Tensor:
-    """d loss / d (trainer_logprobs, entropies), (2, all rollouts of the groups, T): a token's weight in the update.
+    """Return d loss / d (trainer_logprobs, entropies), (2, all rollouts of the groups, T): the tokens' update weights.
 
     Rollouts without credit weigh zero. Tokens are laid out by `batch.row`, so that two batches of the
     same groups can be compared whatever each has kept. The critic's own loss does not move the policy.

@@ -1,4 +1,4 @@
-"""Credit a token, once the models have been asked: rewards and values -> advantages and returns -> normalization.
+"""Per-token credit after the forward passes: rewards and values -> advantages and returns -> normalization.
 
 What rewards alone decide was done before (`stream.credit`); where the estimator is of that kind, nothing happens here.
 """
@@ -15,7 +15,7 @@ from lightning_scalerl.update.terms import distances
 
 
 def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool = False) -> TrainBatch:
-    """`rows` with the advantages that are trained on, and with returns where there is a critic.
+    """Return `rows` with the advantages that are trained on, and with returns where there is a critic.
 
     A pure function but for `remember`, so that a mechanism counter can credit a batch a second time.
 
