@@ -1,4 +1,4 @@
-"""Many override lists composed as Hydra would, what they have in common only once."""
+"""Composer of many override lists: the same result as Hydra's, with common parts composed only once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Base:
-    """A configuration in plain values (None: some are missing), and its free leaves by dotted key.
+    """Configuration in plain values (None: some are missing), and its free leaves by dotted key.
 
     A leaf is free if it holds a value of its own and no interpolation reads it: setting it changes nothing else.
     """
@@ -46,7 +46,7 @@ class _Base:
 
 
 class Composer:
-    """Resolved configurations of many override lists; what they have in common is composed once.
+    """Composes many override lists into resolved configurations; what they have in common is composed once.
 
     Args:
         folders: of the user's, beside `conf/`.
@@ -61,7 +61,7 @@ class Composer:
         self._bases: dict[tuple[tuple[str, ...], tuple[str, ...]], _Base] = {}
 
     def resolved(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """The configuration in plain values; parts are shared with other results.
+        """Return the configuration in plain values; parts are shared with other results.
 
         Raises:
             ConfigurationError: as `compose` does, or a key without a value.
@@ -77,7 +77,7 @@ class Composer:
             return None
 
     def _short_cut(self, overrides: Sequence[str]) -> dict[str, Any] | None:
-        """The same without composing the whole list; None where that could make a difference."""
+        """Return the same without composing the whole list; None where that could make a difference."""
         groups: list[str] = []
         settings: list[tuple[str, Override]] = []
         for entry in overrides:
@@ -111,7 +111,7 @@ class Composer:
         return values
 
     def _parse(self, entry: str) -> Override | None:
-        """An override that sets what exists to one value, or picks a group's file; None for any other kind."""
+        """Parse an override that sets an existing key to one value, or picks a group's file; else return None."""
         if entry not in self._parsed:
             (parsed,) = self._parser.parse_overrides([entry])
             usual = (
@@ -130,7 +130,7 @@ class Composer:
         return self._groups[key]
 
     def _base(self, groups: tuple[str, ...], settings: Sequence[tuple[str, Override]]) -> _Base:
-        """What Hydra makes of groups, with settings applied in order, as it would do itself."""
+        """Return the configuration that Hydra composes of groups, with settings applied in order as it would."""
         key = groups, tuple(entry for entry, _ in settings)
         if key not in self._bases:
             if groups not in self._composed:
@@ -148,26 +148,26 @@ class Composer:
 
 
 def _first(override: Override) -> str:
-    """The top-level key."""
+    """Return the top-level key of a dotted key."""
     key: str = override.key_or_group
     return key.split(".")[0]
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value means itself: no container, no interpolation, nothing missing."""
+    """Return whether a value is literal: no container, no interpolation, nothing missing."""
     if isinstance(value, str):
         return "$" not in value and "\\" not in value and value != "???"
     return value is None or isinstance(value, bool | int | float)
 
 
 def _with(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """A copy with one leaf changed, which shares everything else."""
+    """Return a copy with one leaf changed, which shares everything else."""
     first, *rest = path
     return {**values, first: _with(values[first], rest, value) if rest else value}
 
 
 def _free(config: DictConfig) -> frozenset[str]:
-    """See `_Base`; a leaf with any part of its name in an interpolation is not free."""
+    """Return the free leaves (see `_Base`); a leaf is not free if an interpolation mentions part of its name."""
     leaves = list(_leaves(config))
     texts = [text for _, text in leaves if text is not None]
     if any("${" in _REFERENCE.sub("", text) for text in texts):
@@ -177,7 +177,7 @@ def _free(config: DictConfig) -> frozenset[str]:
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, str | None]]:
-    """Every leaf of a mapping by its dotted key (an item of a list has none), and what it interpolates, if anything."""
+    """Yield every leaf of a mapping by its dotted key (an item of a list has none), and what it interpolates."""
     if node._is_interpolation():
         yield "", node._value()
     elif isinstance(node, DictConfig) and not node._is_none():
@@ -192,7 +192,7 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, str | None]]:
 
 @cache
 def _shipped() -> Composer:
-    """The composer of `conf/` alone, which does not change while a process runs."""
+    """Return the composer of `conf/` alone, which does not change while a process runs."""
     return Composer()
 
 

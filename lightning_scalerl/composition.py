@@ -1,4 +1,4 @@
-"""conf/ -> objects: configurations composed by Hydra, and what they stand for.
+"""Composition of configurations in `conf/` by Hydra, and construction of the objects that they describe.
 
 A user's own folders stand beside `conf/`: choices, axes, tasks, recipes, variants and experiments in them are found
 like ours, and the Python modules they name are looked for there too.
@@ -53,7 +53,7 @@ ELSEWHERE = dict.fromkeys(("accelerator", "device", "devices", "gpus", "num_gpus
 
 
 def conf_dir() -> Path:
-    """The configuration folder: inside the package when installed from a wheel, else beside it.
+    """Return the configuration folder: inside the package when installed from a wheel, else beside it.
 
     Raises:
         ConfigurationError: neither exists.
@@ -66,7 +66,7 @@ def conf_dir() -> Path:
 
 
 def use_folders(folders: Iterable[str | Path]) -> tuple[str, ...]:
-    """Make the user's folders known: absolute, and modules in them importable.
+    """Register the user's folders: make them absolute, and modules in them importable.
 
     Raises:
         ConfigurationError: one is not there.
@@ -161,7 +161,7 @@ def _unknown_key(error: Exception) -> str:
 
 
 def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) -> str:
-    """For a key that does not exist: the keys that do, at the deepest place that does, the nearest first."""
+    """Return the valid keys beside a key that does not exist, at the deepest level that exists, the nearest first."""
     unknown = _unknown_key(error)
     if not unknown:
         return ""
@@ -189,7 +189,7 @@ def _valid_keys(error: Exception, folders: Folders, overrides: Sequence[str]) ->
 
 
 def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = ()) -> str:
-    """Hydra's error in one line: what was wrong, with what would be valid beside these overrides."""
+    """Return Hydra's error in one line: what was wrong, and what would be valid beside these overrides."""
     from hydra.errors import MissingConfigException
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -209,7 +209,7 @@ def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = 
 
 
 def axes_of(config: Mapping[str, Any]) -> list[str]:
-    """The axes that a composed configuration says something of: the project's, then the user's own by name."""
+    """Return the axes that a composed configuration sets: the project's, then the user's own by name."""
     rest = sorted(key for key in config if key not in AXES and key not in SETTINGS)
     own = [key for key in rest if isinstance(config[key], Mapping) and "_target_" in config[key]]
     return [*(axis for axis in AXES if axis in config), *own]

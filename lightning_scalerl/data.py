@@ -1,4 +1,4 @@
-"""The data side of a run: a task, and the stream of batches that the policy itself produces."""
+"""Lightning datamodule of a run: a task, and the stream of batches that the policy itself produces."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class RolloutDataModule(LightningDataModule):
         self.seed = seed
 
     def train_dataloader(self) -> _StreamLoader:
-        """Batches from the module's rollout stream."""
+        """Return the loader of batches from the module's rollout stream."""
         return _StreamLoader(self)
 
     def val_dataloader(self) -> _HeldOutLoader:
-        """One batch, the names of the held-out sets: for `Trainer.validate`, and for fits that evaluate."""
+        """Return a loader of one batch, the held-out sets' names: for `Trainer.validate` and fits that evaluate."""
         return _HeldOutLoader(list(self.task.eval_sets()))
 
 
 class _StreamLoader:
-    """What Lightning iterates over.
+    """Loader of training batches, over which Lightning iterates.
 
     It has a length because Lightning reads one batch ahead of a loader without one: every batch would be a step
     staler than the mode says, and a checkpoint would lose the batch that was read ahead.
@@ -65,15 +65,15 @@ class _StreamLoader:
             yield module.next_batch()
 
     def state_dict(self) -> dict[str, object]:
-        """Empty: what is queued and in flight is in the module's registry. Lightning asks, or warns on resume."""
+        """Return nothing: the module's registry holds the stream's state. Lightning warns on resume without this."""
         return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Nothing to restore here."""
+        """Do nothing: the module's registry restores the stream."""
 
 
 class _HeldOutLoader:
-    """One batch: the names of the held-out sets, which `ScaleRL.validation_step` evaluates together."""
+    """Loader of one batch: the names of the held-out sets, which `ScaleRL.validation_step` evaluates together."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names

@@ -1,4 +1,4 @@
-"""A run under Lightning's Trainer, from its construction to its end: set-up, state, records, refusals.
+"""A run under Lightning's Trainer, from construction to end: set-up, state, records, and what it refuses.
 
 The path of a training step is in `module`.
 """
@@ -70,7 +70,7 @@ TRAINING = "training"
 
 
 class Lifecycle(LightningModule):
-    """All of `ScaleRL` but its training step."""
+    """Base of `ScaleRL` with everything but its training step."""
 
     stream: RolloutStream
     driver: Driver
@@ -121,7 +121,7 @@ class Lifecycle(LightningModule):
         self.policy = Policy(model, self.recipe.choices.precision, self.recipe.context.temperature)
         self.choices = self.recipe.choices
         self.ranks = Ranks()
-        # A model that takes part in training and is saved, and one that does neither.
+        # The critic is trained and saved; the reference is neither, so a list hides it from `nn.Module`.
         self.critic: ValueModel | None = None
         self._reference: list[Policy] = []
         self._began_with: str | None = None  # the reference's fingerprint, once somebody has asked for it
@@ -140,15 +140,15 @@ class Lifecycle(LightningModule):
         self.save_hyperparameters(self._constructed)
 
     def test_step(self, *args: Any) -> None:
-        """There is none: `setup` says what there is."""
+        """Do nothing: `setup` refuses Trainer.test and names what to use instead."""
 
     def predict_step(self, *args: Any) -> None:
-        """There is none either."""
+        """Do nothing: `setup` refuses Trainer.predict and names what to use instead."""
 
     # --- set-up ------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> Sequence[Callback]:
-        """The recipe's choices for every axis that the Trainer's callbacks leave open; the same ones each time."""
+        """Return the recipe's choices for axes that the Trainer's callbacks leave open; the same ones each time."""
         evaluation = evaluation_of(self.trainer)
         if evaluation is not None:
             evaluation.follow(self.recipe.evaluation)
@@ -156,7 +156,7 @@ class Lifecycle(LightningModule):
         meet(self.trainer)
         if self.trainer.state.fn == "fit":
             prepare_trainer(self.trainer)
-        # What was trained is what is evaluated, whatever this Trainer was given.
+        # Trainer.validate after a fit uses the choices of that fit, whatever callbacks this Trainer has.
         base = self.choices if self._meaning is not None and self.trainer.state.fn != "fit" else self.recipe.choices
         own = {*map(id, self.recipe.choices), *map(id, base)}
         given = [c for c in self.trainer.callbacks if isinstance(c, DesignChoice) and id(c) not in own]  # type: ignore[attr-defined]
@@ -164,7 +164,7 @@ class Lifecycle(LightningModule):
         return [choice for axis, choice in base.items() if axis not in claimed]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The recipe's optimizer, that of the last fit if there was one; the schedule is applied in the step."""
+        """Return the recipe's optimizer, that of the last fit if there was one; the schedule is applied in the step."""
         if self._optimizer is None:
             groups = [{"params": list(self.policy.parameters()), "lr": self.recipe.optimizer.lr}]
             if self.critic is not None:
@@ -174,7 +174,7 @@ class Lifecycle(LightningModule):
 
     @property
     def learning_rates(self) -> list[float]:
-        """Of the policy and, if there is one, of the critic, before the schedule's factor."""
+        """Learning rates of the policy and, if there is one, of the critic, before the schedule's factor."""
         rate = self.recipe.optimizer.lr
         own = getattr(self.choices.critic, "lr", None)
         return [rate] if self.critic is None else [rate, rate if own is None else own]
@@ -220,11 +220,11 @@ class Lifecycle(LightningModule):
             self._optimizer = None
 
     def _build_update(self, anew: bool) -> None:
-        """What the update asks besides the policy; all ranks have it. `anew`: nothing of an earlier fit is kept."""
+        """Build critic, reference and loss terms, on all ranks. `anew`: discard those of an earlier fit."""
         choices, device = self.choices, self.trainer.strategy.root_device
         if anew:
             self.critic = None
-            if self._broken is None:  # else its run goes on from a checkpoint, and began with that model
+            if self._broken is None:  # else the run resumes from a checkpoint, and keeps its reference
                 self._reference = []
             for row in (choices, self.recipe.choices):
                 row.normalization.forget()
@@ -238,19 +238,19 @@ class Lifecycle(LightningModule):
         self.terms = terms(choices)
 
     def _refer_to(self, model: nn.Module) -> None:
-        """Axis `kl` measures from this model."""
+        """Make a frozen copy of this model the reference of axis `kl`."""
         self._began_with = None
         frozen = Policy(model, self.choices.precision, self.policy.temperature)
         self._reference = [frozen.requires_grad_(False).eval().to(self.trainer.strategy.root_device)]
 
     def _reference_fingerprint(self) -> str:
-        """Of a frozen model, so taken once; not before a checkpoint asks, for it reads all weights."""
+        """Return the reference's fingerprint; computed once and only for a checkpoint, as it reads all weights."""
         if self._began_with is None:
             self._began_with = fingerprint(self._reference[0].model)
         return self._began_with
 
     def _refer_as_the_run_did(self, began_with: str | None) -> None:
-        """A run that goes on measures from the model that it began with, whatever weights this module was made with.
+        """Restore the reference that the resumed run began with, whatever weights this module was made with.
 
         Args:
             began_with: that model's fingerprint; None if the run measured no distance, and began with who knows what.
@@ -272,16 +272,16 @@ class Lifecycle(LightningModule):
 
     @property
     def reference(self) -> Policy | None:
-        """The frozen model that axis `kl` measures from; kept out of the module's own parameters."""
+        """Frozen reference model of axis `kl`, or None; kept out of the module's own parameters."""
         return self._reference[0] if self._reference and self.choices.kl.where else None
 
     def _meant(self, resolved: dict[str, Any]) -> dict[str, Any]:
-        """What a run of this module is a run of: settings, choices, seed and task."""
+        """Return the settings, choices, seed and task by which two fits are of the same run."""
         prompts = [(prompt.prompt_id, prompt.text) for prompt in self.task.train_prompts()]
         return {**resolved, "task": (type(self.task).__name__, prompts)}
 
     def _trained(self, meaning: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
-        """The steps and the state of an earlier fit of this module, if it is to be continued.
+        """Return the steps and the state of an earlier fit of this module; None if there is none to continue.
 
         Raises:
             ConfigurationError: with other choices, another task or seed it would be another run.
@@ -299,14 +299,14 @@ class Lifecycle(LightningModule):
         return self.completed_steps, self._state.state_dict() if self.ranks.leads else {}
 
     def _go_on(self, steps: int, state: dict[str, Any]) -> None:
-        """From where the last fit ended: the same stream, optimizer and counters."""
+        """Continue where the last fit ended: the same stream, optimizer and counters."""
         if self.ranks.leads:
             self._state.load_state_dict(state)
         self.stream.completed_steps = steps
         count_from(self.trainer, steps)
 
     def _build_data_path(self) -> None:
-        """All that comes before and after the training step, and its state."""
+        """Build the parts of the run before and after the training step, and register their state."""
         self._prepare_prompts(training=True)
         key = (self.seed, PROMPT_STREAM)
         pool = self._sets[TRAINING]
@@ -352,8 +352,10 @@ class Lifecycle(LightningModule):
         self._state.register("random", self._random)
 
     def _prepare_prompts(self, *, training: bool) -> None:
-        """Rendered, tokenised and measured, before any compute: one that is too long would end the run when its turn
-        comes, and every resume of it."""
+        """Render, tokenise and measure all prompts before any compute.
+
+        One that is too long would else end the run when it is drawn, and every resume of it.
+        """
         evaluation = evaluation_of(self.trainer)
         limit = None if evaluation is None else evaluation.prompts
         sets = {TRAINING: self.task.train_prompts()} if training else {}
@@ -366,13 +368,13 @@ class Lifecycle(LightningModule):
 
     @property
     def eval_sets(self) -> dict[str, PromptSet]:
-        """The held-out prompts of each set that are evaluated."""
+        """Held-out prompts that are evaluated, by the name of their set."""
         if "_sets" not in vars(self):
             self._prepare_prompts(training=False)
         return {name: self._sets[f"held-out ({name})"] for name in self.task.eval_sets()}
 
     def _new_verifiers(self) -> Verifiers:
-        """That grade completions, tried before they count."""
+        """Start the verifiers that grade completions, and try them on known answers first."""
         verifiers = self.recipe.verify.verifiers(self.task.grader(), self.task.trusted)
         try:
             self._tried = check_verifiers(verifiers, self.task.known(), lambda outcome: passes(self.task, outcome))
@@ -383,7 +385,7 @@ class Lifecycle(LightningModule):
 
     @property
     def began(self) -> list[str]:
-        """What a user wants to see once, at the start: lengths, a prompt as it is read, the verifier's trial."""
+        """Lines to show once at the start: prompt lengths, a prompt as it is read, the trial of the verifier."""
         pool = self._sets[TRAINING]
         shown = self._rendering.text(pool.prompts[0])
         return [
@@ -396,37 +398,37 @@ class Lifecycle(LightningModule):
 
     @property
     def task(self) -> Task:
-        """The datamodule's task."""
+        """Task of the datamodule, whose prompts are trained on."""
         task: Task = self.trainer.datamodule.task  # type: ignore[attr-defined]
         return task
 
     @property
     def seed(self) -> int:
-        """The datamodule's seed."""
+        """Seed of the datamodule, for prompt order and sampling."""
         return int(self.trainer.datamodule.seed)  # type: ignore[attr-defined]
 
     @property
     def completed_steps(self) -> int:
-        """Optimizer steps done: the version of the weights."""
+        """Number of optimizer steps done, which is the version of the weights."""
         return self.stream.completed_steps
 
     def encode(self, text: str) -> list[int]:
-        """Bare text to tokens."""
+        """Tokenize a text without adding special tokens."""
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run is to stop at its next clean border: asked by whoever runs it, or by a signal to Lightning."""
+        """Reason to stop at the next clean border, from the launcher or a signal to Lightning; None without one."""
         return interruption.reason or ("SIGTERM" if self.trainer.received_sigterm else None)
 
     def _new_generator(self) -> Generator:
-        """With a copy of the current weights."""
+        """Build a generator with a copy of the current weights."""
         given, ranks = self._generator_arguments(), self.trainer.num_devices
         return self.recipe.driver.generator(self.recipe.generator, self.policy.model, given, ranks)
 
     def _generator_arguments(self) -> dict[str, Any]:
-        """What a generator is given beside the model."""
+        """Return the arguments of a generator besides the model."""
         control = self.choices.length_control
         phrase = self.encode(control.phrase) if control.phrase else []
         problem = control.check_limit(self.recipe.context.max_new_tokens, len(phrase))
@@ -446,7 +448,7 @@ class Lifecycle(LightningModule):
 
     @contextmanager
     def generating(self) -> Iterator[Generator]:
-        """The run's generator with nothing in flight, for something else than training; whatever was waits.
+        """Lend the run's generator with nothing in flight, for other work than training; rollouts in flight wait.
 
         In a fit there is one engine, with one copy of weights and cache; `Trainer.validate` makes one for this.
         """
@@ -462,7 +464,7 @@ class Lifecycle(LightningModule):
 
     @contextmanager
     def verifying(self) -> Iterator[Verifiers]:
-        """What grades completions; `Trainer.validate` has its own."""
+        """Open the verifiers that grade completions: the driver's in a fit, new ones for `Trainer.validate`."""
         if self.trainer.state.fn == "fit":
             yield self.driver.verifiers
             return
@@ -473,7 +475,7 @@ class Lifecycle(LightningModule):
             verifiers.close()
 
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
-        """A completion as it is graded."""
+        """Return a completion in the form that a grader takes."""
         return self._rendering.sample(prompt, rollout, self.completed_steps)
 
     def _weights(self) -> dict[str, Tensor]:
@@ -503,7 +505,7 @@ class Lifecycle(LightningModule):
     # --- state -------------------------------------------------------------------------------------------
 
     def check_goes_on(self) -> None:
-        """Asked before any callback writes what a new start would void.
+        """Refuse a new fit after a failed one without a checkpoint, before any callback overwrites records.
 
         Raises:
             ConfigurationError: the last fit of this module has failed, and there is no checkpoint to go on from.
@@ -516,7 +518,7 @@ class Lifecycle(LightningModule):
         self._broken = None
 
     def on_fit_start(self) -> None:
-        """Every rank has read the same checkpoint, or none. An evaluation after the last step may still be owed."""
+        """Check that all ranks resume at the same step; make an evaluation after the last step that is still due."""
         self.ranks.check_alike("checkpoint: completed steps", self.completed_steps)
         self._logged = (-1, set())
         self.trainer.callback_metrics.update(_tensors(self._latest))
@@ -527,7 +529,7 @@ class Lifecycle(LightningModule):
                 raise RunInterruptedError(f"step {self.completed_steps}: {self.stop_reason}")
 
     def on_train_start(self) -> None:
-        """The clock of the compute meter starts; the generator of a fresh run gets the weights as they are now."""
+        """Start the compute meter; publish the current weights to the generator of a fresh run."""
         # The model's own dropout would make trainer and generator two policies.
         self.policy.train(self.recipe.optimizer.dropout)
         if self.critic is not None:
@@ -543,24 +545,24 @@ class Lifecycle(LightningModule):
         self._under_way = True
 
     def _probe(self) -> None:
-        """Trainer and generator compute the same, before any of it counts."""
+        """Check that trainer and generator compute the same, before any compute is counted."""
         given, tokens = self._generator_arguments(), self._sets[TRAINING].tokens[0]
         interruption = (given["phrase"], given["thinking_ended"])
         with self.generating() as generator:
             start_probe(generator, self.policy, tokens, self.completed_steps, *interruption)
 
     def on_fit_end(self) -> None:
-        """The clock stops: what passes until another fit of this module is nobody's compute."""
+        """Stop the compute meter; time between two fits is not charged."""
         self.meter.stop()
         self._under_way = False
 
     def teardown(self, stage: str) -> None:
-        """Generators with processes or memory of their own give them back; another fit starts them again."""
+        """Close generators with processes or memory of their own; another fit starts them again."""
         if stage == "fit" and "driver" in vars(self):
             self.driver.close()
 
     def failed(self, error: BaseException) -> None:
-        """The fit ended with an error: the clock stops, and but for a clean border no other can go on from here."""
+        """Stop the meter after an error; unless it was a clean interruption, the next fit needs a checkpoint."""
         if "meter" in vars(self):
             self.meter.stop()
         self.teardown("fit")
@@ -569,7 +571,7 @@ class Lifecycle(LightningModule):
         self._under_way = False
 
     def _stop_between_steps(self) -> Any:
-        """Save what there is, in the middle of a generation, and end the run.
+        """Save the stream in the middle of a generation, and end the run.
 
         Raises:
             RunInterruptedError: the run can be continued from there.
@@ -583,7 +585,7 @@ class Lifecycle(LightningModule):
         raise RunInterruptedError(f"step {self.completed_steps}: {self.stop_reason}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Everything that the registry holds on rank 0, and the random state of the other ranks. All ranks call it."""
+        """Save the registry's state of rank 0 and the random state of the other ranks. All ranks call it."""
         _, *others = self.ranks.gather(self._random.state_dict())
         if self.ranks.leads:
             with self.driver.quiet():
@@ -599,14 +601,14 @@ class Lifecycle(LightningModule):
             checkpoint["scalerl_metrics"] = dict(self._latest)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put it back. A rank that the saved run did not have keeps the random state of a fresh run.
+        """Restore the run from a checkpoint; a rank that the saved run did not have keeps fresh random state.
 
         `Trainer.fit(ckpt_path=...)` goes on with the run. `load_from_checkpoint` and `Trainer.validate` take its
         weights alone, and a later fit begins with them.
         """
         check_whole(self._trainer.ckpt_path if self._trainer is not None else None)
         if self.critic is None:
-            # Who only evaluates, or begins anew with these weights, has no use for the critic's.
+            # The critic's weights are of no use to an evaluation, or to a new run that begins with this policy.
             weights = checkpoint["state_dict"]
             for name in [name for name in weights if name.startswith("critic.")]:
                 del weights[name]
@@ -639,7 +641,7 @@ class Lifecycle(LightningModule):
             self._random.load_state_dict(states[self.ranks.number - 1])
 
     def _identity(self) -> dict[str, Any]:
-        """Whose a checkpoint is: a study's name for the run where it has one, and what it is a run of."""
+        """Return the identity kept in checkpoints: the study's name of the run, if any, recipe, seed and choices."""
         logs = [each for each in self.trainer.callbacks if isinstance(each, RunLog)]  # type: ignore[attr-defined]
         given = logs[0].identity if logs else {}
         choices = {axis: str(choice.semantics()["choice"]) for axis, choice in self.choices.items()}
@@ -647,7 +649,7 @@ class Lifecycle(LightningModule):
         return {**named, "recipe": own_label(self), "seed": self.seed, "choices": choices}
 
     def _check_identity(self, theirs: Any) -> None:
-        """A checkpoint of this run, or of an earlier version, which does not say whose it is.
+        """Refuse a checkpoint of another run; one of an earlier version carries no identity and is taken.
 
         Raises:
             ConfigurationError: it is another run's; both are named.
@@ -655,7 +657,7 @@ class Lifecycle(LightningModule):
         if not isinstance(theirs, dict):
             return
         own = self._identity()
-        # Of two members of studies the identities decide, whatever this version calls their choices.
+        # For two members of studies the run names decide: a version may have renamed choices.
         named = None not in (own["run"], theirs.get("run"))
         keys = ("run",) if named else ("recipe", "seed", "choices")
         if all(own[key] == theirs.get(key) for key in keys):
@@ -700,7 +702,7 @@ class Lifecycle(LightningModule):
                 callback.on_record(kind, step, values)
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if kind == "eval" or (every and step % every == 0):
-            # Both records of a step hold the compute axes, and a logger is told a thing once.
+            # The train and eval records of a step both hold the compute axes; a logger gets each metric once a step.
             self._logged = self._logged if self._logged[0] == step else (step, set())
             fresh = {name: value for name, value in values.items() if name not in self._logged[1]}
             self._logged[1].update(fresh)
@@ -711,5 +713,5 @@ class Lifecycle(LightningModule):
 
 
 def _tensors(values: dict[str, float]) -> dict[str, Tensor]:
-    """As Lightning's callbacks expect them, to the last bit."""
+    """Convert metrics to FP64 tensors, as Lightning's callbacks expect them, without rounding."""
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""The path of one training step, top to bottom.
+"""Training step of a run, top to bottom.
 
 prompts -> generator -> length control -> reward                       (rollout_stream, virtual_driver)
         -> filter -> advantage, normalization -> truncated -> TrainBatch               (credit)
@@ -60,7 +60,7 @@ class ScaleRL(Lifecycle):
         return batch if batch is not None else self._stop_between_steps()
 
     def training_step(self, batch: TrainBatch, batch_index: int) -> None:
-        """One step: as many updates of the weights on one batch as axis `epochs` says."""
+        """Take one training step: as many updates of the weights on one batch as axis `epochs` says."""
         batch = batch.to(self.device)
         optimizer = self.optimizers()
         with self.meter.phase("train"):
@@ -68,7 +68,8 @@ class ScaleRL(Lifecycle):
             batch = self.ranks.gather_rows(batch, rows)
             passes: list[Pass] = []
             for number in range(self.choices.epochs.count):
-                # To nothing, not to zero: a batch that keeps nothing then moves nothing, momentum included.
+                # None, not zero: AdamW skips parameters without a gradient, so an empty batch moves nothing, not even
+                # by momentum.
                 optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
                 done = self._backward(batch, rows)
                 passes.append(done)
@@ -87,13 +88,13 @@ class ScaleRL(Lifecycle):
         self.health.check(recorded, self.completed_steps)
 
     def _credited(self, rows: TrainBatch) -> TrainBatch:
-        """With everything that is to be known before the first update."""
+        """Return the rows with per-token credit, after the forward passes before the first update."""
         size = self.recipe.batch.micro_batch
         rows = scored_before(rows, self.choices, self.policy, self.reference, self.critic, size)
         return token_credit(rows, self.choices, self.ranks.sum, remember=True)
 
     def _backward(self, batch: TrainBatch, rows: TrainBatch) -> Pass:
-        """One pass over the batch: the gradient of all terms, summed over ranks and clipped; none if not finite."""
+        """Make one pass over the batch: gradients of all terms, summed over ranks, clipped, dropped if not finite."""
         parts: list[Part] = []
         totals = torch.zeros(len(self.terms), device=self.device)
         with self.ranks.unsynchronized():
@@ -109,7 +110,7 @@ class ScaleRL(Lifecycle):
         totals = self.ranks.sum(totals)
         gathered = self.ranks.gather_parts(batch, parts)
         self.loss_scale.unscale(self.parameters())
-        # A bound that nothing reaches: the norm is measured, and the gradient stays as it is.
+        # Without a clip the bound is infinite: the norm is measured, and the gradient stays as it is.
         clip = math.inf if self.recipe.optimizer.clip_norm is None else self.recipe.optimizer.clip_norm
         norms = {"gradient_norm": nn.utils.clip_grad_norm_(self.policy.parameters(), clip)}
         if self.critic is not None:
@@ -121,7 +122,7 @@ class ScaleRL(Lifecycle):
         return Pass(gathered, {term.name: total for term, total in zip(self.terms, totals, strict=True)}, norms, finite)
 
     def _gaps(self, batch: TrainBatch, done: Pass) -> Tensor:
-        """How far the generator is from the trainer before the first update, on rank 0."""
+        """Return the gaps between trainer and generator before the first update, on rank 0."""
         if not self.ranks.leads or not done.finite:  # an update that is left out says nothing of the generator
             return torch.zeros(0)
         trainer_logprobs, _ = whole(batch, done.parts)
@@ -131,12 +132,12 @@ class ScaleRL(Lifecycle):
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Book the time in which the generator says what it would record."""
+        """Book the time of a probe of the generator under the driver's phase."""
         with self.meter.phase(self.driver.probe_phase), self.driver.asking():
             yield
 
     def _step_metrics(self, batch: TrainBatch, passes: Sequence[Pass]) -> dict[str, Any]:
-        """What the step on `batch` looked like, on rank 0."""
+        """Return the metrics of the step on `batch`, on rank 0."""
         metrics = step_metrics(batch, passes, self.choices, self.completed_steps - 1, self.stream.dropped_for_batch)
         clip = self.recipe.optimizer.clip_norm
         clipped = [clip is not None and float(each.norms["gradient_norm"]) > clip for each in passes]
@@ -155,7 +156,7 @@ class ScaleRL(Lifecycle):
         }
 
     def validation_step(self, sets: list[str], batch_index: int) -> None:
-        """Evaluate all held-out sets: `Evaluate`'s own time in a fit, at once for `Trainer.validate`."""
+        """Evaluate all held-out sets, for `Evaluate` in a fit or for `Trainer.validate`."""
         evaluation = evaluation_of(self.trainer)
         if evaluation is None:
             evaluation = Evaluate()

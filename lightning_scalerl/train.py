@@ -33,7 +33,7 @@ HERE = ("cluster=local", "cluster=debug")
 
 
 def main() -> None:
-    """The command line; what a user did wrong is one line and exit code 1, never a traceback."""
+    """Run the command line; a user's mistake is one line and exit code 1, never a traceback."""
     # Ours, not Hydra's: short for the launcher's setting.
     words = ["hydra.launcher.detach=true" if word == "--detach" else word for word in sys.argv[1:]]
     sys.argv[1:] = _options_first(words)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _check_shown() -> None:
-    """What is shown is what would run: Hydra answers --cfg by itself, before anything of ours is asked."""
+    """Check a configuration before Hydra shows it with --cfg: what is shown must be what would run."""
     from lightning_scalerl.member.identify import check_shown
 
     folders, overrides = _given()
@@ -98,7 +98,7 @@ def _options_first(words: Sequence[str]) -> list[str]:
 
 
 def _given() -> tuple[list[str], list[str]]:
-    """The user's folders and overrides, from a command line that Hydra could not compose."""
+    """Return the user's folders and overrides, from a command line that Hydra could not compose."""
     words = sys.argv[1:]
     folders = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--config-dir", "-cd")]
     folders += [word.partition("=")[2] for word in words if word.startswith("--config-dir=")]

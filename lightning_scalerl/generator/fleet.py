@@ -388,7 +388,8 @@ class Fleet:
     def _hear(self, at_start: bool = False) -> None:
         """Handle what the processes have sent, and replace those that have ended or timed out."""
         for engine in list(self._engines):
-            gone_at, status = engine.line.gone_at, engine.process.poll()  # polled before reading, so that its last messages are not missed
+            # Polled before reading, so that no last message is missed.
+            gone_at, status = engine.line.gone_at, engine.process.poll()
             for message in engine.line.said():
                 self._take(engine, at_start, *message)
             if status is None and gone_at is not None:
