@@ -1,1 +1,1 @@
-"""What a run measures and says of itself: compute, metrics of a step, mechanism counters, semantics, alarms."""
+"""Measurements of a run: compute, metrics of a step, mechanism counters, semantics, alarms."""

@@ -1,4 +1,4 @@
-"""The compute meter: FLOPs and device hours of a run, cumulative, monotone, and continued after a resume.
+"""Compute meter of a run: FLOPs and device hours, cumulative, monotone, and continued after a resume.
 
 `compute/flops` counts generation and training; `compute/device_hours` is wall clock x devices from the first
 batch on, split into train, generate, checkpoint and idle (the rest). Evaluation is metered apart and on no
@@ -28,7 +28,7 @@ WASTED = ("flops", "device_hours")
 
 
 class ComputeMeter:
-    """Counts FLOPs and seconds. Threads may share it.
+    """Counts the FLOPs and device seconds of a run, by phase. Threads may share it.
 
     Args:
         flop_model: the model's cost.
@@ -52,17 +52,17 @@ class ComputeMeter:
         self._hours_at_step = 0.0
 
     def start(self) -> None:
-        """Count wall clock on the axis from here on, unless it is counted already."""
+        """Count wall clock on the device-hours axis from here on; no effect if it is counted already."""
         self._book()
         self._running = True
 
     def stop(self) -> None:
-        """Count wall clock on the axis no further."""
+        """Stop counting wall clock on the device-hours axis."""
         self._book()
         self._running = False
 
     def _book(self) -> None:
-        """Attribute the seconds since the last call to the phase that they have passed in."""
+        """Book the seconds since the last call under the innermost phase."""
         with self._lock:
             now = self._clock.now()
             passed, self._booked_until = now - self._booked_until, now
@@ -73,7 +73,7 @@ class ComputeMeter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Attribute the time inside to a phase of `PHASES`, or to "evaluate"; an inner phase takes its time out."""
+        """Book the time inside under a phase of `PHASES`, or "evaluate"; an inner phase is taken out of the outer."""
         activity.note(name)
         self._book()
         self._phases.append(name)
@@ -84,12 +84,12 @@ class ComputeMeter:
             self._phases.pop()
 
     def on_event(self, event: Event) -> None:
-        """Listen to a rollout stream or to an evaluation: generator steps cost FLOPs."""
+        """Count the FLOPs of a generator step; listens to a rollout stream or to an evaluation."""
         if event.report is None:
             return
         report = event.report
         if report.finished or report.decoded_tokens or report.prefill_tokens:
-            activity.note("decode")  # a generator that is only asked how it is gets nowhere
+            activity.note("decode")  # an empty report shows no progress
         flops = self._flop_model.prefill(report.prefill_tokens, report.prefill_context, report.prefilled)
         flops += self._flop_model.decode(report.decoded_tokens, report.decoded_context, report.outside)
         with self._lock:
@@ -101,7 +101,7 @@ class ComputeMeter:
                 self._owed_flops += report.lost_tokens * self._sampled["flops"] / self._sampled["tokens"]
 
     def _generated(self, flops: float, tokens: int) -> None:
-        """Sampling for training; what a lost generator had sampled and is sampled again is wasted, on no axis."""
+        """Count FLOPs of sampling for training; repeats of what a lost generator had sampled are wasted, on no axis."""
         self._sampled["tokens"] += tokens
         self._sampled["flops"] += flops
         again = min(self._owed_flops, flops)
@@ -110,14 +110,14 @@ class ComputeMeter:
         self._flops["generate"] += flops - again
 
     def trained(self, batch: TrainBatch, passes: Passes = Passes()) -> None:  # noqa: B008  # frozen
-        """One step on a batch: a forward and backward pass is three forward ones. A critic has no vocabulary."""
+        """Count the FLOPs of one step: forward and backward cost three forward passes. A critic has no vocabulary."""
         lengths, prompts = batch.lengths.tolist(), batch.completion_start.tolist()
         policy, value = self._flop_model.forward(lengths, prompts), self._flop_model.body(lengths)
         flops = (3 * passes.policy_updates + passes.policy_forwards) * policy
         self._flops["train"] += flops + (3 * passes.value_updates + passes.value_forwards) * value
 
     def evaluation_thrown_away(self, flops_before: float) -> None:
-        """An evaluation was broken off and will be made again: a run that was stopped costs what another one costs.
+        """Take back the FLOPs of an evaluation that was broken off: it is made again, and must not count twice.
 
         Args:
             flops_before: `evaluation_flops` when it began.
@@ -126,17 +126,17 @@ class ComputeMeter:
 
     @property
     def evaluation_flops(self) -> float:
-        """What evaluation has cost so far."""
+        """FLOPs that evaluation has cost so far, on no compute axis."""
         return self._flops["evaluate"]
 
     def spent_by_then(self, spent: Mapping[str, float]) -> None:
-        """Count as wasted what the run had `spent` when it was interrupted, beyond what it goes on from."""
+        """Count as wasted what an interrupted run had `spent` beyond the point that it resumes from."""
         now = spent_in(self.metrics())
         for name in WASTED:
             self._wasted[name] += max(0.0, spent.get(name, 0.0) - now[name])
 
     def metrics(self) -> dict[str, float]:
-        """All compute axes and their parts, as of now."""
+        """Return all compute axes and their parts, as of now."""
         self._book()
         hours = {phase: self._seconds[phase] * self.devices / 3600.0 for phase in PHASES}
         values = {
@@ -151,7 +151,7 @@ class ComputeMeter:
         return values
 
     def reward_rate(self, rewards: float) -> dict[str, float]:
-        """`time/reward_per_device_hour`: the rewards of a step over the device hours since the last one.
+        """Return `time/reward_per_device_hour`: a step's rewards over the device hours since the last step.
 
         Args:
             rewards: of all rollouts of the step, added up.
@@ -161,14 +161,14 @@ class ComputeMeter:
         return {"time/reward_per_device_hour": rewards / since} if since > 0 else {}
 
     def evaluation_metrics(self) -> dict[str, float]:
-        """What evaluation has cost: beside the axes."""
+        """Return the cost of evaluation in FLOPs and seconds, which is on no compute axis."""
         return {
             "eval_cost/flops": self._flops["evaluate"],
             "time/evaluate_s": self._seconds["evaluate"],
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All counts, up to now."""
+        """Return all counts up to now, for a checkpoint."""
         self._book()
         return {
             "flops": dict(self._flops),
@@ -179,13 +179,13 @@ class ComputeMeter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue counting from there."""
-        # Hours of devices are what was spent: with another number of them now, the seconds behind it differ.
+        """Restore the counts; seconds are rescaled if the number of devices has changed."""
+        # Device hours must stay the same: with another number of devices, they are other seconds.
         scale = state.get("devices", self.devices) / self.devices
         self._flops = dict(state["flops"])
         seconds = dict(state["seconds"])
         if "idle" not in seconds:
-            # Earlier versions saved the whole in its place, less a starting evaluation that it did not hold.
+            # Earlier versions saved the total, without a starting evaluation, in place of idle seconds.
             seconds["idle"] = max(0.0, state["elapsed"] - sum(seconds.values()))
         self._seconds = {phase: value * scale for phase, value in seconds.items()}
         self._booked_until = self._clock.now()
@@ -195,7 +195,7 @@ class ComputeMeter:
 
 
 def spent_in(metrics: Mapping[str, float]) -> dict[str, float]:
-    """All that a run has cost by a record of it, lost work included, by the names of `WASTED`."""
+    """Return the total cost by a record of a run, lost work included, under the names of `WASTED`."""
     return {name: metrics.get(f"compute/{name}", 0.0) + metrics.get(f"compute/wasted_{name}", 0.0) for name in WASTED}
 
 
@@ -203,13 +203,13 @@ class Clock(Protocol):
     """Time in seconds from an arbitrary origin, monotone."""
 
     def now(self) -> float:
-        """Seconds."""
+        """Return the current time in seconds."""
         ...
 
 
 class WallClock:
-    """Real time."""
+    """Monotonic system clock, as the meter's default."""
 
     def now(self) -> float:
-        """Seconds of the monotonic system clock."""
+        """Return seconds of the monotonic system clock."""
         return time.monotonic()

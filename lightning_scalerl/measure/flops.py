@@ -1,4 +1,4 @@
-"""Counting FLOPs: two a weight and token forward, and attention over the tokens it can see.
+"""FLOPs by formula: two per weight and token forward, and attention over the tokens in reach.
 
 Useful work only: padding is not counted, so the number does not depend on how a batch was cut. A training token
 costs three forward passes (forward, and twice that for the backward). Where a layer has a window, only tokens inside it
@@ -91,28 +91,28 @@ class FlopModel:
 
     @property
     def body_per_token(self) -> float:
-        """FLOPs of a token without the head and without attention over what goes before it."""
+        """FLOPs of a token without the head and without attention over its context."""
         return self.per_token - self.head
 
     @property
     def per_context(self) -> float:
-        """FLOPs of a token attended to in all layers."""
+        """FLOPs of attending to one token of the context, in all layers."""
         return self.per_layer * self.layers
 
     def prefill(self, tokens: int, context: int, heads: int = 0, outside: int = 0) -> float:
-        """FLOPs of prompt tokens, and of the head for the first token after each of `heads` prompts."""
+        """Return FLOPs of prompt tokens, and of the head for the first token after each of `heads` prompts."""
         return self.body_per_token * tokens + self.head * heads + self._attention(context, outside)
 
     def decode(self, tokens: int, context: int, outside: int = 0) -> float:
-        """FLOPs of completion tokens that go through the model, one forward pass each, for the token after them."""
+        """Return FLOPs of completion tokens that go through the model, one forward pass each."""
         return self.per_token * tokens + self._attention(context, outside)
 
     def body(self, lengths: list[int]) -> float:
-        """FLOPs of a forward pass over whole sequences, without the head."""
+        """Return FLOPs of a forward pass over whole sequences, without the head."""
         return self.forward(lengths, lengths)
 
     def forward(self, lengths: list[int], prompt_lengths: list[int]) -> float:
-        """FLOPs of a forward pass over whole sequences; the head on completion tokens only."""
+        """Return FLOPs of a forward pass over whole sequences; the head on completion tokens only."""
         tokens = sum(length - 1 for length in lengths)
         context = sum((length - 1) * length // 2 for length in lengths)
         missing = sum(outside(self.windows, 0, length - 1) for length in lengths) if self.windows else 0
@@ -120,7 +120,7 @@ class FlopModel:
         return self.body_per_token * tokens + self.head * completion + self._attention(context, missing)
 
     def train(self, lengths: list[int], prompt_lengths: list[int]) -> float:
-        """Forward and backward."""
+        """Return FLOPs of a forward and backward pass: three forward passes."""
         return 3.0 * self.forward(lengths, prompt_lengths)
 
     def _attention(self, context: int, outside: int) -> float:

@@ -1,4 +1,4 @@
-"""The meter's heartbeat beside a journal: what a run has spent so far, should this process be killed.
+"""Heartbeat file of the meter beside a journal: what a run has spent so far, should this process be killed.
 
 Whatever is done between two records, a long generation or a long step, would else be lost without a trace. The file is
 written a second after the start, then ever more rarely, at last four times a minute.
@@ -38,7 +38,7 @@ class MeterHeartbeat:
         self._thread.start()
 
     def stop(self, finished: bool) -> None:
-        """Write for the last time; of a run that is finished nothing is lost, and the file goes."""
+        """Write for the last time and end the thread; a finished run's file is deleted."""
         self._done.set()
         self._thread.join()
         with suppress(Exception):  # whatever ends the run must not be hidden by this
@@ -53,7 +53,7 @@ class MeterHeartbeat:
             try:
                 self._beat()
             except OSError:
-                continue  # a full disk, a file server that is away: the journal will say so where it matters
+                continue  # a full disk or an absent file server: the journal's own writes will raise
             except Exception:
                 return
 
@@ -63,6 +63,6 @@ class MeterHeartbeat:
 
 
 def spent_by_heartbeat(run_dir: Path) -> Mapping[str, float]:
-    """What the last heartbeat of a run says that it had spent, by the names of `WASTED`; empty if there is none."""
+    """Return the cost by a run's last heartbeat, under the names of `WASTED`; empty if there is none."""
     found = read_json(run_dir / HEARTBEAT_FILE)
     return {name: value for name in WASTED if (value := finite(found.get(name))) is not None}

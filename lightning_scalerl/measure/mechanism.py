@@ -1,4 +1,4 @@
-"""Mechanism counters: does a variant's choice change anything?
+"""Mechanism counters: the share of steps in which a variant's choice changed anything.
 
 For every axis on which a run departs from its recipe, the share of optimizer steps in which the departure acted. Each
 axis says in `DesignChoice.differs` how one sees that. For credit and loss: the tokens' weights in the update differ by
@@ -60,11 +60,11 @@ class MechanismCounters:
 
     @property
     def axes(self) -> list[str]:
-        """Where the run departs from its recipe."""
+        """Axes on which the run departs from its recipe."""
         return [ours.axis for ours, _ in self._departures]
 
     def observe(self, batch: TrainBatch, trainer_logprobs: Tensor, first: Tensor | None = None) -> None:
-        """Look at one step, before its last update, where ratios are furthest from 1.
+        """Count one step, before its last update, where ratios are furthest from 1.
 
         Args:
             batch: what is trained on.
@@ -78,16 +78,16 @@ class MechanismCounters:
             self._acted[ours.axis] += ours.differs(theirs, step)
 
     def metrics(self) -> dict[str, float]:
-        """`mechanism/<axis>`: share of steps so far."""
+        """Return `mechanism/<axis>`, the share of steps so far in which the departure acted."""
         return {f"mechanism/{axis}": self._acted[axis] / max(1, self._steps) for axis in self.axes}
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, and what the recipe's own choices remember of the steps that they have been shown."""
+        """Return the counts, and the state of the recipe's own choices, which saw each step as well."""
         remembered = {theirs.axis: state for _, theirs in self._departures if (state := theirs.state_dict())}
         return {"acted": dict(self._acted), "steps": self._steps, "remembered": remembered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue counting."""
+        """Restore the counts and the state of the recipe's own choices."""
         self._acted = dict(state["acted"])
         self._steps = state["steps"]
         for _, theirs in self._departures:
@@ -96,7 +96,7 @@ class MechanismCounters:
 
 
 def departures(choices: Choices, recipe_choices: Choices) -> list[tuple[DesignChoice, DesignChoice]]:
-    """The run's choice and the recipe's, for every axis on which they differ.
+    """Return the run's choice and the recipe's, for every axis on which they differ.
 
     A row that leaves an axis of the user's own open has its neutral choice there.
     """
@@ -110,7 +110,7 @@ def departures(choices: Choices, recipe_choices: Choices) -> list[tuple[DesignCh
 
 
 def neutral_of(choice: DesignChoice | None) -> DesignChoice:
-    """The neutral choice on an axis of the user's own: such an axis has one (`choices.by_axis`)."""
+    """Return the neutral choice on an axis of the user's own: such an axis has one (`choices.by_axis`)."""
     neutral = None if choice is None else choice.neutral_choice()
     assert neutral is not None
     return neutral
@@ -118,7 +118,7 @@ def neutral_of(choice: DesignChoice | None) -> DesignChoice:
 
 @dataclass(frozen=True)
 class _Step:
-    """See `choice.ObservedStep`."""
+    """Implementation of `choice.ObservedStep` on a run's stream and policy."""
 
     batch: TrainBatch
     trainer_logprobs: Tensor
@@ -174,8 +174,8 @@ class _Step:
         device = self.trainer_logprobs.device
         twin = assemble(self.batch.groups, other, self.stream.max_new_tokens).to(device)
         logprobs = self._on(twin, self.trainer_logprobs.detach(), twin.generator_logprobs)
-        # What only the recipe's choice would have kept was never put through a model: what the generator recorded
-        # stands in, a ratio of 1 and a value of 0: exact enough to see that it would have weighed something.
+        # Rollouts that only the recipe's choice would have kept were never scored by a model. The generator's
+        # log-probabilities stand in (a ratio of 1, a value of 0): exact enough to see that they would have weighed.
         # The anchor before the first update is what the first pass computes.
         twin.anchor_logprobs = self._on(twin, self.first_logprobs.detach(), twin.generator_logprobs)
         twin.reference_logprobs = self._on(twin, self.batch.reference_logprobs, twin.generator_logprobs)
@@ -187,7 +187,7 @@ class _Step:
         return bool((ours - others).norm() > (ROUNDING if rounding else THRESHOLD) * others.norm())
 
     def _legal(self, other: Choices) -> bool:
-        """Whether the batch holds what such a row asks for."""
+        """Return whether the batch holds the values and reference that such choices need."""
         asks = (
             (other.advantage.after_forward, self.batch.values),
             (other.kl.where, self.batch.reference_logprobs),
@@ -195,7 +195,7 @@ class _Step:
         return all(there is not None for asked, there in asks if asked)
 
     def _on(self, twin: TrainBatch, ours: Tensor | None, otherwise: Tensor) -> Tensor:
-        """`ours` (R, T) laid out as the twin is, and `otherwise` on rollouts that only the twin has."""
+        """Return `ours` (R, T) in the layout of the twin, and `otherwise` on rollouts that only the twin has."""
         if ours is None:
             return otherwise
         found = otherwise.clone()

@@ -1,13 +1,12 @@
-"""Whether trainer and generator compute the same, asked before the first step and on every one at which both hold the
-same weights.
+"""Probe of trainer against generator: both must compute the same log-probabilities under the same weights.
 
 At the start the generator samples a little under the weights as they are, under the same ones published again, and
 under others that no step has made: what it records must be what the trainer computes with each. So a layer that never
 arrives is found before compute is spent.
 
-Rollouts that the very weights of this step have sampled are compared as they are: what the generator recorded against
-what the trainer computes, whether or not a rollout carries credit. Where older weights have sampled all of them, as
-asynchrony does, the generator is asked what it would record now, if it holds the weights of this step.
+On each later step with such rollouts, those sampled by this step's weights are compared as they are: what the generator
+recorded against what the trainer computes, whether or not a rollout carries credit. Where older weights have sampled
+all of them, as asynchrony does, the generator is asked what it would record now, if it holds the weights of this step.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ MEAN, P99 = "train/probe_gap_mean", "train/probe_gap_p99"
 
 
 class Scorer(Protocol):
-    """A generator that can be asked for the log-probabilities of tokens that are given. Not every one can.
+    """Generator that can score given tokens; not every generator can.
 
     One that has `score` and cannot under its settings says so by `can_score`. One that has `score_all` is asked for
     several at once.
@@ -53,11 +52,11 @@ class Scorer(Protocol):
 
     @property
     def version(self) -> int:
-        """Optimizer steps behind the weights in use."""
+        """Version of the weights in use: the optimizer steps behind them."""
         ...
 
     def score(self, prompt_tokens: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
-        """Log-probabilities (T,) of a completion's tokens; None where it cannot say now: it is asked another time."""
+        """Return log-probabilities (T,) of a completion's tokens; None where it cannot answer now."""
         ...
 
 
@@ -75,7 +74,7 @@ def start_probe(
     phrase: Sequence[int] = (),
     thinking_ended: Callable[[list[int]], bool] = lambda tokens: False,
 ) -> None:
-    """Before the first step: the generator computes what the trainer does, whatever weights it is sent.
+    """Check before the first step that the generator computes what the trainer does, under each weights it is sent.
 
     Args:
         generator: with nothing in flight; it ends with the policy's own weights.
@@ -129,7 +128,7 @@ def start_probe(
 def _sample(
     generator: Generator, prompt_tokens: Sequence[int], limit: int, interrupt_at: tuple[int, ...] = ()
 ) -> list[Rollout]:
-    """A few short rollouts of every generator there is."""
+    """Sample a few short rollouts with the generator."""
     for number in range(getattr(generator, "generators", 1)):
         key = (PROBE_STREAM, number)
         generator.submit(GroupRequest(number, tuple(prompt_tokens), START_ROLLOUTS, key, interrupt_at, limit))
@@ -140,7 +139,7 @@ def _sample(
 
 
 def _sampled_gaps(generator: Generator, policy: Policy, prompt_tokens: Sequence[int]) -> Tensor:
-    """|trainer's - generator's| log-probability of what the generator samples now."""
+    """Return |trainer's - generator's| log-probability of rollouts that are sampled now."""
     rollouts = _sample(generator, prompt_tokens, START_TOKENS)
     group = Group(0, Prompt("probe", "", ""), list(prompt_tokens), rollouts)
     device = next(policy.parameters()).device
@@ -150,7 +149,7 @@ def _sampled_gaps(generator: Generator, policy: Policy, prompt_tokens: Sequence[
 
 @contextmanager
 def _moved(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Weights with noise, each tensor by `MOVE` of its own size; put back bit for bit."""
+    """Add noise to the weights, each tensor by `MOVE` of its own size, and restore them bit for bit."""
     device = next(iter(parameters.values())).device
     noise = torch.Generator(device).manual_seed(0)
     before = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
@@ -177,7 +176,7 @@ def logprob_gaps(
     generator: object = None,
     asking: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
-    """|trainer's - generator's| log-probability (n,) under weights `version`; n may be 0.
+    """Return |trainer's - generator's| log-probability (n,) under weights `version`; n may be 0.
 
     Those of the batch cost nothing: the step has computed `trainer_logprobs` (R, T). A batch that keeps none, or a
     policy that trains with dropout, is judged on a few rollouts that go through the policy once more, `micro_batch`
@@ -210,7 +209,7 @@ def logprob_gaps(
 
 
 def _scored(scorer: Scorer, found: Sequence[tuple[Group, Rollout]]) -> list[Tensor] | None:
-    """Log-probabilities that the generator would record now; None as soon as it cannot say."""
+    """Return log-probabilities that the generator would record now; None as soon as it cannot answer."""
     asked = [(group.prompt_tokens, rollout.tokens) for group, rollout in found]
     if (score_all := getattr(scorer, "score_all", None)) is not None:
         return [logprobs.cpu() for logprobs in score_all(asked)]
@@ -240,7 +239,7 @@ def _gaps(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
 
 
 def probe_metrics(gaps: Tensor) -> dict[str, float]:
-    """`train/probe_gap_mean` and `train/probe_gap_p99`; nothing where there was nothing to judge.
+    """Return `train/probe_gap_mean` and `train/probe_gap_p99`; empty where there was nothing to judge.
 
     The second is what the 99th percentile surely is not below: so many tokens lie beyond it that chance, at one in a
     hundred, explains them in one step of ten thousand. Of 10,000 tokens it is nearly the percentile, of 60 the sixth
@@ -255,12 +254,12 @@ def probe_metrics(gaps: Tensor) -> dict[str, float]:
 
 
 def _slack(precision: Precision, version: int) -> float:
-    """What bounds are multiplied with under weights of that version."""
+    """Return the factor on the bounds under weights of that version."""
     return 1.0 if version == 0 or precision.policy == "fp32" else SHARPER
 
 
 def check_probe(metrics: Mapping[str, float], precision: Precision, version: int) -> None:
-    """Stop where trainer and generator differ by more than rounding in the policy's type explains.
+    """Raise if trainer and generator differ by more than the rounding of the policy's type explains.
 
     Args:
         metrics: of the step, with `train/probe_gap_*` if there was anything to judge.

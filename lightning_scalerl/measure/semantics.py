@@ -1,4 +1,4 @@
-"""What a run's names mean: every choice resolved, versions, commit, seed. Stored with the run."""
+"""Resolved semantics of a run: every choice and default, versions, commit, seed. Stored with the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = ("lightning-scalerl", "torch", "lightning", "transformers", "numpy", 
 
 
 def resolved_semantics(module: Any) -> dict[str, Any]:
-    """Everything a name could hide, as plain values."""
+    """Return everything that a name could hide, as plain values."""
     return {
         **resolved_choices(module.recipe, module.choices),
         "departs_from_recipe_on": module.mechanism.axes,
@@ -39,7 +39,7 @@ def resolved_semantics(module: Any) -> dict[str, Any]:
 
 
 def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
-    """Choices and settings of a run with every default resolved: what a logger shows as its hyper-parameters."""
+    """Return choices and settings with every default resolved: a logger's hyper-parameters."""
     return {
         "recipe": recipe.name,
         "choices": {axis: choice.semantics() for axis, choice in choices.items()},
@@ -64,7 +64,7 @@ def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
 
 
 def effective(recipe: Recipe, choices: Choices) -> list[str]:
-    """In a few lines, what the names of a run come to: printed at its start, all of it stored with the run."""
+    """Return lines that say what the names of a run resolve to; printed at its start."""
     meaning = {axis: choice.semantics() for axis, choice in choices.items()}
     neutral = {axis for axis, choice in choices.items() if choice.neutral == meaning[axis]}
     lines = [f"{axis}: {_line(values)}" for axis, values in meaning.items() if axis not in neutral]
@@ -94,7 +94,7 @@ def write_semantics(run_dir: Path, module: Any) -> None:
 
 
 def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The journal's header: who the run is."""
+    """Return the journal's header, which identifies the run; fields of `identity` take precedence."""
     departs = _departures(module)
     own = {
         "run": "local",
@@ -114,7 +114,7 @@ def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_label(module: Any) -> str:
-    """What a run is called where nobody has named it: its recipe, and what it changes in it."""
+    """Return the default name of a run: its recipe, and the choices that depart from it."""
     return "+".join([module.recipe.name, *(f"{axis}={choice}" for axis, choice in _departures(module).items())])
 
 
@@ -123,16 +123,16 @@ def _departures(module: Any) -> dict[str, str]:
 
 
 def parameter_count(module: Any) -> int:
-    """Of the policy."""
+    """Return the number of the policy's parameters."""
     return sum(parameter.numel() for parameter in module.policy.parameters())
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages that decide results."""
+    """Return the versions of Python and of the packages that affect results."""
     return code.versions(PACKAGES)
 
 
 def commit() -> str:
-    """The commit this code is at, with `+changes` if the tree differs from it; "unknown" outside a checkout."""
+    """Return the code's commit, with `+changes` if the tree differs from it; "unknown" outside a checkout."""
     here = code.checkout()
     return "unknown" if here is None else here.commit[:12] + ("+changes" if here.diff else "")

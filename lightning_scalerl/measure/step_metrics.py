@@ -1,4 +1,4 @@
-"""What one training step looked like. Rates are sums over sums, never means of means."""
+"""Metrics of one training step. Rates are sums over sums, never means of means."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ class Pass:
 
 @dataclass
 class Rate:
-    """A numerator over a denominator: rates add up as sums over sums, whatever they were split into."""
+    """Rate that adds up as sums over sums, however its data is split."""
 
     numerator: float = 0.0
     denominator: float = 0.0
 
     def add(self, numerator: float, denominator: float) -> None:
-        """One more share."""
+        """Add one more share to numerator and denominator."""
         self.numerator += numerator
         self.denominator += denominator
 
     @property
     def value(self) -> float:
-        """0 of nothing."""
+        """Numerator over denominator; 0 if the denominator is 0."""
         return self.numerator / self.denominator if self.denominator else 0.0
 
 
 def step_metrics(
     batch: TrainBatch, passes: Sequence[Pass], choices: Choices, completed_steps: int, dropped: int = 0
 ) -> dict[str, float]:
-    """Metrics of the step on `batch`, which `completed_steps` steps went before.
+    """Return the metrics of the step on `batch`, before which `completed_steps` steps were done.
 
     `dropped` groups were sampled for it too, and replaced.
     What compares trainer and generator, and entropy, are of the first pass; what the loss does is of all passes.
@@ -75,12 +75,12 @@ def step_metrics(
         **_first_pass_metrics(batch, passes[0].parts, choices),
         **_ratio_metrics(batch, passes, choices),
     }
-    # What a pass that is not finite leaves behind is no measurement.
+    # Values of a pass that was not finite are no measurement, and are left out.
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _reward_metrics(rollouts: Sequence[Rollout], choices: Choices) -> dict[str, float]:
-    """Means over the rollouts that have a score."""
+    """Return means over the rollouts that have a score."""
     staged = sum(rollout.staged for rollout in rollouts) / len(rollouts)
     return {
         "train/pass_rate": sum(rollout.correct for rollout in rollouts) / len(rollouts),
@@ -90,7 +90,7 @@ def _reward_metrics(rollouts: Sequence[Rollout], choices: Choices) -> dict[str, 
 
 
 def _length_metrics(rollouts: Sequence[Rollout], choices: Choices, batch: TrainBatch) -> dict[str, float]:
-    """Of all rollouts, graded or not."""
+    """Return metrics of length over all rollouts, graded or not."""
     tokens = sum(len(rollout.tokens) for rollout in rollouts)
     return {
         "train/completion_tokens": tokens / len(rollouts),
@@ -102,7 +102,7 @@ def _length_metrics(rollouts: Sequence[Rollout], choices: Choices, batch: TrainB
 
 
 def _part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Of each number that graders gave beside the reward, the mean over the rollouts that have it."""
+    """Return the mean of each extra number that graders gave, over the rollouts that have it."""
     found: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.parts.items():
@@ -111,7 +111,7 @@ def _part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _cut_by_stage(rollouts: Sequence[Rollout], choices: Choices, limit: float) -> dict[str, float]:
-    """The share of rollouts that the curriculum has cut, before the context's limit; nothing where it cuts none.
+    """Return the share of rollouts cut by the curriculum before the context's limit; empty where it cuts none.
 
     They are part of `train/truncated`, for they are credited as such; alarms leave them out.
     """
@@ -122,7 +122,7 @@ def _cut_by_stage(rollouts: Sequence[Rollout], choices: Choices, limit: float) -
 
 
 def _loss_metrics(passes: Sequence[Pass]) -> dict[str, float]:
-    """Means over passes; of several terms each apart as well."""
+    """Return means over passes; with several terms, each one apart as well."""
     finite = [each for each in passes if each.finite]
     if not finite:
         return {}
@@ -137,7 +137,7 @@ def _loss_metrics(passes: Sequence[Pass]) -> dict[str, float]:
 
 
 def staleness(rollouts: Sequence[Rollout], completed_steps: int) -> dict[str, float]:
-    """Optimizer steps between the weights that sampled a token and those it trains: mean, 95th percentile, maximum.
+    """Return steps between the weights that sampled a token and those it trains: mean, 95th percentile, maximum.
 
     A token's staleness is what passed while its rollout was in flight (up to its last token) and what passed
     while the rollout was queued (from then on); the parts are given as well.
@@ -158,7 +158,7 @@ def staleness(rollouts: Sequence[Rollout], completed_steps: int) -> dict[str, fl
 
 
 def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choices) -> dict[str, float]:
-    """Of the weights before the update: entropy, and how far the trainer is from what sampled, nothing truncated."""
+    """Return metrics of the weights before the update: entropy, and the trainer's gap to the generator, untruncated."""
     tokens = batch.denominators.tokens
     sums = dict.fromkeys(("entropy", "logprob_gap", "mismatch_kl"), 0.0)
     weight = square = 0.0
@@ -187,7 +187,7 @@ def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choic
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over credited tokens; 0 where returns do not vary. Shapes: (R, T)."""
+    """Return 1 - Var(returns - values) / Var(returns) over credited tokens; 0 for constant returns. Shapes: (R, T)."""
     wanted, found = returns[mask > 0].double(), values[mask > 0].double()
     if wanted.numel() < 2 or not float(wanted.var()) > 0:
         return 0.0
@@ -195,7 +195,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def _ratio_metrics(batch: TrainBatch, passes: Sequence[Pass], choices: Choices) -> dict[str, float]:
-    """Of the ratio that the loss is given, over all passes."""
+    """Return metrics of the ratio that the loss is given, over all passes."""
     clip, mean = Rate(), Rate()
     lowest, largest = math.inf, 0.0
     for each in passes:

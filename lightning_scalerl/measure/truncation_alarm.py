@@ -1,4 +1,4 @@
-"""An alarm when many completions are truncated: runs with 10 to 15% of them become unstable and do not recover."""
+"""Alarm for many truncated completions: runs with 10 to 15% of them become unstable and do not recover."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 ALARM_SHARE = 0.10
 UNSTABLE_SHARE = 0.15
 WINDOW_STEPS = 16
-# A mean that is 15% may come out a little below it.
+# A mean of exactly 15% may come out slightly below it in floating point.
 ROUNDING = 1e-9
 
 
@@ -27,7 +27,7 @@ class TruncationAlarm:
         self._level = 0
 
     def observe(self, truncated: float, step: int) -> dict[str, float]:
-        """Take in one step's share; the metric `alarm/truncated`."""
+        """Add one step's share of truncated completions; return the metric `alarm/truncated`."""
         self._shares.append(truncated)
         mean = sum(self._shares) / len(self._shares)
         full = len(self._shares) == WINDOW_STEPS
@@ -42,10 +42,10 @@ class TruncationAlarm:
         return {"alarm/truncated": float(level)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The window."""
+        """Return the shares of the window and the current level."""
         return {"shares": list(self._shares), "level": self._level}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue watching."""
+        """Restore the shares of the window and the current level."""
         self._shares = deque(state["shares"], maxlen=WINDOW_STEPS)
         self._level = state["level"]
