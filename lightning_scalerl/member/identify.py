@@ -85,13 +85,13 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
 
 
 def _to_paste(overrides: Sequence[str]) -> tuple[str, ...]:
-    """What may be written down of a command: not where things are tracked, for an address may carry a login."""
+    """Return the part of a command that may be written down: without the tracking address, which may hold a login."""
     return tuple(entry for entry in overrides if _group(entry) != "mlflow")
 
 
 @dataclass(frozen=True)
 class _Draft:
-    """A member that is composed and not yet identified.
+    """Member that is composed and not yet identified.
 
     Attributes:
         values: its configuration.
@@ -111,7 +111,7 @@ class _Draft:
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
-    """Those that an identity is made with."""
+    """Check the numbers that an identity is made with."""
     seed = values.get("seed")
     try:
         good = not isinstance(seed, bool) and seed is not None and int(seed) == float(seed)
@@ -136,7 +136,7 @@ def _setting(config: Mapping[str, Any], field: str) -> Any:
 
 
 def _check_settings(config: Mapping[str, Any]) -> None:
-    """Check what is no part of an identity: where and how a member runs. Needs no torch."""
+    """Check settings of where and how a member runs, which are no part of its identity. Needs no torch."""
     for field, least in _WHOLE_NUMBERS.items():
         whole_number(field, _setting(config, field), least)
     Patience.of(config)
@@ -175,7 +175,7 @@ def _check_light_parts(config: Mapping[str, Any], builder: _Builder) -> None:
 
 
 def _check_place(config: Mapping[str, Any]) -> None:
-    """Where the runs go: a folder that can be named, and not the one that the command was given in."""
+    """Check the folder of the runs: it must have a valid name, and not be the one that the command was given in."""
     place = config["output_dir"]
     if not isinstance(place, str) or not place.strip() or "\0" in place:
         raise ConfigurationError(f"output_dir: {place!r} names no folder; give one, or leave it out (outputs/STUDY)")
@@ -220,7 +220,7 @@ def check_shown(overrides: Sequence[str], folders: Folders = ()) -> None:
 
 
 def _check_label(draft: _Draft) -> None:
-    """A label says what the variant's file changes, and nothing else may change that."""
+    """Check that a label names what the variant's file changes, and that nothing else changes that."""
     axis = _group(draft.variant) if draft.variant else ""
     if axis in draft.by_hand:
         raise ConfigurationError(
@@ -229,7 +229,7 @@ def _check_label(draft: _Draft) -> None:
 
 
 def _check_keys(values: Mapping[str, Any], overrides: Sequence[str], axes: Sequence[str]) -> None:
-    """Everything at the top is a setting or an axis: what nobody reads would train as if it were not there."""
+    """Check that every top-level key is a setting or an axis: an unread key would silently have no effect."""
     known = {*AXES, *SETTINGS, *OPERATIONAL_KEYS}
     for entry in overrides:
         name = entry.lstrip("~").split("=")[0]
@@ -249,7 +249,7 @@ def _identified(
     known: dict[bytes, dict[str, Any]],
     clean: dict[tuple[str, int], Any],
 ) -> RunSpec:
-    """The member's identity, and in fields and a label what it departs on.
+    """Compute the member's identity, and its departures as fields and as a label.
 
     `known`: identities so far, by a digest of the values; `clean`: see `make_spec`.
     """
@@ -303,7 +303,7 @@ def _value(overrides: Sequence[str], key: str) -> str | None:
 
 
 def _label(values: Mapping[str, Any], overrides: Sequence[str], folders: Folders) -> str | None:
-    """What the variant calls itself."""
+    """Return the variant's name for itself."""
     if isinstance(values.get("label", False), str | None):
         return values["label"]  # type: ignore[no-any-return]
     named: str | None = compose(overrides, folders).label  # gone or no text: OmegaConf has the words for that
@@ -317,7 +317,7 @@ class _Builder:
         self._built: dict[str, Any] = {}
 
     def __call__(self, config: Mapping[str, Any], group: str) -> Any:
-        """As `build`, of plain values."""
+        """Build an object from plain values, as `build` does."""
         part = {group: config[group]} if group in config else {}
         key = repr(part)
         if "${" in key:  # text that reads like an interpolation, of anything

@@ -1,4 +1,4 @@
-"""What of a configuration decides what a run learns, in a form that outlives versions of this code.
+"""Identity of a run: what of its configuration decides what it learns, in a form that outlives code versions.
 
 An identity is a hash of this form (`sweeps.run.spec`). So that moving a class, or adding an axis or a parameter,
 changes no identity that exists:
@@ -29,7 +29,7 @@ _HOW = frozenset({"_target_", "_partial_", "_convert_", "_recursive_"})
 
 
 def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The lasting form of a resolved configuration, its seed and all that is operational left out.
+    """Return the lasting form of a resolved configuration, without its seed and operational settings.
 
     Raises:
         ConfigurationError: something that a group names cannot be found or read, or bears a public name of ours.
@@ -80,7 +80,7 @@ def check_identity(spec: RunSpec, run_dir: Path) -> None:
 
 
 def _part(value: Any) -> Any:
-    """One value; None for a group at its neutral choice."""
+    """Return the lasting form of one value; None for a group at its neutral choice."""
     if isinstance(value, list | tuple):
         return [_part(item) for item in value]
     if not isinstance(value, Mapping):
@@ -103,7 +103,7 @@ def _part(value: Any) -> Any:
 
 
 def content_of(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters that count by the content of files, as an identity has them; nothing of what names no such thing.
+    """Return the parameters that count by the content of files; empty if the target names no files.
 
     Raises:
         ConfigurationError: a file that cannot be read.

@@ -73,7 +73,7 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
 
 
 def _configured(model: str, overrides: Sequence[str], trust: bool) -> tuple[Any, str | None]:
-    """The configuration, and the checkpoint whose weights are evaluated."""
+    """Return the configuration, and the checkpoint whose weights are evaluated."""
     if (Path(model) / SPEC_FILE).is_file():
         if overrides:
             raise UserError(

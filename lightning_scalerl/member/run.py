@@ -1,4 +1,4 @@
-"""A member of a study: run from its directory, to the end of its budget or to a clean border."""
+"""Execution of a study's member: run from its directory, to the end of its budget or to a clean border."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sweeps.run.writer import sole_writer
 
 
 def hush_lightning() -> None:
-    """What Lightning says of itself at every start is not for who runs a command."""
+    """Silence Lightning's start-up messages, which are of no use to a user of the command."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")

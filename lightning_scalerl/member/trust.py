@@ -1,4 +1,4 @@
-"""What the folder of a run or of a study may have this machine run, before anything that it names is imported.
+"""Check of the code that a run's or study's folder would have this machine run, before any of it is imported.
 
 `scalerl export`, `rescore`, `noise` and `collect` build objects from a frozen specification (and `collect` starts the
 entry that `launch.json` names: `sweeps.launch.trust`): a folder that somebody else has made could name anything.

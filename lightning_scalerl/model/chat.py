@@ -1,4 +1,4 @@
-"""Prompts as a model expects them, and completions as a verifier does.
+"""Rendering of prompts for a model, and of completions for a verifier.
 
 A conversation is rendered with the model's own chat template, a plain text gets what its tokenizer puts before one
 (BOS). What a model thinks is told apart from what it answers by the marker that ends its thinking.
@@ -27,15 +27,15 @@ from lightning_scalerl.rollout import Rollout
 from lightning_scalerl.verify.grade import Sample
 
 END_OF_THINKING = "</think>"
-# What Llama's templates say where nobody tells them the date; today's would make another prompt of it every day.
+# Default date of Llama's templates. Today's would change the prompts every day.
 DATE = datetime(2024, 7, 26)
-# Tokens of prompts that took longer than this to make are kept on disk.
+# Tokenisation that took longer than this is cached on disk.
 WORTH_KEEPING_S = 0.5
 
 
 @dataclass(frozen=True)
 class Chat:
-    """How prompts are put to the model, and what of a completion is its answer.
+    """Settings for the form of prompts, and for the part of a completion that is its answer.
 
     Args:
         template: "auto", the model's own chat template if it has one; "none", prompts as plain text; or a file with a
@@ -67,7 +67,7 @@ class Chat:
 
     @staticmethod
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """What stands for a template's file in an identity: its bytes."""
+        """Return the digest of a template file, which stands for it in a run's identity; empty without a file."""
         path = Path(str(parameters.get("template", "auto"))).expanduser()
         if str(path) in ("auto", "none") or not path.is_file():
             return {}
@@ -75,7 +75,7 @@ class Chat:
 
 
 class Rendering:
-    """A tokenizer with a chat's settings: prompt -> text -> tokens, and completion -> what is graded.
+    """Tokenizer with a chat's settings: prompt -> text -> tokens, and completion -> what is graded.
 
     Args:
         tokenizer: the model's.
@@ -93,7 +93,7 @@ class Rendering:
         self.stop_tokens = frozenset(stop_tokens)
         self.marker = chat.end_of_thinking or end_of_thinking or END_OF_THINKING
         known = tokenizer.convert_tokens_to_ids(self.marker)
-        # If the vocabulary has it whole; a special token is left out of a completion's text.
+        # Id of the marker if it is one token: as a special token it is missing from a completion's text.
         self._marker_id = known if isinstance(known, int) and known != tokenizer.unk_token_id else None
         self._template = self._chosen()
 
@@ -115,7 +115,7 @@ class Rendering:
         return template
 
     def to_save(self) -> Any:
-        """The tokenizer, with the template of a file as its own: so that the model is served as it was trained."""
+        """Return the tokenizer to save, with a template file as its own: the model is then served as it was trained."""
         if self._template is None or self.chat.template == "auto":
             return self.tokenizer
         saved = copy.copy(self.tokenizer)
@@ -124,7 +124,7 @@ class Rendering:
 
     @property
     def describes(self) -> str:
-        """In one line, what is done to a prompt."""
+        """One line on how prompts are rendered."""
         if self._template is None:
             return "plain text, no chat template"
         whose = "the model's chat template" if self.chat.template == "auto" else f"the template of {self.chat.template}"
@@ -132,7 +132,7 @@ class Rendering:
         return f"{whose}{', with a system prompt' if self.chat.system else ''}{thinking}"
 
     def text(self, prompt: Prompt) -> str:
-        """What the model reads, special tokens of the template included.
+        """Return the text that the model reads, special tokens of the template included.
 
         Raises:
             ConfigurationError: the template refuses the conversation, or there is none for it.
@@ -173,11 +173,11 @@ class Rendering:
         return str(first["content"])
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """A prompt's tokens."""
+        """Return the tokens of one prompt."""
         return self._tokens([self.text(prompt)])[0]
 
     def encode_all(self, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, list[list[int]]]:
-        """Tokens of whole sets: together, since that is many times faster, and from disk if they were made before."""
+        """Return the tokens of whole sets: in one batch, which is many times faster, or from the disk cache."""
         prompts = [prompt for those in sets.values() for prompt in those]
         path = cache_dir() / "prompts" / f"{self._key(prompts)}.npz"
         tokens = _read(path)
@@ -193,7 +193,7 @@ class Rendering:
         return found
 
     def _key(self, prompts: Sequence[Prompt]) -> str:
-        """Of everything that decides the tokens."""
+        """Return a digest of everything that decides the tokens, as the key of the disk cache."""
         digest = hashlib.sha256()
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         about = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
@@ -212,7 +212,7 @@ class Rendering:
         plain = self._template is None
         found: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=plain)["input_ids"]
         end = self.tokenizer.eos_token_id
-        # Some put one behind as well: the model would see a text that has ended. The others need no second look.
+        # Some tokenizers append an end token as well: the model would see a text that has ended. Taken off again.
         if plain and end is not None and self.tokenizer("a")["input_ids"][-1:] == [end]:
             bare = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
             for ids, without in zip(found, bare, strict=True):
@@ -223,14 +223,14 @@ class Rendering:
     # --- completions -------------------------------------------------------------------------------------
 
     def sample(self, prompt: Prompt, rollout: Rollout, step: int) -> Sample:
-        """A completion as it is graded."""
+        """Return a completion in the form that a grader takes."""
         tokens = rollout.tokens
         completion = self.decode(tokens)
         answer = self._answer(prompt, tokens, completion)
         return Sample(prompt, completion, answer, tuple(tokens), rollout.truncated, step)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Completion tokens to text, without special tokens and without what ended it."""
+        """Decode completion tokens, without special tokens and without the text or token that ended them."""
         if tokens and tokens[-1] in self.stop_tokens:
             tokens = tokens[:-1]
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
@@ -238,7 +238,7 @@ class Rendering:
         return text[: min(ends)] if ends else text
 
     def _answer(self, prompt: Prompt, tokens: Sequence[int], completion: str) -> str:
-        """What follows the end of thinking; nothing where thinking was begun and has not ended."""
+        """Return the text after the end of thinking; empty where thinking was begun and has not ended."""
         if self.marker in completion:
             return completion.rpartition(self.marker)[2]
         if self._marker_id is not None and self._marker_id in tokens:
@@ -251,24 +251,24 @@ class Rendering:
 
 @dataclass(frozen=True)
 class StopTexts:
-    """Whether a completion so far holds a text that ends it. Asked after every token, so it looks at the last few."""
+    """Test for a text that ends a completion. It runs after every token, so it decodes the last few only."""
 
     tokenizer: Any
     texts: tuple[str, ...]
 
     @property
     def window(self) -> int:
-        """Tokens that it looks at: one is a character at least, but for pieces of one; of those some more."""
+        """Number of last tokens to decode: one holds a character at least, except pieces of one, hence the margin."""
         return max(map(len, self.texts)) + 8
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """Of a completion's tokens so far, or its last ones."""
+        """Return whether a completion's tokens so far, or its last ones, hold such a text."""
         said: str = self.tokenizer.decode(list(tokens[-self.window :]), skip_special_tokens=True)
         return any(text in said for text in self.texts)
 
 
 def _read(path: Path) -> list[list[int]] | None:
-    """Tokens that were kept; None if there are none that can be read."""
+    """Read cached tokens; None if there are none that can be read."""
     try:
         with np.load(path) as kept:
             return [part.tolist() for part in np.split(kept["tokens"], np.cumsum(kept["lengths"])[:-1])]
@@ -277,7 +277,7 @@ def _read(path: Path) -> list[list[int]] | None:
 
 
 def _write(path: Path, tokens: Sequence[Sequence[int]]) -> None:
-    """Keep them; whoever cannot write does without."""
+    """Write tokens to the cache; a disk that cannot be written is ignored."""
     unfinished = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.part.npz")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -289,6 +289,6 @@ def _write(path: Path, tokens: Sequence[Sequence[int]]) -> None:
 
 
 def told_of(rendering: Rendering) -> dict[str, str]:
-    """What a model's card says of its prompts."""
+    """Return the lines of a model's card about its prompts and stop texts."""
     stop = rendering.chat.stop
     return {"prompts": rendering.describes, **({"completions end at": ", ".join(map(repr, stop))} if stop else {})}

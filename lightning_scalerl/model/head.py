@@ -1,4 +1,4 @@
-"""The language-model head apart from the rest of the model, so that its precision can be chosen."""
+"""Language-model head apart from the rest of the model, so that its precision can be chosen."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_scalerl.checks import ConfigurationError, said
 
 
 def text_config(model: nn.Module) -> Any:
-    """The configuration of the language model: of a model that also sees or hears, the part that writes."""
+    """Return the configuration of the language model: of a multimodal model, the text decoder's."""
     config: Any = model.config
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def head_sizes(config: Any) -> tuple[int, int]:
-    """Numbers in a key and in a value of one attention head."""
+    """Return the sizes of a key and of a value of one attention head."""
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if not getattr(config, "v_head_dim", None):
         return int(head_size), int(head_size)
@@ -31,7 +31,7 @@ def head_sizes(config: Any) -> tuple[int, int]:
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """The model without its head."""
+    """Return the model without its head."""
     base: nn.Module = model.base_model  # type: ignore[assignment]
     inner = getattr(model, "model", None)
     # The text model of Llama 4 bears the name that it has inside of the whole one, and transformers finds itself.
@@ -39,7 +39,7 @@ def backbone(model: nn.Module) -> nn.Module:
 
 
 def output_head(model: nn.Module) -> nn.Linear:
-    """The language-model head.
+    """Return the linear language-model head.
 
     Raises:
         ConfigurationError: the model has none.
@@ -51,7 +51,7 @@ def output_head(model: nn.Module) -> nn.Linear:
 
 
 def head_logits(model: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Logits in FP32 from hidden states, multiplied in `dtype`, with the scaling some architectures add."""
+    """Return logits in FP32 from hidden states, multiplied in `dtype`, with the scaling some architectures add."""
     with torch.autocast(hidden.device.type, enabled=False):
         logits = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).float()
     config = text_config(model)
@@ -67,7 +67,7 @@ def head_logits(model: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor |
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout is off inside; every module is put back into the mode that it was in."""
+    """Turn dropout off in the `with` block, then restore every module's own mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Models and tokenizers from a folder or hub id."""
+"""Loading of models and tokenizers from a folder or hub id."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_model(path: str) -> nn.Module:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Master weights are FP32, whatever type the policy computes in.
+    """Check that the master weights are FP32, whatever type the policy computes in.
 
     Raises:
         ConfigurationError: some are not.
@@ -48,7 +48,7 @@ def check_weights(model: nn.Module) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """What tells these weights from others, on any device: a digest of their bytes (a second for every gigabyte)."""
+    """Return a digest of all weights' bytes, the same on any device; about a second for every gigabyte."""
     digest = hashlib.sha256()
     for name, weights in model.state_dict().items():
         digest.update(f"{name} {tuple(weights.shape)} {weights.dtype};".encode())
@@ -76,7 +76,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def stop_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
-    """Every id that ends a completion: the tokenizer's and all of the model's generation configuration.
+    """Return every id that ends a completion: the tokenizer's and all of the model's generation configuration.
 
     A chat model ends its turn with another token than a text: both are in `generation_config.json`.
     """

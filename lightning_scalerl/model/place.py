@@ -17,7 +17,7 @@ HUB_TRIES = 2
 
 
 def model_path(path: str) -> str:
-    """The path itself: what `model=path` builds, as other files in `conf/model/` build one that they make.
+    """Return the path itself: what `model=path` builds, as other files in `conf/model/` build one that they make.
 
     Raises:
         ConfigurationError: it looks like a local path and nothing is there.
@@ -83,7 +83,7 @@ def _ask(address: str) -> tuple[int | None, str]:
 
 
 def _content(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands for a model in an identity: of a local one a fingerprint of its files, wherever they lie."""
+    """Return fingerprints of a local model's files, which stand for it in an identity, wherever they lie."""
     folder = Path(model_path(str(parameters["path"])))
     if not folder.is_dir():
         return {}
@@ -100,7 +100,7 @@ _SAMPLES, _SAMPLE = 256, 2**16
 
 @lru_cache(maxsize=256)
 def _fingerprint(path: Path, size: int, changed_ns: int) -> str:
-    """Of a file's size and bytes, of a large file's bytes at even distances, its first and last among them."""
+    """Return a digest of a file's size and bytes; of a large file, of samples at even distances from first to last."""
     whole = size <= _SAMPLES * _SAMPLE
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as handle:

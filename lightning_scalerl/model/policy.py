@@ -1,4 +1,4 @@
-"""The policy: any causal language model of transformers, its log-probabilities, and its head's precision."""
+"""Policy of a run: any causal language model of transformers, its log-probabilities, and its head's precision."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Policy(nn.Module):
         self._shares: bool | None = None
 
     def autocast(self, precision: Precision) -> AbstractContextManager[Any]:
-        """The policy type's autocast on this policy's device; nothing for FP32."""
+        """Return the policy type's autocast on this policy's device; a null context for FP32."""
         device = next(self.model.parameters()).device.type
         dtype = precision.policy_dtype
         if dtype == torch.float32:
@@ -48,7 +48,7 @@ class Policy(nn.Module):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a prompt goes through the model once for all of its completions.
+        """Return whether a prompt goes through the model once for all of its completions.
 
         Not in training mode, where dropout acts, or layers recompute what a cache would have to keep.
         """
@@ -61,7 +61,7 @@ class Policy(nn.Module):
     def forward(
         self, batch: TrainBatch, precision: Precision | None = None, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the completion's tokens, with gradient, and the entropies, without unless asked for.
+        """Return log-probabilities of the completion, with gradient, and entropies, with one only if asked for.
 
         Shapes: (R, T) each, zero beyond a completion's end. No attention mask is needed: sequences are
         left-aligned and padding stands behind everything it could disturb.

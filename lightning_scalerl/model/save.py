@@ -1,4 +1,4 @@
-"""A trained model leaves as a folder that `from_pretrained` loads: weights, tokenizer, and a card that says whence."""
+"""Export of a trained model as a folder for `from_pretrained`: weights, tokenizer, and a card with its provenance."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cut
 
 @contextmanager
 def _consistent(model: Any) -> Iterator[None]:
-    """Inside, a generation configuration that can be saved: folders of models hold a temperature beside no sampling."""
+    """Make the generation configuration valid for saving in the `with` block: many hold an unused temperature."""
     before = getattr(model, "generation_config", None)
     if before is not None and before.do_sample is not True:
         model.generation_config = copy.deepcopy(before)
@@ -76,7 +76,7 @@ def _consistent(model: Any) -> Iterator[None]:
 
 
 def free(directory: str | Path) -> Path:
-    """The path of a folder that is new or empty.
+    """Return the path of a folder that is new or empty.
 
     Raises:
         ConfigurationError: something is there already.
@@ -88,7 +88,7 @@ def free(directory: str | Path) -> Path:
 
 
 def _card(facts: Mapping[str, Any]) -> str:
-    """In the hub's form: a head for machines, a table for people. Values are one line each, without secrets."""
+    """Return the model card: YAML for the hub, a table for people. Values are one line each, without secrets."""
     rows = [(name, redact(" ".join(str(value).split())).replace("|", "\\|")) for name, value in facts.items()]
     lines = [
         "---",

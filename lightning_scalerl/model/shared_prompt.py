@@ -1,4 +1,4 @@
-"""A prompt's forward once for all of its completions, with gradient: exact, and a fraction of the work.
+"""Forward pass over a prompt once for all of its completions, with gradient: exact, and a fraction of the work.
 
 The prompts of a batch are computed once each, their keys and values repeated for the rollouts that share them, and the
 completions computed behind them. The gradient of a prompt is then the sum of what its rollouts send back.
@@ -14,14 +14,14 @@ from lightning_scalerl.model.head import backbone, eval_mode, text_config
 from lightning_scalerl.model.windows import attention_windows
 from lightning_scalerl.rollout import Denominators, TrainBatch
 
-# Worth two forward passes in place of one: this share of all tokens, at least, need not be computed again.
+# Two forward passes in place of one pay off if at least this share of all tokens need not be computed again.
 WORTH = 0.15
-# How far apart the two ways may lie in FP32 where they compute the same.
+# Relative tolerance in FP32 between the two ways, where they compute the same.
 _SAME = 1e-4
 
 
 def worthwhile(batch: TrainBatch) -> bool:
-    """Whether rollouts that share prompts would save enough of a batch's tokens."""
+    """Return whether rollouts that share prompts would save at least `WORTH` of a batch's tokens."""
     if batch.group is None or not batch.rollouts:
         return False
     first, _ = prompts_of(batch.group)
@@ -30,7 +30,7 @@ def worthwhile(batch: TrainBatch) -> bool:
 
 
 def prompts_of(group: Tensor) -> tuple[Tensor, Tensor]:
-    """The first rollout of every group (U,), and of every rollout (R,) which of those has its prompt."""
+    """Return the first rollout of each group (U,), and for each rollout (R,) the index of its group's there."""
     _, of = torch.unique(group, return_inverse=True)
     rows = torch.arange(len(group), device=group.device)
     first = torch.full((int(of.max()) + 1,), len(group), device=group.device)
@@ -39,7 +39,7 @@ def prompts_of(group: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def states(model: nn.Module, batch: TrainBatch) -> Tensor:
-    """Hidden states before the head, (R, T, width): those at column t predict a completion's token t.
+    """Return hidden states before the head, (R, T, width): those at column t predict a completion's token t.
 
     Args:
         model: one that `shares_prompts`.
@@ -57,7 +57,7 @@ def states(model: nn.Module, batch: TrainBatch) -> Tensor:
     if width < 2:
         return last
     for layer in cache.layers:
-        # In FP32, so that what the rollouts send back to their prompt is summed in it.
+        # Through FP32, so that the backward pass sums the rollouts' gradients of a prompt in it.
         layer.keys, layer.values = (kept.float()[of].to(kept.dtype) for kept in (layer.keys, layer.values))
     position = starts.unsqueeze(1) + torch.arange(width - 1, device=of.device)
     tokens = batch.tokens.gather(1, position.clamp(max=batch.tokens.shape[1] - 1))
@@ -72,9 +72,9 @@ def states(model: nn.Module, batch: TrainBatch) -> Tensor:
 
 @torch.no_grad()
 def shares_prompts(model: nn.Module) -> bool:
-    """Whether a model computes the same behind keys and values as behind the prompt itself: tried on one short batch.
+    """Return whether a model gives the same states from cached keys and values as from the prompt itself.
 
-    Not where a layer sees a window only, or remembers otherwise than by keys and values.
+    Tried on one short batch. False where a layer has an attention window, or state other than keys and values.
     """
     if attention_windows(text_config(model)):
         return False
@@ -97,7 +97,7 @@ def shares_prompts(model: nn.Module) -> bool:
 
 
 def _sequences(tokens: Tensor, starts: Tensor, lengths: Tensor, group: Tensor) -> TrainBatch:
-    """A batch of which only the sequences matter."""
+    """Build a batch of which only the sequences matter."""
     width = int((lengths - starts).max())
     nothing, none = torch.zeros(len(lengths), width), torch.zeros(len(lengths))
     return TrainBatch(

@@ -1,4 +1,4 @@
-"""The value network: the body of a causal language model with a linear head that gives one number a token."""
+"""Value network: the body of a causal language model with a linear head that gives one number a token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ValueModel(nn.Module):
         self.precision = precision
 
     def forward(self, batch: TrainBatch) -> Tensor:
-        """Values (R, T) in FP32, zero beyond a completion's end."""
+        """Return values (R, T) in FP32, zero beyond a completion's end."""
         rollouts, width = batch.generator_logprobs.shape
         dtype = self.precision.value_dtype
         device = self.head.weight.device
