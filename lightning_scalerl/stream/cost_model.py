@@ -1,4 +1,4 @@
-"""What things cost on a virtual cluster: the times that the rollout stream's discrete-event clock runs on.
+"""Cost model of a virtual cluster: the durations on which the rollout stream's discrete-event clock runs.
 
 One process on one core can neither overlap generation and training nor have 64 generators. So that an async
 mode's efficiency can show, and show deterministically, the stream computes *when* each event would happen on
@@ -72,17 +72,17 @@ class CostModel:
 
     @property
     def devices(self) -> int:
-        """All that are paid for."""
+        """Number of devices that are paid for."""
         return self.generator_devices if self.colocated else self.generator_devices + self.trainer_devices
 
     def conflict(self, drains: bool) -> str | None:
-        """One line if the async mode cannot run on this cluster."""
+        """Return one line if the async mode cannot run on this cluster, else None."""
         if self.colocated and not drains:
             return "cost_model.colocated: true, but the async mode never drains; devices cannot do both at once"
         return None
 
     def generator_step_s(self, report: StepReport) -> float:
-        """One token of everything in flight; the fullest device decides."""
+        """Return the seconds of one token for everything in flight; the fullest device decides."""
         share = math.ceil(report.decoded_tokens / self.generator_devices)
         seconds = report.prefill_tokens * self.prefill_token_s / self.generator_devices
         # A rollout's first token comes out of its prefill: a step without decoding is only that.
@@ -92,9 +92,9 @@ class CostModel:
         return seconds
 
     def train_step_s(self, batch: TrainBatch, passes: float = 1.0) -> float:
-        """One step over the tokens that carry credit; `passes` in units of one forward and backward of the policy."""
+        """Return the seconds of one step over tokens with credit; `passes` in forward-backwards of the policy."""
         return self.train_s + float(batch.lengths.sum()) * self.train_token_s * passes / self.trainer_devices
 
     def semantics(self) -> dict[str, Any]:
-        """Every rate."""
+        """Return every rate of the cost model, by field."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""From groups to a TrainBatch: filter -> advantage -> normalization -> truncated -> tensors.
+"""Credit of groups as a TrainBatch: filter -> advantage -> normalization -> truncated -> tensors.
 
 A pure function of the groups and the choices, so that the same batch can be credited a second time with
 another choice: that is how a mechanism counter knows whether a variant changed anything (`mechanism`).
@@ -20,7 +20,7 @@ from lightning_scalerl.rollout import Denominators, Group, TrainBatch
 
 
 def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> TrainBatch:
-    """Credit groups and lay their rollouts out as tensors.
+    """Assign credit to groups and lay their rollouts out as tensors.
 
     Args:
         groups: the groups of one optimizer step, as sampled.
@@ -61,12 +61,12 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
 
 
 def enters(group: Group, choices: Choices) -> bool:
-    """Whether a group carries credit: by the filter's rule, and with scores to compare whatever that is."""
+    """Return whether a group carries credit: the filter keeps it, and enough of its rollouts have a score."""
     return group.comparable and choices.filter.keep(group)
 
 
 def remember(groups: list[Group], choices: Choices) -> None:
-    """Tell a normalization with a memory of the batch that is about to be assembled of these groups; once a batch."""
+    """Show a normalization with a memory the moments of the batch that is about to be assembled; once a batch."""
     if choices.advantage.after_forward:
         return
 
@@ -86,7 +86,7 @@ def _offsets(groups: list[Group]) -> list[int]:
 
 
 def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
-    """Tensors of rollouts, padded at the right; `groups` and `denominators` are left for the caller to fill.
+    """Return tensors of rollouts, padded at the right; the caller fills in `groups` and `denominators`.
 
     Each row is (group, rollout, advantage, loss-mask tokens of the group, place among all rollouts).
     """

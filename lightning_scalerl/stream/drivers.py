@@ -1,4 +1,4 @@
-"""Who says when things happen in a rollout stream: a virtual clock, or the clock on the wall."""
+"""Settings of a rollout stream's driver: a virtual clock, or real time."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Listeners = list[Callable[[Event], None]]
 
 @dataclass(frozen=True)
 class Virtual:
-    """Generation and training in turns in this process; a cost model says when each event would have happened."""
+    """Generation and training take turns in this process; a cost model gives the time of each event."""
 
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "Virtual"}
-    # Of devices that the run pays for beside those of the trainer.
+    # Generators on devices that the run pays for beside the trainer's.
     generators: ClassVar[int] = 0
 
     def generator(
         self, factory: Callable[..., Generator], model: nn.Module, arguments: dict[str, Any], ranks: int = 1
     ) -> Generator:
-        """In this process."""
+        """Build the generator in this process; `ranks` is not used."""
         return factory(model=model, **arguments)
 
     def driver(
@@ -47,20 +47,20 @@ class Virtual:
         verifiers: Verifiers,
         listeners: Listeners,
     ) -> Driver:
-        """Of a stream."""
+        """Build the virtual driver of a rollout stream."""
         return VirtualDriver(stream, generator, channel, cost_model, verifiers, listeners)
 
 
 @dataclass(frozen=True)
 class Live:
-    """Generators in processes of their own, at work while the trainer is.
+    """Generators run in processes of their own, in parallel with the trainer.
 
     Args:
         generators: how many.
         devices: for each what it finds in CUDA_VISIBLE_DEVICES, such as ["1"]; empty for those that this process sees
             and no rank trains on, or the trainer's own if there are none.
-        silence_s: one that says nothing for so long is taken for hung, and replaced.
-        start_s: what one may take to start.
+        silence_s: timeout after which a process that sends nothing is taken for hung, and replaced.
+        start_s: timeout of a start.
         probe_every: steps between two comparisons of what trainer and generators compute.
     """
 
@@ -84,7 +84,7 @@ class Live:
     def generator(
         self, factory: Callable[..., Generator], model: nn.Module, arguments: dict[str, Any], ranks: int = 1
     ) -> Generator:
-        """Behind one protocol, as many as there are; `ranks` train on this node."""
+        """Start a fleet of generators behind one protocol; `ranks` train on this node."""
         return Fleet(
             factory,
             model,
@@ -104,6 +104,6 @@ class Live:
         verifiers: Verifiers,
         listeners: Listeners,
     ) -> Driver:
-        """Of a stream; real time asks no cost model."""
+        """Build the live driver of a rollout stream; in real time the cost model is not used."""
         assert isinstance(generator, Fleet)
         return LiveDriver(stream, generator, channel, verifiers, listeners, self.probe_every)

@@ -1,4 +1,4 @@
-"""What happens in a rollout stream, and when in virtual time."""
+"""Events of a rollout stream, and their place in virtual time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_scalerl.generator.base import StepReport
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened at `time_s` of virtual time.
+    """Event in a rollout stream, at `time_s` of virtual time.
 
     `kind`: `admit` a group; `decode` one token of everything in flight; `finish` a rollout; `batch` handed to the
     trainer; `trained` an optimizer step; `publish` weights to the generator.
@@ -22,7 +22,7 @@ class Event:
 
 @dataclass
 class VirtualClock:
-    """Where both parties are, in seconds of virtual time.
+    """State of trainer and generator in seconds of virtual time.
 
     `now_s` is the last event; the trainer is busy until `trainer_until_s`, the generator until
     `generator_until_s`, and it may not start before `generator_from_s` (weights are arriving). `*_busy_s` add up

@@ -1,4 +1,4 @@
-"""The rollout stream in real time: generators that run by themselves, beside a trainer that does.
+"""Driver of the rollout stream in real time: generators run in parallel with the trainer.
 
 While the trainer takes its step, a thread of this process hears what the generators have finished, has it rewarded, and
 admits what the async mode's rules allow. The rules are the ledger's (`RolloutStream`), those of virtual time to the
@@ -27,7 +27,7 @@ LOOK_S = 0.05
 
 @dataclass
 class _Times:
-    """Seconds: that have passed, that the trainer has worked, that the generators have, all of them together."""
+    """Seconds of wall clock, of the trainer's work, and of all generators' work together."""
 
     passed: float = 0.0
     trained: float = 0.0
@@ -108,7 +108,7 @@ class LiveDriver:
             self.channel.publish(version, mode.recompute_kv)
 
     def _run(self) -> None:
-        """In a thread of its own, until the driver is closed or something fails."""
+        """Run turns in a thread of its own, until the driver is closed or something fails."""
         try:
             while not self._closing.is_set():
                 with self._lock:
@@ -138,7 +138,7 @@ class LiveDriver:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Nothing is admitted and nothing finishes: for whoever saves or evaluates. The time counts for nobody."""
+        """Hold the stream still while a checkpoint or an evaluation is made; the time is charged to nobody."""
         with self._lock:
             self._count(trained=self.stream.training)
             try:
@@ -147,7 +147,7 @@ class LiveDriver:
                 self._since = time.monotonic()
 
     def close(self) -> None:
-        """End the thread and the generators' processes; what is in flight can be saved still."""
+        """End the thread and the generators' processes; what is in flight can still be saved."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -157,12 +157,12 @@ class LiveDriver:
 
     @property
     def may_probe(self) -> bool:
-        """Whether this step is one at which the generators may be asked what they would record."""
+        """Return whether the generators may be probed at this step: every `probe_every` steps."""
         return self.stream.completed_steps % self._probe_every == 0
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """For whoever asks the generators what they would record: the trainer is idle meanwhile."""
+        """Count the trainer as idle in the `with` block, while the generators are probed."""
         with self._lock:
             self._count(trained=self.stream.training)
         try:
@@ -174,7 +174,7 @@ class LiveDriver:
     # --- what is measured and kept -----------------------------------------------------------------------
 
     def _count(self, trained: bool) -> None:
-        """What has passed since the last time was the trainer's, or it has waited."""
+        """Add the time since the last call to the trainer's work if `trained`, else to its waiting."""
         now = time.monotonic()
         passed = 0.0 if self._since is None else now - self._since
         self._since = now
@@ -184,7 +184,7 @@ class LiveDriver:
         self._counted_busy_s = self.generator.busy_s
 
     def metrics(self) -> dict[str, float]:
-        """Shares of real time in which the trainer and the generators had nothing to do, and what a publish took."""
+        """Return idle shares of trainer and generators in real time, and the seconds of the last publish."""
         with self._lock:
             self._count(trained=self.stream.training)
             times, generators = self._times, self.generator.generators
@@ -197,11 +197,11 @@ class LiveDriver:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The times; what is in flight is the generators' own state."""
+        """Return the times; what is in flight is part of the generators' own state."""
         return asdict(self._times)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting from there; what the stream holds ungraded is graded anew."""
+        """Restore the times; what the stream holds ungraded is graded again."""
         self._times = _Times(**state)
         self.verifiers.forget(self._grading)
         self._grading = {self.verifiers.submit(sample): place for place, sample in self.stream.to_grade()}

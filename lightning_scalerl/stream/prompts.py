@@ -1,5 +1,4 @@
-"""Where prompts come from: a finite pool, reshuffled for every epoch, opened by a curriculum, with a history of pass
-rates; resumable."""
+"""Source of prompts: a finite pool, reshuffled for every epoch, opened by a curriculum, with pass rates; resumable."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from lightning_scalerl.prompt import Prompt
 
 
 class PoolExhaustedError(CannotGoOnError):
-    """Every prompt is retired."""
+    """Raised when every prompt of the pool is retired."""
 
 
 class PromptSource:
-    """Prompts without end: epoch after epoch over the pool, each in an order of its own.
+    """Endless prompts: epoch after epoch over the pool, each in an order of its own.
 
     Args:
         pool: the prompts; ids are unique.
@@ -64,7 +63,7 @@ class PromptSource:
 
     @property
     def epoch(self) -> float:
-        """Passes over the pool so far."""
+        """Passes over the pool so far, with fractions."""
         return self._epoch + (self._position + len(self._taken)) / len(self._pool)
 
     def _shuffled(self, epoch: int) -> list[int]:
@@ -72,7 +71,7 @@ class PromptSource:
         return [int(place) for place in source.permutation(len(self._pool))]
 
     def next(self, completed_steps: int = 0) -> Prompt:
-        """The next prompt that is not retired, and that the curriculum lets in after so many optimizer steps.
+        """Draw the next prompt that is not retired, and that the curriculum lets in after so many optimizer steps.
 
         Raises:
             PoolExhaustedError: none is left.
@@ -82,10 +81,10 @@ class PromptSource:
                 f"resampling: all {len(self._pool)} prompts of the pool are retired, nothing is left to train on; "
                 "use a larger or harder pool, or resampling=uniform"
             )
-        # Rounded, for 0.07 of 100 comes out a little above 7.
+        # Rounded before `ceil`: 0.07 * 100 is slightly above 7 in floating point.
         allowed = math.ceil(round(self._curriculum.share(completed_steps) * len(self._pool), 6))
         if self._retired and allowed < len(self._pool):
-            # Where all that may be drawn are retired, the next easiest is let in before its time.
+            # If all prompts let in so far are retired, the next easiest is let in early: else nothing could be drawn.
             left = min(
                 p for p, prompt in zip(self._place, self._pool, strict=True) if prompt.prompt_id not in self._retired
             )
@@ -99,7 +98,7 @@ class PromptSource:
             self._order = self._shuffled(self._epoch)
 
     def _first(self, allowed: int) -> int | None:
-        """The first place in this epoch's order whose prompt may be drawn and has not been; it has now."""
+        """Take the first place in this epoch's order whose prompt may be drawn and was not; None without one."""
         place = self._position
         while place < len(self._order):
             number = self._order[place]
@@ -120,32 +119,32 @@ class PromptSource:
             self._position += 1
 
     def resolved(self, prompt_id: str, pass_rate: float) -> None:
-        """A group of this prompt is complete, whatever becomes of it."""
+        """Record the pass rate of a complete group, used or dropped, and retire the prompt if the rule says so."""
         history = self._history.setdefault(prompt_id, [])
         history.append(pass_rate)
         if self._resampling.retires(history):
             self._retired.add(prompt_id)
 
     def history(self, prompt_id: str) -> Sequence[float]:
-        """Pass rates of the prompt's complete groups, oldest first."""
+        """Return pass rates of the prompt's complete groups, oldest first."""
         return self._history.get(prompt_id, ())
 
     def histories(self) -> Iterable[Sequence[float]]:
-        """Of all prompts that have one."""
+        """Return the pass rates of every prompt that has a complete group."""
         return self._history.values()
 
     @property
     def exhausted(self) -> bool:
-        """No prompt is left."""
+        """Return True if every prompt of the pool is retired."""
         return len(self._retired) == len(self._pool)
 
     @property
     def retired(self) -> int:
-        """Prompts that have left the pool."""
+        """Number of prompts that have left the pool."""
         return len(self._retired)
 
     def by_id(self, prompt_id: str) -> Prompt:
-        """A prompt of the pool.
+        """Return a prompt of the pool by its id.
 
         Raises:
             KeyError: not in the pool.
@@ -153,7 +152,7 @@ class PromptSource:
         return self._by_id[prompt_id]
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, place in it (the order follows from the seed), and all histories."""
+        """Return epoch, place in it (the order follows from the seed), and all histories."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -163,7 +162,7 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there."""
+        """Restore epoch, place, histories and retired prompts."""
         self._epoch, self._position = state["epoch"], state["position"]
         self._taken = set(state.get("taken", ()))
         self._order = self._shuffled(self._epoch)
@@ -176,14 +175,14 @@ TOO_LONG = ("refuse", "drop")
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts that fit, with their tokens, and how many of the set do not."""
+    """Prompts that fit the context, with their tokens, and the number of the set that do not."""
 
     prompts: Sequence[Prompt]
     tokens: Sequence[list[int]]
     dropped: int = 0
 
     def describes(self, name: str) -> str:
-        """In one line, how long they are."""
+        """Return one line on the prompts' number and lengths."""
         lengths = [len(ids) for ids in self.tokens]
         middle, most = (int(np.percentile(lengths, share, method="inverted_cdf")) for share in (50, 95))
         left = f"; {self.dropped} longer ones left out" if self.dropped else ""
@@ -196,7 +195,7 @@ def fitting(
     max_prompt_tokens: int,
     too_long: str = "refuse",
 ) -> dict[str, PromptSet]:
-    """The prompts of each set that fit into the context, all of them unless the rule is to drop the others.
+    """Return the prompts of each set that fit into the context; the rule is to refuse or drop the others.
 
     Args:
         sets: prompts by what they are for.

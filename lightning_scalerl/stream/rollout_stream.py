@@ -1,4 +1,4 @@
-"""The rollout stream: who may start, what is due, what is ready. An admission ledger without a clock.
+"""Rollout stream: admission, readiness and due batches of groups. A ledger without a clock.
 
 Prompts become groups, groups become batches; every async mode is the same ledger with other admission and publish
 rules, and the staleness rule of DESIGN.md is enforced here. When things happen is a driver's business: in virtual time
@@ -29,7 +29,7 @@ Place = tuple[int, int]
 
 @dataclass
 class _OpenGroup:
-    """An admitted group whose rollouts are not all finished."""
+    """Admitted group whose rollouts are not all finished."""
 
     prompt: Prompt
     prompt_tokens: list[int]
@@ -41,7 +41,7 @@ class _OpenGroup:
 
 @dataclass
 class RolloutStream:
-    """Keeps count of groups from their admission to the batch that trains on them.
+    """Tracks groups from their admission to the batch that trains on them.
 
     Args:
         prompts: where prompts come from, in what order.
@@ -89,30 +89,30 @@ class RolloutStream:
         self.reward_sums = self.task.reward_sums()
 
     def step_completed(self) -> None:
-        """The optimizer step on the last batch is computed; a driver says when the trainer is done with it."""
+        """Count an optimizer step as computed; a driver decides when the trainer is done with it."""
         self.completed_steps += 1
 
     @property
     def _done(self) -> int:
-        """Steps that the trainer is done with, as far as the rules of the async mode go.
+        """Number of steps that the trainer is done with, as far as the rules of the async mode go.
 
         The step that a batch was taken for is not, neither while it is computed nor while its time passes.
         """
         return self._taken_at if self.training else self.completed_steps
 
     def may_admit(self) -> bool:
-        """Whether the async mode lets another group start now, and there is a prompt worth it."""
+        """Return whether the async mode admits another group now, and the pool has a prompt for it."""
         if not self._opens():
             return False
         # What was sampled can still be trained.
         return not (self.prompts.exhausted and (self._open or len(self._ready) >= self.groups_per_step))
 
     def _opens(self) -> bool:
-        """By the async mode's rule; a group that was dropped does not count."""
+        """Return whether the async mode's rule admits a group; dropped groups do not count."""
         return self.choices.async_mode.may_admit(self.admitted - self.dropped, self._done, self.groups_per_step)
 
     def admit(self, version: int) -> GroupRequest:
-        """Start a group under weights of that version.
+        """Admit a group, to be sampled under weights of that version.
 
         Raises:
             PoolExhaustedError: every prompt is retired.
@@ -142,7 +142,7 @@ class RolloutStream:
         )
 
     def ended(self, finished: FinishedRollout) -> Sample:
-        """A rollout has ended: what is to be graded of it. Its outcome is told by `graded`."""
+        """Take a rollout that has ended and return what is to be graded of it; `graded` takes the outcome."""
         self._ungraded[finished.key, finished.index] = finished.rollout, self.completed_steps
         return self._sample((finished.key, finished.index))
 
@@ -150,11 +150,11 @@ class RolloutStream:
         return self.sample(self._open[place[0]].prompt, *self._ungraded[place])
 
     def to_grade(self) -> list[tuple[Place, Sample]]:
-        """What has ended and is not graded, in that order: a run that goes on has it graded anew."""
+        """Return ended rollouts without a grade, in order; a resumed run grades them again."""
         return [(place, self._sample(place)) for place in self._ungraded]
 
     def graded(self, place: Place, outcome: Outcome) -> None:
-        """The outcome of a rollout that has ended; its group is ready with the last one.
+        """Take the outcome of a rollout that has ended; its group is ready with the last one.
 
         Raises:
             RewardError: too many cannot be graded.
@@ -211,7 +211,7 @@ class RolloutStream:
             )
 
     def batch_due(self) -> bool:
-        """P groups are ready, and nobody has to be waited for.
+        """Return whether P groups are ready, and training on them now leaves no other group too stale.
 
         A mode that drains waits for everything in flight. Otherwise a group of version v must train by step v + k:
         what this batch leaves behind has to fit into the steps that remain for it, or the trainer waits for more
@@ -229,7 +229,7 @@ class RolloutStream:
         return all(number < self.groups_per_step * (version + spare) for number, version in enumerate(left))
 
     def take(self) -> TrainBatch:
-        """The batch that is due, the oldest groups first; it is at the trainer from now on."""
+        """Hand out the batch that is due, the oldest groups first; from now on the trainer has it."""
         self._ready.sort(key=lambda group: (group.oldest_version, group.admission))
         # A mode that drains has sampled several batches, and dropped for each of them alike.
         batches = max(1, len(self._ready) // self.groups_per_step) if self.choices.async_mode.drains else 1
@@ -246,7 +246,7 @@ class RolloutStream:
     # --- what is kept ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, groups in flight and groups ready; rollouts as tensors."""
+        """Return counters, groups in flight and groups ready; rollouts as tensors."""
         return {
             "completed_steps": self.completed_steps,
             "admitted": self.admitted,

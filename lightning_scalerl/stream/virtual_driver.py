@@ -1,4 +1,4 @@
-"""The stream in virtual time: generator and trainer side by side on a discrete-event clock.
+"""Driver of the stream in virtual time: generator and trainer in parallel on a discrete-event clock.
 
 This process does one thing after the other; when each would have happened on a cluster follows from the cost model, and
 so does which weights sample a token.
@@ -23,7 +23,7 @@ from lightning_scalerl.verify.verification import Verifiers
 
 
 class SchedulerStuckError(RuntimeError):
-    """Nothing is due, nothing is in flight and nothing may start: a bug in an async mode's rules."""
+    """Raised when nothing is due, in flight or admissible: a bug in an async mode's rules."""
 
 
 @dataclass
@@ -77,25 +77,25 @@ class VirtualDriver:
         return batch
 
     def quiet(self) -> AbstractContextManager[None]:
-        """For whoever saves or evaluates: nothing happens between two calls of `next_batch` anyway."""
+        """Do nothing: between two calls of `next_batch` the stream is still anyway."""
         return nullcontext()
 
     def close(self) -> None:
-        """Give back what the generator and the verifiers hold."""
+        """Release the resources of the generator and the verifiers."""
         self.generator.close()
         self.verifiers.close()
 
     @property
     def may_probe(self) -> bool:
-        """Whether the generator may be asked what it would record now: in virtual time that costs nothing."""
+        """Return True: in virtual time a probe of the generator costs nothing."""
         return True
 
     def asking(self) -> AbstractContextManager[None]:
-        """For whoever asks the generator what it would record."""
+        """Do nothing: a probe takes no virtual time."""
         return nullcontext()
 
     def _next_event(self) -> None:
-        """Whichever comes first: a grade, the trainer is done, or the generator has its next token."""
+        """Handle the next event: a grade, the end of a training step, or the generator's next token."""
         stream, clock = self.stream, self.clock
         others = [clock.trainer_until_s] if stream.training else []
         others += [clock.generator_until_s] if self._decoded is not None else []
@@ -141,7 +141,7 @@ class VirtualDriver:
         self._emit("publish")
 
     def _start_generator(self) -> None:
-        """If it is idle, admit what may be admitted and begin the next token of everything in flight."""
+        """Start an idle generator: admit what may be admitted and begin the next token of everything in flight."""
         if self._decoded is not None:
             return
         # A group that waits for a slot only grows old.
@@ -164,7 +164,7 @@ class VirtualDriver:
     # --- what is measured and kept -----------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """The virtual compute axis at the end of the last step, and the share of time each party was idle.
+        """Return the virtual compute axis at the end of the last step, and each party's idle share.
 
         The trainer's share is up to the end of that step, the generator's up to its beginning: what it did
         meanwhile has not been computed yet. Time in which weights arrive counts as idle. Devices that do both in turns
@@ -185,7 +185,7 @@ class VirtualDriver:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The clock, the token under way, and when what is being graded will be."""
+        """Return the clock, the token under way, and the times at which pending grades arrive."""
         grading = [(due_s, list(place)) for due_s, place, _ in self._grading]
         if self._decoded is None:
             return {"clock": asdict(self.clock), "decoded": None, "grading": grading}
