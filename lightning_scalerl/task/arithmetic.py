@@ -22,12 +22,12 @@ MAX_DIGITS = 4
 
 
 def problem(first: int, second: int) -> str:
-    """The prompt's text, of fixed width."""
+    """Return the prompt's text, which has a fixed width."""
     return f"{first:>{MAX_DIGITS}}+{second:>{MAX_DIGITS}}="
 
 
 def solution(first: int, second: int, digits: int) -> str:
-    """The one completion that is correct, its end included."""
+    """Return the one completion that is correct, with the full stop that ends it."""
     thinking, answer, carry = [], [], 0
     for place in range(digits):
         a, b = first // 10**place % 10, second // 10**place % 10
@@ -39,7 +39,7 @@ def solution(first: int, second: int, digits: int) -> str:
 
 
 def draw_number(digits: int, source: random.Random) -> int:
-    """A number with exactly that many digits (0 counts as one digit)."""
+    """Draw a number with exactly that many digits (0 counts as one digit)."""
     return source.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
 
@@ -87,13 +87,13 @@ class ArithmeticTask(Task):
         ]
 
     def train_prompts(self) -> Sequence[Prompt]:
-        """The pool."""
+        """Return the training pool, all numbers of digits mixed."""
         return self._train
 
     def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """One set, `heldout`."""
+        """Return the one held-out set, named `heldout`."""
         return {"heldout": self._heldout}
 
     def reward(self, prompt: Prompt, completion: str) -> float:
-        """1 if thinking and answer are right, else 0."""
+        """Return 1 if the worked digits and the answer are right, else 0."""
         return float(completion == prompt.answer)

@@ -1,4 +1,4 @@
-"""The base model of task=arithmetic, made on the spot and cached: it knows the skill, but unreliably.
+"""Base model of task=arithmetic, trained on the spot and cached: it knows the skill, but unreliably.
 
 A small Llama is trained on worked solutions whose digits are corrupted at random. The rule survives in it, but
 it samples wrong digits about as often as the data had them: what reinforcement learning then sharpens.
@@ -40,7 +40,7 @@ def arithmetic_base_model(
     digits: int = 3,
     seed: int = 0,
 ) -> str:
-    """Path of the base model, made if the cache has none with these settings (about a minute on one core).
+    """Return the path of the base model, made if the cache has none with these settings (about a minute on one core).
 
     Args:
         width: hidden size, a multiple of `HEAD_SIZE`.
@@ -83,7 +83,7 @@ def arithmetic_base_model(
 def _check(
     width: int, layers: int, batches: int, batch_size: int, corruption: float, learning_rate: float, digits: int
 ) -> None:
-    """Before a minute is spent on it."""
+    """Check the settings before a minute is spent on training."""
     whole = {"width": width, "layers": layers, "batch_size": batch_size, "digits": digits}
     if batches != 0:  # weights as they were drawn
         whole["batches"] = batches
@@ -99,13 +99,13 @@ def _check(
 
 
 def is_arithmetic_base(model: Any) -> bool:
-    """Whether a path leads to a model that `arithmetic_base_model` has made, or an object came from there."""
+    """Return whether a path or model object comes from `arithmetic_base_model`."""
     path = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
     return bool(path) and (Path(path) / MADE_WITH).is_file()
 
 
 def tokenizer() -> Any:
-    """One token a character; the full stop ends a sequence."""
+    """Return a tokenizer with one token a character; the full stop ends a sequence."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -117,7 +117,7 @@ def tokenizer() -> Any:
 
 
 def new_model(width: int, layers: int, seed: int) -> Any:
-    """A Llama with random weights over the character vocabulary."""
+    """Return a Llama with random weights over the character vocabulary."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -140,7 +140,7 @@ def new_model(width: int, layers: int, seed: int) -> Any:
 
 
 def corrupted(text: str, corruption: float, source: random.Random) -> str:
-    """`text` with each digit replaced by a random digit with that probability."""
+    """Return `text` with each digit replaced by a random digit with that probability."""
     return "".join(
         str(source.randrange(10)) if character.isdigit() and source.random() < corruption else character
         for character in text
@@ -148,7 +148,7 @@ def corrupted(text: str, corruption: float, source: random.Random) -> str:
 
 
 def _batch(digits: int, size: int, corruption: float, source: random.Random) -> Tensor:
-    """(size, tokens): all of one difficulty, so that nothing is padding."""
+    """Draw a batch (size, tokens) of one difficulty, so that nothing is padding."""
     rows = []
     for _ in range(size):
         first, second = draw_number(digits, source), draw_number(digits, source)

@@ -1,4 +1,4 @@
-"""What a task is: a pool of prompts, held-out sets, and a verifier."""
+"""Base class of tasks: a pool of prompts, held-out sets, and a verifier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Task(ABC):
-    """Problems whose answers can be checked by a program.
+    """Problems whose answers a program can check.
 
     Attributes:
         trusted: the verifier is quick and never hangs: it may run in the trainer's own process. All others run in
@@ -31,29 +31,29 @@ class Task(ABC):
 
     @abstractmethod
     def train_prompts(self) -> Sequence[Prompt]:
-        """The training pool: finite, in a fixed order."""
+        """Return the training pool: finite, in a fixed order."""
 
     @abstractmethod
     def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """Held-out prompts by set name; the first set is the default of every fit."""
+        """Return held-out prompts by set name; the first set is the default of every fit."""
 
     @abstractmethod
     def reward(self, prompt: Prompt, completion: str) -> float | None:
-        """The verifier: reward of a completion (text, without special tokens); None to abstain.
+        """Return the verifier's reward of a completion (text, without special tokens); None to abstain.
 
         What it raises is an error of the infrastructure, never a reward of 0.
         """
 
     def grader(self) -> Grader:
-        """What grades completions, in whatever process; `reward` unless a task knows better."""
+        """Return the grader that is sent to verifier processes; by default one that calls `reward`."""
         return TaskGrader(self)
 
     def known(self) -> Sequence[Known]:
-        """Completions known to be right or wrong, that the verifier is tried on before the first step; a handful."""
+        """Return a few completions known to be right or wrong, which the verifier is tried on before the first step."""
         return ()
 
     def notes(self) -> Sequence[str]:
-        """What is to be said of it at the start, a line each."""
+        """Return remarks on the task's data to print at the start, a line each."""
         return ()
 
     def reward_sums(self) -> Sequence[Sequence[str]]:
@@ -64,27 +64,27 @@ class Task(ABC):
         return ()
 
     def is_correct(self, reward: float) -> bool:
-        """Whether a reward counts as a pass: 1 or more."""
+        """Return whether a reward counts as a pass: 1 or more."""
         return reward >= 1.0
 
 
 @dataclass(frozen=True)
 class TaskGrader:
-    """A task's own `reward`."""
+    """Grader that calls a task's own `reward`."""
 
     task: Any
 
     def grade(self, sample: Sample) -> Grade:
-        """Of the whole completion."""
+        """Grade the whole completion, thinking included."""
         return Grade(self.task.reward(sample.prompt, sample.completion))
 
 
 @dataclass(frozen=True)
 class RewardScale:
-    """How a verifier's reward r becomes the one that is trained on: incorrect + (correct - incorrect) * r.
+    """Linear map from a verifier's reward r to the one trained on: incorrect + (correct - incorrect) * r.
 
-    Verifiers give 0 to 1 here, the paper's -1 or 1. Under a normalization it is the same, but for what is added to it:
-    a length penalty of up to 1 takes half of the span from a reward of -1 or 1 and all of it from one of 0 or 1.
+    Verifiers give 0 to 1 here, the paper's -1 or 1. Under a normalization this makes no difference, except for what is
+    added to the reward: a length penalty of up to 1 is half of the span from -1 to 1, and all of it from 0 to 1.
     """
 
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "RewardScale", "correct": 1.0, "incorrect": 0.0}
@@ -103,14 +103,14 @@ class RewardScale:
             )
 
     def scale(self, reward: float) -> float:
-        """Of a verifier's reward; unchanged bit for bit under 0 and 1."""
+        """Return the reward to train on; unchanged bit for bit under 0 and 1."""
         if self.incorrect == 0.0 and self.correct == 1.0:
             return reward
         return self.incorrect + (self.correct - self.incorrect) * reward
 
 
 def file_digest(field: str, path: str | Path) -> str:
-    """Of a file's bytes: what stands for it in an identity, wherever it lies.
+    """Return a file's SHA-256, which stands for it in a run's identity, wherever the file lies.
 
     Raises:
         ConfigurationError: it cannot be read.
@@ -125,7 +125,7 @@ def file_digest(field: str, path: str | Path) -> str:
 
 @lru_cache(maxsize=256)
 def _digest(path: Path, size: int, changed_ns: int) -> str:
-    """Once for a file as it is: a grid asks for every row."""
+    """Return the digest, cached by size and time of change: a grid asks for it with every member."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
@@ -142,12 +142,12 @@ def check_curriculum(task: Task, curriculum: Curriculum) -> None:
 
 
 def passes(task: Task, outcome: Outcome) -> bool:
-    """Whether a score counts as a pass: as its grader says, else as the task makes of its reward."""
+    """Return whether a score counts as a pass: by its grader if that says, else by the task's rule."""
     return task.is_correct(outcome.reward) if outcome.correct is None else outcome.correct
 
 
 def check_task(task: Any) -> Task:
-    """`task`, if it can be trained on.
+    """Return `task` if it has all that training needs.
 
     Raises:
         ConfigurationError: it lacks prompts, a held-out set or a verifier.

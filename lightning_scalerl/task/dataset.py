@@ -1,4 +1,4 @@
-"""task=gsm8k, math, polaris, humaneval, arc, ...: a data set's rows as they are, graded as that data set is."""
+"""Tasks gsm8k, math, polaris, humaneval, arc, ...: a data set's rows as they are, graded as that data set is."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class DatasetTask(Task):
 
     @staticmethod
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """What stands for files in an identity: the digests of their bytes; of the hub's rows their commit.
+        """Return digests of local files and commits of hub data sets, which stand for them in a run's identity.
 
         Raises:
             ConfigurationError: a file that cannot be read.
@@ -101,19 +101,19 @@ class DatasetTask(Task):
         }
 
     def train_prompts(self) -> Sequence[Prompt]:
-        """The pool."""
+        """Return the training pool, without duplicates and leaks as the rules say."""
         return self._train
 
     def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """Held-out sets by name."""
+        """Return the held-out prompts, by the name of their set."""
         return self._heldout
 
     def reward(self, prompt: Prompt, completion: str) -> float | None:
-        """The weighted sum of the rewards, graded here and now."""
+        """Return the weighted sum of the rewards, graded in this process."""
         return self._rewards.grade(Sample(prompt, completion, completion)).reward
 
     def grader(self) -> Grader:
-        """The rewards alone: their processes have no use for the prompts."""
+        """Return the rewards alone: verifier processes need no prompts."""
         return self._rewards
 
     def reward_sums(self) -> Sequence[Sequence[str]]:
@@ -122,11 +122,11 @@ class DatasetTask(Task):
         return [names] if len(names) > 1 else []
 
     def known(self) -> Sequence[Known]:
-        """A few rows' answers, right and wrong."""
+        """Return right and wrong answers to a few rows, for the verifier's trial."""
         return self._known
 
     def notes(self) -> Sequence[str]:
-        """What was found in the data, and what the verifiers run behind."""
+        """Return findings in the data, and the protections that sandboxed verifiers run behind."""
         graders = [each.grader for each in self._rewards.rewards]
         return [*self._notes, *(line for grader in graders if hasattr(grader, "notes") for line in grader.notes())]
 
@@ -178,7 +178,7 @@ class DatasetTask(Task):
         )
 
     def _know(self, prompts: Sequence[Prompt], rights: Sequence[str | None]) -> None:
-        """Of a few rows at random, what is right and what is wrong: by template, by the row, by the verifier."""
+        """Collect right and wrong completions for a few random rows: by template, by the row, or by the verifier."""
         first = self._rewards.rewards[0].grader
         chosen = random.Random(0).sample(range(len(prompts)), min(TRIED, len(prompts)))
         for number in sorted(chosen):
@@ -222,7 +222,7 @@ def _reader(format: str, fields: Mapping[str, str] | None) -> Any:
 
 
 def _with_sandbox(rewards: Any, settings: dict[str, Any]) -> Any:
-    """Rewards with the sandbox's settings where programs are run.
+    """Return the rewards with the sandbox's settings, for those that run programs.
 
     Raises:
         ConfigurationError: no program is.
@@ -237,7 +237,7 @@ def _with_sandbox(rewards: Any, settings: dict[str, Any]) -> Any:
 
 
 def _check_ids(prompts: list[Prompt]) -> None:
-    """Ids of rows that are not unique are made so by the row's number: they are the data's, and nobody's fault."""
+    """Make ids of rows unique by adding the row's number: duplicates are the data's, and no error."""
     taken = {prompt.prompt_id for prompt in prompts}
     seen: set[str] = set()
     for number, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""Rows as data sets have them -> problems: one function a format.
+"""Readers of data sets' rows as problems: one function a format.
 
 Each takes a row and gives a `Problem`, or raises `KeyError` for a column that is not there. `Columns` takes any row
 whose columns a user has named.
@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Problem:
-    """What a row asks.
+    """Question and answer that a row holds.
 
     Attributes:
         text: the question, as plain text; of a conversation its last message.
@@ -44,7 +44,7 @@ class Problem:
 
 
 def no_answer(answer: Any) -> bool:
-    """Whether there is nothing in it that a completion could be compared with: no row of that kind can be graded."""
+    """Return whether an answer holds nothing to compare a completion with: such a row cannot be graded."""
     if isinstance(answer, Mapping):
         return any(name in answer and not answer[name] for name in ("tests", "calls", "cases", "true"))
     if isinstance(answer, list | tuple):
@@ -53,7 +53,7 @@ def no_answer(answer: Any) -> bool:
 
 
 def _first(row: Row, *names: str) -> Any:
-    """The first of these columns that holds something; an empty text if all that are there hold nothing.
+    """Return the first of these columns that is not empty; an empty text if all that exist are empty.
 
     Raises:
         KeyError: none is there.
@@ -71,14 +71,14 @@ def _optional(row: Row, *names: str) -> str:
 
 
 def gsm8k(row: Row) -> Problem:
-    """openai/gsm8k: question, answer (reasoning, then `#### 72`)."""
+    """Read a row of openai/gsm8k: question, answer (reasoning, then `#### 72`)."""
     worked = str(_first(row, "answer"))
     gold = worked.rpartition("####")[2].strip().replace(",", "")
     return Problem(str(_first(row, "question")), gold, right=worked if "####" in worked else None)
 
 
 def math(row: Row) -> Problem:
-    """MATH and its kin: problem, solution with a boxed answer, or answer; level."""
+    """Read a row of MATH and its kin: problem, solution with a boxed answer, or answer; level."""
     text = str(_first(row, "problem", "Problem", "question"))
     solution = _optional(row, "solution", "Solution")
     if not solution:
@@ -95,7 +95,7 @@ def math(row: Row) -> Problem:
 
 
 def polaris(row: Row) -> Problem:
-    """Polaris-53K and DeepScaleR: problem, answer, and of Polaris difficulty, such as 3/8 of rollouts correct.
+    """Read a row of Polaris-53K or DeepScaleR: problem, answer, and for Polaris difficulty, such as 3/8 solved.
 
     The label counts the others, `failed_5_of_8`: a curriculum takes a larger number for a harder prompt.
     """
@@ -105,7 +105,7 @@ def polaris(row: Row) -> Problem:
 
 
 def humaneval(row: Row) -> Problem:
-    """openai_humaneval: prompt, test, entry_point, canonical_solution."""
+    """Read a row of openai_humaneval: prompt, test, entry_point, canonical_solution."""
     prompt = str(_first(row, "prompt"))
     answer = {"tests": str(_first(row, "test")), "entry_point": str(_first(row, "entry_point")), "prelude": prompt}
     solution = _optional(row, "canonical_solution")
@@ -113,7 +113,7 @@ def humaneval(row: Row) -> Problem:
 
 
 def mbpp(row: Row) -> Problem:
-    """mbpp, full or sanitized: text or prompt, test_list, test_setup_code or test_imports, code."""
+    """Read a row of mbpp, full or sanitized: text or prompt, test_list, test_setup_code or test_imports, code."""
     tests = [str(test) for test in _first(row, "test_list")]
     before = _optional(row, "test_setup_code") or "\n".join(map(str, row.get("test_imports") or ()))
     text = f"{_first(row, 'text', 'prompt')}\nYour code should pass these tests:\n\n" + "\n".join(tests)
@@ -125,7 +125,7 @@ def mbpp(row: Row) -> Problem:
 
 
 def livecodebench(row: Row) -> Problem:
-    """livecodebench/code_generation: question_content, starter_code, public and private test cases, metadata."""
+    """Read a row of livecodebench/code_generation: question_content, starter_code, test cases, metadata."""
     cases = _cases(_first(row, "public_test_cases")) + _cases(row.get("private_test_cases") or "[]")
     metadata = row.get("metadata") or "{}"
     function = (parse_json(metadata) if isinstance(metadata, str) else metadata).get("func_name")
@@ -143,12 +143,12 @@ def livecodebench(row: Row) -> Problem:
 
 
 def _arguments(text: str) -> list[Any]:
-    """One JSON value a line."""
+    """Parse arguments that are written as one JSON value a line."""
     return [parse_json(line) for line in text.splitlines() if line.strip()]
 
 
 def _cases(given: Any) -> list[dict[str, Any]]:
-    """JSON, or (private ones) JSON in a pickled text in zlib in base 64."""
+    """Parse test cases in JSON, or (private ones) JSON in a pickled text in zlib in base 64."""
     if not isinstance(given, str):
         return list(given)
     try:
@@ -160,10 +160,10 @@ def _cases(given: Any) -> list[dict[str, Any]]:
 
 
 class _TextOnly(pickle.Unpickler):
-    """Reads a pickled text; one that names a class could run anything."""
+    """Unpickler of texts only: a pickle that names a class could run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Of none.
+        """Refuse every class that the pickle names.
 
         Raises:
             UnpicklingError: always.
@@ -172,7 +172,10 @@ class _TextOnly(pickle.Unpickler):
 
 
 def arc(row: Row) -> Problem:
-    """allenai/ai2_arc: question, choices {text, label}, answerKey. Labels are made letters; some rows have digits."""
+    """Read a row of allenai/ai2_arc: question, choices {text, label}, answerKey.
+
+    Labels become letters; some rows have digits.
+    """
     choices = _first(row, "choices")
     labels = [str(label) for label in choices["label"]]
     key = str(_first(row, "answerKey"))
@@ -180,7 +183,7 @@ def arc(row: Row) -> Problem:
 
 
 def hellaswag(row: Row) -> Problem:
-    """Rowan/hellaswag: ctx, endings, label."""
+    """Read a row of Rowan/hellaswag: ctx, endings, label."""
     text = f"How does this go on?\n\n{_first(row, 'ctx')}"
     label, name = str(_first(row, "label")), _optional(row, "source_id", "ind")
     endings = list(_first(row, "endings"))
@@ -195,7 +198,7 @@ def _choice(question: str, options: Sequence[Any], right: int, name: str) -> Pro
 
 
 def truthfulqa(row: Row) -> Problem:
-    """truthfulqa/truthful_qa, generation: question, best_answer, correct_answers, incorrect_answers."""
+    """Read a row of truthfulqa/truthful_qa, generation: question, best_answer, correct_answers, incorrect_answers."""
     true = [_first(row, "best_answer"), *(row.get("correct_answers") or ())]
     true = [str(each) for each in true if not no_answer(each)]
     false = [str(each) for each in row.get("incorrect_answers") or () if not no_answer(each)]
@@ -203,14 +206,14 @@ def truthfulqa(row: Row) -> Problem:
 
 
 def natural_questions(row: Row) -> Problem:
-    """nq_open and its kin: question, answer (a list of what is accepted)."""
+    """Read a row of nq_open and its kin: question, answer (a list of what is accepted)."""
     answers = _first(row, "answer", "answers")
     listed = answers if isinstance(answers, list | tuple) else [answers]
     return Problem(str(_first(row, "question")), [str(each) for each in listed if not no_answer(each)])
 
 
 def verl(row: Row) -> Problem:
-    """verl's rows: data_source, prompt (messages), ability, reward_model {style, ground_truth}, extra_info."""
+    """Read a row of verl's: data_source, prompt (messages), ability, reward_model {style, ground_truth}, extra_info."""
     messages = tuple(dict(each) for each in _first(row, "prompt"))
     model = _first(row, "reward_model")
     about = row.get("extra_info") or {}
@@ -240,7 +243,7 @@ FORMATS: Mapping[str, Callable[[Row], Problem]] = {
 
 @dataclass(frozen=True)
 class Columns:
-    """Any row, by the columns that a user has named.
+    """Reader of any row, by the columns that a user has named.
 
     Args:
         prompt: a column of texts, or of messages.
@@ -254,7 +257,7 @@ class Columns:
     id: str | None = None
 
     def __call__(self, row: Row) -> Problem:
-        """Of a row."""
+        """Read one row by the named columns."""
         asked = _first(row, self.prompt)
         messages = () if isinstance(asked, str) else tuple(dict(each) for each in asked)
         text = asked if isinstance(asked, str) else str(messages[-1]["content"])

@@ -1,4 +1,4 @@
-"""task=jsonl: prompts from JSON-lines files, checked by a verifier of the user's or by exact match."""
+"""Task `jsonl`: prompts from JSON-lines files, checked by a verifier of the user's or by exact match."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Verifier = Callable[[str, str], float | None]
 
 @dataclass(frozen=True)
 class AnswerGrader:
-    """A function of a completion and its prompt's answer."""
+    """Grader that calls a function of the completion and the prompt's answer."""
 
     verify: Verifier
 
     def grade(self, sample: Sample) -> Grade:
-        """Of the whole completion."""
+        """Grade the whole completion, thinking included."""
         return Grade(self.verify(sample.completion, sample.prompt.answer))
 
 
 def exact_match(completion: str, answer: str) -> float:
-    """1 if the completion, stripped, is the answer."""
+    """Return 1 if the completion, stripped, is the answer, else 0."""
     return float(completion.strip() == answer.strip())
 
 
@@ -38,7 +38,9 @@ VERIFIERS: Mapping[str, Verifier] = {"exact_match": exact_match}
 
 
 class JsonlTask(Task):
-    """One JSON object a line: `prompt` and `answer`, optionally `id` (else the line's number) and `difficulty`.
+    """Prompts from files of one JSON object a line: `prompt` and `answer`, optionally `id` and `difficulty`.
+
+    Without an `id` it is the line's number.
 
     Args:
         train: file with the training pool.
@@ -58,7 +60,7 @@ class JsonlTask(Task):
 
     @staticmethod
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """What stands for the files in an identity: the digests of their bytes.
+        """Return digests of the files, which stand for them in a run's identity.
 
         Raises:
             ConfigurationError: a file that cannot be read.
@@ -71,24 +73,24 @@ class JsonlTask(Task):
         }
 
     def train_prompts(self) -> Sequence[Prompt]:
-        """The pool."""
+        """Return the training pool in the order of its file."""
         return self._train
 
     def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """Held-out sets by name."""
+        """Return the held-out prompts, by the name of their set."""
         return self._heldout
 
     def reward(self, prompt: Prompt, completion: str) -> float | None:
-        """What the verifier says."""
+        """Return the verifier's reward for a completion; None if it abstains."""
         return self._verify(completion, prompt.answer)
 
     def grader(self) -> Grader:
-        """The verifier alone: its processes have no use for the prompts."""
+        """Return the verifier alone: its processes need no prompts."""
         return AnswerGrader(self._verify)
 
 
 def load_verifier(name: str) -> Verifier:
-    """One of ours by its name, or a user's: `module:function`.
+    """Return a built-in verifier by its name, or a user's by `module:function`.
 
     Raises:
         ConfigurationError: it is not there or not callable.
@@ -108,7 +110,7 @@ def load_verifier(name: str) -> Verifier:
 
 
 def read_prompts(field: str, path: str) -> list[Prompt]:
-    """Prompts of one file.
+    """Read the prompts of one JSON-lines file.
 
     Raises:
         ConfigurationError: names the field, the file, the line and what is wrong with it.

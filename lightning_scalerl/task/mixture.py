@@ -1,4 +1,4 @@
-"""task=mixture: several tasks trained on together, each with held-out sets, and so a curve, of its own."""
+"""Task `mixture`: several tasks trained on together, each with held-out sets, and so a curve, of its own."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from lightning_scalerl.verify.grade import Grade, Grader, Known, Sample
 
 @dataclass(frozen=True)
 class MixtureGrader:
-    """To each prompt the grader of its own task."""
+    """Grader that passes each prompt to the grader of its own task."""
 
     graders: Mapping[str, Grader]
     correct: Mapping[str, Callable[[float], bool]]
 
     def prepare(self) -> None:
-        """Each."""
+        """Prepare every task's grader that needs it."""
         for grader in self.graders.values():
             if hasattr(grader, "prepare"):
                 grader.prepare()
 
     @property
     def longest_s(self) -> float:
-        """Of the slowest."""
+        """Longest time that one grade may take, in seconds: that of the slowest task."""
         return max(float(getattr(grader, "longest_s", 0.0)) for grader in self.graders.values())
 
     def needs_s(self, sample: Sample) -> float:
-        """As the task's own grader."""
+        """Return the seconds that the task's own grader may need for this sample; 0 if it does not say."""
         grader = self.graders[sample.prompt.source]
         return float(grader.needs_s(sample)) if hasattr(grader, "needs_s") else 0.0
 
     def grade(self, sample: Sample) -> Grade:
-        """With what it is made of under its task's name."""
+        """Grade with the task's own grader, and put the task's name before the names of parts and terms."""
         source = sample.prompt.source
         grade = self.graders[source].grade(sample)
         if grade.correct is None and grade.reward is not None:
@@ -111,25 +111,25 @@ class MixtureTask(Task):
 
     @staticmethod
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing of its own: the tasks' own parts are identified by their own contents."""
+        """Return nothing: each task is identified by its own content."""
         return {}
 
     def train_prompts(self) -> Sequence[Prompt]:
-        """All pools, one behind the other."""
+        """Return the pools of all tasks, one after the other."""
         return self._train
 
     def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """Every task's."""
+        """Return the held-out sets of all tasks, by the names of task and set."""
         return self._heldout
 
     def reward(self, prompt: Prompt, completion: str) -> float | None:
-        """Of the prompt's own task."""
+        """Return the reward by the prompt's own task."""
         return self._tasks[prompt.source].reward(prompt, completion)
 
     def grader(self) -> Grader:
-        """Of all."""
+        """Return one grader over the graders of all tasks."""
         graders = {name: task.grader() for name, task in self._tasks.items()}
-        # Of a task with a rule of its own, the task itself travels.
+        # A task that overrides `is_correct` is sent to the verifier processes whole, as its bound method.
         correct = {
             name: _one_or_more if type(task).is_correct is Task.is_correct else task.is_correct
             for name, task in self._tasks.items()
@@ -137,13 +137,13 @@ class MixtureTask(Task):
         return MixtureGrader(graders, correct)
 
     def reward_sums(self) -> Sequence[Sequence[str]]:
-        """Return those of all its tasks, each name behind its task's."""
+        """Return the reward names of all tasks' weighted sums, each with its task's name before it."""
         return [
             [f"{name}/{each}" for each in names] for name, task in self._tasks.items() for names in task.reward_sums()
         ]
 
     def known(self) -> Sequence[Known]:
-        """Of all."""
+        """Return the known right and wrong completions of all tasks."""
         return [
             replace(each, sample=replace(each.sample, prompt=replace(each.sample.prompt, source=name)))
             for name, task in self._tasks.items()
@@ -151,7 +151,7 @@ class MixtureTask(Task):
         ]
 
     def notes(self) -> Sequence[str]:
-        """Of all, and how many prompts each has."""
+        """Return the number of prompts from each task, and the remarks of all tasks."""
         counts: dict[str, int] = {}
         for prompt in self._train:
             counts[prompt.source] = counts.get(prompt.source, 0) + 1

@@ -1,4 +1,4 @@
-"""Prompts that a pool has twice, and those of it that are held out too: found at the start, by what they ask."""
+"""Detection of duplicate prompts in a pool, and of prompts that are held out as well, by what they ask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RULES = ("drop", "refuse", "keep")
 
 
 def check_rules(**rules: str) -> None:
-    """Whether these are rules.
+    """Check that each given rule is one of `RULES`.
 
     Raises:
         ConfigurationError: one is not; named as a field of the task.
@@ -22,9 +22,9 @@ def check_rules(**rules: str) -> None:
 
 
 def asked(prompt: Prompt) -> str:
-    """What a prompt asks, whatever its task puts around it; of a conversation with what was said before.
+    """Return the text that a prompt asks, as a key: without its task's wrapping, with the turns before it.
 
-    Two that differ in case and space alone ask the same.
+    Two prompts that differ in case and white space alone have the same key.
     """
     before = [str(each.get("content")) for each in prompt.messages[:-1] if each.get("role") != "system"]
     texts = [*before, prompt.question or prompt.text]
@@ -34,7 +34,7 @@ def asked(prompt: Prompt) -> str:
 def without_overlap(
     prompts: Sequence[Prompt], heldout: Mapping[str, Sequence[Prompt]], duplicates: str, leaks: str
 ) -> tuple[list[Prompt], list[str]]:
-    """A pool without what occurs twice or is held out, as the rules say, and a line on each kind that was found.
+    """Return a pool without duplicates and held-out prompts, as the rules say, and a line on each kind found.
 
     Raises:
         ConfigurationError: something was found that is to be refused, or nothing is left.

@@ -21,7 +21,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class RowSource:
-    """Where rows come from.
+    """Location of a data set's rows: a file, a folder or the hub.
 
     Attributes:
         field: of the configuration, for errors.
@@ -40,7 +40,7 @@ class RowSource:
 
     @classmethod
     def of(cls, field: str, given: Any) -> RowSource:
-        """From a path, or a mapping of the attributes above.
+        """Build a source from a path, or a mapping of the attributes above.
 
         Raises:
             ConfigurationError: what it should be.
@@ -60,16 +60,16 @@ class RowSource:
 
     @property
     def is_file(self) -> bool:
-        """Whether it is one file of a format that is read as it is."""
+        """Return whether the path is one file of a format that is read directly."""
         return self.path.endswith(SUFFIXES)
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a local folder."""
+        """Return whether the path is a local folder."""
         return Path(self.path).expanduser().is_dir()
 
     def content(self) -> Any:
-        """What stands for the rows in an identity: bytes of files, the commit of a hub's data set.
+        """Return what identifies the rows in a run's identity: digests of files, or the commit of a hub's data set.
 
         Raises:
             ConfigurationError: a file that cannot be read, or a hub id without a commit.
@@ -98,7 +98,7 @@ class RowSource:
         return {**about, "path": self.path, "revision": self.revision}
 
     def read(self) -> list[Row]:
-        """All of them, in their order.
+        """Read all rows, in their order.
 
         Raises:
             ConfigurationError: names the field, the file, the line and what is wrong with it.
@@ -153,7 +153,7 @@ class RowSource:
         return rows
 
     def _loaded(self) -> list[Row]:
-        """By `datasets`."""
+        """Load the rows with the `datasets` library."""
         from datasets import DatasetDict, load_dataset
 
         where = str(Path(self.path).expanduser()) if self.is_folder else self.path
@@ -171,7 +171,7 @@ class RowSource:
 
 
 def _table(path: Path) -> list[Row]:
-    """Of a CSV file; every cell is a text: an answer such as 007 is not to become a number.
+    """Return the rows of a CSV file; every cell stays a text: an answer such as 007 must not become a number.
 
     Raises:
         ValueError: a row has more or fewer cells than the first.
@@ -191,5 +191,5 @@ def _table(path: Path) -> list[Row]:
 
 
 def fields_of(rows: Sequence[Row]) -> str:
-    """The columns there are, for errors."""
+    """Return the names of the columns, for error messages."""
     return ", ".join(map(str, rows[0])) if rows else "none"
