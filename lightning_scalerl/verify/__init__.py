@@ -1,1 +1,1 @@
-"""Verifiers: what says whether a completion is right, and the processes they run in."""
+"""Verifiers of completions, and the processes that they run in."""

@@ -11,7 +11,7 @@ from lightning_scalerl.verify.grade import Grade, Grader, Outcome, Sample
 
 
 def attempt(grader: Grader, sample: Sample) -> Outcome:
-    """The outcome; what the grader raises is one too, but for what ends the process."""
+    """Grade one completion; an exception of the grader becomes an `error` outcome, unless it ends the process."""
     began = time.perf_counter()
     try:
         grade = grader.grade(sample)
@@ -30,12 +30,12 @@ def attempt(grader: Grader, sample: Sample) -> Outcome:
 
 
 def _problem(grade: Grade) -> str:
-    """One line if it is no grade: a reward that is no finite number would make a whole batch one."""
+    """Return one line if the reward is not finite, which would spoil the whole batch; else an empty text."""
     if grade.reward is None or _finite(grade.reward):
         return ""
     return f"returned {str(grade.reward)[:80]}; a reward must be a finite number, or None to abstain"
 
 
 def _finite(value: Any) -> bool:
-    """Whether it is a finite number; one of numpy's or torch's is one too."""
+    """Return whether a value is a finite number, numpy's and torch's scalars included."""
     return not isinstance(value, str) and hasattr(value, "__float__") and math.isfinite(float(value))

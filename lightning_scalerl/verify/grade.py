@@ -1,4 +1,4 @@
-"""What a verifier is asked, and what it may answer: a score, an abstention; whatever else happens is an error.
+"""Records for verifiers: the sample to grade, and the outcome: a score, an abstention or an error.
 
 Nothing here needs torch: these records travel to the verifiers' processes.
 """
@@ -14,7 +14,7 @@ from lightning_scalerl.prompt import Prompt
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion to be graded.
+    """Completion to be graded, with its prompt.
 
     Attributes:
         prompt: what was asked.
@@ -36,7 +36,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Grade:
-    """A grader's answer.
+    """Grader's answer for one completion: a reward, or an abstention.
 
     Attributes:
         reward: a finite number, 0 to 1 by custom; None for an abstention: the completion counts as if not sampled.
@@ -56,10 +56,10 @@ class Grade:
 
 
 class Grader(Protocol):
-    """Grades one completion at a time, in whatever process it is brought to."""
+    """Protocol of graders: one completion at a time, in whatever process."""
 
     def grade(self, sample: Sample) -> Grade:
-        """Of one completion. What it raises is an error of the infrastructure, never a reward of zero."""
+        """Grade one completion; an exception is an error of the infrastructure, never a reward of zero."""
         ...
 
 
@@ -68,7 +68,7 @@ Kind = Literal["score", "abstain", "error"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a completion that was given to be graded.
+    """Outcome of grading a completion: a score, an abstention or an error.
 
     Attributes:
         kind: only a score enters group statistics.
@@ -93,7 +93,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Known:
-    """A completion of which is known whether it is right: what a verifier is tried on before it counts."""
+    """Completion that is known to be right or wrong, for a verifier's trial before the first step."""
 
     sample: Sample
     right: bool

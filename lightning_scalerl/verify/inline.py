@@ -1,4 +1,4 @@
-"""Graders that are trusted: graded in the trainer's own process, at once."""
+"""Verifier in the trainer's own process, for trusted graders: each completion is graded at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sweeps.run.activity import activity
 
 
 class InlineVerifiers:
-    """Grades where it stands; nothing can stop a grader that hangs.
+    """Grades in the calling thread; nothing can stop a grader that hangs.
 
     Args:
         grader: grades.
@@ -25,7 +25,7 @@ class InlineVerifiers:
         self._next = 0
 
     def submit(self, sample: Sample) -> int:
-        """Give a completion to be graded; returns its ticket."""
+        """Grade a completion; return the ticket of its outcome."""
         ticket, self._next = self._next, self._next + 1
         activity.note("grade")
         outcome = attempt(self._grader, sample)
@@ -36,19 +36,19 @@ class InlineVerifiers:
         return ticket
 
     def wait(self, ticket: int) -> Outcome:
-        """The outcome of a ticket, once."""
+        """Return the outcome of a ticket, once."""
         return self._done.pop(ticket)
 
     def done(self) -> Sequence[tuple[int, Outcome]]:
-        """All that are graded and not fetched."""
+        """Return all outcomes that were not fetched, with their tickets."""
         fetched = list(self._done.items())
         self._done.clear()
         return fetched
 
     def forget(self, tickets: Iterable[int]) -> None:
-        """Nobody waits any more for these."""
+        """Drop the outcomes of these tickets."""
         for ticket in tickets:
             self._done.pop(ticket, None)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there are no processes to end."""

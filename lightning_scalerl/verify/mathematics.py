@@ -1,4 +1,4 @@
-"""Verifier of mathematical answers: math-verify on the last boxed expression, or on what follows `####`.
+"""Verifier of mathematical answers: math-verify on the last boxed expression, or on the text after `####`.
 
 math-verify parses with sympy, and some expressions explode there. Time is limited by the processor time that is used,
 so that a busy machine makes nobody wrong, and memory by the worker's limit. A completion that asks for more is wrong; a
@@ -46,12 +46,12 @@ _NO_EQUATION = re.compile(r"\\equiv|\d_\{?\d")
 
 
 class TooCostlyError(BaseException):
-    """An expression that takes more than its time. No `Exception`, for parsers catch those."""
+    """Raised when an expression takes more than its time. No `Exception`, because parsers catch those."""
 
 
 @dataclass(frozen=True)
 class Mathematics:
-    """1 if the answer is mathematically equal to the gold one.
+    """Rewards 1 if the answer is mathematically equal to the gold one, else 0.
 
     Args:
         cpu_s: processor time for one completion, beyond which it is wrong; recorded as `math_too_costly`.
@@ -60,11 +60,11 @@ class Mathematics:
     cpu_s: float = 3.0
 
     def prepare(self) -> None:
-        """Import the parser."""
+        """Import the parser before the first grade, which has a time limit."""
         _warm()
 
     def grade(self, sample: Sample) -> Grade:
-        """Of what follows the thinking.
+        """Grade the text after the thinking.
 
         Raises:
             ValueError: the gold answer cannot be read in that time.
@@ -85,13 +85,15 @@ class Mathematics:
             return Grade(0.0, {"math_unstated": 0.0, "math_too_costly": 1.0})
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
-        """A right completion and a wrong one."""
+        """Return a right completion and a wrong one."""
         return f"\\boxed{{{answer}}}", f"\\boxed{{{changed(str(answer))}}}"
 
 
 def changed(answer: str) -> str:
-    """Another answer of the same kind: its first digit changed, of an equation the first on its right, else something
-    that is not it."""
+    """Return another answer of the same kind, by changing its first digit.
+
+    Of an equation, the first digit on its right; without a digit, a number that is not the answer.
+    """
     digits = [place for place, character in enumerate(answer) if character.isdecimal() and character.isascii()]
     if not digits:
         return "987654321"
@@ -100,7 +102,7 @@ def changed(answer: str) -> str:
 
 
 def stated(text: str) -> tuple[str, bool]:
-    """The expression that a completion gives as its answer, and whether it is marked as such.
+    """Return the expression that a completion gives as its answer, and whether it is marked as such.
 
     The last `\\boxed{...}` that is closed, else the number or expression behind the last `####`; else,
     not marked, the end of the text, in which math-verify looks for its last expression.
@@ -115,7 +117,7 @@ def stated(text: str) -> tuple[str, bool]:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}` or `\\fbox{...}` whose braces close; one pass, however many do not."""
+    """Return the content of the last `\\boxed{...}` or `\\fbox{...}` whose braces close, in one pass; else None."""
     firsts = {found.end() - 1 for found in _BOX.finditer(text)}
     if not firsts:
         return None
@@ -132,13 +134,13 @@ def last_boxed(text: str) -> str | None:
 
 
 def _same(said: str, gold: str) -> bool:
-    """To the letter, but for how much space: not worth a parser."""
+    """Return whether two texts are equal except for white space, so that no parser is needed."""
     return said.split() == gold.split()
 
 
 @lru_cache(maxsize=4096)
 def _gold(gold: str, cpu_s: float) -> tuple[Any, str]:
-    """A gold answer as math-verify reads it, once, and what is wrong with it, if anything.
+    """Return a gold answer as math-verify reads it, cached, and what is wrong with it, if anything.
 
     None where it is no mathematics as a whole: it is compared as text then.
     """
@@ -156,13 +158,13 @@ def _gold(gold: str, cpu_s: float) -> tuple[Any, str]:
 
 @lru_cache(maxsize=1)
 def _warm() -> None:
-    """Import the parser and build its tables, which is nobody's time."""
+    """Import the parser and build its tables, outside of any time limit."""
     _read("\\frac{1}{2}")
     _found_in("1/2")
 
 
 def _equal(gold: str, expected: Any, said: str, marked: bool) -> bool:
-    """By math-verify, and by us where that is blind: bases, brackets of sets, numbers too small for its decimals."""
+    """Compare by math-verify, and by our own rules where it is blind: bases, brackets of sets, very small numbers."""
     from math_verify import verify
 
     if expected is None:
@@ -181,13 +183,13 @@ def _equal(gold: str, expected: Any, said: str, marked: bool) -> bool:
 
 
 def _base(text: str) -> str | None:
-    """Of a numeral, such as 102_3 or 102_{3}; None if none is given."""
+    """Return the base of a numeral, such as 102_3 or 102_{3}; None if none is given."""
     found = _BASE.findall(text)
     return found[-1] if found else None
 
 
 def _brackets(text: str) -> str | None:
-    """Whether a list is a set or has an order; None of what is no list."""
+    """Return "set" or "order" for a list, by its brackets; None without commas or brackets."""
     bare = _tidy(text).replace("\\left", "").replace("\\right", "").strip("$ ")
     if "," not in bare:
         return None
@@ -208,7 +210,7 @@ def _contradicts_itself(text: str, expression: Any) -> bool:
 
 
 def _near(expected: Any, found: Any) -> bool:
-    """Of two numbers, whether they differ by less than a ten thousandth; of all else, yes."""
+    """Return whether two numbers differ by less than a ten thousandth; True for anything else."""
     import sympy
 
     if not all(isinstance(each, sympy.Expr) and each.is_number and each.is_comparable for each in (expected, found)):
@@ -218,7 +220,7 @@ def _near(expected: Any, found: Any) -> bool:
 
 
 def _tidy(expression: str) -> str:
-    """As people mean it: arguments in braces, no full stop, no words or percent sign behind a number."""
+    """Normalise common LaTeX: arguments in braces, no full stop, no words or percent sign after a number."""
     bare = _PERCENT.sub("", " ".join(_SPACING.sub("", expression).strip().strip("$").split()).rstrip(".,;"))
     bare = _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(r"\\frac{\1}{\2}", bare))
     worded = _WORDED.fullmatch(bare)
@@ -226,7 +228,7 @@ def _tidy(expression: str) -> str:
 
 
 def _read(expression: str) -> Any:
-    """All of a marked expression, as LaTeX; nothing where a part of it is all that can be read."""
+    """Parse all of a marked expression as LaTeX; empty if only part of it can be read."""
     from math_verify import LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -235,7 +237,7 @@ def _read(expression: str) -> Any:
 
 
 def _found_in(prose: str) -> Any:
-    """The expression in a text that math-verify takes for its answer."""
+    """Return the expression in a text that math-verify takes for its answer."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -245,7 +247,7 @@ def _found_in(prose: str) -> Any:
 
 @contextmanager
 def _limited(cpu_s: float) -> Iterator[None]:
-    """`TooCostlyError` after so much processor time, the kernel's for this process included.
+    """Raise `TooCostlyError` in the `with` block after so much processor time of this process, kernel time included.
 
     Raises:
         RuntimeError: not in a main thread, where no signal arrives.

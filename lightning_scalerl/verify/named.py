@@ -1,4 +1,4 @@
-"""The verifiers that this project has, by name, and a user's by its place; put together with weights."""
+"""Named verifiers of this project and a user's own functions, combined with weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_scalerl.verify.text import Choice, ExactMatch, QuestionAnswer, Tr
 
 
 class NamedGrader(Protocol):
-    """A grader that knows what right and wrong look like."""
+    """Grader that can give a right and a wrong completion for an answer."""
 
     def grade(self, sample: Sample) -> Grade:
-        """Of one completion."""
+        """Grade one completion of a prompt."""
         ...
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
-        """For an answer, a completion that is right and one that is wrong; None where it knows none."""
+        """Return a completion that is right for an answer and one that is wrong; None where it knows none."""
         ...
 
 
@@ -34,12 +34,12 @@ VERIFIERS: Mapping[str, type[NamedGrader]] = {
     "truthful": TruthfulAnswer,
     "code": Programs,
 }
-# That compare texts and never hang: they need no process of their own.
+# Verifiers that compare texts and never hang: they need no process of their own.
 QUICK = (ExactMatch, Choice, QuestionAnswer, TruthfulAnswer)
 
 
 def named(field: str, given: Mapping[str, Any] | str) -> Weighted:
-    """A grader with its weight.
+    """Build a grader with its weight from its configuration.
 
     Args:
         field: of the configuration, for errors.
@@ -79,7 +79,7 @@ def named(field: str, given: Mapping[str, Any] | str) -> Weighted:
 
 
 def reward_sum(field: str, given: Sequence[Mapping[str, Any] | str] | str) -> RewardSum:
-    """Of one or several.
+    """Build the weighted sum of one or several rewards.
 
     Raises:
         ConfigurationError: see `named`; or two with one name.
@@ -96,7 +96,7 @@ def reward_sum(field: str, given: Sequence[Mapping[str, Any] | str] | str) -> Re
 
 
 def content(given: Any, digest: Any) -> Any:
-    """What stands for rewards in an identity: a file by its bytes, whatever it is called and wherever it lies.
+    """Return what identifies rewards in a run's identity: a file by its digest, whatever its name and place.
 
     Args:
         given: as in the configuration.

@@ -44,7 +44,7 @@ _LONG_S = 0.1
 
 @dataclass
 class _Job:
-    """A completion on its way."""
+    """Completion that is being graded, or waits for it."""
 
     ticket: int
     sample: Sample
@@ -53,13 +53,13 @@ class _Job:
 
     @cached_property
     def message(self) -> memoryview:
-        """The completion as it is sent."""
+        """Return the message that is sent to the worker."""
         return ForkingPickler.dumps(self.sample)
 
 
 @dataclass
 class _Worker:
-    """A process, and what it has in hand."""
+    """Worker process, with the jobs that it has in hand."""
 
     process: subprocess.Popen[bytes]
     connection: Connection[Any, Any]
@@ -73,7 +73,7 @@ class _Worker:
 
 @dataclass
 class _Shared:
-    """What the callers and the pool's thread both touch, under one lock."""
+    """State that callers and the pool's thread share, under one lock."""
 
     queue: deque[_Job] = field(default_factory=deque)
     done: dict[int, Outcome] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class _Shared:
 
 
 class VerifierPool:
-    """Grades in `workers` processes.
+    """Grades completions in `workers` processes, with a timeout for each.
 
     Args:
         grader: sent to each of them, by value (cloudpickle): functions of a script too.
@@ -127,7 +127,7 @@ class VerifierPool:
         self._thread.start()
 
     def submit(self, sample: Sample) -> int:
-        """Give a completion to be graded; returns its ticket, at once."""
+        """Queue a completion for grading; return its ticket at once."""
         with self._changed:
             ticket, self._next = self._next, self._next + 1
             self._shared.queue.append(_Job(ticket, sample))
@@ -136,7 +136,7 @@ class VerifierPool:
         return ticket
 
     def wait(self, ticket: int) -> Outcome:
-        """The outcome of a ticket, once, as soon as there is one.
+        """Return the outcome of a ticket, once, as soon as there is one.
 
         Raises:
             ConfigurationError: no worker can load the grader.
@@ -156,7 +156,7 @@ class VerifierPool:
             return self._shared.done.pop(ticket)
 
     def done(self) -> Sequence[tuple[int, Outcome]]:
-        """All that are graded and not fetched.
+        """Return all outcomes that were not fetched, with their tickets.
 
         Raises:
             ConfigurationError: no worker can load the grader.
@@ -169,7 +169,7 @@ class VerifierPool:
             return fetched
 
     def forget(self, tickets: Iterable[int]) -> None:
-        """Nobody waits any more for these; what is in hand is finished, and dropped."""
+        """Drop these tickets; a completion in hand is still graded, and its outcome dropped."""
         gone = set(tickets)
         with self._changed:
             self._shared.queue = deque(job for job in self._shared.queue if job.ticket not in gone)
@@ -190,7 +190,7 @@ class VerifierPool:
             raise self._shared.error
 
     def _wake(self) -> None:
-        """Under the lock. Once is enough, until the thread has heard it."""
+        """Wake the pool's thread, under the lock; once is enough until it has woken."""
         if not self._shared.woken:
             self._shared.woken = True
             self._wake_w.send_bytes(b".")
@@ -229,7 +229,7 @@ class VerifierPool:
         return _Worker(process, ours, scratch, time.monotonic() + START_S)
 
     def _assign(self) -> None:
-        """One to each worker, then another to each, so that they end together."""
+        """Give one job to each worker, then another to each, so that they end together."""
         ahead = int(min(_MOST_AHEAD, max(1.0, _AHEAD_S / max(self._mean_s, 1e-6))))
         for held in range(ahead):
             for worker in self._workers:
@@ -249,7 +249,7 @@ class VerifierPool:
                         worker.connection.send_bytes(job.message)
 
     def _begins(self, worker: _Worker) -> None:
-        """With the first of its jobs."""
+        """Start the timeout of a worker's first job."""
         job = worker.jobs[0]
         job.attempts += 1
         worker.since = time.monotonic()
@@ -259,7 +259,7 @@ class VerifierPool:
         return max(self._timeout_s, float(self._needs_s(job.sample)))
 
     def _listen(self) -> None:
-        """Until somebody says something, or somebody's time is over."""
+        """Wait until a worker has sent something, or a timeout has passed."""
         busy = [worker.deadline for worker in self._workers if worker.jobs or worker.given_away or not worker.ready]
         busy += [worker.since + _LONG_S for worker in self._workers if len(worker.jobs) > 1]
         patience = max(0.0, min(busy) - time.monotonic()) if busy else None
@@ -345,7 +345,7 @@ class VerifierPool:
 
 
 def _kill(worker: _Worker) -> int:
-    """With everything in its group, and the scratch folders of its sandboxes; returns the exit status."""
+    """Kill a worker with its process group and its sandboxes' scratch folders; return the exit status."""
     with suppress(ProcessLookupError):
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.connection.close()
@@ -363,5 +363,5 @@ def _in_words(status: int) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, but for what would make each worker take all cores."""
+    """Return this process's environment without settings that would make each worker use all cores."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -53,7 +53,7 @@ def check(candidate):
 
 @dataclass(frozen=True)
 class Programs:
-    """1 if the program passes all tests.
+    """Rewards 1 if the program passes all tests, else 0.
 
     The program is the last block of code in the completion, or all of it if there is none.
 
@@ -81,22 +81,22 @@ class Programs:
 
     @property
     def limits(self) -> Limits:
-        """Of each run."""
+        """Limits of each run of a program."""
         return Limits(**{field.name: getattr(self, field.name) for field in fields(Limits)})
 
     @property
     def longest_s(self) -> float:
-        """Wall clock that a grade may take, start and end of the sandboxes included."""
+        """Wall-clock seconds that a grade takes at most, start and end of the sandboxes included."""
         return self.wall_s + _STARTS_S
 
     def needs_s(self, sample: Sample) -> float:
-        """The same of this one: one with many cases is given longer than other verifiers are."""
+        """Return the seconds that this sample takes at most: more for one with many cases."""
         cases = sample.prompt.answer.get("cases", ())
         return max(self.longest_s, min(self.total_s, len(cases) * self.longest_s) + _STARTS_S if cases else 0.0)
 
     @cached_property
     def protections(self) -> Protections:
-        """Of this machine, tried once in each process.
+        """Protections of this machine, tried once in each process.
 
         Raises:
             ConfigurationError: there are not enough.
@@ -104,7 +104,7 @@ class Programs:
         return check_protections(self.unprotected, self.mode)
 
     def notes(self) -> Sequence[str]:
-        """Which protections programs run behind here.
+        """Return a line for each protection that programs run behind on this machine.
 
         Raises:
             ConfigurationError: there are not enough.
@@ -112,7 +112,7 @@ class Programs:
         return [f"sandbox: {line}" for line in self.protections.lines()]
 
     def grade(self, sample: Sample) -> Grade:
-        """Of what follows the thinking.
+        """Grade the program in the text after the thinking.
 
         Raises:
             SandboxError: the sandbox failed, not the program.
@@ -138,7 +138,7 @@ class Programs:
         )
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
-        """No right completion, and a wrong one."""
+        """Return None in place of a right completion, and a wrong one."""
         if "cases" in answer:
             return None, "```python\nprint('no answer')\n```"
         name = str(answer.get("entry_point") or "nothing").rpartition(".")[2]
@@ -146,7 +146,7 @@ class Programs:
 
 
 def program_of(text: str) -> str:
-    """The last block of Python, or of no language, in a completion; all of it if there is none."""
+    """Return the last block of Python, or of no language, in a completion; all of it if there is none."""
     text = text.replace("\r\n", "\n")
     blocks = [found for found in _BLOCK.finditer(text) if found["language"].lower() in ("", "python", "python3", "py")]
     if not blocks:
@@ -158,7 +158,7 @@ def program_of(text: str) -> str:
 
 
 def _completed(prelude: str, code: str, entry_point: str | None) -> str:
-    """With what the task gave: a function that is to be completed, or imports.
+    """Return the program with what the task gave: a function to complete, or imports.
 
     A program that defines the function anew stands behind the prompt, which ends in a docstring; a body goes on where
     the prompt ends.
@@ -173,5 +173,5 @@ def _completed(prelude: str, code: str, entry_point: str | None) -> str:
 
 
 def _behind(before: str, code: str) -> str:
-    """One after the other; but what is asked of the future has to come first."""
+    """Join two sources, with `from __future__` imports moved to the front, where Python needs them."""
     return "".join([*(f"{line.rstrip()}\n" for line in _FUTURE.findall(code)), f"{before}\n\n", _FUTURE.sub("", code)])

@@ -1,4 +1,4 @@
-"""Reward functions as people have them: in TRL's form, in verl's, or ours; several of them with weights.
+"""Reward functions in TRL's form, in verl's, or ours; several of them with weights.
 
 Which form a function has is told by the names of its parameters. A file is loaded by its path, in each process anew.
 """
@@ -26,14 +26,14 @@ Form = Literal["trl", "verl", "sample", "answer"]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a function is: `file.py:function` or `module:function`."""
+    """Location of a function: `file.py:function` or `module:function`."""
 
     place: str
     function: str
 
     @classmethod
     def of(cls, field: str, name: str) -> Source:
-        """From its text.
+        """Parse a location; the path of a file is made absolute.
 
         Raises:
             ConfigurationError: it names no function, or its file is not there.
@@ -51,12 +51,12 @@ class Source:
         return cls(place, function)
 
     def digest(self) -> str:
-        """Of the file's bytes; empty of a module."""
+        """Return the SHA-256 of the file's bytes; empty for a module."""
         path = Path(self.place)
         return hashlib.sha256(path.read_bytes()).hexdigest() if self.place.endswith(".py") else ""
 
     def load(self) -> Callable[..., Any]:
-        """The function.
+        """Import the function from its file or module.
 
         Raises:
             ImportError, AttributeError: it cannot be had; or whatever the file raises.
@@ -83,7 +83,7 @@ class Source:
 
 
 def form_of(field: str, function: Callable[..., Any]) -> Form:
-    """Which form a reward function is written in.
+    """Return the form that a reward function is written in, by its parameters' names.
 
     Raises:
         ConfigurationError: none that is known.
@@ -108,18 +108,18 @@ def form_of(field: str, function: Callable[..., Any]) -> Form:
 
 @dataclass(frozen=True)
 class FunctionGrader:
-    """A user's function; found again where it is used, and refused there if its file is not what it was."""
+    """Grader that calls a user's function; it is loaded anew in each process, and refused if its file has changed."""
 
     field: str
     source: Source
     digest: str = ""  # of the file's bytes, if it is one
 
     def prepare(self) -> None:
-        """Load it: imports take what they take, before anything is graded."""
+        """Load the function before the first grade, as its imports may take long."""
         _ = self._form
 
     def grade(self, sample: Sample) -> Grade:
-        """As its form asks for."""
+        """Grade by calling the function in its form."""
         return _CALLS[self._form](self._function, sample)
 
     @cached_property
@@ -133,7 +133,7 @@ class FunctionGrader:
         return form_of(self.field, self._function)
 
     def check(self) -> None:
-        """Load it here, so that what is wrong with it is said before anything starts.
+        """Load the function in this process, so that a mistake in it is reported before anything starts.
 
         Raises:
             ConfigurationError: it cannot be loaded, or has no known form.
@@ -150,12 +150,12 @@ class FunctionGrader:
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the function: it is loaded anew where this goes."""
+        """Leave the function out of the pickle: it is loaded anew in the other process."""
         return {"field": self.field, "source": self.source, "digest": self.digest}
 
 
 def _call_trl(function: Callable[..., Any], sample: Sample) -> Grade:
-    """TRL's: keywords only, lists of one, every column of the row but `prompt`; a number or None comes back in a list.
+    """Call in TRL's form: keywords, lists of one, every column of the row but `prompt`; a list of a number or None.
 
     Of a conversation, prompts are lists of messages and completions lists of one message of the assistant's.
     """
@@ -195,9 +195,9 @@ def _call_trl(function: Callable[..., Any], sample: Sample) -> Grade:
 
 
 def _call_verl(function: Callable[..., Any], sample: Sample) -> Grade:
-    """verl's: compute_score(data_source, solution_str, ground_truth, extra_info=None) -> number, or dict with `score`.
+    """Call in verl's form: compute_score(data_source, solution_str, ground_truth, extra_info=None) -> number or dict.
 
-    Of the dict, `acc` says whether the solution counts as right; all its other numbers are recorded.
+    The dict holds the reward as `score`; `acc` says whether the solution is right; other numbers are recorded.
     """
     columns = sample.prompt.columns
     model = columns.get("reward_model") or {}
@@ -233,7 +233,7 @@ def _call_answer(function: Callable[..., Any], sample: Sample) -> Grade:
 
 
 def _awaited(value: Any) -> Any:
-    """Of a coroutine its result: each call is a process's own, so it has no loop yet."""
+    """Return a coroutine's result in a new event loop; verifier processes have none running."""
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
@@ -253,7 +253,7 @@ def _number(value: Any) -> float:
 
 @dataclass(frozen=True)
 class Weighted:
-    """A grader, what it is called where its values are recorded, and its weight in the sum."""
+    """Grader with its weight in the sum, and the name that its values are recorded under."""
 
     name: str
     grader: Grader
@@ -262,7 +262,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class RewardSum:
-    """Several rewards: their weighted sum; abstentions are left out of it, and if all abstain so does the sum.
+    """Weighted sum of several rewards; abstentions are left out of it, and if all abstain so does the sum.
 
     Whether a completion counts as a pass is what the first of them says that does not abstain: 1 or more.
     Source of the sum: TRL's GRPOTrainer (`reward_weights`, nansum over functions).
@@ -271,23 +271,23 @@ class RewardSum:
     rewards: Sequence[Weighted] = field(default_factory=tuple)
 
     def prepare(self) -> None:
-        """Whatever takes long before the first grade."""
+        """Prepare every grader that needs it before the first grade."""
         for each in self.rewards:
             if hasattr(each.grader, "prepare"):
                 each.grader.prepare()
 
     @property
     def longest_s(self) -> float:
-        """Wall clock that the graders with limits of their own may take, one after the other."""
+        """Seconds that the graders with limits of their own take at most, one after the other."""
         return sum(float(getattr(each.grader, "longest_s", 0.0)) for each in self.rewards)
 
     def needs_s(self, sample: Sample) -> float:
-        """Wall clock that those with limits of their own may take for this one."""
+        """Return the seconds that graders with limits of their own take at most for this sample."""
         needs = (getattr(each.grader, "needs_s", None) for each in self.rewards)
         return float(sum(of(sample) for of in needs if of is not None))
 
     def grade(self, sample: Sample) -> Grade:
-        """Of one completion."""
+        """Grade with every reward, and add up the weighted terms."""
         grades = [(each, each.grader.grade(sample)) for each in self.rewards]
         parts: dict[str, float] = {}
         for each, grade in grades:

@@ -17,29 +17,29 @@ from lightning_scalerl.verify.grade import Grade, Sample
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-# Possessive: a completion of spaces must not be looked at again from each of them.
+# Possessive quantifiers: without them a completion of many spaces takes quadratic time.
 _BOXED = re.compile(r"\\boxed\s*+\{\s*+(?:\\text\s*+\{)?\s*+\(?([A-Za-z])(?=\s*+[).:}])")
 _LETTER = r"\b\s*+(?i:is\b)?[\s:*]*+\(?((?<=\()[a-z](?=\))|[A-Z](?![A-Za-z']))"
-# What is said of the answer counts before what is said of the options: a reasoned answer goes through the others.
+# "answer" takes precedence over "option": a reasoned answer mentions the other options too.
 _SAID = re.compile(r"\b(?i:answer(?:\s++(?:choice|option))?)" + _LETTER)
 _NAMED = re.compile(r"\b(?i:choice|option)" + _LETTER)
 _IN_BRACKETS = re.compile(r"\(([A-Z])\)")
-# By itself; I is seldom a choice, and A is none before a noun.
+# A letter by itself; but I is mostly the pronoun, and A before a word the article.
 _ALONE = re.compile(r"(?<![A-Za-z'])([B-HJ-Z]|A(?!\s+[a-z]))(?![A-Za-z'])")
-# What asks for the answer apart: what follows it is the answer, to the end of its line.
+# Phrases after which the answer follows, to the end of the line.
 _FINAL = re.compile(r"\b(?:final answer|the answer|answer)\b\s*+(?:is\b)?\s*+:?", re.IGNORECASE)
-# More of a completion is not looked at.
+# Only so many last characters of a completion are searched.
 _LAST = 20_000
 
 
 def normalized(text: str) -> str:
-    """As SQuAD compares texts."""
+    """Normalise a text as SQuAD does: lower case, no punctuation, articles or extra white space."""
     bare = text.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
 def final_answer(text: str) -> str:
-    """What a completion gives as its answer: behind the last "answer is" or "answer:", else its last line."""
+    """Return a completion's answer: after the last "answer is" or "answer:", else its last line."""
     text = text[-_LAST:]
     asked = [found for found in _FINAL.finditer(text) if found[0].rstrip().lower().endswith((":", "is"))]
     after = text[asked[-1].end() :].strip() if asked else ""
@@ -50,7 +50,7 @@ def final_answer(text: str) -> str:
 
 
 def f1(prediction: str, gold: str) -> float:
-    """Harmonic mean of precision and recall over the words of two texts, 0 to 1; of two empty texts 1."""
+    """Return the harmonic mean of precision and recall over the words of two texts, 0 to 1; for two empty texts 1."""
     ours, theirs = normalized(prediction).split(), normalized(gold).split()
     if not ours or not theirs:
         return float(ours == theirs)
@@ -62,26 +62,26 @@ def f1(prediction: str, gold: str) -> float:
 
 
 def golds(answer: Any) -> Sequence[str]:
-    """One accepted answer or several."""
+    """Return the accepted answers as a list, whether there is one or several."""
     return [str(each) for each in answer] if isinstance(answer, list | tuple) else [str(answer)]
 
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """1 if the completion, stripped, is the answer or one of the answers, to the letter."""
+    """Rewards 1 if the completion, stripped, is the answer or one of the answers, to the letter."""
 
     def grade(self, sample: Sample) -> Grade:
-        """Of what follows the thinking."""
+        """Compare the text after the thinking with the answers, to the letter."""
         return Grade(float(sample.answer.strip() in [gold.strip() for gold in golds(sample.prompt.answer)]))
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
-        """A right completion and a wrong one."""
+        """Return a right completion and a wrong one."""
         return golds(answer)[0], golds(answer)[0] + " not"
 
 
 @dataclass(frozen=True)
 class QuestionAnswer:
-    """1 if the final answer is one of the accepted ones after normalization; F1 with the nearest is recorded as `f1`.
+    """Rewards 1 if the final answer is an accepted one after normalization; the best F1 is recorded as `f1`.
 
     Args:
         partial: reward F1 in the place of an exact match.
@@ -90,7 +90,7 @@ class QuestionAnswer:
     partial: bool = False
 
     def grade(self, sample: Sample) -> Grade:
-        """Of the final answer."""
+        """Compare the final answer with the accepted ones, and record the best F1."""
         said = final_answer(sample.answer)
         accepted = golds(sample.prompt.answer)
         exact = float(normalized(said) in [normalized(gold) for gold in accepted])
@@ -98,47 +98,49 @@ class QuestionAnswer:
         return Grade(nearest if self.partial else exact, {"f1": nearest}, correct=bool(exact))
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
-        """A right completion and a wrong one."""
+        """Return a right completion and a wrong one."""
         return f"The answer is {golds(answer)[0]}", "The answer is xyzzy plugh"
 
 
 @dataclass(frozen=True)
 class TruthfulAnswer:
-    """1 if the final answer is nearer (F1) to one of the true answers than to any of the false ones.
+    """Rewards 1 if the final answer is nearer (F1) to one of the true answers than to any of the false ones.
 
     The answer is {"true": [...], "false": [...]}. A stand-in for the judges of TruthfulQA, which are models.
     """
 
     def grade(self, sample: Sample) -> Grade:
-        """Of the final answer."""
+        """Compare the final answer's best F1 over the true answers with that over the false ones."""
         said = final_answer(sample.answer)
         true = max((f1(said, each) for each in sample.prompt.answer["true"]), default=0.0)
         false = max((f1(said, each) for each in sample.prompt.answer["false"]), default=0.0)
         return Grade(float(true > false), {"f1_true": true, "f1_false": false})
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
-        """A right completion and a wrong one."""
+        """Return a right completion and a wrong one."""
         false = answer["false"][0] if answer["false"] else "xyzzy"
         return f"The answer is {answer['true'][0]}", f"The answer is {false}"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """1 if the letter that the completion gives is the answer: boxed, behind "answer is", behind "option", in brackets,
-    else alone."""
+    """Rewards 1 if the letter that the completion gives is the answer.
+
+    The letter is looked for boxed, after "answer is", after "option", in brackets, else alone.
+    """
 
     def grade(self, sample: Sample) -> Grade:
-        """Of what follows the thinking."""
+        """Compare the letter that the text after the thinking gives with the answer."""
         return Grade(float(chosen_letter(sample.answer) == str(sample.prompt.answer).strip().upper()))
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
-        """A right completion and a wrong one."""
+        """Return a right completion and a wrong one."""
         letter = str(answer).strip().upper()
         return f"The answer is ({letter}).", f"The answer is ({'B' if letter == 'A' else 'A'})."
 
 
 def chosen_letter(text: str) -> str | None:
-    """The choice that a text makes; None if it makes none."""
+    """Return the letter that a text chooses; None if it chooses none."""
     for pattern in (_BOXED, _SAID, _NAMED, _IN_BRACKETS, _ALONE):
         found = pattern.findall(text[-_LAST:])
         if found:

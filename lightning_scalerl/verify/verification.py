@@ -1,4 +1,4 @@
-"""How completions are graded: in how many processes, how long, and what becomes of those that cannot be."""
+"""Settings of verification: processes, timeouts, and the treatment of completions that cannot be graded."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ log = logging.getLogger(__name__)
 
 
 class RewardError(CannotGoOnError):
-    """Too many completions cannot be graded; names prompts and what went wrong."""
+    """Raised when too many completions cannot be graded; it names prompts and errors."""
 
 
 class Verifiers(Protocol):
-    """Whatever grades: a pool of processes, or this one."""
+    """Protocol of verifiers: a pool of processes, or the calling process."""
 
     def submit(self, sample: Sample) -> int:
-        """Give a completion to be graded; returns its ticket."""
+        """Queue a completion for grading; return its ticket."""
         ...
 
     def wait(self, ticket: int) -> Outcome:
-        """The outcome of a ticket, once, as soon as there is one."""
+        """Return the outcome of a ticket, once, as soon as there is one."""
         ...
 
     def done(self) -> Sequence[tuple[int, Outcome]]:
-        """All that are graded and not fetched."""
+        """Return all outcomes that were not fetched, with their tickets."""
         ...
 
     def forget(self, tickets: Iterable[int]) -> None:
-        """Nobody waits any more for these."""
+        """Drop the outcomes of these tickets."""
         ...
 
     def close(self) -> None:
-        """End whatever it has started."""
+        """End all processes that it has started."""
         ...
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Where and how verifiers run. Three outcomes: a score, an abstention, an error of the infrastructure.
+    """Settings for where and how verifiers run; a grade is a score, an abstention or an infrastructure error.
 
     Args:
         workers: processes; 0 for the trainer's own, where nothing can stop a verifier that hangs.
@@ -95,7 +95,7 @@ class Verification:
             raise ConfigurationError(f"verify.max_error_share: {share!r} must be a share, 0 to 1")
 
     def verifiers(self, grader: Grader, trusted: bool) -> Verifiers:
-        """To grade with; `trusted` ones need no process of their own.
+        """Start verifiers with this grader; a `trusted` one runs in the trainer's own process.
 
         Raises:
             ConfigurationError: a grader may take longer than it is given.
@@ -128,7 +128,7 @@ class ErrorWatch:
         self._empty = 0
 
     def observe(self, prompt: Prompt, outcome: Outcome) -> None:
-        """One more.
+        """Count one outcome, and raise if errors are too many.
 
         Raises:
             RewardError: an error, and they are to stop the run; or too many.
@@ -156,7 +156,7 @@ class ErrorWatch:
             )
 
     def check_step(self, scored: int, errors: int, step: int) -> None:
-        """After a step's batch is put together: one of which nothing at all was graded trains on nothing.
+        """Check a step's batch: one without any score, but with errors, would train on nothing.
 
         Raises:
             RewardError: there were errors in it, and no score; or none had one for many steps.
@@ -174,11 +174,11 @@ class ErrorWatch:
 
     @property
     def last_errors(self) -> Sequence[str]:
-        """The latest, in one line each."""
+        """Latest errors, one line each."""
         return tuple(self._shown)
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the run's beginning; seconds are the graders' own."""
+        """Return counts since the run's beginning, and the graders' own seconds."""
         graded = max(1, sum(self._counts[name] for name in ("scored", "abstained", "errors")))
         return {
             **{f"verify/{name}": float(count) for name, count in self._counts.items()},
@@ -188,7 +188,7 @@ class ErrorWatch:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All counts."""
+        """Return all counts, for a checkpoint."""
         return {
             "recent": list(self._recent),
             "shown": list(self._shown),
@@ -198,7 +198,7 @@ class ErrorWatch:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting from there."""
+        """Restore all counts from a checkpoint."""
         self._recent = deque(state["recent"], maxlen=WINDOW)
         self._shown = list(state["shown"])
         self._counts |= state["counts"]
@@ -207,7 +207,7 @@ class ErrorWatch:
 
 
 def check_verifiers(verifiers: Verifiers, known: Sequence[Known], passes: Callable[[Outcome], bool]) -> str:
-    """Before the first step: what is right must pass and what is wrong must not, in the very processes that will grade.
+    """Try the verifiers before the first step, in the processes that will grade: right must pass, wrong must not.
 
     Args:
         verifiers: that will grade.

@@ -1,4 +1,4 @@
-"""A verifier's process, one completion at a time in its main thread: started by `pool`, with two descriptors.
+"""Process of a verifier: one completion at a time in its main thread; `pool` starts it with two descriptors.
 
 Its main thread, because math-verify and others stop themselves with SIGALRM, which works nowhere else. It is killed
 from outside if that does not help. It needs no torch, unless what it grades with does.
@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Grade until the other end is closed."""
+    """Grade completions until the other end is closed."""
     parent = int(sys.argv[2])
     # A grader that hangs would not see that its parent is gone.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

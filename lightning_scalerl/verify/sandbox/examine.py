@@ -1,4 +1,4 @@
-"""The judge's side of a judgement: runs the tests of a data set against a program that lives in another process.
+"""Judge's side of a judgement: it runs a data set's tests against a program in another process.
 
 Runs inside the judge's sandbox (standard library only). Names that the tests use and only the program can mean are
 bound to what the program sends: plain values, or `Remote` stand-ins whose calls go there and which are equal to nothing
@@ -23,24 +23,24 @@ from lightning_scalerl.verify.sandbox.plain import Handle, MalformedError, decod
 _LENDERS = ("math", "collections", "itertools", "functools", "typing", "copy", "heapq", "bisect", "string", "re")
 _LENT_AS = {"np": "numpy", "numpy": "numpy"}
 _LONGEST_REASON = 300
-# In the tests' own `map` or `iter`, these would not be a failure but the end of a loop, whose asserts then never run.
+# Raised inside the tests' own `map` or `iter`, these would silently end a loop whose asserts then never run.
 _ENDS_A_LOOP = (StopIteration, StopAsyncIteration)
 
 
 class ProgramError(Exception):
-    """Raised in the tests where the program raised what is no ordinary built-in exception, or ends a loop of theirs."""
+    """Raised in the tests where the program raised no ordinary built-in exception, or one that would end their loop."""
 
 
 class ProgramGoneError(BaseException):
-    """The program's process ended, or sent what is no answer. Not for the tests to catch."""
+    """Raised when the program's process has ended or sent no valid answer; tests cannot catch it."""
 
 
 class FailedError(Exception):
-    """The verdict is reached, and it is a failure."""
+    """Raised when the verdict is reached, and is a failure."""
 
 
 class Remote:
-    """An object of the program, as the tests see it: attributes and calls go there, all else says nothing of it."""
+    """Proxy of a program's object in the tests: attributes and calls go to the program, all else stays here."""
 
     __slots__ = ("__handle", "__program")
 
@@ -53,7 +53,7 @@ class Remote:
         return self.__program.ask("get", self.__handle, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """There."""
+        """Call the object in the program's process."""
         return self.__program.call(self.__handle, args, kwargs)
 
     def __repr__(self) -> str:
@@ -61,26 +61,26 @@ class Remote:
 
 
 class Program:
-    """The other process, over two pipes."""
+    """Connection to the program's process, over two pipes."""
 
     def __init__(self, requests: int, answers: int) -> None:
         self._requests, self._answers = requests, answers
         self.calls, self.broken = 0, ""
 
     def loaded(self) -> str | None:
-        """None once the program is ready; otherwise the type of what it raised."""
+        """Return None once the program is ready; otherwise the type of the exception that it raised."""
         status, kind = self._receive()
         return None if status == "loaded" else str(kind)
 
     def names(self, names: Iterable[str]) -> dict[str, Any]:
-        """What the program defines of these."""
+        """Return those of the given names that the program defines, with their values."""
         given = self.ask("names", sorted(names))
         if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
             raise self._gone("an answer of another kind")
         return given
 
     def ask(self, what: str, *operands: Any) -> Any:
-        """The answer to one request, or what the program raised."""
+        """Send one request and return its answer, or raise what the program raised."""
         return self._answer([what, *operands])[0]
 
     def call(self, target: Handle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,7 +136,7 @@ def _handle_of(thing: Any) -> Handle | None:
 
 
 def _as_raised(kind: str, args: tuple[Any, ...]) -> Exception:
-    """The same built-in exception, if it is an ordinary one."""
+    """Return the same built-in exception if it is an ordinary one, else a `ProgramError`."""
     known = getattr(builtins, kind, None)
     if isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, _ENDS_A_LOOP):
         try:
@@ -147,7 +147,7 @@ def _as_raised(kind: str, args: tuple[Any, ...]) -> Exception:
 
 
 def _change(mine: Any, theirs: Any) -> None:
-    """Make the tests' mutable arguments what the program made of its copies; their identity stays."""
+    """Copy the program's changes into the tests' mutable arguments, which keep their identity."""
     if isinstance(mine, list) and isinstance(theirs, list):
         if len(mine) != len(theirs):
             mine[:] = theirs
@@ -201,7 +201,7 @@ def _text(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """The line of the tests that was running."""
+    """Return the line of the tests that was running."""
     line, trace = 0, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "tests.py":
@@ -233,7 +233,7 @@ def _examine(config: dict[str, Any], program: Program) -> None:
 
 
 def _bind(tree: ast.Module, entry_point: str | None, names: dict[str, Any], program: Program) -> Any:
-    """Give the tests the names they lack; returns the entry point as a callable."""
+    """Give the tests the names they lack; return the entry point as a callable."""
     free = {n for n in _free(tree) if n not in names and not hasattr(builtins, n)}
     root = entry_point.partition(".")[0].removesuffix("()") if entry_point else None
     modules = {n for n in free if n != root and (n in sys.stdlib_module_names or n in _LENT_AS)} & _only_dotted(tree)
@@ -261,7 +261,7 @@ def _bind(tree: ast.Module, entry_point: str | None, names: dict[str, Any], prog
 
 
 def _candidate(entry_point: str, root: Any) -> Callable[..., Any]:
-    """`f`, or `Solution.method` with an instance of its own for every call."""
+    """Return `f`, or `Solution.method` with a new instance for every call."""
     path = entry_point.split(".")
 
     def candidate(*args: Any, **kwargs: Any) -> Any:
@@ -287,7 +287,7 @@ def _lend(name: str) -> tuple[Any] | None:
 
 
 def _free(tree: ast.Module) -> set[str]:
-    """Names that are read but that nothing in the tests makes."""
+    """Return names that the tests read but do not define."""
     read: set[str] = set()
     made: set[str] = set()
     for node in ast.walk(tree):
@@ -307,7 +307,7 @@ def _free(tree: ast.Module) -> set[str]:
 
 
 def _only_dotted(tree: ast.Module) -> set[str]:
-    """Names that are never used but as `name.attribute`."""
+    """Return names that are only used as `name.attribute`."""
     dotted = [n.value.id for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
     used = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name)]
     return {name for name in dotted if used.count(name) == dotted.count(name)}
@@ -318,7 +318,7 @@ def _defines(tree: ast.Module, name: str) -> bool:
 
 
 def _run_test_functions(tree: ast.Module, names: dict[str, Any]) -> None:
-    """Functions `test...` that take nothing and that the tests do not call themselves."""
+    """Run the functions `test...` that take no arguments and that the tests do not call themselves."""
     read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and node.name not in read:

@@ -12,7 +12,7 @@ _MAX_FRAME = 3 * MAX_BYTES
 
 
 def send(pipe: int, message: bytes) -> None:
-    """Write one message.
+    """Write one message to a pipe, its length first.
 
     Raises:
         OSError: nobody reads any more.
@@ -23,7 +23,7 @@ def send(pipe: int, message: bytes) -> None:
 
 
 def receive(pipe: int) -> bytes | None:
-    """The next message; None at the end, and for one that is cut short or beyond all limits."""
+    """Read the next message; None at the end, and for one that is cut short or too long."""
     head = _exactly(pipe, 4)
     if head is None:
         return None

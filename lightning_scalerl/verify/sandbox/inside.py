@@ -1,4 +1,4 @@
-"""The first thing that runs in a sandboxed process: shut it in, tell the parent, then do its part.
+"""Entry of a sandboxed process: it enters the jail, tells the parent, then plays its role.
 
 Runs inside the child only (standard library only).
 """

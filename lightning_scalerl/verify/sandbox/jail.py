@@ -1,4 +1,4 @@
-"""What a sandboxed process does to itself before foreign code runs: limits, another user, Landlock, seccomp.
+"""Confinement that a sandboxed process applies to itself before foreign code runs: limits, user, Landlock, seccomp.
 
 Runs inside the child only, as its first act, and imports nothing but the standard library: the parent sends the
 compiled module along (`launch.py`), so nothing of this package has to be visible in the sandbox. Every step is one way:
@@ -98,7 +98,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class JailError(RuntimeError):
-    """A step that did not work; foreign code must not run."""
+    """Raised when a step of the confinement fails; foreign code must then not run."""
 
 
 def _checked(what: str, result: int) -> int:
@@ -118,12 +118,12 @@ def _syscall(number: int, *arguments: Any) -> int:
 
 
 def landlock_abi() -> int:
-    """The version of Landlock that this kernel gives; 0 if it has none or it is switched off."""
+    """Return the version of Landlock that this kernel gives; 0 if it has none or it is switched off."""
     return max(0, _syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
 def seccomp_obstacle() -> str | None:
-    """What is in the way of a filter of system calls on this machine; None if nothing is known to be."""
+    """Return why system calls cannot be filtered on this machine; None if no reason is known."""
     machine = os.uname().machine
     if machine not in _AUDIT_ARCH:
         return f"no filter is written for {machine}"
@@ -133,7 +133,7 @@ def seccomp_obstacle() -> str | None:
 
 
 def enter(config: Mapping[str, Any]) -> int | None:
-    """Shut this process in; returns a descriptor of its bounded scratch directory, if it has one.
+    """Confine this process; return a descriptor of its bounded scratch directory, if it has one.
 
     Args:
         config: plain data of `launch.py`: `scratch`, `readable`, `devices` (paths); `limits` (cpu_s, memory_mib,
@@ -169,7 +169,7 @@ def enter(config: Mapping[str, Any]) -> int | None:
 
 
 def watch_over_a_child() -> None:
-    """Return in a new process; this one waits for its end, passes it on as its own, and has no other part.
+    """Fork, and return in the new process; this one only waits for it and exits with its status.
 
     For the first process of a pid namespace: signals mean something else to it, and with it all others end. It stays
     the user it is, so that the one who started it may end it, but gives up its rights.
@@ -188,7 +188,7 @@ def watch_over_a_child() -> None:
 
 
 def _bound_scratch(config: Mapping[str, Any]) -> int:
-    """Mount a file system in memory on the scratch directory, seen by this process alone; returns a descriptor of it.
+    """Mount a file system in memory on the scratch directory, visible to this process only; return a descriptor of it.
 
     Its size bounds what is written, whatever way: also to files that have no name any more, which nobody could find.
     """
@@ -221,7 +221,7 @@ def _set_limits(limits: Mapping[str, Any]) -> None:
         resource.RLIMIT_MSGQUEUE: (0, 0),
         resource.RLIMIT_SIGPENDING: (256, 256),
         resource.RLIMIT_NPROC: (limits["processes"],) * 2,
-        # Right programs recurse deeply, too.
+        # Correct programs may recurse deeply.
         resource.RLIMIT_STACK: (64 * _MEBIBYTE,) * 2,
     }
     for kind, (soft, hard) in wanted.items():
@@ -232,7 +232,7 @@ def _set_limits(limits: Mapping[str, Any]) -> None:
 
 
 def _drop(user: int | None, keeps_read: bool) -> None:
-    """Become `user`, which nobody else is, and give up every capability.
+    """Become `user`, whom no other process has, and give up every capability.
 
     One may stay: where the interpreter lies below a folder that only root may enter, reading would end with root, so
     the right to read is kept and Landlock alone says what.
@@ -250,7 +250,7 @@ def _drop(user: int | None, keeps_read: bool) -> None:
 
 
 def _ruleset(config: Mapping[str, Any]) -> int:
-    """A Landlock ruleset: read below `readable`, write below `scratch` only, no network, no signals out of here."""
+    """Build a Landlock ruleset: read below `readable`, write below `scratch` only, no network, no signals outside."""
     abi = config["landlock"]
     handled = (1 << 13) - 1
     for since, right in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):
@@ -302,7 +302,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def seccomp_program(machine: str, own_pid: int, bounded: bool = True) -> list[Instruction]:
-    """The filter, as classic BPF: (code, jump if true, jump if false, operand).
+    """Return the filter as classic BPF: (code, jump if true, jump if false, operand).
 
     Args:
         machine: `x86_64` or `aarch64`.
@@ -344,19 +344,19 @@ def _give() -> Instruction:
 
 
 def _only(index: int, *values: int) -> list[Instruction]:
-    """Given if the argument is one of `values`, refused otherwise."""
+    """Allow the call if the argument is one of `values`, else refuse it."""
     tests = [(_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
     return [_argument(index), *tests, _refuse(), _give()]
 
 
 def _none_of(index: int, *values: int) -> list[Instruction]:
-    """Refused if the argument is one of `values`, given otherwise."""
+    """Refuse the call if the argument is one of `values`, else allow it."""
     tests = [(_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
     return [_argument(index), *tests, _give(), _refuse()]
 
 
 def _by_argument(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]:
-    """What decides on the calls that are neither given nor refused as a whole."""
+    """Return the filter's parts for calls that are judged by their arguments, by the call's name."""
     # Opened for reading only, but truncated: early versions of Landlock take that for reading.
     truncates = [(_AND, 0, 0, os.O_ACCMODE | os.O_TRUNC), (_EQUAL, 0, 1, os.O_TRUNC), _refuse(), _give()]
     # Private mappings stay: libraries are mapped so.

@@ -1,4 +1,4 @@
-"""Judges a program by the tests of a data set. The program never sees them, nor what they expect."""
+"""Judgement of a program by a data set's tests. The program never sees them, nor what they expect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPARE_KIB = 64  # beyond what is expected: other white space
 
 @dataclass(frozen=True)
 class JudgeResult:
-    """A verdict.
+    """Verdict on a program, with the first failure.
 
     Args:
         passed: all tests ran to their end.
@@ -149,13 +149,13 @@ def judge_stdio(
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether two outputs are equal as `judge_stdio` has it."""
+    """Return whether two outputs are equal by the rules of `judge_stdio`."""
     mine, theirs = printed.split(), expected.split()
     return len(mine) == len(theirs) and all(a == b or _close(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def _close(one: str, other: str) -> bool:
-    # Not as floats: those make neighbours of large whole numbers equal.
+    # Decimal, not float: floats would make large whole numbers equal to their neighbours.
     if not _FRACTION.search(one + " " + other) or not (_NUMBER.fullmatch(one) and _NUMBER.fullmatch(other)):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Sandboxed processes from the outside: started, listened to, ended, and cleared away.
+"""Sandboxed processes from the outside: starting, reading, ending and cleaning up.
 
 What runs inside (`inside.py` and what it imports) is sent along as compiled code in an anonymous file, so that the
 sandbox needs nothing of this package's folder, and starting costs no reading of modules.
@@ -74,12 +74,12 @@ _USERS = (1_900_000_000, 2_100_000_000)
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed; says nothing of the program that was to run in it. One line."""
+    """Raised when the sandbox itself failed, not the program that was to run in it. One line."""
 
 
 @dataclass
 class Capture:
-    """What comes through one pipe.
+    """Reader of one pipe of the sandbox, with a limit on the bytes that it keeps.
 
     Args:
         pipe: the reading end; closed at its end.
@@ -95,7 +95,7 @@ class Capture:
     open: bool = True
 
     def read(self) -> None:
-        """Take what is there; the caller has seen that there is something."""
+        """Read what is there; the caller has checked that there is something."""
         part = os.read(self.pipe, 1 << 16)
         if not part:
             self.close()
@@ -104,19 +104,19 @@ class Capture:
         self.full |= len(part) > room
 
     def drain(self) -> None:
-        """Take all that is there now."""
+        """Read everything that is there now, without waiting."""
         while self.open and not self.full and select.select([self.pipe], [], [], 0)[0]:
             self.read()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the pipe; a second call does nothing."""
         if self.open:
             self.open = False
             os.close(self.pipe)
 
     @property
     def text(self) -> str:
-        """As text, whatever it is."""
+        """Captured bytes as text; invalid UTF-8 is replaced."""
         return self.taken.decode("utf-8", "replace")
 
 
@@ -234,11 +234,11 @@ class Sandboxed:
         self.end()
 
     def end(self) -> None:
-        """Kill all of it and delete its files; idempotent. Returns when nothing is left."""
+        """Kill all its processes and delete its files; return when nothing is left. A second call does nothing."""
         self._closing.close()
 
     def hear(self) -> None:
-        """Read from the status line, which has something. Not once it is ready: foreign code could write there, too.
+        """Read from the status line, which has something; never once it is ready: foreign code could write there, too.
 
         Raises:
             SandboxError: it has ended without ever being ready.
@@ -254,7 +254,7 @@ class Sandboxed:
             raise SandboxError(f"the sandbox does not start: {words[-300:] or 'it says nothing'}")
 
     def over_quota(self) -> bool:
-        """Whether the scratch directory holds more, or is nested deeper, than it may."""
+        """Return whether the scratch directory holds too much or, on a disk, is nested too deep."""
         if self._bounded is None:
             return _holds_more(self._scratch, self._most_bytes)
         about = os.fstatvfs(self._bounded)  # Files without a name are among it.
@@ -266,7 +266,7 @@ class Sandboxed:
         return (self._limits.file_mib + 1) * _MEBIBYTE
 
     def wait(self, options: int = 0) -> int | None:
-        """Its exit code, or minus the signal that ended it; None with `os.WNOHANG` while it runs."""
+        """Return its exit code, or minus the signal that ended it; None with `os.WNOHANG` while it runs."""
         if self.returncode is not None:
             return self.returncode
         try:
@@ -276,13 +276,13 @@ class Sandboxed:
         if waited:
             self.returncode = os.waitstatus_to_exitcode(status)
             self._process.returncode = self.returncode
-            # What ended the process inside comes the way a shell tells it.
+            # bubblewrap reports a signal inside as a shell does, 128 + its number.
             if self._walls.bubblewrap and 128 < self.returncode <= 128 + signal.SIGRTMAX:
                 self.returncode = 128 - self.returncode
         return self.returncode
 
     def _kill(self) -> None:
-        """Return when nothing of it is left, not even for the machine's first process to wait for."""
+        """Kill the process; return when nothing of it is left, not even a zombie for the machine's init."""
         until = time.monotonic() + _END_S
         if self._walls.bubblewrap and (inner := self._inside()) is not None:
             # Killing bubblewrap itself would orphan what it has started.
@@ -290,7 +290,7 @@ class Sandboxed:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(inner, signal.SIGKILL)
                 select.select([] if self.ended is None else [self.ended], [], [], _TICK_S)
-        # Not once it has been waited for: the number may be somebody else's.
+        # Only before it was waited for: afterwards the kernel may give its pid to another process.
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -299,7 +299,7 @@ class Sandboxed:
             _sweep(self._user)
 
     def _inside(self) -> int | None:
-        """The number of the process inside bubblewrap; None if it has not come so far."""
+        """Return the number of the process inside bubblewrap; None if it is not known yet."""
         if not select.select([self._about], [], [], 0)[0]:
             return None
         found = re.search(rb'"child-pid":\s*(\d+)', os.read(self._about, 1 << 12))
@@ -309,7 +309,7 @@ class Sandboxed:
 def attend(
     children: Sequence[Sandboxed], captures: Sequence[Capture], wall_s: float, done: Callable[[], bool]
 ) -> tuple[str, float]:
-    """Listen until `done`, or until a limit ends it.
+    """Read from the children until `done`, or until a limit ends it.
 
     Args:
         children: all must become ready, and the clock starts when they are.
@@ -368,7 +368,7 @@ def _listen(children: Sequence[Sandboxed], captures: Sequence[Capture], timeout_
 
 
 def anonymous(content: bytes) -> int:
-    """A descriptor of a file without a name that holds `content` and cannot be changed; to be closed by the caller."""
+    """Return a descriptor of an unnamed, immutable file that holds `content`; the caller closes it."""
     sealed = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(sealed, "wb", closefd=False) as file:
         file.write(content)
@@ -391,19 +391,19 @@ def _modules() -> list[tuple[str, CodeType]]:
 
 @cache
 def _python() -> str:
-    """The interpreter itself, not a virtual environment's link to it."""
+    """Return the path of the interpreter itself, not of a virtual environment's link to it."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 @cache
 def _sys_path() -> list[str]:
-    """Where installed packages are; what a `.pth` file adds (this very project, if editable) is left out."""
+    """Return where installed packages are, without what `.pth` files add (this very project, if editable)."""
     return [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages") and Path(p).is_dir()]
 
 
 @cache
 def _readable() -> list[str]:
-    """All that is visible inside, apart from the scratch directory: libraries and Python."""
+    """Return all paths visible inside, apart from the scratch directory: libraries and Python."""
     libraries = [str(Path(sys.base_prefix) / name) for name in ("lib", "lib64")]
     libraries.append(str(sysconfig.get_config_var("LIBDIR") or ""))
     libraries.append(str(Path(os.__file__).parent))
@@ -413,7 +413,7 @@ def _readable() -> list[str]:
 
 @cache
 def _open_to_all() -> bool:
-    """Whether a user with no rights of its own can use this Python."""
+    """Return whether a user with no rights of its own can use this Python."""
     for path in (Path(p) for p in _readable()):
         for folder in path.parents:
             if not folder.stat().st_mode & stat.S_IXOTH:
@@ -442,7 +442,7 @@ def _environment(scratch: str) -> dict[str, str]:
 
 
 def _bubblewrap(walls: Walls, scratch: str, about: int) -> list[str]:
-    """bubblewrap's part of the command line, with options that its early versions know, too.
+    """Return bubblewrap's part of the command line, with options that its early versions know, too.
 
     Python is the first process of its namespace (`inside.py` watches from there): one of bubblewrap's in between would
     be left for the machine's first process to wait for, which in a container often never does.
@@ -478,12 +478,12 @@ def _bubblewrap(walls: Walls, scratch: str, about: int) -> list[str]:
 
 
 def _topmost(paths: Sequence[str]) -> list[str]:
-    """Without those that lie below another one: they are there already."""
+    """Return the paths without those that lie below another one of them."""
     return [p for p in paths if not any(str(parent) in paths for parent in Path(p).parents)]
 
 
 def remove_left(name: str) -> None:
-    """The scratch folders of a process that was killed; `name` was its `SCRATCH`."""
+    """Delete the scratch folders of a process that was killed; `name` was its `SCRATCH`."""
     for place in _places():
         for scratch in Path(place).glob(f"{_PREFIX}{name}-*"):
             _remove(str(scratch))
@@ -512,7 +512,7 @@ def _passable(place: str) -> bool:
 
 
 def user_range() -> tuple[int, int] | None:
-    """User numbers that nobody has, from and to; None where root can become nobody else.
+    """Return a range of user numbers that nobody has; None where root can become nobody else.
 
     In a container only some numbers exist: the last quarter of the longest row of them is taken.
     """
@@ -539,13 +539,13 @@ def _new_user() -> int:
 
 
 def _threads_of_others() -> int:
-    """What the user may run beside a sandbox that shares its limit: what it runs now, and what it starts meanwhile."""
+    """Return the threads to allow beside a sandbox that shares its user's limit: those now, and a margin."""
     return _count_threads(os.geteuid(), int(time.monotonic())) + _STARTED_MEANWHILE
 
 
 @lru_cache(maxsize=1)
 def _count_threads(user: int, second: int) -> int:
-    """How many threads the user has on this machine; counted once a second at most."""
+    """Return the number of threads that the user has on this machine; counted once a second at most."""
     total = 0
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
@@ -556,7 +556,7 @@ def _count_threads(user: int, second: int) -> int:
 
 
 def _sweep(user: int) -> None:
-    """Kill all processes of a user that only one sandbox has; for those without walls that would do it."""
+    """Kill all processes of a user that only one sandbox has; without a pid namespace nothing else would."""
     for _ in itertools.repeat(None, 100):
         found = False
         for process in Path("/proc").iterdir():
@@ -573,7 +573,7 @@ def _sweep(user: int) -> None:
 
 
 def _entries(folder: str) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """All below a folder, links not followed, in no order, without recursion."""
+    """Yield all entries below a folder without recursion, in no order; links are not followed."""
     waiting = [folder]
     while waiting:
         with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(waiting.pop()) as entries:
@@ -598,7 +598,7 @@ def _holds_more(folder: str, limit: int) -> bool:
 
 
 def _remove(scratch: str) -> None:
-    """Delete it, whatever depth, names and permissions it holds.
+    """Delete a folder, whatever depth, names and permissions it holds.
 
     Folders within folders are moved up before they are emptied, so that neither recursion nor a path's length matters.
     """
@@ -622,7 +622,7 @@ def _names(folder: int) -> list[str]:
 
 
 def _flatten(top: int, name: str, numbers: Iterator[int]) -> bool:
-    """Remove one entry of the folder `top`, the folders in it becoming entries of `top`; whether that worked."""
+    """Remove one entry of the folder `top`, moving folders in it up to `top`; return whether that worked."""
     try:
         if not stat.S_ISDIR(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
             os.unlink(name, dir_fd=top)

@@ -1,4 +1,4 @@
-"""What one run of foreign code may take of this machine."""
+"""Limits on what one run of foreign code may take of this machine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass, fields
 
 from lightning_scalerl.checks import ConfigurationError, positive, whole_number
 
-# Less, and the interpreter itself does not start.
+# With less the interpreter itself does not start.
 _LEAST_MEMORY_MIB = 64
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one process each, unless it says otherwise.
+    """Limits of one process each, unless a field says otherwise.
 
     Args:
         wall_s: seconds by the clock from the start of foreign code; for a judgement, of all its calls together.

@@ -1,4 +1,4 @@
-"""Plain data as bytes: what crosses from a program under test to the judge is rebuilt there from built-in types alone.
+"""Plain data as bytes: values from a program under test are rebuilt for the judge from built-in types alone.
 
 Not pickle: nothing in a message can name a class or a function, so an object whose `__eq__` lies arrives as the plain
 value it was made from, or as a handle that is equal to nothing. Runs inside the sandbox (standard library only).
@@ -19,15 +19,15 @@ _MAX_NAME = 200
 
 
 class NotPlainError(Exception):
-    """A value that cannot cross: of another type, too deep or too large."""
+    """Raised for a value that cannot cross: of another type, too deep or too large."""
 
 
 class MalformedError(Exception):
-    """Bytes that are no message."""
+    """Raised for bytes that are no valid message."""
 
 
 class Handle:
-    """Stands in a message for an object that stays where it is."""
+    """Stand-in in a message for an object that stays in its process."""
 
     __slots__ = ("kind", "number")
 
@@ -40,7 +40,7 @@ FromHandle = Callable[[Handle], Any]
 
 
 def encode(value: Any, handle: ToHandle = lambda _: None) -> bytes:
-    """`value` as bytes.
+    """Encode a value of built-in types as bytes.
 
     Subclasses of the built-in types (Counter, namedtuple, IntEnum) and NumPy's scalars travel as the built-in value;
     iterators as what they would give.
@@ -59,7 +59,7 @@ def encode(value: Any, handle: ToHandle = lambda _: None) -> bytes:
 
 
 def decode(message: bytes, handle: FromHandle | None = None) -> Any:
-    """What `encode` was given.
+    """Decode a value from the bytes of `encode`.
 
     Args:
         message: from anybody.
@@ -102,7 +102,7 @@ def _number(out: bytearray, tag: bytes, value: int) -> None:
 
 
 def _write_integers(out: bytearray, value: list[Any]) -> bool:
-    """Long lists of small integers, the bulk of what tests send, at the speed of C; False if it is none."""
+    """Write a long list of small integers, the bulk of what tests send, in one C call; False if it is none."""
     if list.__len__(value) < 16 or set(map(type, list.__iter__(value))) != {int}:
         return False
     try:
@@ -202,7 +202,7 @@ class _Reader:
         return [self.value(depth - 1) for _ in range(self._size())]
 
     def value(self, depth: int) -> Any:
-        """The value that begins here."""
+        """Read the value that begins at the current position."""
         if depth <= 0:
             raise MalformedError(f"nested more than {MAX_DEPTH} deep")
         tag = self._take(1)

@@ -1,4 +1,4 @@
-"""Which protections this machine gives, tried out and not just looked up."""
+"""Detection of the protections that this machine gives, by trial and not just by looking up."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ print("done")
 
 
 def check_protections(allow_unprotected: bool, mode: Mode = "auto") -> Protections:
-    """The best protections of this machine, after a trial run behind them.
+    """Return the best protections of this machine, after a trial run behind them.
 
     Args:
         allow_unprotected: go on without isolation, with whatever there is (`task.sandbox.unprotected`).
@@ -74,7 +74,7 @@ def check_protections(allow_unprotected: bool, mode: Mode = "auto") -> Protectio
 
 
 def _candidates(mode: Mode, obstacles: dict[str, str]) -> list[Walls]:
-    """Walls to try, best first; notes on the way what is missing from the start."""
+    """Return walls to try, best first; note on the way what is missing from the start."""
     landlock = landlock_abi() if mode != "none" else 0
     if not landlock:
         obstacles[LANDLOCK] = "the kernel has none, or it is switched off"
@@ -108,7 +108,7 @@ def _bounded_first(walls: list[Walls]) -> list[Walls]:
 
 
 def _stands(walls: Walls, obstacles: dict[str, str]) -> bool:
-    """Whether a program starts behind these walls and gets at nothing beyond; notes what is in the way."""
+    """Return whether a program starts behind these walls and reaches nothing beyond; note what fails."""
     try:
         in_reach = _try_out(walls)
         # Walls that promise nothing need only stand.
@@ -128,7 +128,7 @@ def _stands(walls: Walls, obstacles: dict[str, str]) -> bool:
 
 
 def _try_out(walls: Walls) -> list[str]:
-    """What a program behind these walls could do that it must not; empty: nothing."""
+    """Return what a program behind these walls could do that it must not; empty if nothing."""
     with tempfile.TemporaryDirectory(prefix="scalerl-probe-") as folder, socket.socket() as listener:
         secret = Path(folder, "secret")
         secret.write_text("secret")
@@ -149,7 +149,7 @@ def _try_out(walls: Walls) -> list[str]:
 
 
 def _namespace_settings() -> str:
-    """Settings of the kernel that forbid user namespaces, as the end of a sentence."""
+    """Return the kernel settings that forbid user namespaces, as the end of a sentence."""
     said = []
     for path, forbidding in _SETTINGS:
         try:

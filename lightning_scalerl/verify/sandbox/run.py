@@ -1,4 +1,4 @@
-"""Runs a program of standard input and output in the sandbox."""
+"""Runs of a program of standard input and output in the sandbox."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STDERR_TAIL = 4096
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended.
+    """Result of a program's run: how it ended and what it wrote.
 
     Args:
         status: see `Status`.
@@ -51,7 +51,7 @@ def run_program(source: str, stdin: str, limits: Limits, protections: Protection
 
 
 def run_in(walls: Walls, source: str, stdin: str, limits: Limits) -> ProgramResult:
-    """The same behind walls that nobody has checked; `protections.py` tries them out with it.
+    """Run the program behind walls that were not checked; `protections.py` tries them out with it.
 
     Raises:
         SandboxError: as above.

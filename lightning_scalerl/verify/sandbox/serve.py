@@ -1,4 +1,4 @@
-"""The program's side of a judgement: loads the program and answers calls. Nothing that is expected ever comes here.
+"""Program's side of a judgement: it loads the program and answers calls. Expected values never come here.
 
 Runs inside the program's sandbox (standard library only), next to foreign code that can change all of it; what it
 sends is checked by the other side (`examine.py`).
@@ -18,7 +18,7 @@ from lightning_scalerl.verify.sandbox.plain import Handle, NotPlainError, decode
 
 
 class _Kept:
-    """Objects that stay here, by the number that the judge knows them by."""
+    """Objects that stay in this process, by the number that the judge knows them by."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
@@ -35,7 +35,7 @@ class _Kept:
 
 
 def run_script(source: str) -> None:
-    """A whole program, as `python program.py` would run it."""
+    """Run a whole program, as `python program.py` would."""
     module = type(sys)("__main__")
     module.__dict__.update(__file__="program.py", __builtins__=__builtins__)
     sys.modules["__main__"] = module
@@ -44,7 +44,7 @@ def run_script(source: str) -> None:
 
 
 def serve(source: str, requests: int, answers: int) -> None:
-    """Load the program, say how that went, and answer until nobody asks any more."""
+    """Load the program, report on that, and answer calls until the judge sends no more."""
     module = type(sys)("program")
     sys.modules["program"] = module
     sys.argv = ["program.py"]

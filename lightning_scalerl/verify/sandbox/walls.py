@@ -1,4 +1,4 @@
-"""Which protections are put around a sandboxed process, and how that is told."""
+"""Walls around a sandboxed process, and their description for a user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SCRATCH = "a scratch of bounded size"
 
 @dataclass(frozen=True)
 class Walls:
-    """What to use, not what exists; `protections.py` finds out what works here.
+    """Walls to use, not those that exist; `protections.py` finds out what works on this machine.
 
     Args:
         bubblewrap: its program's path; empty: do without.
@@ -31,13 +31,13 @@ class Walls:
 
     @property
     def isolated(self) -> bool:
-        """Whether network, files and processes are all out of reach."""
+        """Return whether network, files and processes are all out of reach."""
         return bool(self.bubblewrap) or (self.landlock > 0 and self.seccomp)
 
 
 @dataclass(frozen=True)
 class Protections:
-    """What is put around foreign code, and what this machine lacks.
+    """Protections around foreign code, and those that this machine lacks.
 
     Args:
         walls: those in use, which a trial run has passed.
@@ -49,21 +49,21 @@ class Protections:
 
     @property
     def network(self) -> bool:
-        """Whether the network is out of reach."""
+        """Return whether the network is out of reach."""
         return self.walls.isolated
 
     @property
     def files(self) -> bool:
-        """Whether all files but the scratch directory, Python and system libraries are out of reach."""
+        """Return whether all files but the scratch directory, Python and system libraries are out of reach."""
         return self.walls.isolated
 
     @property
     def processes(self) -> bool:
-        """Whether other processes are out of reach."""
+        """Return whether other processes are out of reach."""
         return self.walls.isolated
 
     def lines(self) -> list[str]:
-        """One for each protection: given, or what is in the way."""
+        """Return one line for each protection: how it is given, or why it is missing."""
         walls = self.walls
         given = {
             BUBBLEWRAP: "user namespace" if walls.user_namespace else "as root" if walls.bubblewrap else "",
