@@ -1,4 +1,4 @@
-"""Lightning without what it imports and never uses: half of the time in which a process of ours starts.
+"""Import hook that skips the parts of torchmetrics Lightning never uses: half of a process's start-up time.
 
 Lightning needs two classes of torchmetrics. That package's `__init__` imports every metric there is, and with them
 scikit-learn, SciPy's signals and all of transformers. Here it runs when somebody asks the package for anything else.

@@ -19,7 +19,7 @@ from lightning_scalerl.rollout import Denominators, TrainBatch, inside
 
 
 def prompt_weights(mask: Tensor, group_tokens: Tensor, prompts: float) -> Tensor:
-    """Every prompt counts the same; inside a prompt all tokens of its rollouts are pooled.
+    """Return weights (R, T) under which prompts count the same; inside a prompt all its rollouts' tokens are pooled.
 
     1 / (prompts * tokens of the group). Shapes: mask (R, T), group_tokens (R,). Source: arXiv 2503.14476 (DAPO)
     per prompt; arXiv 2510.13786, section 5.1.
@@ -28,19 +28,22 @@ def prompt_weights(mask: Tensor, group_tokens: Tensor, prompts: float) -> Tensor
 
 
 def sample_weights(mask: Tensor, sample_tokens: Tensor, samples: float) -> Tensor:
-    """Every rollout counts the same: 1 / (samples * its tokens), GRPO's. Shapes: mask (R, T), sample_tokens (R,)."""
+    """Return weights 1 / (samples * tokens of the rollout), GRPO's: rollouts count the same.
+
+    Shapes: mask (R, T), sample_tokens (R,).
+    """
     return mask / (samples * sample_tokens.clamp(min=1)).unsqueeze(1)
 
 
 def token_weights(mask: Tensor, tokens: float) -> Tensor:
-    """Every token of the batch counts the same: 1 / tokens. Shape: mask (R, T)."""
+    """Return weights 1 / tokens, under which all tokens of the batch count the same. Shape: mask (R, T)."""
     return mask / max(tokens, 1.0)
 
 
 def constant_weights(mask: Tensor, sampled: float, max_tokens: float) -> Tensor:
-    """One constant for every token: 1 / (rollouts of the step * completion limit), so length biases nothing.
+    """Return the constant weight 1 / (rollouts of the step * completion limit), so that length biases nothing.
 
-    All rollouts of the step count, with credit or without: a divisor that moved with the filter would be none.
+    All rollouts of the step count, with credit or without: else the divisor would vary with the filter.
     Shape: mask (R, T). Source: Dr.GRPO, arXiv 2503.20783, listing 1.
     """
     return mask / max(sampled * max_tokens, 1.0)
@@ -100,7 +103,7 @@ class TokenAggregation(Aggregation):
 
 
 class SumAggregation(Aggregation):
-    """The sum over all tokens, divided by nothing: the step grows with the batch."""
+    """Sum over all tokens, divided by nothing: the step grows with the batch."""
 
     divisor: ClassVar[str] = "1"
 
@@ -110,7 +113,7 @@ class SumAggregation(Aggregation):
 
 
 class ConstantAggregation(Aggregation):
-    """The sum over all tokens, divided by what they could be at most (Dr.GRPO)."""
+    """Sum over all tokens, divided by their largest possible number (Dr.GRPO)."""
 
     divisor: ClassVar[str] = "rollouts sampled for the step * context.max_new_tokens"
 

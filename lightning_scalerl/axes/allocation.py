@@ -36,7 +36,7 @@ class Allocation(DesignChoice):
 
 
 class FixedAllocation(Allocation):
-    """The same number for every prompt."""
+    """Gives every prompt the same number of rollouts."""
 
     def completions(self, average: int, pass_rates: Sequence[float], surplus: int = 0) -> int:
         """Return `average`, whatever the prompt's pass rates."""

@@ -133,7 +133,7 @@ class _Opening(Curriculum):
 
 
 class LinearCurriculum(_Opening):
-    """The easiest prompts first; the share that may be drawn grows linearly to all of them.
+    """Starts with the easiest prompts; the share that may be drawn grows linearly to all of them.
 
     Args:
         start: share of the pool at the first step.
@@ -149,7 +149,7 @@ class LinearCurriculum(_Opening):
 
 
 class ExponentialCurriculum(_Opening):
-    """The easiest prompts first; the share that may be drawn grows by the same factor every step.
+    """Starts with the easiest prompts; the share that may be drawn grows by the same factor every step.
 
     Args:
         start, over_steps: as `LinearCurriculum`.
@@ -259,7 +259,7 @@ class StagedRewards(Curriculum):
 
 
 def _stage(given: Mapping[str, float]) -> dict[str, float]:
-    """A stage's factors as plain numbers.
+    """Return a stage's factors as plain numbers, by the rewards' names.
 
     Raises:
         ConfigurationError: no mapping of names to numbers of 0 or more.

@@ -36,7 +36,7 @@ class NoEntropyBonus(Entropy):
 
 
 class FixedEntropy(Entropy):
-    """The same coefficient for every token.
+    """Entropy bonus with the same coefficient for every token.
 
     Args:
         coefficient: 0.01 in PPO (arXiv 1707.06347, c_2).

@@ -67,7 +67,7 @@ class _Penalised(KL):
 
 
 class FixedKL(_Penalised):
-    """The same coefficient for every token.
+    """KL penalty with the same coefficient for every token.
 
     Args:
         coefficient: beta. 0.05 to 0.1 for small models, 0.01 to 0.05 for large ones.

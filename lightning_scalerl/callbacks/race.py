@@ -1,4 +1,4 @@
-"""A run that stops when its recipe will not be best: racing for runs that are started one by one."""
+"""Early stopping of a run whose recipe will not be the best: racing for runs that are started one by one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Race(Recorder):
         self._trouble: str | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Find the run's own directory."""
+        """Find the run's own directory through its `RunLog`, and set up the looks at the study's journals."""
         from sweeps.errors import UserError
         from sweeps.search.onlooker import Onlooker
 
@@ -85,11 +85,11 @@ class Race(Recorder):
             raise ConfigurationError(f"Race: {error}") from error
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation may have brought the next look."""
+        """Note a new evaluation: the next step then looks whether the run is still in the race."""
         self._due = self._due or kind == "eval"
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Look, if there is something new; rank 0's journals decide for all."""
+        """Look at the study's journals after an evaluation; rank 0's view decides for all ranks."""
         if self._onlooker is None:
             return
         why = self._onlooker.look() if self._due else None

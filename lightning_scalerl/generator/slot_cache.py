@@ -1,4 +1,4 @@
-"""The KV cache of many rollouts that decode together, each at a place of its own, and one token more in all of them."""
+"""KV cache of many rollouts that decode together, each at its own position, one token at a time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from lightning_scalerl.model.head import backbone
 
-# Tokens by which rows become longer.
+# The cache grows in blocks of so many tokens.
 BLOCK = 128
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values, (slots, heads, capacity, head size); rows write at positions of their own."""
+    """Keys and values of one layer, (slots, heads, capacity, head size); rows write at positions of their own."""
 
     def __init__(self, owner: SlotCache) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.values[: values.shape[0], :, : values.shape[2]] = values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one new token a row, return everything the rows may look at."""
+        """Write one new token a row; return the keys and values that the rows may attend to."""
         rows, position, width = self.owner.rows, self.owner.position, self.owner.width
         self.keys[rows, :, position] = key_states[:, :, 0]
         self.values[rows, :, position] = value_states[:, :, 0]
@@ -54,7 +54,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """The KV cache of all slots; `aim` says which rows write where in the next forward pass.
+    """KV cache of all slots; `aim` sets which rows write where in the next forward pass.
 
     It grows with the rows that decode and the longest of them: few runs ever fill all slots to their end.
     """
@@ -91,7 +91,7 @@ class SlotCache(Cache):  # type: ignore[misc]
                 layer.grow()
 
     def fill(self, rows: slice, keys_values: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Put a sequence's keys and values (heads, tokens, head size), a pair a layer, into rows."""
+        """Write a sequence's keys and values (heads, tokens, head size), a pair a layer, into rows."""
         self.reserve(rows.stop, keys_values[0][0].shape[1])
         for layer, (keys, values) in zip(self.layers, keys_values, strict=True):
             if not layer.is_initialized:
@@ -147,7 +147,7 @@ def decode(model: nn.Module, cache: SlotCache, tokens: Tensor, position: Tensor)
 
 
 def _mask(model: nn.Module, visible: Tensor) -> Tensor:
-    """What each row may look at, as the model's attention takes it: eager attention adds its mask to the scores."""
+    """Return the attention mask in the model's form: eager attention adds its mask to the scores."""
     config: Any = model.config
     if config._attn_implementation != "eager":
         return visible

@@ -43,7 +43,7 @@ from lightning_scalerl.rollout import Rollout
 PREFILL_PROMPTS = 16
 # Rollouts whose cache is recomputed in one forward pass.
 RECOMPUTED_ROLLOUTS = 64
-# Of a slot: no interruption to come; and no phrase being forced.
+# Values for a slot without an interruption to come, and without a phrase being forced.
 NEVER = 2**62
 NOT_FORCING = -1
 
@@ -147,7 +147,7 @@ class TorchGenerator:
         self._forced = torch.zeros(shape, dtype=torch.bool, device=self.device)
         self._interrupt_at = torch.full((slots,), NEVER, device=self.device)
         self._phrase_next = torch.full((slots,), NOT_FORCING, device=self.device)
-        # What recomputing caches has cost since the last report: tokens, and tokens attended to.
+        # Work of recomputing caches, not reported yet: tokens, and tokens attended to.
         self._owed = [0, 0]
 
     @staticmethod
@@ -265,18 +265,18 @@ class TorchGenerator:
         return StepReport(finished, prefill_tokens, prefill_context, decoding, context, prefilled)
 
     def _holds_stop_text(self, stop_text: StopText, active: int) -> Tensor:
-        """Which of the first `active` slots hold a text that ends them, as a mask (active,)."""
+        """Return a mask (active,) of the first `active` slots whose text holds one that ends them."""
         counts = self._count[:active].tolist()
         firsts = [max(0, count - stop_text.window) for count in counts]
         lasts = (self._tokens[slot, firsts[slot] : counts[slot]].tolist() for slot in range(active))
         return torch.tensor([stop_text(tokens) for tokens in lasts], dtype=torch.bool, device=self.device)
 
     def _force(self, tokens: Tensor) -> Tensor:
-        """Overwrite sampled tokens (active,) where a phrase is due; returns where, as a mask."""
+        """Overwrite sampled tokens (active,) where a phrase is due; return where, as a mask."""
         active = tokens.numel()
         next_, at = self._phrase_next[:active], self._interrupt_at[:active]
         for slot in torch.nonzero((next_ == NOT_FORCING) & (self._count[:active] >= at)).flatten().tolist():
-            # Looked at once a rollout: by now its thinking has ended, or it is ended.
+            # Decided once a rollout: either its thinking has ended by now, or the phrase ends it.
             if self._thinking_ended(self._tokens[slot, : self._count[slot]].tolist()):
                 at[slot] = NEVER
             else:
@@ -291,7 +291,7 @@ class TorchGenerator:
         return forced
 
     def _decode(self, active: int) -> tuple[Tensor, int]:
-        """Logits (active, V) after the last token of the first `active` slots; also tokens attended to."""
+        """Return logits (active, V) after the last token of the first `active` slots, and the tokens attended to."""
         if active == 0:
             return torch.empty(0, output_size(self.policy), device=self.device), 0
         row = torch.arange(active, device=self.device)
@@ -300,9 +300,9 @@ class TorchGenerator:
         return self.policy.logits(hidden), int((position + 1).sum())
 
     def _fill_slots(self) -> tuple[list[Tensor], int, int, int]:
-        """Give free slots to waiting rollouts; returns their prefill logits and what prefilling computed.
+        """Give free slots to waiting rollouts; return their prefill logits and the work of prefilling.
 
-        That is tokens, tokens attended to, and prompts.
+        The work is counted in tokens, tokens attended to, and prompts.
         """
         logits: list[Tensor] = []
         (tokens, context), self._owed = self._owed, [0, 0]
@@ -342,7 +342,7 @@ class TorchGenerator:
         return computed
 
     def _recompute_cache(self) -> None:
-        """Keys and values of everything in flight, as the weights in use compute them."""
+        """Recompute keys and values of everything in flight with the weights in use."""
         for first in range(0, len(self._occupants), RECOMPUTED_ROLLOUTS):
             slots = range(first, min(first + RECOMPUTED_ROLLOUTS, len(self._occupants)))
             # The last token's keys and values are written when the next one is decoded.
@@ -356,7 +356,7 @@ class TorchGenerator:
             self._owed = [owed + more for owed, more in zip(self._owed, computed, strict=True)]
 
     def _draw(self, request: GroupRequest) -> Tensor:
-        """The uniform numbers (completions, max_new_tokens) that decide all tokens of a group."""
+        """Draw the uniform numbers (completions, max_new_tokens) that decide all tokens of a group."""
         source = np.random.Generator(np.random.Philox(np.random.SeedSequence(request.random_key)))
         return torch.from_numpy(source.random((request.completions, self.max_new_tokens))).to(self.device)
 
@@ -426,7 +426,7 @@ class TorchGenerator:
         active = len(self._occupants)
         state: dict[str, Any] = {
             "version": self._version,
-            # Always: what samples next may be these weights, whether or not anything is in flight.
+            # Also with nothing in flight: the next rollouts may be sampled with these weights.
             "weights": self.policy.weights(),
             "owed": list(self._owed),
             "queue": [(request_state(request), started) for request, started in self._queue],

@@ -1,4 +1,4 @@
-"""The generator's copy of the policy, in the types that the `precision` axis says."""
+"""Generator's copy of the policy, in the types of the `precision` axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_scalerl.model.head import head_logits, output_head
 
 
 class GeneratorPolicy:
-    """The generator's copy of the policy: weights in the policy's type, the head's in the head's.
+    """Generator's copy of the policy: weights in the policy's type, the head's in the head's.
 
     An FP32 head keeps the master weights' bits: a head cast to BF16 and back would not be one. With tied
     embeddings the head gets a copy of its own, refreshed on every `load`.
@@ -30,7 +30,7 @@ class GeneratorPolicy:
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Take over new weights (a state dict of the trainer's model, any type)."""
+        """Copy new weights in (a state dict of the trainer's model, any type)."""
         own = self.model.state_dict()
         for name, tensor in weights.items():
             own[name].copy_(tensor)
@@ -40,12 +40,12 @@ class GeneratorPolicy:
             self._head_bias = None if head.bias is None else self._separate(weights, own, head.bias)
 
     def _separate(self, weights: dict[str, Tensor], own: dict[str, Tensor], part: Tensor) -> Tensor:
-        """A part of the head in the head's type, from the weights as they came: the model's own copy has lost bits."""
+        """Return a part of the head in its own type, from the given weights: the model's own copy has lost bits."""
         name = next(key for key, value in own.items() if value.data_ptr() == part.data_ptr())
         return weights[name].detach().to(self.head_dtype, copy=True)
 
     def weights(self) -> dict[str, Any]:
-        """The copy itself, in host memory, for a checkpoint taken while rollouts are in flight."""
+        """Return the copy in host memory, for a checkpoint taken while rollouts are in flight."""
         return {
             "model": {name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()},
             "head_weight": None if self._head_weight is None else self._head_weight.cpu(),
@@ -53,7 +53,7 @@ class GeneratorPolicy:
         }
 
     def load_weights(self, state: dict[str, Any]) -> None:
-        """Put back what `weights` gave."""
+        """Restore the weights that `weights` returned."""
         self.model.load_state_dict(state["model"])
         # A checkpoint is read to the CPU.
         device = next(self.model.parameters()).device
@@ -63,7 +63,7 @@ class GeneratorPolicy:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """FP32 logits (rows, vocabulary), computed in the head's type."""
+        """Return FP32 logits (rows, vocabulary), computed in the head's type."""
         head = output_head(self.model)
         weight = head.weight if self._head_weight is None else self._head_weight
         bias = head.bias if self._head_weight is None else self._head_bias

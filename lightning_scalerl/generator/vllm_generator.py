@@ -228,7 +228,7 @@ class VLLMGenerator:
     # --- steps -------------------------------------------------------------------------------------------
 
     def _advance(self) -> StepReport:
-        """One step of the engine."""
+        """Take one step of the engine."""
         while self._waiting and len(self._running) < self._slots:
             self._start(self._waiting.popleft())
         finished: list[FinishedRollout] = []

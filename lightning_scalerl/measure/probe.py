@@ -30,10 +30,10 @@ from lightning_scalerl.rollout import Group, Rollout, TrainBatch
 from lightning_scalerl.stream.credit import lay_out
 from lightning_scalerl.stream.random_streams import PROBE_STREAM
 
-# Rollouts that are put through the policy once more where the batch itself has none to judge.
+# Rollouts to score again where the batch itself has none to compare.
 PROBE_ROLLOUTS = 8
 TAIL = 0.01
-# A few dozen tokens hold a large gap by chance; a percentile of theirs counts only where chance is out of the question.
+# Among a few dozen tokens a large gap occurs by chance: the percentile is tested at this level of significance.
 BY_CHANCE = 1e-4
 LIKELY = 1e-3
 # Training may make a policy so sharp that a 16-bit type's rounding moves its log-probabilities beyond the bounds of the
@@ -60,8 +60,8 @@ class Scorer(Protocol):
         ...
 
 
-# Of the start: what is sampled, and how far weights are moved, as a share of their own size. Moved so far, what a layer
-# adds to a log-probability changes by more than any rounding.
+# Start probe: rollouts and tokens to sample, and the noise on weights as a share of their own size. With this much, a
+# layer's effect on a log-probability changes by more than any rounding.
 START_ROLLOUTS, START_TOKENS, INTERRUPTED_AT = 4, 8, 2
 MOVE, LEAST_SIZE = 0.3, 0.05
 
@@ -128,7 +128,7 @@ def start_probe(
 def _sample(
     generator: Generator, prompt_tokens: Sequence[int], limit: int, interrupt_at: tuple[int, ...] = ()
 ) -> list[Rollout]:
-    """Sample a few short rollouts with the generator."""
+    """Sample a few short rollouts with each process of the generator."""
     for number in range(getattr(generator, "generators", 1)):
         key = (PROBE_STREAM, number)
         generator.submit(GroupRequest(number, tuple(prompt_tokens), START_ROLLOUTS, key, interrupt_at, limit))
@@ -156,7 +156,7 @@ def _moved(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     try:
         with torch.no_grad():
             for name, parameter in parameters.items():
-                # What is zero (a bias, half of an adapter) has to move as well.
+                # At least `LEAST_SIZE`, so that zero weights (a bias, half of an adapter) move as well.
                 size = before[name].square().mean().sqrt().clamp(min=LEAST_SIZE)
                 drawn = torch.randn(parameter.shape, generator=noise, device=device)
                 parameter.add_(drawn.to(parameter.dtype), alpha=MOVE * float(size))
@@ -187,7 +187,7 @@ def logprob_gaps(
         real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
         fresh = real & ((batch.weight_versions == version) | ~real).all(1, keepdim=True)
         if fresh.any():
-            # Forced tokens were not sampled, and not every engine knows how likely they were.
+            # Forced tokens were not sampled, and not every engine records their log-probability.
             return (trainer_logprobs - batch.generator_logprobs).abs()[fresh & ~batch.forced_mask].cpu()
     sampled = [(group, rollout) for group in batch.groups for rollout in group.sampled]
     found = [each for each in sampled if set(each[1].weight_versions) == {version}][:PROBE_ROLLOUTS]
@@ -197,13 +197,13 @@ def logprob_gaps(
         return gaps[~torch.cat([torch.tensor(rollout.forced) for _, rollout in found])]
     scorer = cast(Scorer, generator)
     if getattr(generator, "can_score", hasattr(generator, "score")) and scorer.version == version:
-        found = sampled[:: -(-len(sampled) // PROBE_ROLLOUTS)]  # one here and there: rollouts of one prompt are alike
+        found = sampled[:: -(-len(sampled) // PROBE_ROLLOUTS)]  # spread out: rollouts of one prompt are alike
         with asking():
             theirs = _scored(scorer, found)
         if theirs is None:
             return torch.zeros(0)
         ours = _trainer_logprobs(found, policy, batch.tokens.device, micro_batch)
-        # Older weights have sampled tokens that these hardly would, and of those a 16-bit type knows little.
+        # Tokens of older weights may be very unlikely now, where a 16-bit type has large errors: left out.
         return _gaps(ours, theirs)[torch.cat(theirs) > math.log(LIKELY)]
     return torch.zeros(0)
 
@@ -241,9 +241,8 @@ def _gaps(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
 def probe_metrics(gaps: Tensor) -> dict[str, float]:
     """Return `train/probe_gap_mean` and `train/probe_gap_p99`; empty where there was nothing to judge.
 
-    The second is what the 99th percentile surely is not below: so many tokens lie beyond it that chance, at one in a
-    hundred, explains them in one step of ten thousand. Of 10,000 tokens it is nearly the percentile, of 60 the sixth
-    largest gap. What lies beyond counts as that much in the mean.
+    The second is a lower confidence bound of the 99th percentile, at a level of 1 in 10,000 (binomial). Of 10,000
+    tokens it is nearly the percentile itself, of 60 the sixth largest gap. The mean is of gaps clamped to it.
     """
     if not gaps.numel():
         return {}

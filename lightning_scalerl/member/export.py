@@ -82,7 +82,7 @@ def _checkpoint(folder: Path, step: int | None, run: str) -> Path:
 
 
 def _facts(spec: RunSpec, view: JournalView, step: int) -> dict[str, Any]:
-    """What the card says: names for people, identities for machines, and what was measured of these very weights."""
+    """Return the facts on the model card: names, identities, and what was measured of these very weights."""
     measured = {
         name: value
         for record in view.of_kind("eval")

@@ -77,8 +77,10 @@ def rescore_run(
 
 
 def _graded_by(task: Any, reward: str) -> bool:
-    """Have a data set's task, or all of a mixture's, graded by another reward, so that it has the columns that it asks
-    for; False where a task is of another kind."""
+    """Have a data set's task, or all tasks of a mixture, graded by another reward, with the columns that it needs.
+
+    False where a task is of another kind.
+    """
     if "tasks" in task:
         return all([_graded_by(each, reward) for each in task.tasks.values()])
     if not str(task.get("_target_", "")).endswith("DatasetTask"):
@@ -150,6 +152,6 @@ def _means(rollouts: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _reasons(rollouts: Sequence[dict[str, Any]]) -> list[str]:
-    """Of errors, the most frequent first."""
+    """Return the reasons of errors, the most frequent first."""
     said = Counter(str(each["extra"].get("why", "")) for each in rollouts if each["outcome"] == "error")
     return [why for why, _ in said.most_common(REASONS)]

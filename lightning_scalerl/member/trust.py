@@ -93,7 +93,7 @@ def check_runs(words: Sequence[Sequence[str]], _: Sequence[str]) -> list[RunSpec
 
 
 def _code_named(config: Any, path: str) -> Iterator[tuple[str, str]]:
-    """All in a configuration that names code, with the place where it stands."""
+    """Yield every text in a configuration that names code, with the place where it stands."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             place = f"{path}.{key}"
@@ -117,7 +117,10 @@ def _is_ours(field: str, name: str) -> bool:
 
 @cache
 def _choosable() -> frozenset[str]:
-    """Public names that a configuration may build; not `run_member`, which would run what another folder names."""
+    """Return the public names that a configuration may build.
+
+    `run_member` is none of them: it would run what another folder names.
+    """
     files = conf_dir().rglob("*.yaml")
     named = {name for file in files for name in _NAMED_IN_CONF.findall(file.read_text(encoding="utf-8"))}
     return frozenset(named | {f"{_PACKAGE}.{name}" for name in axis_names()})

@@ -1,1 +1,1 @@
-"""The policy: any causal language model of transformers, and its head."""
+"""Policy of a run: any causal language model of transformers, and its head."""

@@ -1,4 +1,4 @@
-"""Where a model is: a local folder or a hub id, told apart before anything is imported that could load it."""
+"""Location of a model: a local folder or a hub id, told apart before a library that could load it is imported."""
 
 from __future__ import annotations
 

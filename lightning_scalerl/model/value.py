@@ -13,7 +13,7 @@ from lightning_scalerl.rollout import TrainBatch
 
 
 class ValueModel(nn.Module):
-    """V(s_t): of the prompt and the completion up to, and without, token t.
+    """Value network V(s_t): the state is the prompt and the completion up to, and without, token t.
 
     Args:
         model: a causal language model, whose body is copied; its head is not.

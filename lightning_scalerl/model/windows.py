@@ -18,7 +18,7 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Window:
-    """A number of layers with the same window of attention.
+    """Number of layers that share one window of attention.
 
     Attributes:
         field: of the model's configuration, such as `sliding_window`.
@@ -43,7 +43,7 @@ class Window:
 
 
 def _triangle(tokens: int) -> int:
-    """1 + 2 + ... + tokens: causal attention without a window."""
+    """Return 1 + 2 + ... + tokens: the tokens attended to under causal attention without a window."""
     return tokens * (tokens + 1) // 2
 
 
@@ -65,7 +65,7 @@ def attention_windows(config: Any) -> tuple[Window, ...]:
 
 
 def _size(config: Any, field: str) -> int:
-    """0 where there is none, or where it is switched off."""
+    """Return a window's size; 0 where there is none, or where it is switched off."""
     value = getattr(config, field, None)
     return value if isinstance(value, int) and value > 0 else 0
 

@@ -21,7 +21,7 @@ from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.rollout_stream import Place, RolloutStream
 from lightning_scalerl.verify.verification import Verifiers
 
-# How long a wait lasts until it is asked again whether to stop.
+# Interval at which a wait checks whether to stop.
 LOOK_S = 0.05
 
 
@@ -46,7 +46,7 @@ class LiveDriver:
         probe_every: steps after which the generators may be asked for log-probabilities of what they are given.
     """
 
-    # Of the compute meter: the trainer waits while it asks other processes.
+    # Phase of the compute meter for a probe: the trainer waits for other processes.
     probe_phase: ClassVar[str] = "idle"
 
     def __init__(
@@ -130,7 +130,7 @@ class LiveDriver:
         for ticket, outcome in graded:
             if ticket in self._grading:
                 self.stream.graded(self._grading.pop(ticket), outcome)
-        # A group that waits for a slot only grows old.
+        # Only as many as start at once: a group that waits for a slot only gets staler.
         while self.generator.free_slots and self.stream.may_admit():
             self.generator.submit(self.stream.admit(self.channel.version))
         if graded:

@@ -79,13 +79,13 @@ class RolloutStream:
     _dropped_since: int = 0
     _taken_at: int = 0
     _open: dict[int, _OpenGroup] = field(default_factory=dict)
-    # That have ended, after so many steps, and whose outcome is not known.
+    # Ended rollouts without an outcome yet, with the steps completed when they ended.
     _ungraded: dict[Place, tuple[Rollout, int]] = field(default_factory=dict)
     _ready: list[Group] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.watch = ErrorWatch(self.verification)
-        # What the curriculum may weigh.
+        # Names of the rewards that the curriculum may weigh.
         self.reward_sums = self.task.reward_sums()
 
     def step_completed(self) -> None:
@@ -104,7 +104,7 @@ class RolloutStream:
         """Return whether the async mode admits another group now, and the pool has a prompt for it."""
         if not self._opens():
             return False
-        # What was sampled can still be trained.
+        # With the pool exhausted, train first on what is in flight or ready; only then let `admit` raise.
         return not (self.prompts.exhausted and (self._open or len(self._ready) >= self.groups_per_step))
 
     def _opens(self) -> bool:
@@ -231,7 +231,7 @@ class RolloutStream:
     def take(self) -> TrainBatch:
         """Hand out the batch that is due, the oldest groups first; from now on the trainer has it."""
         self._ready.sort(key=lambda group: (group.oldest_version, group.admission))
-        # A mode that drains has sampled several batches, and dropped for each of them alike.
+        # A mode that drains has sampled several batches at once: its dropped groups are shared among them.
         batches = max(1, len(self._ready) // self.groups_per_step) if self.choices.async_mode.drains else 1
         groups, self._ready = self._ready[: self.groups_per_step], self._ready[self.groups_per_step :]
         self.training, self._taken_at = True, self.completed_steps
@@ -280,15 +280,15 @@ class RolloutStream:
         }
 
     def _finished(self) -> Sequence[Rollout]:
-        """Of open groups, in order."""
+        """Return the graded rollouts of open groups, in the order of the groups."""
         return [rollout for group in self._open.values() for rollout in group.rollouts if rollout is not None]
 
     def _ended(self) -> list[Place]:
-        """Not graded yet: group by group, as their groups are saved."""
+        """Return the places of ended rollouts without a grade, group by group, as they are saved."""
         return [place for key in self._open for place in self._ungraded if place[0] == key]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken."""
+        """Restore the stream exactly where `state_dict` was taken."""
         self.completed_steps = state["completed_steps"]
         self.admitted = state["admitted"]
         self.dropped, self.dropped_for_batch, self._dropped_since = state.get("dropped", [0, 0, 0])

@@ -39,7 +39,7 @@ class VirtualDriver:
         listeners: called with every event.
     """
 
-    # Of the compute meter: this process itself computes what the generator is asked in a training step.
+    # Phase of the compute meter for a probe: this process itself computes the generator's answer.
     probe_phase: ClassVar[str] = "train"
 
     stream: RolloutStream
@@ -50,7 +50,7 @@ class VirtualDriver:
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
     clock: VirtualClock = field(default_factory=VirtualClock)
     _decoded: StepReport | None = None  # what the generator has in hand at `generator_until_s`
-    # What is being graded: when that is done, and its ticket.
+    # Pending grades: the virtual time at which each arrives, its rollout, its ticket.
     _grading: deque[tuple[float, Place, int]] = field(default_factory=deque)
 
     def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:
@@ -110,8 +110,8 @@ class VirtualDriver:
         elif self._decoded is not None:
             clock.now_s = clock.generator_until_s
             report, self._decoded = self._decoded, None
-            # All of them first: they are graded side by side, and nothing is sampled meanwhile only if that takes no
-            # virtual time.
+            # Submit all before waiting for any, so that they are graded in parallel. Grades that take no virtual time
+            # are waited for at once; others arrive while sampling goes on.
             for finished in report.finished:
                 self._grade((finished.key, finished.index), stream.ended(finished), clock.now_s)
             while self._grading and self._grading[0][0] <= clock.now_s:
@@ -144,7 +144,7 @@ class VirtualDriver:
         """Start an idle generator: admit what may be admitted and begin the next token of everything in flight."""
         if self._decoded is not None:
             return
-        # A group that waits for a slot only grows old.
+        # Only as many as start at once: a group that waits for a slot only gets staler.
         while self.generator.free_slots and self.stream.may_admit():
             self.generator.submit(self.stream.admit(self.channel.version))
             self._emit("admit")

@@ -44,7 +44,7 @@ def draw_number(digits: int, source: random.Random) -> int:
 
 
 class ArithmeticTask(Task):
-    """A finite pool of additions of mixed difficulty, and a held-out set.
+    """Finite pool of additions of mixed difficulty, and a held-out set.
 
     Args:
         train: prompts in the pool, by number of digits from 1.

@@ -49,7 +49,7 @@ class MixtureGrader:
 
 
 class MixtureTask(Task):
-    """The union of several tasks' pools; an epoch is a pass over all of them.
+    """Union of several tasks' pools; an epoch is a pass over all of them.
 
     Held-out sets are called by their task and their own name (`math_test`), or by the task's name alone where it has
     one set only. The first task's first set is the default of every fit; `--metric eval/<set>/pass_rate` fits another.

@@ -1,4 +1,4 @@
-"""One attempt to grade a completion, whatever happens in it."""
+"""Single attempt to grade a completion, with any exception turned into an outcome."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Verifiers in processes of their own: asynchronous, each of them killable, replaced when one is.
 
 A thread of this process gives completions to whichever worker is free, and takes what comes back. Where grading is
-quick a worker has the next ones at hand before it has answered: waiting for one another would cost more than grading.
+quick a worker prefetches the next ones before it has answered: a round trip would cost more than grading.
 A worker that is over its time is killed with everything that it has started, and another takes its place; so is one
-that dies. Nobody else waits meanwhile: what is at hand behind a completion that takes long is given to others.
+that dies. Nobody else waits meanwhile: jobs prefetched behind a completion that takes long are given to others.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from sweeps.run.activity import activity
 
 # Imports of a reward function may be heavy, on a busy machine.
 START_S = 120.0
-# Completions are given out ahead as long as the last of them has to wait about this long, but no more than so many, and
-# no more bytes than a pipe takes whose other end does not read.
+# Prefetch limits of a worker: expected wait of the last job, number of jobs, and bytes that fit into a pipe unread.
 _AHEAD_S, _MOST_AHEAD, _AHEAD_BYTES = 0.01, 8, 32768
-# What the latest completion counts in the mean time that one takes.
+# Weight of the latest completion in the moving average of grading times.
 _LATEST = 0.1
-# A completion takes long, and what is at hand behind it is given to others, after so many seconds.
+# After so many seconds a completion counts as long, and the jobs queued behind it are given to other workers.
 _LONG_S = 0.1
 
 
@@ -66,8 +65,8 @@ class _Worker:
     scratch: str  # in the names of its sandboxes' folders
     deadline: float  # of the start, or of the job in hand
     ready: bool = False
-    jobs: deque[_Job] = field(default_factory=deque)  # the first is in hand, the others at hand
-    given_away: deque[_Job] = field(default_factory=deque)  # behind those: it will answer, and nobody listens
+    jobs: deque[_Job] = field(default_factory=deque)  # the first is being graded, the others are prefetched
+    given_away: deque[_Job] = field(default_factory=deque)  # prefetched, now given to others: answers ignored
     since: float = 0.0
 
 
@@ -78,7 +77,7 @@ class _Shared:
     queue: deque[_Job] = field(default_factory=deque)
     done: dict[int, Outcome] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)  # tickets that are given out and not fetched
-    awaited: set[int] = field(default_factory=set)  # those of them that a caller stands still for
+    awaited: set[int] = field(default_factory=set)  # those of them that a caller is blocked on
     error: ConfigurationError | None = None
     closing: bool = False
     woken: bool = False
@@ -237,14 +236,14 @@ class VerifierPool:
                 if worker.ready and not worker.given_away and len(worker.jobs) == held and at_hand < _AHEAD_BYTES:
                     with self._changed:
                         queue = self._shared.queue
-                        # What is too large could not be sent before the worker reads.
+                        # A large message would block in the pipe until the busy worker reads.
                         if not queue or (held and len(queue[0].message) > _AHEAD_BYTES):
                             return
                         job = queue.popleft()
                     worker.jobs.append(job)
                     if not held:
                         self._begins(worker)
-                    # Its death is heard of by its end of the pipe.
+                    # A dead worker is noticed in `_listen`, by its closed pipe.
                     with suppress(OSError):
                         worker.connection.send_bytes(job.message)
 

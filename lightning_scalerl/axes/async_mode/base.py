@@ -25,7 +25,7 @@ class AsyncMode(DesignChoice):
     @property
     @abstractmethod
     def max_staleness(self) -> int:
-        """The largest staleness, in optimizer steps, that a trained token can have."""
+        """Largest staleness, in optimizer steps, that a trained token can have."""
 
     @property
     @abstractmethod
