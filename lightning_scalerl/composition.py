@@ -18,7 +18,7 @@ from lightning_scalerl.choices import AXES, Choices
 if TYPE_CHECKING:
     from lightning_scalerl.recipe import Recipe
 
-# What a run consists of besides its choices, by configuration group; each is built, but for `thinking`.
+# Configuration groups of a run besides its choices; each is built, except `thinking`.
 SETTINGS = frozenset(
     {
         "model",

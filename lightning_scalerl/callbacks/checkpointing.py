@@ -107,7 +107,7 @@ class ResumableCheckpoint(Checkpoint):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return  # as Lightning's own
         with run.meter.phase("checkpoint"):
-            # A name of its own: a process that has lost the run to another may still be writing.
+            # A unique name: a process that has lost the run's lease to this one may still be writing its own.
             unfinished = self.directory / f"step-{step:08d}.{uuid.uuid4().hex[:8]}.part"
             failure: Exception | None = None
             run.ranks.share(self._make_room)
@@ -115,7 +115,7 @@ class ResumableCheckpoint(Checkpoint):
                 with written_directly(trainer):
                     trainer.save_checkpoint(unfinished, weights_only=False)  # said, or Lightning says so each time
             except Exception as error:
-                # The others wait at the barrier that Lightning has after the writing, before they can be told.
+                # The other ranks wait at Lightning's barrier after the write: join it, then tell them of the failure.
                 failure = error
                 trainer.strategy.barrier("Trainer.save_checkpoint")
             run.ranks.share(lambda: self._put_in_place(trainer, unfinished, step, failure))

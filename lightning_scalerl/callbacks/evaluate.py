@@ -123,7 +123,7 @@ class Evaluate(Callback):
 
     def _measure(self, run: Run) -> dict[str, float] | None:
         """Evaluate on rank 0 while the others wait. Return None if the run is asked to stop meanwhile."""
-        # Rollouts in flight stand aside, and the weights are exactly these.
+        # Training's rollouts in flight are set aside, and the current weights are published first.
         with run.meter.phase("evaluate"), run.generating() as generator, run.verifying() as verifiers:
             generator.publish(dict(run.policy.model.state_dict()), run.completed_steps)
             metrics = {"eval/weight_version": float(run.completed_steps)}

@@ -102,7 +102,7 @@ class RunLog(Recorder):
         self._last_step = run.completed_steps
         header = header_fields(run, self.identity)
         earlier = self._earlier()
-        # Begun anew: the starting evaluation is made again, so that one is void as well.
+        # A fresh start repeats the starting evaluation, so the recorded one (step 0) is void as well: -1.
         goes_on_from = self._last_step if goes_on else -1
         facts = code_facts(self._code, _IMPORTED)
         if earlier is not None:
@@ -133,7 +133,7 @@ class RunLog(Recorder):
             fell_back["mended"] = {key: mended.get(key) for key in ("line", "kept", "step")}
         if earlier is not None or self._last_step or fell_back:
             self.journal.resume(goes_on_from, code=facts, **fell_back)
-        # At once: what was lost before is in no record until the first.
+        # Started now: until the first record, only the heartbeat holds what an interruption has cost.
         self._heartbeat = MeterHeartbeat(self.run_dir, run.meter, self._guard)
 
     def _spent(self, earlier: JournalView) -> dict[str, float]:

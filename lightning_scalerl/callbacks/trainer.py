@@ -132,7 +132,7 @@ def prepare_trainer(trainer: Trainer) -> None:
     # are saved with the weights that they were measured on.
     warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
     if evaluation_of(trainer) is not None:
-        # Never by Lightning: `Evaluate` runs its validation loop, and whoever acts after a validation acts then.
+        # Lightning itself never validates: `Evaluate` runs its validation loop, and callbacks act after that.
         trainer.check_val_every_n_epoch = NEVER
     else:
         trainer.limit_val_batches = 0  # or Lightning would validate once, at the end
@@ -140,7 +140,7 @@ def prepare_trainer(trainer: Trainer) -> None:
         if str(callback.monitor).startswith("train/"):
             _at_every_step(callback)
     if not any(isinstance(each, StepHooks) for each in callbacks):
-        # First: whatever is saved after this step holds what these have decided.
+        # In front, so that a checkpoint of this step holds the state of EarlyStopping and ModelCheckpoint after it.
         callbacks.insert(0, StepHooks())
     for place, callback in enumerate(callbacks):
         if type(callback) in (RichProgressBar, TQDMProgressBar):

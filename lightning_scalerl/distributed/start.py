@@ -57,7 +57,7 @@ def trainer_settings() -> dict[str, Any]:
             f"SLURM: {tasks} tasks on {nodes} nodes ({_spread()} a node); start the same number on each, with "
             "--ntasks-per-node"
         )
-    # Those of the step, where the job's differ or say nothing: Lightning compares them with its own.
+    # Lightning compares these variables with the Trainer's settings: the step's values replace the job's.
     os.environ["SLURM_NTASKS"] = str(tasks)
     os.environ["SLURM_NNODES"] = str(nodes)
     os.environ["SLURM_NTASKS_PER_NODE"] = str(tasks // nodes)

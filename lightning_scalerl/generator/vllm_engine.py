@@ -111,7 +111,7 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
             f"generator.cache_gib: {cache_gib:g} GiB are asked for and {free:.3g} GiB of memory are free; lower it, or "
             "generator.slots"
         )
-    # One process: the engine's steps are ours to take. Its lines belong in nobody's progress bar.
+    # In this process, so that the generator decides when the engine steps; quiet, to keep progress bars intact.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM
@@ -119,11 +119,11 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
     config: Any = model.config
     overrides: dict[str, Any] = {}
     if not on_cpu:
-        # Of what is free: the trainer may have the rest of the same device.
+        # A share of the free memory, as the trainer may hold the rest of the device.
         free_bytes, total_bytes = torch.cuda.mem_get_info(next(model.parameters()).device)
         overrides["gpu_memory_utilization"] = max(0.01, 0.95 * free_bytes / total_bytes)
     if on_cpu:
-        # A prompt that is computed in pieces sets its request's random numbers back, which those of a CPU cannot be.
+        # Chunked prefill rewinds a request's random generator, which a generator on the CPU cannot do.
         overrides |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(capacity, 8192)}
     if precision.fp32_head_generator and dtype != torch.float32:
         overrides["hf_overrides"] = {"head_dtype": "float32"}
@@ -170,8 +170,8 @@ def load_weights(engine: Any, model: nn.Module, weights: Mapping[str, Tensor]) -
     def reload(worker: Any) -> None:
         loaded: Any = worker.model_runner.get_model()
         on_cpu = next(loaded.parameters()).device.type == "cpu"
-        # vLLM 0.32 on a CPU packs weights for its kernels, and forgets two when they come again: experts, unless their
-        # kernel is made anew, and a head that is tied to the embeddings.
+        # Workaround: vLLM 0.32 on a CPU packs weights for its kernels, but on a reload does not pack two again: experts
+        # (unless their kernel is rebuilt) and a head that is tied to the embeddings.
         for module in loaded.modules() if on_cpu else ():
             if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
                 module.quant_method.moe_kernel = None

@@ -36,9 +36,9 @@ from lightning_scalerl.model.head import text_config
 from lightning_scalerl.model.windows import Window, attention_windows, outside
 from lightning_scalerl.rollout import Rollout, packed, unpacked
 
-# Requests that only ask for log-probabilities run beside those that hold a slot.
+# Extra requests, beside the slots, for scoring: they only ask for log-probabilities.
 SCORING = 8
-# What the cache takes if nobody says: enough for all slots at full length, but no more than this.
+# Upper bound of the default cache size, which is enough for all slots at full length.
 DEFAULT_CACHE_GIB = 4.0
 
 
@@ -123,7 +123,7 @@ class VLLMGenerator:
         self.max_prompt_tokens = max_prompt_tokens
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
-        # Of tokens that are given vLLM knows the log-probabilities at temperature 1 only.
+        # vLLM gives log-probabilities of prompt tokens at temperature 1 only.
         self.can_score = temperature == 1.0
         self._stop = sorted(stop_tokens)
         self._phrase = list(phrase)
@@ -136,7 +136,7 @@ class VLLMGenerator:
         self._scored: dict[str, Any] = {}
         self._ahead: deque[StepReport] = deque()  # of steps that scoring had to take
         self._windows = attention_windows(text_config(model))
-        # What recomputing caches has cost since the last report.
+        # Work of recomputing caches, not reported yet.
         self._owed = _Computed()
         self._weights: dict[str, Tensor] = {}
         self._closed: dict[str, Any] | None = None
@@ -182,14 +182,14 @@ class VLLMGenerator:
     def publish(self, weights: dict[str, Tensor], version: int, recompute_kv: bool = False) -> None:
         """Use new weights from the next token on; rollouts in flight keep their (stale) cache or get a new one."""
         load_weights(self._engine, self._model, weights)
-        # What a checkpoint, an evaluation and a restart come back to: the engine's own copy is packed for its kernels.
+        # Kept for checkpoints, evaluations and restarts: the engine's own copy is packed for its kernels.
         self._weights = {
             name: tensor.detach().to("cpu", self._dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
             for name, tensor in weights.items()
         }
         self._version = version
         self._engine.set_weight_version(str(version))
-        # Without a token they start afresh: their prompt's keys and values are the new weights' as well.
+        # Rollouts without a token start afresh, so that the keys and values of their prompts are the new weights' too.
         self._restart([name for name, each in self._running.items() if not each.computed])
         if recompute_kv:
             self._engine.reset_prefix_cache(reset_running_requests=True)
@@ -326,7 +326,7 @@ class VLLMGenerator:
         name = next(self._names)
         each.computed = 0
         self._running[name] = each
-        # Keys and values are shared among rollouts that began under the same weights, and never with others.
+        # The salt keeps vLLM's prefix cache from sharing keys and values between versions of the weights.
         prompt = {"prompt_token_ids": each.sequence, "cache_salt": str(self._version)}
         self._engine.add_request(name, prompt, wanted)
 

@@ -24,7 +24,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import axes_of
 from sweeps.run.spec import SPEC_FILE, RunSpec, changed_keys, identities, science
 
-# Of Hydra's own keys, those that say how a thing is built and not what it is.
+# Hydra's keys for how an object is built, which are no parameters of it.
 _HOW = frozenset({"_target_", "_partial_", "_convert_", "_recursive_"})
 
 

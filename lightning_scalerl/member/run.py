@@ -60,12 +60,12 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         check_identity(spec, run_dir)
         if lease is not None:
             write_atomically(run_dir / CONFIG_FILE, OmegaConf.to_yaml(config))
-        # Before any rank looks for a checkpoint; one that comes late finds those gone that it must not go on from.
+        # Before any rank looks for a checkpoint: a late rank must not find one beyond the break in the journal.
         broken = find_break(run_dir)
         covered = covered_step(run_dir) if broken is None else broken.step
         if broken is not None and lease is not None:
             _mend(broken, run_dir / "checkpoints", lease)
-        # A member writes its journal from its first step on: a checkpoint without one has lost it.
+        # -1 without a journal: a member writes one from its first step, so a checkpoint without it is not recorded.
         _fit(run_dir, spec, config, lease, progress, -1 if covered is None else covered)
 
 
@@ -83,7 +83,7 @@ def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, 
     shared = {key: value for key, value in spec.config.items() if key not in axes_of(spec.config)}
     own_choices = {axis: spec.reference[axis] for axis in axes_of(spec.reference)}
     reference = build_recipe(OmegaConf.create({**shared, **own_choices}), spec.baseline)
-    # A variant may also be one of settings, which stand in the configuration already.
+    # A variant may also change settings, which are in the configuration already.
     changed = [build(config, axis) for axis in spec.departures if axis in axes_of(spec.config)]
     module = ScaleRL(model=build(config, "model"), recipe=reference)
     task = build(config, "task")

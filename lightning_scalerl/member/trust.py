@@ -158,7 +158,7 @@ def _check_identity(file: Path, spec: RunSpec) -> None:
     except ConfigurationError:
         return  # its data is not here: what is run says so itself, if it needs it
     found = digest({"science": identity, "seed": spec.seed})
-    # Of files that have changed since, nobody can tell what they were.
+    # A configuration that reads files may differ because they have changed: that cannot be told from an edit.
     if found != spec.run and not _reads_files(spec.config):
         raise UserError(
             f"{file}: run: {spec.run!r} is not the identity of its configuration, which is {found}: it was edited or "

@@ -34,7 +34,7 @@ def backbone(model: nn.Module) -> nn.Module:
     """Return the model without its head."""
     base: nn.Module = model.base_model  # type: ignore[assignment]
     inner = getattr(model, "model", None)
-    # The text model of Llama 4 bears the name that it has inside of the whole one, and transformers finds itself.
+    # Llama 4's text model names its base as the whole model does, so transformers returns the model itself.
     return inner if base is model and isinstance(inner, nn.Module) else base
 
 

@@ -56,7 +56,7 @@ def save_model(
     return target
 
 
-# Of sampling; without it transformers saves none of them.
+# Settings of sampling, which transformers does not save without `do_sample`.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 

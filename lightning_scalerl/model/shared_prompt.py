@@ -51,7 +51,7 @@ def states(model: nn.Module, batch: TrainBatch) -> Tensor:
     starts = batch.completion_start
     width, length = batch.generator_logprobs.shape[1], int(starts.max())
     cache = DynamicCache()
-    # Behind a shorter prompt stand tokens that nothing looks back at: the mask below leaves their keys out.
+    # A shorter prompt is followed by its completion here; the mask below hides those keys from the completions.
     prompts = inner(input_ids=batch.tokens[first, :length], past_key_values=cache, use_cache=True).last_hidden_state
     last: Tensor = prompts[torch.arange(len(first), device=of.device), starts[first] - 1][of].unsqueeze(1)
     if width < 2:
@@ -62,7 +62,7 @@ def states(model: nn.Module, batch: TrainBatch) -> Tensor:
     position = starts.unsqueeze(1) + torch.arange(width - 1, device=of.device)
     tokens = batch.tokens.gather(1, position.clamp(max=batch.tokens.shape[1] - 1))
     seen = torch.arange(length, device=of.device) < starts.unsqueeze(1)
-    # The completion's own part is causal, for which the model sees by itself.
+    # The mask covers keys only: causality within the completion is applied by the model.
     mask = None if bool(seen.all()) else torch.cat([seen, torch.ones_like(tokens, dtype=torch.bool)], dim=1)
     later = inner(
         input_ids=tokens, position_ids=position, attention_mask=mask, past_key_values=cache, use_cache=True

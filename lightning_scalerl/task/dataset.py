@@ -44,7 +44,7 @@ class DatasetTask(Task):
         ConfigurationError: a file, row, field, rule or reward that cannot be used; named.
     """
 
-    # At these it is the task that it would be without them.
+    # At these values a task has the identity that it would have without them.
     added: ClassVar[Mapping[str, Any]] = {
         "fields": None, "instruction": "", "prefix": "", "right": None, "wrong": None, "duplicates": "drop",
         "leaks": "drop", "sandbox": {},
@@ -73,7 +73,7 @@ class DatasetTask(Task):
         self._rewards = reward_sum("task.rewards", _with_sandbox(rewards, dict(sandbox or {})))
         graders = [each.grader for each in self._rewards.rewards]
         self.trusted = all(isinstance(grader, QUICK) for grader in graders)
-        # They travel with every completion, and some rows hold megabytes.
+        # Only where a function may read them: columns travel with every completion, and may hold megabytes.
         self._keeps_columns = any(isinstance(grader, FunctionGrader) for grader in graders)
         self._read = _reader(format, fields)
         self._prefix, self._instruction = prefix, instruction
@@ -184,8 +184,7 @@ class DatasetTask(Task):
         for number in sorted(chosen):
             prompt = prompts[number]
             own = first.known(prompt.answer) if hasattr(first, "known") else (None, None)
-            # What a row gives as its solution is right for our verifiers; for whatever a user's rewards look at, it is
-            # not said.
+            # A row's own solution is right for built-in verifiers; a user's reward may look at something else.
             worked = rights[number] if hasattr(first, "known") else None
             right = self._filled(self._templates[0], prompt) if self._templates[0] is not None else worked or own[0]
             wrong = self._filled(self._templates[1], prompt) if self._templates[1] is not None else own[1]

@@ -23,14 +23,14 @@ from lightning_scalerl.verify.grade import Grade, Sample
 MAX_CHARACTERS = 1000
 _BASE = re.compile(r"\d_\{?(\d+)\}?")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# With what is escaped before it, which is none.
+# Braces, and escaped characters, so that an escaped brace is skipped.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # Arguments without braces: \\frac\pi 2, \\frac12, \\sqrt3.
 _FRACTION = re.compile(r"\\[dt]?frac\s*(\\[a-zA-Z]+|\d)\s*(\\[a-zA-Z]+|\d)")
 _ROOT = re.compile(r"\\sqrt\s*(\\[a-zA-Z]+|\d)")
-# How it is set, not what it is: in 29,\\!322 there is no space at all.
+# Commands of spacing and style without meaning, as in 29,\\!322.
 _SPACING = re.compile(r"\\(?:[!,;:]|displaystyle\b)")
-# Of a percentage the number is asked for.
+# A percent sign at the end: the answer is the number before it.
 _PERCENT = re.compile(r"\s*\\?%$")
 # A number with a word behind it, such as 18 dollars; a letter alone is a variable.
 _WORDED = re.compile(r"([-+]?\d[\d,.]*)\s+[A-Za-z]{2}[A-Za-z .]*")

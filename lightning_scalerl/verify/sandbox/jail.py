@@ -409,7 +409,7 @@ def _by_argument(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]:
         "fcntl": _none_of(1, *_FCNTL_REFUSED),
         "ioctl": _none_of(1, *_IOCTL_REFUSED),
         "prctl": _only(0, *_PRCTL_GIVEN),
-        # Those of another process of the same user could be changed, too.
+        # Own process only: limits of other processes of the same user could be changed otherwise.
         "prlimit64": _only(0, 0, own_pid),
         "sched_setaffinity": _only(0, 0, own_pid),
     }

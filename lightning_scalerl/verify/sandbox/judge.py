@@ -20,7 +20,7 @@ from lightning_scalerl.verify.sandbox.walls import Protections
 _ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\(\))?(\.[A-Za-z_]\w*(\(\))?)*")
 _TOLERANCE = Decimal("1e-6")
 _FRACTION = re.compile(r"[.eE]")
-# What a C program would read: Python's own numbers may have underscores and the digits of other scripts, too.
+# Numbers as a C program reads them: Python also accepts underscores and digits of other scripts.
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _REPORT_BYTES = 4096
 _SPARE_KIB = 64  # beyond what is expected: other white space

@@ -132,7 +132,7 @@ def _try_out(walls: Walls) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="scalerl-probe-") as folder, socket.socket() as listener:
         secret = Path(folder, "secret")
         secret.write_text("secret")
-        # As open as files get: nothing but the walls is in the way.
+        # World-readable, so that only the walls can deny access.
         secret.chmod(0o644)
         Path(folder).chmod(0o777)
         listener.bind(("127.0.0.1", 0))
