@@ -238,7 +238,7 @@ class Lifecycle(LightningModule):
         self.terms = terms(choices)
 
     def _refer_to(self, model: nn.Module) -> None:
-        """Make a frozen copy of this model the reference of axis `kl`."""
+        """Freeze this model and make it the reference of axis `kl`."""
         self._began_with = None
         frozen = Policy(model, self.choices.precision, self.policy.temperature)
         self._reference = [frozen.requires_grad_(False).eval().to(self.trainer.strategy.root_device)]
