@@ -8,9 +8,11 @@ that dies. Nobody else waits meanwhile: jobs prefetched behind a completion that
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -119,6 +121,9 @@ class VerifierPool:
         self._changed = threading.Condition()
         self._next = 0
         self._wake_r, self._wake_w = Pipe(duplex=False)
+        # One for the pool's life: `multiprocessing.connection.wait` makes one a call, which takes longer than grading.
+        self._readable = select.poll()
+        self._readable.register(self._wake_r, select.POLLIN)
         self._workers: list[_Worker] = []
         self._count = workers
         self._mean_s = _AHEAD_S  # nothing is given out ahead until grading is seen to be quick
@@ -225,6 +230,7 @@ class VerifierPool:
                 env=_environment() | {SCRATCH: scratch},
             )  # fmt: skip
         theirs.close()
+        self._readable.register(ours, select.POLLIN)
         return _Worker(process, ours, scratch, time.monotonic() + START_S)
 
     def _assign(self) -> None:
@@ -232,8 +238,8 @@ class VerifierPool:
         ahead = int(min(_MOST_AHEAD, max(1.0, _AHEAD_S / max(self._mean_s, 1e-6))))
         for held in range(ahead):
             for worker in self._workers:
-                at_hand = sum(len(job.message) for job in worker.jobs)
-                if worker.ready and not worker.given_away and len(worker.jobs) == held and at_hand < _AHEAD_BYTES:
+                free = worker.ready and not worker.given_away and len(worker.jobs) == held
+                if free and sum(len(job.message) for job in worker.jobs) < _AHEAD_BYTES:
                     with self._changed:
                         queue = self._shared.queue
                         # A large message would block in the pipe until the busy worker reads.
@@ -261,23 +267,35 @@ class VerifierPool:
         """Wait until a worker has sent something, or a timeout has passed."""
         busy = [worker.deadline for worker in self._workers if worker.jobs or worker.given_away or not worker.ready]
         busy += [worker.since + _LONG_S for worker in self._workers if len(worker.jobs) > 1]
-        patience = max(0.0, min(busy) - time.monotonic()) if busy else None
-        heard = wait([self._wake_r, *(worker.connection for worker in self._workers)], patience)
-        if self._wake_r in heard:
-            with self._changed:
-                self._wake_r.recv_bytes()
-                self._shared.woken = False
-        for number, worker in enumerate(self._workers):
-            if worker.connection in heard:
-                try:
-                    said = worker.connection.recv()
-                except (EOFError, OSError):
-                    self._replace(number, "its process died", died=True)
-                    continue
-                except Exception as error:  # what it sent cannot be read
-                    self._replace(number, f"its answer cannot be read ({type(error).__name__}: {error})")
-                    continue
-                self._heard(worker, said)
+        timeout_s = max(0.0, min(busy) - time.monotonic()) if busy else None
+        heard = self._heard_from(timeout_s)
+        for _ in range(_MOST_AHEAD):
+            if self._wake_r.fileno() in heard:
+                with self._changed:
+                    self._wake_r.recv_bytes()
+                    self._shared.woken = False
+            for number, worker in enumerate(self._workers):
+                if worker.connection.fileno() in heard:
+                    self._take_answer(number, worker)
+            # What has come meanwhile is taken too, before workers are given more: `_assign` looks at all of them.
+            heard = self._heard_from(0.0)
+            if not heard:
+                break
+
+    def _heard_from(self, timeout_s: float | None) -> set[int]:
+        """Return descriptors with something to read, waiting at most so long for one; None for without limit."""
+        return {fd for fd, _ in self._readable.poll(None if timeout_s is None else math.ceil(1000 * timeout_s))}
+
+    def _take_answer(self, number: int, worker: _Worker) -> None:
+        """Read one message of a worker, and replace the worker if there is none to read."""
+        try:
+            said = worker.connection.recv()
+        except (EOFError, OSError):
+            self._replace(number, "its process died", died=True)
+        except Exception as error:  # what it sent cannot be read
+            self._replace(number, f"its answer cannot be read ({type(error).__name__}: {error})")
+        else:
+            self._heard(worker, said)
 
     def _heard(self, worker: _Worker, said: Any) -> None:
         if not worker.ready:
@@ -313,6 +331,7 @@ class VerifierPool:
         if died:
             with suppress(subprocess.TimeoutExpired):
                 why += f" ({_in_words(worker.process.wait(1.0))})"
+        self._readable.unregister(worker.connection)  # while it has its number, which a later file may be given
         status = _kill(worker)
         if not worker.ready:
             self._fail(f"task: the verifier's process ended while it was loaded (exit status {status})")
