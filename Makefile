@@ -12,11 +12,15 @@ MARKERS := not vllm$(if $(FULL),, and not full$(if $(ALL),, and not slow and not
 TEST_ARGS ?= --dist loadgroup
 PYTEST := $(if $(FULL),TEST_FULL=1 )$(if $(ALL)$(FULL),CI_ALL=1 )OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-components test-full test-rooms test-slurm test-study test-training test-vllm
+.PHONY: bench demo test test-components test-full test-rooms test-slurm test-study test-training test-vllm
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.user
 	$(BIN)/python examples/demo.py
+
+# Measured side by side on one thread, for docs/measured/speed.md; TRL takes part if PEERS_PYTHON names its interpreter.
+bench: $(VENV)/.developer
+	$(BIN)/python -m benchmarks.speed
 
 # Tests of the study never import torch, which costs each process seconds. Those of vLLM (it changes the process that it
 # is in) and of the cluster mostly wait, so they run beside the others.

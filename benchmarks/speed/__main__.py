@@ -1,0 +1,100 @@
+"""Measure what is named, or all of it, and write docs/measured/speed.md from the records in benchmarks/results/.
+
+    make bench                                          all of it, under half an hour on two idle cores
+    python -m benchmarks.speed generation --rounds 3    one comparison, fewer rounds
+
+TRL takes part where PEERS_PYTHON names an interpreter with the packages of tests/parity/peers.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.speed import fits, generation, profile, training
+from benchmarks.speed.pairs import Record, machine
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "measured" / "speed.md"
+COMPARISONS: dict[str, Callable[[int], list[Record]]] = {
+    "training": training.measure,
+    "generation": generation.measure,
+    "fits": fits.measure,
+}
+HEAD = """# Speed
+
+Written by `make bench` (`python -m benchmarks.speed`) from the records in
+[benchmarks/results](../../benchmarks/results): everything on one thread, the sides of a pair in turns. "Times ours" is
+the median over rounds of the other side's seconds divided by ours of the same round, with the least and the most of
+them; above 1 we are faster.
+"""
+
+
+def seconds(value: float) -> str:
+    """Three significant digits, in milliseconds below a tenth of a second."""
+    return f"{1000 * value:.3g} ms" if value < 0.1 else f"{value:.3g} s"
+
+
+def rows(records: list[Record]) -> list[str]:
+    """Markdown, one line a comparison."""
+    lines = ["| what | ours | beside | its time | times ours |", "|---|---|---|---|---|"]
+    for each in records:
+        low, high = min(each["ratios"]), max(each["ratios"])
+        ratio = f"**{np.median(each['ratios']):.2f}** ({low:.2f} to {high:.2f})"
+        cells = [each["setting"], seconds(each["ours_s"]), each["other"], seconds(each["other_s"]), ratio]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def page() -> str:
+    """The page, from all records there are."""
+    parts = [HEAD]
+    for name in COMPARISONS:
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            found = json.loads(path.read_text())
+            parts += [
+                f"## {name.capitalize()}\n",
+                f"{found['date']}, {found['machine']}.\n",
+                *rows(found["records"]),
+                "",
+            ]
+    path = RESULTS / "profile.json"
+    if path.exists():
+        parts += profile.section(json.loads(path.read_text()))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def main() -> int:
+    """Measure, keep, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = (*COMPARISONS, "profile")
+    parser.add_argument("what", nargs="*", metavar="WHAT", help=f"of {', '.join(names)}; all if none is named")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--page-only", action="store_true", help="write the page from what was measured before")
+    given = parser.parse_args()
+    unknown = set(given.what) - set(names)
+    if unknown:
+        parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(names)}")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for name in [] if given.page_only else given.what or names:
+        print(f"{name} ...", flush=True)
+        records = profile.measure() if name == "profile" else COMPARISONS[name](given.rounds)
+        kept = {"date": str(date.today()), "machine": machine(), "rounds": given.rounds, "records": records}
+        (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+        if name != "profile":
+            print("\n".join(rows(records)), flush=True)
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
+    PAGE.write_text(page())
+    print(f"written: {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

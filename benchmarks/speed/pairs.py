@@ -1,0 +1,53 @@
+"""Ratios of two sides that are measured in turns."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Record = dict[str, Any]
+
+
+def in_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every side in each round; sides alternate, and every other round goes backwards."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds):
+        for name in list(sides)[:: 1 if turn % 2 == 0 else -1]:
+            seconds[name].append(sides[name]())
+    return seconds
+
+
+def compared(seconds: Mapping[str, list[float]], ours: str, setting: str) -> list[Record]:
+    """One record for each other side: how many times our seconds it takes, round by round."""
+    return [
+        {
+            "setting": setting,
+            "other": name,
+            "ours_s": float(np.median(seconds[ours])),
+            "other_s": float(np.median(values)),
+            "ratios": [round(theirs / own, 3) for own, theirs in zip(seconds[ours], values, strict=True)],
+        }
+        for name, values in seconds.items()
+        if name != ours
+    ]
+
+
+def machine() -> str:
+    """Name of the processor, its number of cores, and the versions that matter."""
+    import torch
+    import transformers
+
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return (
+        f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}"
+    )
