@@ -1,0 +1,103 @@
+"""What a training step computes, counted: a guard of its speed that no clock and no machine moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from lightning_scalerl import RolloutDataModule, ScaleRL
+from lightning_scalerl.generator.torch_generator import TorchGenerator
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.verify.pool import VerifierPool
+from tests.helpers import SMALL, CountingTask, quiet
+
+PROMPTS, COMPLETIONS = 3, 4
+# Everything of a step in one pass, every rollout trained on.
+WHOLE = (
+    "async_mode=on_policy",
+    "batch.micro_batch=12",
+    "generator.slots=12",
+    "filter=none",
+    "truncated=keep",
+    "resampling=uniform",
+    "length_control=none",
+    "precision=fp32",
+)
+WORDS = "1+1=1+1=1+1="
+
+
+class LongPrompts(CountingTask):
+    """Prompts of 12 tokens, so that computing them once pays."""
+
+    trusted = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = [Prompt(each.prompt_id, WORDS, "1") for each in self.pool]
+
+
+class Counts(Callback):
+    """Sums over what was computed from the end of the first step on, and the batches that it was for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: dict[str, int] = {}
+        self.batches: list[TrainBatch] = []
+        forward = torch.nn.Embedding.forward
+
+        def counted(module: torch.nn.Embedding, tokens: Tensor) -> Tensor:
+            self.add("trained" if module.weight.requires_grad else "sampled", tokens.numel())
+            return forward(module, tokens)
+
+        monkeypatch.setattr(torch.nn.Embedding, "forward", counted)
+        for owner, name in (
+            (torch.Tensor, "backward"),
+            (torch.optim.AdamW, "step"),
+            (TorchGenerator, "step"),
+            (VerifierPool, "submit"),
+        ):
+            monkeypatch.setattr(owner, name, self.counting(f"{owner.__name__}.{name}", getattr(owner, name)))
+
+    def add(self, what: str, number: int) -> None:
+        self.seen[what] = self.seen.get(what, 0) + number
+
+    def counting(self, what: str, method: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.add(what, 1)
+            return method(*args, **kwargs)
+
+        return called
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: TrainBatch, number: int) -> None:
+        if number == 0:
+            self.seen.clear()
+        else:
+            self.batches.append(batch)
+
+
+@pytest.mark.slow
+def test_a_step_computes_prompts_once_and_nothing_twice(tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counts(monkeypatch)
+    module = ScaleRL(tiny_model_path, "scalerl_core", [*SMALL[:-1], *WHOLE])
+    trainer = Trainer(max_steps=4, callbacks=[counts], **quiet())
+    trainer.fit(module, datamodule=RolloutDataModule(LongPrompts()))
+    steps = len(counts.batches)
+    lengths = [(batch.lengths - batch.completion_start) for batch in counts.batches]
+    longest = [int(each.max()) for each in lengths]
+    prompt_tokens = int(counts.batches[0].completion_start[0])
+    assert steps == 3 and prompt_tokens == len(WORDS)
+    rollouts = PROMPTS * COMPLETIONS
+    assert counts.seen == {
+        # Prompts once a group; of each completion what comes before its last token, in rows as long as the longest.
+        "trained": sum(PROMPTS * prompt_tokens + rollouts * (width - 1) for width in longest),
+        # Prompts once a group; each sampled token but the last of its rollout goes in again.
+        "sampled": sum(PROMPTS * prompt_tokens + int((each - 1).sum()) for each in lengths),
+        "Tensor.backward": steps,
+        "AdamW.step": steps,
+        "TorchGenerator.step": sum(longest),
+        "VerifierPool.submit": steps * rollouts,
+    }
