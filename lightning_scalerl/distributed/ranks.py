@@ -256,6 +256,3 @@ def check_strategy(strategy: Any) -> None:
         )
     if strategy._ddp_kwargs.get("static_graph"):
         raise ConfigurationError(f"strategy: DDP with static_graph=True cannot sum uneven micro-batches; {remedy}")
-
-
-# --- how this process was started ------------------------------------------------------------------------

@@ -7,13 +7,13 @@ other at the compute that all have spent, once for every axis that the source re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sweeps.as_json import AsJson
 from sweeps.curve import DEVICE_HOURS, UNITS
 from sweeps.decide.reward import RewardRow, rewards
 from sweeps.errors import UserError
-from sweeps.fit.fit import Fit
+from sweeps.fit.fit import Fit, Interval
 
 _NAMES = {**UNITS, "step": "steps"}
 
@@ -77,11 +77,22 @@ def by_axis(fits: Mapping[str, Sequence[Fit]], rate: float | None = None) -> ByA
         hours = min(timed, key=lambda column: column.axis != DEVICE_HOURS, default=None)
         if hours is None:
             raise UserError(f"--rate {rate:g}: no axis in hours among {', '.join(fits)}; name one in --axes")
-        columns.append(Column("cost", "cost", rate * hours.compute, hours.rows))
+        priced = tuple(replace(row, C=_times(row.C, rate)) for row in hours.rows)
+        columns.append(Column("cost", "cost", rate * hours.compute, priced))
     if not columns:
         raise UserError("--axes: no recipe has evaluations enough on any of them")
     firsts = {column.first.recipe for column in columns}
     return ByAxis(tuple(columns), len(firsts) == 1, _sentence(columns))
+
+
+def _times(interval: Interval | None, factor: float) -> Interval | None:
+    """Return an estimate in another unit; open bounds stay open."""
+    if interval is None:
+        return None
+    value, low, high = (
+        None if bound is None else factor * bound for bound in (interval.value, interval.low, interval.high)
+    )
+    return Interval(value, low, high)
 
 
 def _sentence(columns: Sequence[Column]) -> str:

@@ -105,7 +105,7 @@ def summary(fit: Fit, p_best: float | None) -> FitSummary:
         "axis": fit.curve.axis,
         "reason": fit.reason,
     }
-    if not fit.identifiable or fit.A is None or fit.B is None or fit.C_mid is None:
+    if not fit.identifiable:
         return FitSummary(**common, window=fit.window)
     positive = fit.curve.compute[fit.curve.compute > 0]
     compute = np.geomspace(positive.min(), positive.max(), CURVE_POINTS)

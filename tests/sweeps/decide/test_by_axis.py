@@ -35,6 +35,10 @@ def test_they_disagree_where_a_step_costs_more() -> None:
     assert [column.first.recipe for column in found.columns] == ["long", "short", "short"]
     steps, hours, cost = found.columns
     assert (steps.compute, hours.compute, cost.compute) == pytest.approx((400, 8.0, 20.0))
+    priced = [
+        (row.C.value, other.C.value) for row, other in zip(cost.rows, hours.rows, strict=True) if row.C and other.C
+    ]
+    assert priced and all(money == pytest.approx(2.5 * spent) for money, spent in priced)
     assert found.sentence.startswith("who is ahead depends on what is held equal: long at as much of steps (P = ")
     assert "short at as much of device hours and cost (P = " in found.sentence
     place = hours.row("long")
