@@ -1,0 +1,53 @@
+"""Public docstrings begin with a sentence that a stranger understands: five words or more, and a verb or a noun first."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+LEAST_WORDS = 5
+NOT_FIRST = {"What", "Of", "Whether", "How", "With", "That", "To", "Who", "Which"}
+PACKAGES = ("lightning_scalerl", "sweeps", "hydra_plugins")
+
+
+def public(tree: ast.Module) -> Iterator[Documented]:
+    """The module, its public classes and functions, and their public members."""
+    yield tree
+    inside: list[ast.Module | ast.ClassDef] = [tree]
+    while inside:
+        for node in inside.pop().body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
+                yield node
+                if isinstance(node, ast.ClassDef):
+                    inside.append(node)
+
+
+def unclear(source: str) -> list[str]:
+    """Names and first lines of the docstrings that do not begin so."""
+    found = []
+    for node in public(ast.parse(source)):
+        text = ast.get_docstring(node)
+        if text is None:
+            continue
+        words = text.split("\n\n")[0].split(". ")[0].split()
+        if words[0].strip(",:") in NOT_FIRST or len(words) < LEAST_WORDS:
+            found.append(f"{getattr(node, 'name', 'module')}: {text.splitlines()[0]}")
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_docstrings_begin_with_a_sentence(package: str) -> None:
+    files = sorted(Path(ROOT / package).rglob("*.py"))
+    assert files
+    assert {str(path.relative_to(ROOT)): found for path in files if (found := unclear(path.read_text()))} == {}
+
+
+def test_what_is_not_a_sentence_is_found() -> None:
+    source = '"""Whether this is a module of five words."""\nclass A:\n    """Of all."""\n    def _b(self): "No."\n'
+    assert unclear(source) == ["module: Whether this is a module of five words.", "A: Of all."]
