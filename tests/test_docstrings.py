@@ -1,4 +1,4 @@
-"""Public docstrings begin with a sentence that a stranger understands: five words or more, and a verb or a noun first."""
+"""Public docstrings begin with a sentence of five words or more that a stranger understands, a verb or noun first."""
 
 from __future__ import annotations
 
