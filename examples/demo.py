@@ -3,10 +3,10 @@
 Nothing here is special: the same five commands make any study.
 
     scalerl train --multirun experiment=demo
-    scalerl report outputs/demo -o outputs/demo/report.html --margin 0.05
+    scalerl report outputs/demo -o outputs/demo/report.html
     scalerl publish outputs/demo --mlflow sqlite:///outputs/demo/mlflow.db
-    scalerl rank outputs/demo --margin 0.05
-    scalerl compare outputs/demo --margin 0.05
+    scalerl rank outputs/demo
+    scalerl compare outputs/demo
 
 Interrupted at any point, it continues where it was. Arguments are passed on to `scalerl train`.
 """
@@ -23,8 +23,6 @@ from typing import Any
 OUTPUT = Path("outputs/demo")
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
 EXPECTED = "about 5 minutes on two cores; less if parts are done already"
-# Two seeds of so short a run tell no smaller difference.
-MARGIN = ("--margin", "0.05")
 
 
 def learned(rank: dict[str, Any], compare: dict[str, Any]) -> str:
@@ -63,10 +61,10 @@ def main() -> int:
     study = str(OUTPUT)
     commands = [
         ("train every recipe, two seeds each", ["train", "--multirun", "experiment=demo", *sys.argv[1:]]),
-        ("report", ["report", study, "-o", str(OUTPUT / "report.html"), *MARGIN]),
+        ("report", ["report", study, "-o", str(OUTPUT / "report.html")]),
         ("publish to MLflow", ["publish", study, "--mlflow", f"sqlite:///{OUTPUT}/mlflow.db"]),
-        ("rank", ["rank", study, *MARGIN]),
-        ("compare", ["compare", study, *MARGIN]),
+        ("rank", ["rank", study]),
+        ("compare", ["compare", study]),
     ]
     for what, command in commands:
         print(f"--- {what}: scalerl {' '.join(command)}", flush=True)
@@ -75,7 +73,7 @@ def main() -> int:
             print(f"stopped at: {what}; the same command continues", file=sys.stderr)
             return done.returncode
         print(flush=True)
-    print(f"Learned: {learned(answer('rank', study, *MARGIN), answer('compare', study, *MARGIN))}.")
+    print(f"Learned: {learned(answer('rank', study), answer('compare', study))}.")
     minutes = (time.monotonic() - begin) / 60
     print(f"Done in {minutes:.1f} minutes. The study in one figure: {OUTPUT / 'report_overlay.png'}; all of it:")
     print(f"{OUTPUT / 'report.html'}; the table: {OUTPUT / 'ranking.csv'}.")

@@ -95,6 +95,10 @@ def _fitted(options: argparse.Namespace, regions: bool = False) -> tuple[LoadedS
     """Read the sources and fit every recipe; `regions`, about a megabyte per recipe, are needed only by figures."""
     _check_window(options)
     study = _load(options)
+    if getattr(options, "margin", 0.0) is None and len(options.sources) == 1:
+        from sweeps.launch.settings import LaunchSettings
+
+        options.margin = LaunchSettings.margin_of(Path(options.sources[0]))
     for line in study.shown:
         print(f"source: {one_line(line)}", file=sys.stderr)
     how = _fit_options(options)

@@ -91,6 +91,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             axis=default_axis(gpu_here()),
             race=self._race(config.get("race")),
             planner=self._planner,
+            margin=_margin(config["launch"].get("margin")),
         )
 
     def _race(self, given: Any) -> dict[str, Any]:
@@ -280,6 +281,19 @@ class DebugStudyLauncher(StudyLauncher):
     @contextmanager
     def _asked_again_and_again(self) -> Iterator[Callable[[Sequence[Sequence[str]]], list[RunSpec]]]:
         yield self.planned
+
+
+def _margin(value: Any) -> float | None:
+    """Return the checked `launch.margin`; None for the default.
+
+    Raises:
+        UserError: not a positive number.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UserError(f"launch.margin: {value!r}: must be a positive number in reward units, or null for the default")
+    return float(value)
 
 
 def _on_its_own(study: Study) -> str:

@@ -222,7 +222,7 @@ def _deciding(command: Command) -> None:
         "--margin",
         type=_number,
         metavar="R",
-        help=f"rewards within this are the same; default: {MARGIN:g} of the reward's scale",
+        help=f"rewards within this are the same; default: the study's launch.margin, or {MARGIN:g} of the scale",
     )
     compare.add_argument("--json", action="store_true", help="print a JSON object")
 
@@ -479,7 +479,7 @@ def _add_ranking(parser: argparse.ArgumentParser) -> None:
         "--margin",
         type=_number,
         metavar="A",
-        help=f"A within this are tied; default: {MARGIN:g} of the reward's scale",
+        help=f"A within this are tied; default: the study's launch.margin, or {MARGIN:g} of the scale",
     )
 
 
@@ -502,7 +502,8 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         "--margin",
         type=_number,
         metavar="A",
-        help=f"A within this of the best is no wrong choice; default: {MARGIN:g} of the reward's scale",
+        help="A within this of the best is no wrong choice; default: the study's launch.margin, "
+        f"or {MARGIN:g} of the scale",
     )
     parser.add_argument(
         "--sizes", default="", metavar="LIST", help="model sizes not seen to answer for, with --size: 1e9,14B"

@@ -69,12 +69,13 @@ def show_ranking(study: Path) -> None:
     # Imported late, for they need SciPy.
     from sweeps.decide.rank import rank
     from sweeps.fit.fit import fit_curves
+    from sweeps.launch.settings import LaunchSettings
     from sweeps.parallel import cores
     from sweeps.source import load
 
     try:
         fits = fit_curves(load([str(study)]).curves, workers=cores(), regions=False)
-        ranking = rank(fits, workers=cores(), brief=True)
+        ranking = rank(fits, margin=LaunchSettings.margin_of(study), workers=cores(), brief=True)
     except UserError as error:
         warn([f"no ranking yet: {error}"])
     else:

@@ -48,6 +48,7 @@ class LaunchSettings:
         retries: attempts after the first, by kind of failure.
         race: the settings under `race`, see `sweeps.search.settings`; empty where there is none.
         planner: `module:function`, from override lists and the user's folders to run specs: for members that are added.
+        margin: recipes whose rewards lie within this are tied, wherever the study is ranked; None for the default.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class LaunchSettings:
     retries: Mapping[str, int | None] = field(default_factory=lambda: dict(NEVER))
     race: Mapping[str, Any] = field(default_factory=dict)
     planner: str = ""
+    margin: float | None = None
 
     def write(self, study: Path) -> None:
         """Write the settings to the study's `launch.json`, mode 0600, without the password in MLflow's address."""
@@ -119,6 +121,15 @@ class LaunchSettings:
             return str(parse_json((study / LAUNCH_FILE).read_text())["settings"].get("clusters") or "")
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return ""
+
+    @staticmethod
+    def margin_of(study: Path) -> float | None:
+        """Return the margin of a tie that a study was launched with; None if there is none, or no study."""
+        try:
+            margin = parse_json((study / LAUNCH_FILE).read_text()).get("margin")
+        except (OSError, ValueError, AttributeError):
+            return None
+        return float(margin) if isinstance(margin, int | float) and margin > 0 else None
 
     def executor(self, study: Path, scheduler: Scheduler | None = None) -> Executor:
         """Make the executor of this kind that runs the study's members."""

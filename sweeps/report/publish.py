@@ -14,6 +14,7 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curves
 from sweeps.fit.predict import predict
 from sweeps.launch.ledger import Ledger
+from sweeps.launch.settings import LaunchSettings
 from sweeps.run.journal import find_runs, read_journal
 from sweeps.run.spec import SPEC_FILE
 from sweeps.search.record import RACE_FILE
@@ -69,7 +70,7 @@ def publish(sources: Sequence[str], uri: str, ranked: Callable[[Ranking], None] 
             tracker.set_status(member.mlflow_run_id, status)
             with tracker.reaching("removing a tag"):
                 tracker.remove_tag(member.mlflow_run_id, STOPPED_TAG)
-    ranking = rank(fits)
+    ranking = rank(fits, margin=LaunchSettings.margin_of(directory))
     link = publish_into(tracker, sweep, loaded, fits, ranking)
     ranked(ranking)
     print(link)

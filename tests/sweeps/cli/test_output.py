@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from sweeps.cli.launchers import _margin
+from sweeps.cli.main import main
 from sweeps.cli.output import show_results
+from sweeps.errors import UserError
 from tests.paths import ROOT
 
 
@@ -33,3 +37,26 @@ def test_untracked_it_is_for_somebody_at_a_terminal(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     show_results(study, None)
     assert "P(best)" in capsys.readouterr().out
+
+
+def test_a_study_is_ranked_with_the_margin_it_was_launched_with(
+    study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def margin(*words: str) -> float:
+        assert main(["rank", str(study), *words, "--json"]) == 0
+        return float(json.loads(capsys.readouterr().out)["margin"])
+
+    assert margin() == 0.02
+    (study / "launch.json").write_text('{"margin": 0.25}')
+    assert margin() == 0.25 and margin("--margin", "0.1") == 0.1
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    show_results(study, None)
+    assert "within 0.25" in capsys.readouterr().out
+    (study / "launch.json").write_text("[]")
+    assert margin() == 0.02
+
+
+@pytest.mark.parametrize("value", ["0.05", True, 0, -1.0, float("nan")])
+def test_a_margin_that_is_none_is_refused_by_name(value: object) -> None:
+    with pytest.raises(UserError, match=r"launch\.margin: .* positive number"):
+        _margin(value)
