@@ -1,7 +1,9 @@
-"""Where a training step's time goes, and how far that is from what this machine multiplies matrices with."""
+"""Where a training step's time goes, what this machine multiplies matrices with, and what a start costs."""
 
 from __future__ import annotations
 
+import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from benchmarks.speed.setting import save_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIZE, PROMPT_TOKENS, BATCHES = "0.5M", 8, 20
+CACHE = tempfile.TemporaryDirectory()
 
 
 def peak_gflops(size: int = 1024, repeats: int = 10) -> float:
@@ -30,8 +33,29 @@ def peak_gflops(size: int = 1024, repeats: int = 10) -> float:
     return 2 * size**3 / best / 1e9
 
 
+def command_s(*words: str) -> tuple[float, float]:
+    """Seconds of `scalerl train ...` from start to end, by the clock and of the CPU, children included."""
+    command = [str(Path(sys.executable).with_name("scalerl")), "train", "budget.steps=1", "model.batches=30"]
+    command += ["evaluation.every_n_steps=1000", *words]
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "SCALERL_CACHE": CACHE.name}
+        subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return time.perf_counter() - began, spent
+
+
+def study_s(seeds: int) -> float:
+    """Seconds by the clock of a study of so many runs of one step each, one at a time."""
+    return command_s("--multirun", f"seed=range({seeds})", "launch.max_parallel=1", "mlflow.uri=null")[0]
+
+
 def measure() -> list[Record]:
-    """One record: seconds of a batch by what is done, in a process of its own."""
+    """One record: seconds of a batch by what is done, in a process of its own; and CPU seconds of starts."""
+    command_s()  # makes the base model
+    one = min(command_s()[1] for _ in range(3))
+    first, fifth = (min(study_s(seeds) for _ in range(3)) for seeds in (1, 5))
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), SIZE)
         command = [
@@ -46,7 +70,8 @@ def measure() -> list[Record]:
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     parts = dict(line.rsplit(" ", 1) for line in run.stdout.splitlines() if line.startswith("part "))
     record: dict[str, Any] = {name.removeprefix("part "): float(value) for name, value in parts.items()}
-    return [{"peak_gflops": peak_gflops(), "parts": record}]
+    starts = {"one_member_cpu_s": one, "further_member_s": (fifth - first) / 4}
+    return [{"peak_gflops": peak_gflops(), "parts": record, **starts}]
 
 
 def section(found: Record) -> list[str]:
@@ -66,6 +91,13 @@ def section(found: Record) -> list[str]:
     lines += [
         f"| the rest: assembly, records, Lightning | {seconds_of(rest := whole - sum(parts.values()))} "
         f"| {rest / whole:.0%} |",
+        "",
+    ]
+    lines += [
+        "## Start\n",
+        f"`scalerl train budget.steps=1` takes {record['one_member_cpu_s']:.1f} s of CPU from the command to its end, "
+        f"verifiers included. Of a study each further run takes {record['further_member_s']:.2f} s by the clock, its "
+        "step and two evaluations included.",
         "",
     ]
     return lines
