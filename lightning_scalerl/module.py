@@ -89,7 +89,7 @@ class ScaleRL(Lifecycle):
 
     def _credited(self, rows: TrainBatch) -> TrainBatch:
         """Return the rows with per-token credit, after the forward passes before the first update."""
-        size = self.recipe.batch.micro_batch
+        size = self.recipe.batch.a_pass
         rows = scored_before(rows, self.choices, self.policy, self.reference, self.critic, size)
         return token_credit(rows, self.choices, self.ranks.sum, remember=True)
 
@@ -98,7 +98,7 @@ class ScaleRL(Lifecycle):
         parts: list[Part] = []
         totals = torch.zeros(len(self.terms), device=self.device)
         with self.ranks.unsynchronized():
-            for micro_batch in rows.micro_batches(self.recipe.batch.micro_batch):
+            for micro_batch in rows.micro_batches(self.recipe.batch.a_pass):
                 logprobs, entropies = self.policy(micro_batch, entropy_gradient=self.choices.entropy.acts)
                 values = None if self.critic is None else self.critic(micro_batch)
                 scored = Scored(micro_batch, logprobs, entropies, values)
@@ -127,7 +127,7 @@ class ScaleRL(Lifecycle):
             return torch.zeros(0)
         trainer_logprobs, _ = whole(batch, done.parts)
         asked = self.generator if self.driver.may_probe else None
-        size = self.recipe.batch.micro_batch
+        size = self.recipe.batch.a_pass
         return logprob_gaps(batch, trainer_logprobs, self.policy, self.completed_steps, size, asked, self._asking)
 
     @contextmanager

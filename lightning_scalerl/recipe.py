@@ -12,6 +12,7 @@ from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.model.chat import Chat
 from lightning_scalerl.optim import AdamW, ConstantSchedule
+from lightning_scalerl.rollout import PassSize
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.drivers import Live, Virtual
 from lightning_scalerl.stream.prompts import TOO_LONG
@@ -25,19 +26,23 @@ from lightning_scalerl.verify.verification import Verification
 class BatchSettings:
     """Size of one optimizer step: `prompts` groups (P) of `completions` rollouts (G), `micro_batch` rollouts a pass.
 
-    With `rollouts`, the step's total, `prompts` becomes `rollouts / completions`, whatever value it was given.
+    With `rollouts`, the step's total, `prompts` becomes `rollouts / completions`, whatever value it was given. With
+    `micro_tokens` a pass has at most so many tokens too, padding included; a rollout that is longer goes alone.
     """
 
-    added: ClassVar[Mapping[str, Any]] = {"rollouts": None}
+    added: ClassVar[Mapping[str, Any]] = {"rollouts": None, "micro_tokens": None}
 
     prompts: int
     completions: int
     micro_batch: int
     rollouts: int | None = None
+    micro_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("prompts", "completions", "micro_batch"):
             whole_number(f"batch.{field}", getattr(self, field))
+        if self.micro_tokens is not None:
+            whole_number("batch.micro_tokens", self.micro_tokens)
         if self.rollouts is not None:
             whole_number("batch.rollouts", self.rollouts)
             if self.rollouts % self.completions:
@@ -46,6 +51,11 @@ class BatchSettings:
                     f"{self.completions}"
                 )
             object.__setattr__(self, "prompts", self.rollouts // self.completions)
+
+    @property
+    def a_pass(self) -> PassSize:
+        """Return what one forward pass takes of a batch at most."""
+        return PassSize(self.micro_batch, self.micro_tokens)
 
 
 @dataclass(frozen=True)

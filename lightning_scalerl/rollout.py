@@ -176,6 +176,14 @@ class Denominators:
     sampled: float = 0.0
 
 
+@dataclass(frozen=True)
+class PassSize:
+    """Upper limits of one forward pass: its rollouts, and its tokens with padding; None for as many as these have."""
+
+    rollouts: int
+    tokens: int | None = None
+
+
 @dataclass
 class TrainBatch:
     """The batch of one optimizer step (or a micro-batch of it): tensors plus the groups they came from.
@@ -233,8 +241,8 @@ class TrainBatch:
             values[entry.name] = value
         return TrainBatch(**values)
 
-    def cut(self, size: int) -> Iterator[Tensor]:
-        """Yield the row numbers of micro-batches, at most `size` rollouts each.
+    def cut(self, size: PassSize) -> Iterator[Tensor]:
+        """Yield the row numbers of micro-batches of at most this size.
 
         Those of a group stand together, so that they can share their prompt's forward pass, and groups of similar
         length, so that little is padding.
@@ -245,11 +253,21 @@ class TrainBatch:
             longest.scatter_reduce_(0, self.group, self.lengths, "amax")
             order = order[torch.argsort(self.group[order], stable=True)]
             order = order[torch.argsort(longest[self.group[order]], descending=True, stable=True)]
-        for start in range(0, self.rollouts, size):
-            yield order[start : start + size]
+        start, widest = 0, 0
+        lengths = self.lengths[order].tolist() if size.tokens is not None else [0] * self.rollouts
+        for end, length in enumerate(lengths):
+            rollouts = end - start + 1
+            # Rows of a pass are padded to its longest, so that one costs as much as the others.
+            too_many = size.tokens is not None and rollouts * max(widest, length) > size.tokens
+            if end > start and (rollouts > size.rollouts or too_many):
+                yield order[start:end]
+                start, widest = end, 0
+            widest = max(widest, length)
+        if self.rollouts:
+            yield order[start:]
 
-    def micro_batches(self, size: int) -> Iterator[TrainBatch]:
-        """Yield micro-batches of at most `size` rollouts each, in the order of `cut`."""
+    def micro_batches(self, size: PassSize) -> Iterator[TrainBatch]:
+        """Yield micro-batches of at most this size, in the order of `cut`."""
         for rows in self.cut(size):
             yield self.select(rows)
 

@@ -80,17 +80,23 @@ def test_off_policy_is_as_stale_as_it_says(tiny_model_path: str) -> None:
     assert max(gaps[0], gaps[3], gaps[6]) < 1e-5 < min(gaps[1], gaps[2], gaps[4], gaps[5])
 
 
-@pytest.mark.parametrize("micro_batch", every(3, [1, 4, 12], pytest.mark.full))
+@pytest.mark.parametrize(
+    "size",
+    [
+        *every(3, ["micro_batch=1", "micro_batch=4", "micro_batch=12"], pytest.mark.full),
+        *every(1, ["micro_tokens=25", "micro_tokens=1"], pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("aggregation", [SampleAggregation, TokenAggregation, None])
-def test_micro_batches_change_nothing(tiny_model_path: str, micro_batch: int, aggregation: Any) -> None:
-    """Invariant 1 through the real model: one step, whatever the micro-batch size."""
+def test_micro_batches_change_nothing(tiny_model_path: str, size: str, aggregation: Any) -> None:
+    """Invariant 1 through the real model: one step, whatever the micro-batches' limits."""
 
-    def one_step(size: int) -> dict[str, torch.Tensor]:
+    def one_step(override: str) -> dict[str, torch.Tensor]:
         callbacks = [aggregation()] if aggregation else []
-        return weights_of(fit(tiny_model_path, steps=1, callbacks=callbacks, overrides=[f"batch.micro_batch={size}"]))
+        return weights_of(fit(tiny_model_path, steps=1, callbacks=callbacks, overrides=[f"batch.{override}"]))
 
     # Adam divides by the gradient's size, so compare weights loosely against a step of 3e-3.
-    expected, actual = one_step(5), one_step(micro_batch)
+    expected, actual = one_step("micro_batch=5"), one_step(size)
     assert all(torch.allclose(expected[name], actual[name], atol=2e-5) for name in expected)
 
 

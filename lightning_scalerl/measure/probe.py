@@ -26,7 +26,7 @@ from lightning_scalerl.generator.base import Generator, GroupRequest
 from lightning_scalerl.model.head import eval_mode
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.rollout import Group, Rollout, TrainBatch
+from lightning_scalerl.rollout import Group, PassSize, Rollout, TrainBatch
 from lightning_scalerl.stream.credit import lay_out
 from lightning_scalerl.stream.random_streams import PROBE_STREAM
 
@@ -143,7 +143,7 @@ def _sampled_gaps(generator: Generator, policy: Policy, prompt_tokens: Sequence[
     rollouts = _sample(generator, prompt_tokens, START_TOKENS)
     group = Group(0, Prompt("probe", "", ""), list(prompt_tokens), rollouts)
     device = next(policy.parameters()).device
-    ours = _trainer_logprobs([(group, rollout) for rollout in rollouts], policy, device, START_ROLLOUTS)
+    ours = _trainer_logprobs([(group, rollout) for rollout in rollouts], policy, device, PassSize(START_ROLLOUTS))
     return _gaps(ours, [torch.tensor(rollout.generator_logprobs) for rollout in rollouts])
 
 
@@ -172,15 +172,15 @@ def logprob_gaps(
     trainer_logprobs: Tensor,
     policy: Policy,
     version: int,
-    micro_batch: int,
+    size: PassSize,
     generator: object = None,
     asking: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
     """Return |trainer's - generator's| log-probability (n,) under weights `version`; n may be 0.
 
     Those of the batch cost nothing: the step has computed `trainer_logprobs` (R, T). A batch that keeps none, or a
-    policy that trains with dropout, is judged on a few rollouts that go through the policy once more, `micro_batch`
-    of them at a time. A `generator` is asked within `asking`. Call it before the optimizer step.
+    policy that trains with dropout, is judged on a few rollouts that go through the policy once more, in passes of at
+    most `size`. A `generator` is asked within `asking`. Call it before the optimizer step.
     """
     if not policy.training:
         column = torch.arange(batch.generator_logprobs.shape[1], device=batch.tokens.device)
@@ -192,7 +192,7 @@ def logprob_gaps(
     sampled = [(group, rollout) for group in batch.groups for rollout in group.sampled]
     found = [each for each in sampled if set(each[1].weight_versions) == {version}][:PROBE_ROLLOUTS]
     if found:
-        ours = _trainer_logprobs(found, policy, batch.tokens.device, micro_batch)
+        ours = _trainer_logprobs(found, policy, batch.tokens.device, size)
         gaps = _gaps(ours, [torch.tensor(rollout.generator_logprobs) for _, rollout in found])
         return gaps[~torch.cat([torch.tensor(rollout.forced) for _, rollout in found])]
     scorer = cast(Scorer, generator)
@@ -202,7 +202,7 @@ def logprob_gaps(
             theirs = _scored(scorer, found)
         if theirs is None:
             return torch.zeros(0)
-        ours = _trainer_logprobs(found, policy, batch.tokens.device, micro_batch)
+        ours = _trainer_logprobs(found, policy, batch.tokens.device, size)
         # Tokens of older weights may be very unlikely now, where a 16-bit type has large errors: left out.
         return _gaps(ours, theirs)[torch.cat(theirs) > math.log(LIKELY)]
     return torch.zeros(0)
@@ -223,15 +223,15 @@ def _scored(scorer: Scorer, found: Sequence[tuple[Group, Rollout]]) -> list[Tens
 
 
 def _trainer_logprobs(
-    found: Sequence[tuple[Group, Rollout]], policy: Policy, device: torch.device, micro_batch: int
+    found: Sequence[tuple[Group, Rollout]], policy: Policy, device: torch.device, size: PassSize
 ) -> list[Tensor]:
-    logprobs: list[Tensor] = []
+    rows: list[Any] = [(group, rollout, 0.0, 0, row) for row, (group, rollout) in enumerate(found)]
+    batch = lay_out(rows).to(device)
+    logprobs: dict[int, Tensor] = {}
     with torch.no_grad(), eval_mode(policy):
-        for first in range(0, len(found), micro_batch):
-            part = found[first : first + micro_batch]
-            rows: list[Any] = [(group, rollout, 0.0, 0, row) for row, (group, rollout) in enumerate(part)]
-            logprobs += policy(lay_out(rows).to(device))[0].cpu()
-    return logprobs
+        for cut in batch.cut(size):
+            logprobs.update(zip(cut.tolist(), policy(batch.select(cut))[0].cpu(), strict=True))
+    return [logprobs[row] for row in range(len(found))]
 
 
 def _gaps(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.value import ValueModel
-from lightning_scalerl.rollout import TrainBatch
+from lightning_scalerl.rollout import PassSize, TrainBatch
 
 
 @torch.no_grad()
@@ -20,7 +20,7 @@ def scored_before(
     policy: Policy,
     reference: Policy | None,
     critic: ValueModel | None,
-    micro_batch: int,
+    size: PassSize,
 ) -> TrainBatch:
     """Return `rows` with `anchor_logprobs`, `reference_logprobs` and `values`, each where a choice needs it.
 
@@ -30,7 +30,7 @@ def scored_before(
         policy: with the weights before the update.
         reference: the frozen one, if there is a penalty on the distance from it.
         critic: the model of values, if there is one.
-        micro_batch: rollouts a pass.
+        size: of a pass, at most.
     """
     passes = {
         "anchor_logprobs": (lambda part: policy(part)[0]) if choices.needs_anchor else None,
@@ -40,7 +40,7 @@ def scored_before(
     found: dict[str, Any] = {
         name: torch.zeros_like(rows.generator_logprobs) for name, ask in passes.items() if ask is not None
     }
-    for cut in rows.cut(micro_batch) if found else ():
+    for cut in rows.cut(size) if found else ():
         part = rows.select(cut)
         for name, into in found.items():
             values = passes[name](part)  # type: ignore[misc]

@@ -14,7 +14,7 @@ from lightning_scalerl.axes.filter import ZeroVariance
 from lightning_scalerl.axes.loss import CISPO
 from lightning_scalerl.axes.normalization import NoNormalization, PromptNormalization
 from lightning_scalerl.axes.truncated import KeepTruncated, MaskTruncated
-from lightning_scalerl.rollout import Denominators, Group, TrainBatch
+from lightning_scalerl.rollout import Denominators, Group, PassSize, TrainBatch
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.update.terms import loss_weights
 from tests.axes.test_contract import CREDIT, each_aggregation, each_loss, total_loss
@@ -160,7 +160,7 @@ def test_a_batch_of_only_truncated_rollouts_is_a_step_without_loss(loss: Any, ag
     value = total_loss(batch, logprobs, loss, aggregation, batch.denominators)
     assert value.item() == 0
     assert torch.equal(loss_weights(batch, logprobs, choices), torch.zeros(2, 16, 7))
-    assert list(batch.micro_batches(4)) == []
+    assert list(batch.micro_batches(PassSize(4))) == []
 
 
 def assert_same(one: TrainBatch, two: TrainBatch) -> None:

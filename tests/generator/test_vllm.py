@@ -356,10 +356,10 @@ def test_sixteen_bits_with_a_head_in_full_precision(model: Any) -> None:
         generator.submit(GroupRequest(0, SHORT, 8, (4,)))
         found = drained(generator)
         from lightning_scalerl.measure.probe import _gaps, _trainer_logprobs
-        from lightning_scalerl.rollout import Group, Prompt
+        from lightning_scalerl.rollout import Group, PassSize, Prompt
 
         group = Group(0, Prompt("p", "", ""), list(SHORT), [each.rollout for each in found])
-        ours = _trainer_logprobs([(group, r) for r in group.rollouts], policy, torch.device("cpu"), 8)
+        ours = _trainer_logprobs([(group, r) for r in group.rollouts], policy, torch.device("cpu"), PassSize(8))
         gaps = _gaps(ours, [torch.tensor(r.generator_logprobs) for r in group.rollouts])
         assert 1e-5 < float(gaps.mean()) < 0.05
     finally:

@@ -19,7 +19,7 @@ from lightning_scalerl.axes.loss import CISPO
 from lightning_scalerl.axes.truncated import MaskTruncated
 from lightning_scalerl.measure.step_metrics import Pass, staleness, step_metrics
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
-from lightning_scalerl.rollout import Group, Rollout
+from lightning_scalerl.rollout import Group, PassSize, Rollout
 from lightning_scalerl.stream.credit import assemble
 from tests.axes.test_contract import CREDIT
 from tests.helpers import make_group
@@ -139,7 +139,7 @@ def test_token_metrics_whatever_the_micro_batches(size: int, junk: float) -> Non
     generator = torch.Generator().manual_seed(1)
     drift, entropies = torch.randn(2, 9, width, generator=generator)
     parts = []
-    for part in batch.micro_batches(size):
+    for part in batch.micro_batches(PassSize(size)):
         place, columns = part.row, part.loss_mask.shape[1]
         outside = part.loss_mask == 0
         logprobs = part.generator_logprobs + drift[place, :columns].masked_fill(outside, junk)

@@ -32,7 +32,7 @@ from lightning_scalerl.model import policy as policy_module
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.shared_prompt import shares_prompts, worthwhile
 from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.rollout import Group, Rollout, TrainBatch
+from lightning_scalerl.rollout import Group, PassSize, Rollout, TrainBatch
 from lightning_scalerl.stream.credit import lay_out
 
 SMALL: dict[str, Any] = {
@@ -142,6 +142,33 @@ def test_tokens_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_micro_batches_keep_groups_together() -> None:
     batch = batch_of([[1, 2], [3], [4, 5, 6]], [[2, 9, 3, 4], [7, 7, 1, 2], [3, 3, 3, 3]])
     assert batch.group is not None
-    parts = [batch.group[rows].tolist() for rows in batch.cut(4)]
+    parts = [batch.group[rows].tolist() for rows in batch.cut(PassSize(4))]
     assert parts == [[0] * 4, [1] * 4, [2] * 4]
-    assert sorted(torch.cat(list(batch.cut(5))).tolist()) == list(range(12))
+    assert sorted(torch.cat(list(batch.cut(PassSize(5)))).tolist()) == list(range(12))
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=5), min_size=1, max_size=6),
+    st.integers(1, 8),
+    st.integers(1, 60),
+)
+def test_passes_stay_within_their_limits(groups: list[list[int]], rollouts: int, tokens: int) -> None:
+    """Of any batch: each rollout in one pass, padded rows within the tokens, and a pass ends only where it must."""
+    batch = batch_of([[1, 2]] * len(groups), groups)
+    size = PassSize(rollouts, tokens)
+    parts = list(batch.cut(size))
+    assert sorted(torch.cat(parts).tolist()) == list(range(batch.rollouts))
+
+    def too_much(rows: list[int]) -> bool:
+        return len(rows) > rollouts or len(rows) * int(batch.lengths[rows].max()) > tokens
+
+    for number, part in enumerate(parts):
+        rows = part.tolist()
+        assert len(rows) == 1 or not too_much(rows)
+        if number + 1 < len(parts):
+            assert too_much([*rows, int(parts[number + 1][0])])
+
+
+def test_a_pass_without_a_limit_of_tokens_is_cut_by_rollouts_alone() -> None:
+    batch = batch_of([[1, 2], [3]], [[2, 9, 3, 4], [7, 7, 1]])
+    assert [len(rows) for rows in batch.cut(PassSize(3))] == [3, 3, 1]

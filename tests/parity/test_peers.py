@@ -44,7 +44,7 @@ from lightning_scalerl.axes.normalization import (
 from lightning_scalerl.axes.truncated import KeepTruncated, MaskTruncated
 from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.rollout import Group, Prompt, Rollout, Scored, TrainBatch
+from lightning_scalerl.rollout import Group, PassSize, Prompt, Rollout, Scored, TrainBatch
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.update.terms import terms
 from lightning_scalerl.update.token_credit import token_credit
@@ -302,7 +302,7 @@ def on_batch(batch: TrainBatch, picked: Choices, micro_batch: int) -> dict[str, 
     names = ("trainer_logprobs", "entropies", "new_values")
     leaves = [padded(INPUTS[name], fill=-1.0).requires_grad_(True) for name in names]
     total = torch.zeros((), dtype=torch.float64)
-    for part in batch.micro_batches(micro_batch):
+    for part in batch.micro_batches(PassSize(micro_batch)):
         scored = Scored(part, *(leaf[part.row, : part.loss_mask.shape[1]] for leaf in leaves))
         total = total + torch.stack([term.reduce(scored) for term in terms(picked)]).sum()
     gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
