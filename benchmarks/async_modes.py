@@ -1,8 +1,8 @@
 """Pipeline, PPO-off-policy and on-policy on virtual time: idle shares, staleness, curves, and what is fitted to them.
 
 Runs (or adopts) `experiment=async_modes` through the public command, and some of its modes on two other clusters;
-fits every mode over virtual device hours; and writes tables and figure of docs/async_modes.md between its marks.
-The words there are ours.
+fits every mode over virtual device hours; and writes tables and figure of docs/measured/async_modes.md between its
+marks. The words there are ours.
 
     python benchmarks/async_modes.py --seeds 0,1,2
 """
@@ -27,8 +27,8 @@ from sweeps.run.journal import JournalView
 from sweeps.source import LoadedStudy, load
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "async_modes.md"
-FIGURE = ROOT / "docs" / "async_modes.png"
+PAGE = ROOT / "docs" / "measured" / "async_modes.md"
+FIGURE = ROOT / "docs" / "measured" / "async_modes.png"
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
 # A pass rate that all modes pass on the steep part of the curve: efficiency without a model of it.

@@ -5,7 +5,7 @@ AR(1) noise of correlation 0.7. R0 is observed once, with the same noise, at com
 when it is told the noise's covariance. A second table adds runs' own asymptotes, drawn with a spread
 between seeds, and asks how often `A_total` holds the mean of all seeds.
 
-    python benchmarks/coverage.py --repeats 1000 --out docs/coverage.md
+    python benchmarks/coverage.py --repeats 1000 --out docs/measured/coverage.md
 """
 
 from __future__ import annotations

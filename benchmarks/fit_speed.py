@@ -4,7 +4,7 @@ Simulates 300 recipes of 40 evaluations each (parameters around arXiv 2510.13786
 then times, on one core and one thread: the command from start to exit, its parts in one process, and for a few of
 the curves our fit and the published grid in turn. Fails if a recipe comes back without an interval for A.
 
-    python benchmarks/fit_speed.py --out docs/fit_speed.md
+    python benchmarks/fit_speed.py --out docs/measured/fit_speed.md
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ sigmoid is fitted to the evaluations up to half of its compute, and the mean rew
 predicted with a 95% interval (the noise of that mean included). Two controls go through the same commands: the
 recipe at a learning rate of 0, and the recipe cut off before its bend; neither may be `identifiable`.
 
-    python benchmarks/forecast.py --seeds 0,1 2,3 4,5 --out docs/forecast.md
+    python benchmarks/forecast.py --seeds 0,1 2,3 4,5 --out docs/measured/forecast.md
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def main() -> int:
     """Run all sets, print and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", default=["0,1", "2,3", "4,5"], help="one set a word")
-    parser.add_argument("--out", default="docs/forecast.md", help="Markdown file to write")
+    parser.add_argument("--out", default="docs/measured/forecast.md", help="Markdown file to write")
     parser.add_argument("--no-controls", action="store_true", help="leave the controls out: they train, too")
     options = parser.parse_args()
     lines = ["# Forecasts from half the compute", "", f"Written by `python benchmarks/forecast.py`. {HOW}", ""]

@@ -5,7 +5,7 @@ prompts (binomial) of a policy that wanders about that mean (an Ornstein-Uhlenbe
 seeds. A forecast at 1.25 and 2 times the window is held against the truth and against the yardstick that needs no
 model: the last value seen.
 
-    python benchmarks/forecast_zoo.py [--repeats 200] [--out docs/forecast_zoo.md]
+    python benchmarks/forecast_zoo.py [--repeats 200] [--out docs/measured/forecast_zoo.md]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Choices that change what is sampled or how credit is given, on the arithmetic task: does each of them learn?
 
 Runs (or adopts) two studies through the public command, ScaleRL with one change each and PPO with its critic, and
-writes table and figure of docs/design_space.md between its marks. The words there are ours.
+writes table and figure of docs/measured/learning.md between its marks. The words there are ours.
 
     python benchmarks/learning.py
 """
@@ -24,8 +24,8 @@ from sweeps.run.journal import JournalView
 from sweeps.source import LoadedStudy, load
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "design_space.md"
-FIGURE = ROOT / "docs" / "design_space.png"
+PAGE = ROOT / "docs" / "measured" / "learning.md"
+FIGURE = ROOT / "docs" / "measured" / "learning.png"
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
 STEPS = 160

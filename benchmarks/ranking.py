@@ -1,6 +1,6 @@
 """Are rankings right when they are sure? Studies are simulated whose best recipe is known, and ranked and planned.
 
-python benchmarks/ranking.py [--studies 60] [--out docs/ranking.md]
+python benchmarks/ranking.py [--studies 60] [--out docs/measured/ranking.md]
 """
 
 from __future__ import annotations

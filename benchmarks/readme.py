@@ -15,7 +15,7 @@ from sweeps.curve import UNITS
 from sweeps.source import load
 
 ROOT = Path(__file__).resolve().parent.parent
-KEPT = ROOT / "docs" / "demo"
+KEPT = ROOT / "docs" / "measured" / "demo"
 BEGIN, END = "<!-- demo -->", "<!-- /demo -->"
 
 
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 # The first thing of the README.
-FIGURE = "docs/demo/report_overlay.png"
+FIGURE = "docs/measured/demo/report_overlay.png"
 
 
 def describe(study: Path) -> list[str]:

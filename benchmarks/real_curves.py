@@ -9,7 +9,7 @@ things are asked of every file:
 2. Its recipes, cut at 30, 50 and 70%, are asked for the chance of being best at the end. What is best is the recipe
    with the highest mean over its last quarter.
 
-    python benchmarks/real_curves.py [FOLDER] [--ablate] [--out docs/real_curves.md]
+    python benchmarks/real_curves.py [FOLDER] [--ablate] [--out docs/measured/real_curves.md]
 
 Without a folder it is `benchmarks/real`: those of the curves whose licence lets them be copied. With `--ablate` the
 forecasts are made again without each law in turn, and without drifts.

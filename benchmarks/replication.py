@@ -1,7 +1,8 @@
-"""Which findings of ScaleRL show at this scale? The study `experiment=replication`, and its page docs/replication.md.
+"""Which findings of ScaleRL show at this scale? The study `experiment=replication`, and its page.
 
-Tables and figure are made from the curves that are committed in docs/replication/ and written between the page's marks;
-the words there are ours. With --run the study is run first, or what is left of it, and the curves are written anew.
+The page is docs/measured/replication.md. Tables and figure are made from the curves that are committed in
+docs/measured/replication/ and written between the page's marks; the words there are ours. With --run the study is run
+first, or what is left of it, and the curves are written anew.
 
     python benchmarks/replication.py [--run] [--parallel 2]
 """
@@ -39,9 +40,9 @@ from sweeps.source import load
 
 ROOT = Path(__file__).resolve().parent.parent
 STUDY = ROOT / "outputs" / "replication"
-FOLDER = ROOT / "docs" / "replication"
+FOLDER = ROOT / "docs" / "measured" / "replication"
 CURVES, STEPS = FOLDER / "curves.csv", FOLDER / "steps.csv"
-PAGE = ROOT / "docs" / "replication.md"
+PAGE = ROOT / "docs" / "measured" / "replication.md"
 SCALERL = str(Path(sys.executable).with_name("scalerl"))
 BASE = "scalerl"
 UNDECIDED = "undecided"
@@ -123,7 +124,7 @@ OURS = (
 
 
 def run(parallel: int) -> None:
-    """Run what is left of the study, and write its curves to docs/replication."""
+    """Run what is left of the study, and write its curves to docs/measured/replication."""
     launch = ("train", "--multirun", "experiment=replication", f"launch.max_parallel={parallel}")
     subprocess.run([SCALERL, *launch], check=True, cwd=ROOT)
     views = sorted(load([STUDY]).runs, key=lambda view: (view.header["recipe"], view.header["seed"]))
@@ -320,7 +321,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="run the study first, or what is left of it")
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time")
-    parser.add_argument("--page", default=PAGE, type=Path, help="written instead of docs/replication.md")
+    parser.add_argument("--page", default=PAGE, type=Path, help="written instead of docs/measured/replication.md")
     given = parser.parse_args()
     if given.run:
         run(given.parallel)

@@ -4,7 +4,7 @@ A run with the parameters of the paper's longest (A 0.645, B 1.70, C_mid 10,909 
 100,000), R0 0.30, noise of sd 0.004; medians over simulated runs. The paper's own figures stand beside ours: ours
 need only agree in kind, for the real run is not at hand.
 
-    python benchmarks/robustness.py --out docs/robustness.md
+    python benchmarks/robustness.py --out docs/measured/robustness.md
 """
 
 from __future__ import annotations

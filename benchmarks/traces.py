@@ -1,6 +1,6 @@
 """Forecasts on noisy traces of somebody else: cut at two thirds, the mean of the rest is foretold.
 
-    python benchmarks/traces.py TABLE [--out docs/traces.md]
+    python benchmarks/traces.py TABLE [--out docs/measured/traces.md]
 
 TABLE has columns recipe, seed, compute and reward, a short noisy training trace a recipe. Yardsticks are the last value
 and the mean of the last five.

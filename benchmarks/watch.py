@@ -3,7 +3,7 @@
 Simulated runs (sampling error, a policy that wanders with lag-1 correlation 0.6) are looked at after every evaluation;
 one that falls does so by 0.1 after half its compute, at once or over a seventh of it.
 
-    python benchmarks/watch.py [--good 150] [--falls 50] [--out docs/watch.md]
+    python benchmarks/watch.py [--good 150] [--falls 50] [--out docs/measured/watch.md]
 """
 
 from __future__ import annotations

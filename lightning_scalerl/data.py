@@ -20,7 +20,7 @@ class RolloutDataModule(LightningDataModule):
     Args:
         task: a `Task`, or the name of one in `conf/task/`.
         seed: of prompt order and sampling.
-        config_dir: a folder of yours where tasks are looked for too (docs/extend.md).
+        config_dir: a folder of yours where tasks are looked for too (docs/guide/extend.md).
 
     Raises:
         ConfigurationError: an unknown task, or one without prompts, held-out set or verifier.

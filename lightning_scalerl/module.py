@@ -43,7 +43,7 @@ class ScaleRL(Lifecycle):
         model: a local folder or hub id of a causal language model, or the model itself.
         recipe: a name in `conf/recipe/`, or a built recipe.
         overrides: Hydra overrides of a named recipe, such as "optimizer.lr=1e-3".
-        config_dir: a folder of yours where recipes and choices are looked for too (docs/extend.md).
+        config_dir: a folder of yours where recipes and choices are looked for too (docs/guide/extend.md).
         tokenizer: needed if `model` is not a path.
 
     Raises:

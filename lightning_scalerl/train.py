@@ -1,7 +1,7 @@
 """`python -m lightning_scalerl.train OVERRIDES...`: compose, check, fit. With `--multirun`, a study.
 
-Asked to stop by SIGUSR2 or SIGTERM, a single run saves itself at the next clean border (docs/training.md) and exits
-with 85; the same command continues it. slurm/single_run.sbatch requeues its job then.
+Asked to stop by SIGUSR2 or SIGTERM, a single run saves itself at the next clean border (docs/guide/training.md) and
+exits with 85; the same command continues it. slurm/single_run.sbatch requeues its job then.
 """
 
 from __future__ import annotations

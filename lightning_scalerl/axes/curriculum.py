@@ -234,7 +234,7 @@ class StagedRewards(Curriculum):
         if not any(len(names) > 1 for names in sums):
             return (
                 "curriculum: StagedRewards weighs several rewards of a task by stage, and this task has one; give "
-                "task.rewards two or more (docs/rewards.md), or choose curriculum=none"
+                "task.rewards two or more (docs/reference/rewards.md), or choose curriculum=none"
             )
         known = [name for names in sums for name in names]
         for number, (begin, stage) in enumerate(zip(self.begins, self.stages, strict=True)):

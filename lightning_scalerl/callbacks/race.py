@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Race(Recorder):
-    """Ends the fit when the recipe's chance of ending ahead of the favourite of its study is too small (docs/race.md).
+    """Ends the fit when the recipe's chance of ending ahead of its study's favourite is too small (docs/guide/race.md).
 
     For a script of one's own, beside `Evaluate` and `RunLog`: after each evaluation the journals of all runs in the
     study's folder are looked at, and the joint forecast of their rewards at the budget. Runs whose folders are there

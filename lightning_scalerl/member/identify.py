@@ -205,7 +205,7 @@ def _draft(overrides: list[str], everywhere: set[str], composed: Composer) -> _D
         if _group(entry) == "label":
             raise ConfigurationError(
                 f"{entry}: a run is named after what it changes in its recipe; leave it out, or give a file of yours "
-                "in a folder variant/ the label (docs/extend.md)"
+                "in a folder variant/ the label (docs/guide/extend.md)"
             )
     return _Draft(values, reference, recipe, _label(values, overrides, composed.folders), by_hand, settings)
 
@@ -238,7 +238,8 @@ def _check_keys(values: Mapping[str, Any], overrides: Sequence[str], axes: Seque
     for key in values:
         if key not in known and key not in axes:
             raise ConfigurationError(
-                f"{key}: neither a setting nor an axis; an axis of your own is a mapping with _target_ (docs/extend.md)"
+                f"{key}: neither a setting nor an axis; an axis of your own is a mapping with _target_ "
+                "(docs/guide/extend.md)"
             )
 
 

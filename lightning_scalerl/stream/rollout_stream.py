@@ -1,8 +1,8 @@
 """Rollout stream: admission, readiness and due batches of groups. A ledger without a clock.
 
 Prompts become groups, groups become batches; every async mode is the same ledger with other admission and publish
-rules, and the staleness rule of DESIGN.md is enforced here. When things happen is a driver's business: in virtual time
-that is `virtual_driver`.
+rules, and the bound on staleness (docs/reference/async_modes.md) is enforced here. When things happen is a driver's
+business: in virtual time that is `virtual_driver`.
 """
 
 from __future__ import annotations

@@ -418,7 +418,8 @@ def _add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="run whatever code the folder names; default: ours by its public names, and your own (docs/study.md)",
+        help="run whatever code the folder names; default: ours by its public names, and your own "
+        "(docs/guide/study.md)",
     )
 
 
@@ -438,7 +439,7 @@ def _add_source(parser: argparse.ArgumentParser, many: str = "+") -> None:
         nargs=many,
         metavar="SOURCE",
         help="a run or sweep directory, mlflow:URI#experiment, a CSV, JSONL or Parquet table, TensorBoard event files, "
-        "or a log of TRL, verl or W&B (docs/sources.md)",
+        "or a log of TRL, verl or W&B (docs/reference/sources.md)",
     )
     parser.add_argument(
         "--r0",

@@ -28,7 +28,7 @@ def train_command(overrides: Sequence[str]) -> int:
     """Replace this process by the training process (exec), so that signals and the exit code are its own.
 
     Raises:
-        UserError: this installation only looks at curves (docs/sources.md, "Without training").
+        UserError: this installation only looks at curves (docs/reference/sources.md, "Without training").
     """
     for package in ("hydra", "torch", "lightning", "transformers"):
         require(package, "scalerl train", "lightning-scalerl, without --no-deps")

@@ -3,8 +3,8 @@
 A snapshot is the fit up to some compute C, and a check: the evaluations of the last tenth (C / 1.1 to C) against
 what the fit up to C / 1.5 predicted of their mean. It depends on the evaluations and on C alone, not on when
 anybody looked. A run has departed if two snapshots apart by a factor 1.15, and all between them, lie on one side
-of a 95% interval. How often that rings for runs that follow the law, and for runs that fall, stands in docs/watch.md
-(`benchmarks/watch.py`).
+of a 95% interval. How often that rings for runs that follow the law, and for runs that fall, stands in
+docs/measured/watch.md (`benchmarks/watch.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 How finely something is computed (grids, rounds, draws) stands beside the computation: it decides nothing, and
 `tests/sweeps/fit/test_law.py` holds it to a sampler that knows no grid. Rewards are on a scale of width 1, compute is
-in windows: units of the largest that was evaluated. docs/guide/methods.md has the equations. "The zoo" is
+in windows: units of the largest that was evaluated. docs/reference/methods.md has the equations. "The zoo" is
 benchmarks/forecast_zoo.py, "real curves" benchmarks/real_curves.py.
 """
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 # --- before the data ------------------------------------------------------------------------------------------------
 
 # Of each kind of curve (`sweeps.fit.kinds`): how likely it is. Set on the zoo; what each is worth on real curves:
-# docs/real_curves.md. A power law was worth nothing there, nor is a delayed start, but only by its kind it is named.
+# docs/measured/real_curves.md. A power law was worth nothing there, nor is a delayed start, but only by its kind it is
+# named.
 P_LINE = P_CONSTANT = 0.12
 P_DELAYED = P_WALK = 0.06
 # And the mean and standard deviation of the logarithm of its shape (B of a sigmoid; of a delayed start when it begins,
@@ -22,17 +23,18 @@ KIND_PRIORS: dict[str, tuple[float, tuple[float, float]]] = {
     "delayed": (P_DELAYED, (0.25, 0.25)),
 }
 SCALE_PRIOR = (-1.0, 1.2)
-# The kinds' prior is worth this many recipes when a study's own are counted: a choice, held on docs/ranking.md.
+# The kinds' prior is worth this many recipes when a study's own are counted: a choice, held on
+# docs/measured/ranking.md.
 KINDS_WORTH = 4.0
 # R0 and A, mean and standard deviation; twice that where rewards have no bounds: wide, a choice. What they do to
-# intervals: docs/coverage.md.
+# intervals: docs/measured/coverage.md.
 LEVEL_SD = 0.4
 R0_PRIOR, A_PRIOR = (0.3, LEVEL_SD), (0.6, LEVEL_SD)
 # A line goes on straight to this many windows, then ever more slowly: nothing rises for ever. A drift goes on to as
 # many, and to one more by and by. A choice.
 STRAIGHT = 3.0
 # A slow drift over the window: its standard deviation in units of the points' roughness, and how likely there is one.
-# What a run strays from any law goes with its noise; set on real curves (docs/real_curves.md).
+# What a run strays from any law goes with its noise; set on real curves (docs/measured/real_curves.md).
 DRIFT_SD, P_DRIFT = 3.0, 0.5
 # No law holds more exactly than this.
 EXACT = 1e-3
@@ -46,7 +48,7 @@ WALK_STEPS = (0.015, 0.06, 0.2)
 FARTHEST = 10.0
 
 # A learning rate that has come down to this share of its peak brings as much a compute as at the peak, for cooling down
-# brings what it costs; below, proportionally less. Set on 18 runs of the arithmetic task (docs/guide/methods.md).
+# brings what it costs; below, proportionally less. Set on 18 runs of the arithmetic task (docs/reference/methods.md).
 COOLED = 0.5
 
 # --- noise ----------------------------------------------------------------------------------------------------------
@@ -71,7 +73,7 @@ LEAST_SD = 0.04
 # A seed with less than this share of the best seed's information on A says nothing of its own asymptote.
 INFORMING = 0.2
 # A seed has left the others beyond this many standard deviations of what sets honest means apart. A choice, held on the
-# zoo's and docs/ranking.md's studies with a bad seed.
+# zoo's and docs/measured/ranking.md's studies with a bad seed.
 BAD_SEED = 4.0
 # With `--robust`, residuals beyond this many robust standard deviations count with less weight (Huber 1964).
 HUBER = 1.5
@@ -101,7 +103,7 @@ AHEAD = 3.0
 AGREED = 0.65
 # Other laws than the sigmoid lie above it: the upper half of A's interval is this much longer, unless all of them are
 # behind by this much log predictive density. Set on the zoo's Frechet curves, whose A is then held in 0.84 of the cases
-# in which it is named (docs/forecast_zoo.md).
+# in which it is named (docs/measured/forecast_zoo.md).
 OTHERS, RULED_OUT = 1.4, 6.0
 # A run has gone bad if it ends this share of its gain below its best stretch. A choice, held on the zoo.
 COLLAPSE = 0.2

@@ -202,8 +202,8 @@ def _names_a_curve(fit: Fit) -> bool:
 def departure(snapshots: Sequence[Snapshot]) -> str | None:
     """A warning if the run's latest evaluations lie outside what earlier fits predicted, else None.
 
-    Two snapshots in a row, at compute apart by `GROWTH`, are needed, and the same side throughout; docs/watch.md has
-    the rates of false alarms and misses.
+    Two snapshots in a row, at compute apart by `GROWTH`, are needed, and the same side throughout;
+    docs/measured/watch.md has the rates of false alarms and misses.
 
     Args:
         snapshots: of one recipe, the oldest first.

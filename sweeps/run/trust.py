@@ -31,4 +31,4 @@ def belongs_to_user(path: Path, outside: Path | None = None) -> bool:
 
 def refusal(file: Path, field: str, value: Any, expected: str) -> UserError:
     """Return the error for something that is not run, as one line with the field, its value and the remedy."""
-    return UserError(f"{file}: {field}: {str(value)[:200]!r} is not {expected} (docs/study.md); {REMEDY}")
+    return UserError(f"{file}: {field}: {str(value)[:200]!r} is not {expected} (docs/guide/study.md); {REMEDY}")

@@ -27,8 +27,8 @@ def load(
 ) -> LoadedStudy:
     """Read runs, sweeps, tables, logs of other frameworks and MLflow experiments into one curve per recipe, by label.
 
-    What is known of each format stands in its reader and in docs/sources.md. Nothing is guessed in silence: every
-    column that was chosen is in the study's `mapping`, and where several could be meant it is an error.
+    What is known of each format stands in its reader and in docs/reference/sources.md. Nothing is guessed in silence:
+    every column that was chosen is in the study's `mapping`, and where several could be meant it is an error.
 
     Args:
         sources: paths and `mlflow:URI#experiment`; they may be mixed if they share the compute axis.

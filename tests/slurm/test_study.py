@@ -153,7 +153,7 @@ def test_a_full_disk_is_the_reason_given_and_the_run_goes_on_once_there_is_room(
 
 @pytest.mark.full
 def test_the_documented_check_ends_as_documented(tmp_path: Path, whole: Lab) -> None:
-    page = (ROOT / "docs/cluster.md").read_text()
+    page = (ROOT / "docs/guide/cluster.md").read_text()
     (command,) = re.findall(r"(?m)^scalerl (train --multirun study=check .*)$", page)
     (end,) = re.findall(r"It should end with `([^`]+)`", page)
     words = command.replace("partition=YOURS", "partition=main").split()

@@ -2,7 +2,7 @@
 
 All modes are one ledger (`rollout_stream`) with different rules. With s completed optimizer steps and P
 groups a step, a mode answers two questions: may admission i open now, and are the weights of step s published
-to the generator now. DESIGN.md, "Staleness".
+to the generator now. docs/reference/async_modes.md has the table of rules.
 """
 
 from __future__ import annotations

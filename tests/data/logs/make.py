@@ -2,7 +2,8 @@
 
     python tests/data/logs/make.py
 
-The names are those of TRL, verl, prime-rl and open-instruct, the layout that of W&B's exports (docs/sources.md).
+The names are those of TRL, verl, prime-rl and open-instruct, the layout that of W&B's exports
+(docs/reference/sources.md).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from sweeps.fit.fit import fit_curves
 from tests.paths import ROOT
 from tests.sweeps.fit.simulate import law
 
-PAGE = ROOT / "docs/effects.md"
+PAGE = ROOT / "docs/guide/effects.md"
 
 AXES = tuple("abcdefgh")
 

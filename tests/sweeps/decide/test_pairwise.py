@@ -226,7 +226,7 @@ def test_the_page_shows_what_the_command_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    blocks = re.findall(r"```\n\$ scalerl (.*)\n([^`]*)\n```", (ROOT / "docs/compare.md").read_text())
+    blocks = re.findall(r"```\n\$ scalerl (.*)\n([^`]*)\n```", (ROOT / "docs/guide/compare.md").read_text())
     assert len(blocks) == 2
     for command, printed in blocks:
         assert main(shlex.split(command)) == 0

@@ -278,7 +278,7 @@ def test_following_the_advice_beats_a_random_recipe(studies: int) -> None:
     before, advised, random, promised = np.mean([one_study(i) for i in range(studies)], axis=0)
     assert advised < 0.7 * before
     assert advised < 0.85 * random
-    # More is promised than comes, see docs/plan.md, but by no order of magnitude.
+    # More is promised than comes, see docs/guide/plan.md, but by no order of magnitude.
     assert before - advised < promised < 5 * (before - advised)
 
 

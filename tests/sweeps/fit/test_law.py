@@ -40,7 +40,7 @@ CURVES = {
 
 
 def covariances(seen: Seen) -> tuple[Array, Array]:
-    """Every kind of noise that docs/guide/methods.md lists: (J, n, n), and their log weights (J,)."""
+    """Every kind of noise that docs/reference/methods.md lists: (J, n, n), and their log weights (J,)."""
     apart = np.abs(seen.x[:, None] - seen.x[None, :])
     found, weights = [], []
     for variance in seen.white:

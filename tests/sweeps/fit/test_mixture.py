@@ -332,7 +332,7 @@ def test_more_evaluations_are_foretold_more_closely_and_not_exactly() -> None:
 
 
 def test_the_methods_page_has_the_numbers() -> None:
-    page = (ROOT / "docs" / "guide" / "methods.md").read_text()
+    page = (ROOT / "docs" / "reference" / "methods.md").read_text()
     for kind in (*KINDS, WALK):
         assert re.search(rf"^\| {kind.name} \| .* \| {kind.prior:.2f} \|", page, flags=re.MULTILINE | re.IGNORECASE), (
             kind
@@ -358,7 +358,7 @@ def test_the_methods_page_has_the_numbers() -> None:
     ids=["few", "many"],
 )
 def test_real_curves_are_foretold(names: tuple[str, ...]) -> None:
-    """Their priors were set on these (docs/real_curves.md): this holds what was reached."""
+    """Their priors were set on these (docs/measured/real_curves.md): this holds what was reached."""
     files = [Path(real_curves.__file__).parent / "real" / f"{name}.csv" for name in names]
     found = [row for file in files for row in real_curves.forecasts(file, load([str(file)]).curves)]
     assert len(found) > 20 and np.mean([row.holds for row in found]) >= 0.85

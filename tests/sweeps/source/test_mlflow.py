@@ -77,7 +77,8 @@ def test_what_the_tracker_shipped_is_what_the_journals_hold(database: Path, tmp_
 def test_every_documented_command_runs(
     database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands = re.findall(r"^scalerl (.+)$", (ROOT / "docs" / "sources.md").read_text(), flags=re.MULTILINE)
+    page = (ROOT / "docs" / "reference" / "sources.md").read_text()
+    commands = re.findall(r"^scalerl (.+)$", page, flags=re.MULTILINE)
     assert len(commands) >= 14
     for folder in ("examples", "tests/data/logs"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
