@@ -149,6 +149,8 @@ def main() -> None:
     lines = [
         "# Coverage of the intervals",
         "",
+        "How often the 95% intervals of A, B and C_mid hold the truth on simulated runs, and how wide they are.",
+        "",
         f"Written by `python benchmarks/coverage.py --repeats {options.repeats}`: truth A {A}, B {B}, C_mid {C_MID:g}, "
         f"R0 {R0} observed once, noise sd {SD}. A cell reads: coverage of the nominal 95% / fraction with an open "
         "end / median width of the closed ones / that width relative to the interval told the noise.",

@@ -188,6 +188,8 @@ def main() -> int:
         [
             "# Speed of a fit",
             "",
+            "How long a fit takes, start and reading included, beside the published procedure.",
+            "",
             f"Written by `python benchmarks/fit_speed.py`: {options.recipes} simulated recipes of {options.points} "
             f"evaluations, one core, one thread, medians of {options.repeats} runs in turn. All {options.recipes} "
             f"have an interval for A; verdicts: {', '.join(f'{n} {name}' for name, n in verdicts.items())}.",

@@ -127,7 +127,14 @@ def main() -> int:
     parser.add_argument("--out", default="docs/measured/forecast.md", help="Markdown file to write")
     parser.add_argument("--no-controls", action="store_true", help="leave the controls out: they train, too")
     options = parser.parse_args()
-    lines = ["# Forecasts from half the compute", "", f"Written by `python benchmarks/forecast.py`. {HOW}", ""]
+    lines = [
+        "# Forecasts from half the compute",
+        "",
+        "How well a fit to half of a run's compute foretells its last quarter, on sets of two seeds each.",
+        "",
+        f"Written by `python benchmarks/forecast.py`. {HOW}",
+        "",
+    ]
     everything: list[dict[str, Any]] = []
     for seeds in options.seeds:
         study = run_study(study_name(seeds), f"seed={seeds}")

@@ -247,6 +247,8 @@ def main() -> None:
     lines = [
         "# A zoo of curves: what forecasts are worth outside the family",
         "",
+        "What is promised of forecasts and verdicts on curves that are sigmoids and on curves that are not.",
+        "",
         f"Written by `python benchmarks/forecast_zoo.py --repeats {options.repeats}`: so many studies a row, each with "
         "30 evaluations of 250 prompts on one seed where its name says nothing else. A forecast at 1.25 and 2 times "
         "the window, with its 95% interval, against the truth, and against the last value seen. The first fifteen are "

@@ -1,4 +1,4 @@
-"""Put the demo's result into the README: its table, its figure and how it was measured.
+"""Put the demo's result into docs/measured/demo.md: its table, and how it was measured; and the figure of the README.
 
 make demo && .venv/bin/python benchmarks/readme.py
 """
@@ -15,23 +15,22 @@ from sweeps.curve import UNITS
 from sweeps.source import load
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "measured" / "demo.md"
 KEPT = ROOT / "docs" / "measured" / "demo"
 BEGIN, END = "<!-- demo -->", "<!-- /demo -->"
 
 
 def main() -> None:
-    """Copy table and figure to docs/demo, rewrite the README between its two marks."""
+    """Copy table and figure to docs/measured/demo, rewrite the page between its two marks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", nargs="?", default="outputs/demo", help="the demo's output (default: %(default)s)")
     study = Path(parser.parse_args().study)
     KEPT.mkdir(parents=True, exist_ok=True)
     for name in ("ranking.csv", "report_overlay.png"):
         shutil.copy(study / name, KEPT / name)
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    assert FIGURE in text, f"the README shows {FIGURE}"
+    assert FIGURE in (ROOT / "README.md").read_text(), f"the README shows {FIGURE}"
     section = "\n".join([BEGIN, *describe(study), "", *table(KEPT / "ranking.csv"), END])
-    readme.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: section, text, flags=re.DOTALL))
+    PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: section, PAGE.read_text(), flags=re.DOTALL))
 
 
 # The first thing of the README.

@@ -157,6 +157,8 @@ def report(found: Sequence[Forecast], said: Sequence[tuple[float, bool]], name: 
     lines = [
         "# Forecasts on real curves",
         "",
+        "How well forecasts hold on reward curves of other people's runs, and what each law is worth there.",
+        "",
         f"Written by `python benchmarks/real_curves.py {name}`: every curve of 8 points or more is cut at "
         f"{', '.join(f'{share:.0%}' for share in FORECAST_AT)} of its compute, and the mean of its last quarter is "
         "foretold. Errors and widths are shares of the reward's scale. Of the files below those in `benchmarks/real` "

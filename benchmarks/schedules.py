@@ -56,6 +56,8 @@ def main() -> None:
     lines = [
         "# Forecasts where the learning rate decays",
         "",
+        "What a logged, decaying learning rate adds to a forecast.",
+        "",
         "Written by `python benchmarks/schedules.py` from `experiment=schedules`: three seeds a recipe on the",
         "arithmetic task, cut at 0.4, 0.55 and 0.7 of their compute; the mean of the last quarter is foretold. Mean",
         "absolute error, and how many of the 95% intervals held. That compute counts in full down to half of the peak",

@@ -47,6 +47,8 @@ def main() -> None:
     lines = [
         "# Forecasts on noisy traces of another project",
         "",
+        "How well forecasts hold on short training traces of tiny batches.",
+        "",
         f"Written by `python benchmarks/traces.py {options.table.name}`: {len(rows)} training traces of 30 to 49 steps "
         "with tiny batches, cut at two thirds; the mean of the rest is foretold.",
         "",

@@ -228,6 +228,8 @@ def main() -> int:
             [
                 "# Verifiers on real answers",
                 "",
+                "What our verifiers of mathematics get wrong on GSM8K and MATH, and how fast they are.",
+                "",
                 f"Written by `python benchmarks/verifiers.py` on {os.cpu_count()} cores, Python "
                 f"{platform.python_version()}.",
                 "",

@@ -91,6 +91,8 @@ def page(studies: int, settings: Sequence[Setting], work: Path, syne: str | None
     lines = [
         "# Racing against halving, Hyperband, the median, signed ranks and the last value",
         "",
+        "What a race spares and what it costs, beside other rules of early stopping at the same compute.",
+        "",
         f"Written by `python -m benchmarks.racing`: simulated studies of {RECIPES} recipes with one run each, "
         f"{EVALUATIONS} evaluations of {PROMPTS} held-out prompts with {SAMPLES} samples, the same prompts for all. "
         f"Recipes differ in A (sd: the spread), B and C_mid; runs of one recipe by {SEED_SD} in A; a policy wanders "

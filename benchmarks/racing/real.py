@@ -89,6 +89,13 @@ def rows(source: str, budget: float) -> list[str]:
     return lines
 
 
+TITLE = """# Races on real studies
+
+What races would have spared and cost on studies that were run to the end, beside halving.
+
+"""
+
+
 def page(studies: Sequence[tuple[str, float]]) -> str:
     """The table of all studies and budgets."""
     head = [
@@ -121,7 +128,7 @@ def main() -> None:
     if options.out is None:
         print(text)
     else:
-        options.out.write_text("# Races on real studies\n\n" + text)
+        options.out.write_text(TITLE + text)
 
 
 if __name__ == "__main__":

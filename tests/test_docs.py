@@ -1,0 +1,95 @@
+"""Links between pages lead to files and headings that exist, and every page can be reached from the index."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+DOCS = ROOT / "docs"
+INDEX = DOCS / "README.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+# Pages that a command writes and that are not there before it has run; `make bench` writes this one.
+WRITTEN_LATER = {"docs/measured/speed.md"}
+CODE = ("benchmarks", "conf", "examples", "hydra_plugins", "lightning_scalerl", "slurm", "sweeps", "tests", ".ci")
+SUFFIXES = {".py", ".yaml", ".yml", ".sh", ".sbatch", ""}
+
+
+def prose(page: Path) -> str:
+    """Return a page without its blocks of code, in which a # begins a comment and brackets are no links."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def links(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield target and fragment of each relative link of a page; the target is empty within the page."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if not re.match(r"[a-z]+:", link):
+            target, _, fragment = link.partition("#")
+            yield target, fragment
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the fragments that GitHub gives the headings of a page."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ +(.+?) *$", prose(page), flags=re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        found.append(f"{slug}-{again}" if (again := found.count(slug)) else slug)
+    return set(found)
+
+
+def named_in_code() -> Iterator[tuple[Path, str]]:
+    """Yield each file of code with each path below docs/ that it names, in one word or part by part."""
+    files = [file for folder in CODE for file in (ROOT / folder).rglob("*") if file.suffix in SUFFIXES]
+    for file in [ROOT / "Makefile", *files]:
+        if not file.is_file() or "__pycache__" in file.parts:
+            continue
+        text = file.read_text(errors="ignore")
+        for path in re.findall(r"(?<![\w./-])docs/[\w./-]*\w", text):
+            yield file, path
+        for parts in re.findall(r'"docs"((?: / "[\w.-]+")+)', text):
+            yield file, "/".join(["docs", *re.findall(r'"([\w.-]+)"', parts)])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target, fragment in links(page):
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{page.name} links to {target}, which does not exist"
+        if fragment and file.suffix == ".md":
+            assert fragment in anchors(file), f"{page.name} links to {target}#{fragment}, and no heading is called so"
+
+
+def test_every_page_is_reachable_from_the_index() -> None:
+    reached, waiting = {INDEX}, [INDEX]
+    while waiting:
+        page = waiting.pop()
+        for target, _ in links(page):
+            file = (page.parent / target).resolve()
+            if target and file.suffix == ".md" and file.is_relative_to(DOCS) and file.exists() and file not in reached:
+                reached.add(file)
+                waiting.append(file)
+    assert sorted(set(DOCS.rglob("*.md")) - reached) == []
+
+
+def test_the_index_lists_every_page() -> None:
+    listed = {(INDEX.parent / target).resolve() for target, _ in links(INDEX) if target}
+    assert sorted(set(DOCS.rglob("*.md")) - listed - {INDEX}) == []
+
+
+def test_code_names_pages_that_exist() -> None:
+    missing = {
+        f"{file.relative_to(ROOT)}: {path}"
+        for file, path in named_in_code()
+        if path not in WRITTEN_LATER and not (ROOT / path).exists()
+    }
+    assert sorted(missing) == []
+
+
+def test_the_readme_fits_on_few_screens() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120 and max(map(len, lines)) <= 140
