@@ -29,6 +29,7 @@ def generalized_advantages(
     """
     taken = mask > 0
     advantages = torch.zeros_like(values)
+    # Backwards, since A_t needs A_t'. Zero beyond the last token: the episode ends there, nothing is bootstrapped.
     next_value, following = torch.zeros_like(values[:, 0:1]), torch.zeros_like(values[:, 0:1])
     for token in reversed(range(values.shape[1])):
         at, here = slice(token, token + 1), taken[:, token : token + 1]
@@ -44,6 +45,7 @@ def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     spread = torch.zeros_like(mask)
     if not mask.numel():  # a rank without rows
         return spread
+    # -1 for a rollout without a token inside the mask: there is none to carry its reward.
     place = torch.where(mask > 0, torch.arange(mask.shape[1], device=mask.device), -1).amax(1)
     there = place >= 0
     spread[there, place[there]] = rewards[there].to(mask.dtype)
@@ -100,10 +102,10 @@ class GAE(Advantage):
     bootstrapping: the limit is part of the task.
 
     Args:
-        discount: gamma, a token.
-        trace: lambda; 1 trusts returns, 0 the critic.
+        discount: gamma, the discount factor per token.
+        trace: lambda; 1 takes the whole return less the critic's value, 0 the critic's one-step error alone.
 
-    Source: arXiv 1506.02438; both 1 are usual for language models.
+    Source: arXiv 1506.02438; 1 for both is usual for language models.
     """
 
     after_forward: ClassVar[bool] = True

@@ -24,6 +24,7 @@ def prompt_weights(mask: Tensor, group_tokens: Tensor, prompts: float) -> Tensor
     1 / (prompts * tokens of the group). Shapes: mask (R, T), group_tokens (R,). Source: arXiv 2503.14476 (DAPO)
     per prompt; arXiv 2510.13786, section 5.1.
     """
+    # A group whose credited tokens are all forced has none to count: 0 / 1 then, where 0 / 0 would be NaN.
     return mask / (prompts * group_tokens.clamp(min=1)).unsqueeze(1)
 
 
@@ -37,6 +38,7 @@ def sample_weights(mask: Tensor, sample_tokens: Tensor, samples: float) -> Tenso
 
 def token_weights(mask: Tensor, tokens: float) -> Tensor:
     """Return weights 1 / tokens, under which all tokens of the batch count the same. Shape: mask (R, T)."""
+    # A batch without credited tokens has a loss of 0, not NaN.
     return mask / max(tokens, 1.0)
 
 
@@ -69,6 +71,7 @@ class Aggregation(DesignChoice):
 
     def reduce(self, per_token_loss: Tensor, batch: TrainBatch, denominators: Denominators) -> Tensor:
         """Return the (micro-)batch's share of the global loss, a scalar; the shares add up to the loss."""
+        # Cleared before the product: 0 * NaN is NaN, so a weight of 0 alone would let a masked token's NaN through.
         return (inside(batch.loss_mask, per_token_loss) * self.weights(batch, denominators)).sum()
 
 
@@ -132,7 +135,11 @@ BY_NAME: Mapping[str, type[Aggregation]] = {
 
 
 def named_aggregation(field: str, name: str | None) -> Aggregation | None:
-    """Return the aggregation that a term of the loss names for itself; None where it uses the run's.
+    """Return the aggregation of one term of the loss (KL, entropy, value); None if it has none of its own.
+
+    Args:
+        field: configuration key, for the error message.
+        name: key of `BY_NAME`, or None to use the axis `aggregation`.
 
     Raises:
         ConfigurationError: an unknown name.

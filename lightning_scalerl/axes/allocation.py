@@ -20,8 +20,11 @@ class Allocation(DesignChoice):
     def completions(self, average: int, pass_rates: Sequence[float], surplus: int = 0) -> int:
         """Return the number of rollouts for a prompt whose groups so far had these pass rates.
 
-        `surplus` is what all prompts before it were given beyond the average; a choice that gives unequal numbers evens
-        it out.
+        Args:
+            average: rollouts a prompt on average, `batch.completions`.
+            pass_rates: of the prompt's earlier groups, oldest first; empty for a new prompt.
+            surplus: rollouts that all earlier prompts together were given beyond the average; a choice that gives
+                unequal numbers evens it out.
         """
 
     def check_average(self, average: int) -> str | None:
@@ -46,13 +49,13 @@ class FixedAllocation(Allocation):
 class AllocationByDifficulty(Allocation):
     """More rollouts for prompts that are seldom solved, fewer for those that often are; the same total.
 
-    A prompt gets average * (hard + (easy - hard) * p), p being the pass rate of its last group; one that is new gets
-    the average. What was given beyond the average is never more than one prompt's average, either way.
+    A prompt gets average * (hard + (easy - hard) * p), p being the pass rate of its last group; a new prompt gets the
+    average. The running total never departs from the average by more than one prompt's average, either way.
 
     Args:
-        hard: factor at a pass rate of 0.
-        easy: factor at a pass rate of 1.
-        least: rollouts that every prompt gets.
+        hard: factor on the average at a pass rate of 0.
+        easy: factor on the average at a pass rate of 1.
+        least: smallest number of rollouts that is wanted for a prompt.
     """
 
     def __init__(self, hard: float = 1.5, easy: float = 0.5, least: int = 2) -> None:
@@ -70,5 +73,5 @@ class AllocationByDifficulty(Allocation):
         """Return the prompt's number by its last pass rate, bounded so that the running total keeps to the average."""
         factor = self.hard + (self.easy - self.hard) * pass_rates[-1] if pass_rates else 1.0
         wanted = max(self.least, round(average * factor))
-        # The bounds keep the surplus after this prompt within one average, either way.
+        # The bounds keep the surplus after this prompt, surplus + count - average, in [-average, average].
         return max(1, min(max(wanted, -surplus), 2 * average - surplus))

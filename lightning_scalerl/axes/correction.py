@@ -58,12 +58,14 @@ def importance_weights(
 ) -> Tensor:
     """Return w = pi_anchor / pi_generator of each token, or of its whole sequence (the product), bounded.
 
-    "truncate" moves w into [low, high]; "mask" sets what lies outside to 0. Nothing outside the mask is read.
+    "truncate" clamps w to [low, high]; "mask" sets weights outside of it to 0. Nothing outside the mask is read.
     Shapes: all (R, T) -> (R, T). Source: truncated importance sampling (Yao et al. 2025) and its masked form, as in
     TRL's `vllm_importance_sampling_mode`.
     """
+    # `where`, not a product with the mask: 0 * NaN is NaN.
     gap = torch.where(mask > 0, anchor_logprobs - generator_logprobs, 0.0)
     if level == "sequence":
+        # The product of ratios as a sum of logarithms, clamped before exp: FP32 would overflow over a long sequence.
         gap = gap.sum(1, keepdim=True).expand_as(gap)
     weights = torch.exp(gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     if mode == "truncate":
@@ -78,9 +80,10 @@ class Proximal(Correction):
     pass the ratio is 1. Staleness and the mismatch of the engine are in the weight.
 
     Args:
-        level: "token", or "sequence" for the product over a rollout's sampled tokens.
-        mode: "truncate" or "mask" what lies outside [min_weight, max_weight]; "none" leaves the weight out.
-        min_weight, max_weight: the bounds.
+        level: "token" for a weight per token, "sequence" for the product over a rollout's sampled tokens.
+        mode: "truncate" clamps the weight to [min_weight, max_weight], "mask" sets it to 0 outside of that; "none" uses
+            no weight.
+        min_weight, max_weight: bounds of the weight pi_anchor / pi_generator.
 
     Source: decoupled PPO, arXiv 2505.24298 (AReaL), section 5.2; the weight as in TRL and verl.
     """

@@ -47,10 +47,10 @@ class ValueNetwork(Critic):
     """A copy of the policy's body with a linear head, trained on the returns with a clipped squared error.
 
     Args:
-        coefficient: of its loss.
-        clip: how far a value may move from that of the weights before the update.
-        lr: its own learning rate, under the policy's schedule; null for the policy's.
-        aggregation: of its loss; null for the run's.
+        coefficient: weight of the value loss in the total loss (c_1).
+        clip: distance from the value before the update, in units of reward, beyond which a move lowers no loss.
+        lr: the critic's learning rate, under the policy's schedule; None for the policy's own.
+        aggregation: name of its aggregation; None for that of the axis `aggregation`.
 
     Source: arXiv 1707.06347, section 5 (c_1). The head begins at zero: the first advantages are returns.
     """

@@ -19,6 +19,7 @@ def difficulty(prompt: Prompt) -> float:
     Raises:
         ConfigurationError: there is none.
     """
+    # A minus behind a letter or digit is a hyphen: "Level-3" is 3, "level -1.5" is -1.5.
     found = re.search(r"(?:(?<!\w)-)?\d+(?:\.\d+)?", prompt.difficulty)
     if found is None:
         raise ConfigurationError(
@@ -40,7 +41,7 @@ def staged_factors(
     Args:
         progress: share of the budget that is done, 0 or more.
         begins: the share at which each stage begins, rising from 0.
-        stages: of each stage the factors by name; `first` is the first reward of each sum.
+        stages: for each stage, factors by the rewards' names; the key `first` means the first reward of every sum.
         sums: the names of the rewards in each weighted sum of the task, see `Task.reward_sums`.
 
     Returns:
@@ -53,6 +54,7 @@ def staged_factors(
 
 def weighed_sum(reward: float, terms: Mapping[str, float], factors: Mapping[str, float]) -> float:
     """Return the sum of the terms, each times its factor; `reward`, their plain sum, where no factor changes any."""
+    # Also where `terms` is empty: a single reward has none (`Grade.terms`).
     if all(factors.get(name, 1.0) == 1.0 for name in terms):
         return reward
     return float(sum(factors.get(name, 1.0) * term for name, term in terms.items()))
@@ -103,6 +105,7 @@ class Curriculum(DesignChoice):
 
     def differs(self, theirs: Curriculum, step: ObservedStep) -> bool:
         """Return whether the two allow other prompts, other lengths, or reward a rollout otherwise at this step."""
+        # A limit so long that rounding to whole tokens makes no two shares of it equal.
         at, whole = step.completed_steps, 10**6
         limits = self.max_new_tokens(whole, at), theirs.max_new_tokens(whole, at)
         if self.share(at) != theirs.share(at) or limits[0] != limits[1]:
@@ -167,8 +170,8 @@ class StagedLength(Curriculum):
     """Short completions first: the limit grows in stages to the context's, and the points of interruptions with it.
 
     Args:
-        shares: of `context.max_new_tokens`, a stage each; the last is 1.
-        steps: optimizer steps a stage.
+        shares: for each stage its share of `context.max_new_tokens`, rising; the last is 1.
+        steps: length of a stage in optimizer steps.
     """
 
     def __init__(self, shares: Sequence[float] = (0.5, 0.75, 1.0), steps: int = 50) -> None:
@@ -199,9 +202,9 @@ class StagedRewards(Curriculum):
     All rollouts of a group are rewarded by the stage in which the group was begun. What counts as a pass never changes.
 
     Args:
-        stages: of each stage, factors on the task's own weights by the rewards' names; `first` is the reward that
-            decides a pass, and one that is not named has the factor 1.
-        begins: the share of the budget at which each stage begins, the first at 0.
+        stages: for each stage, factors on the task's own weights by the rewards' names; `first` is the reward that
+            decides a pass, and a reward that is not named has the factor 1.
+        begins: for each stage the share of the budget at which it begins, the first at 0.
         total_steps: the budget in optimizer steps. The curve depends on it, so it belongs to the run's identity.
     """
 

@@ -39,8 +39,8 @@ class FixedEntropy(Entropy):
     """Entropy bonus with the same coefficient for every token.
 
     Args:
-        coefficient: 0.01 in PPO (arXiv 1707.06347, c_2).
-        aggregation: of the term; null for the run's.
+        coefficient: weight of the entropy, in nats, in the loss; 0.01 in PPO (arXiv 1707.06347, c_2).
+        aggregation: name of the term's aggregation; None for that of the axis `aggregation`.
     """
 
     def __init__(self, coefficient: float = 0.01, aggregation: str | None = None) -> None:
@@ -58,7 +58,7 @@ class EntropyByDifficulty(Entropy):
     Args:
         easy: coefficient at a pass rate of 1.
         hard: coefficient at a pass rate of 0.
-        aggregation: of the term; null for the run's.
+        aggregation: name of the term's aggregation; None for that of the axis `aggregation`.
     """
 
     def __init__(self, easy: float = 0.02, hard: float = 0.0, aggregation: str | None = None) -> None:

@@ -23,7 +23,7 @@ class Filter(DesignChoice):
 
     Attributes:
         refills: whether a group that is dropped is replaced, as soon as it is complete, by another prompt's.
-        most_dropped: with `refills`, groups dropped for one batch beyond which the run gives up, a group of the batch.
+        most_dropped: with `refills`, dropped groups per group of a batch beyond which the run gives up.
     """
 
     axis: ClassVar[str] = "filter"
@@ -77,7 +77,8 @@ class DynamicSampling(Filter):
     A dropped group opens one admission, whatever the async mode; its prompt's pass rate counts in its history.
 
     Args:
-        most_dropped: for each group of a batch; beyond that the pool has nothing left to learn from, and the run stops.
+        most_dropped: dropped groups per group of a batch beyond which the run stops: the pool has nothing left to learn
+            from.
 
     Source: DAPO, arXiv 2503.14476, section 3.2; its code gives up after a number of batches too.
     """

@@ -71,8 +71,8 @@ class FixedKL(_Penalised):
 
     Args:
         coefficient: beta. 0.05 to 0.1 for small models, 0.01 to 0.05 for large ones.
-        where: "loss" or "reward".
-        aggregation: of the term in the loss; null for the run's.
+        where: "loss" for a term of the loss, "reward" for a deduction from each token's reward.
+        aggregation: name of the aggregation of the term (with "loss"); None for that of the axis `aggregation`.
     """
 
     def __init__(self, coefficient: float = 0.05, where: str = "loss", aggregation: str | None = None) -> None:

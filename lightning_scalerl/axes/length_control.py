@@ -20,6 +20,7 @@ from lightning_scalerl.rollout import Rollout
 
 def interruption_points(low: int, high: int, completions: int, random_key: tuple[int, ...]) -> tuple[int, ...]:
     """Draw the token of thinking at which each rollout of a group is interrupted, uniform in [low, high]."""
+    # Its own stream by the group's key: neither other groups in flight nor a resume change the points.
     source = np.random.Generator(np.random.Philox(np.random.SeedSequence(random_key)))
     return tuple(int(point) for point in source.integers(low, high, size=completions, endpoint=True))
 
@@ -151,6 +152,7 @@ class Penalty(LengthControl):
             return super().differs(theirs, step)
         rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]
         lengths = {(rollout.correct, len(rollout.tokens)) for rollout in rollouts}
+        # The penalty is added to the reward, so one base shows it for all.
         return any(self.reward(0.0, *each) != theirs.reward(0.0, *each) for each in lengths)
 
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:

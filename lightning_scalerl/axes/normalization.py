@@ -35,6 +35,7 @@ class Moments:
         """Return the moments of the values (n,) on all ranks: `sums` adds this rank's numbers up over them."""
         values = values.double()
         count, total = sums(torch.stack([values.new_tensor(values.numel()), values.sum()])).tolist()
+        # `count` is over all ranks: either all of them skip the second sum, or none waits there for another.
         if not count:
             return cls()
         mean = total / count
@@ -71,6 +72,7 @@ def scale_by_batch(advantages: list[Tensor], ddof: int, eps: float, centre: bool
     """
     shifted = advantages
     if centre and advantages and (everything := torch.cat(advantages)).numel() > ddof:
+        # Only where `_over_deviation` divides: too few numbers are neither centred nor scaled.
         shifted = [group - everything.mean() for group in advantages]
     return _over_deviation(shifted, advantages, ddof, eps)
 
@@ -130,6 +132,7 @@ class _Scaled(Normalization):
     def __init__(self, ddof: int = 1, eps: float = 1e-6) -> None:
         if ddof not in (0, 1):
             raise ConfigurationError(f"normalization.ddof: {ddof!r} is not valid; 0 (population) or 1 (unbiased)")
+        # "not >=" refuses NaN, too.
         if not eps >= 0:
             raise ConfigurationError(f"normalization.eps: {eps!r} must be 0 or more")
         self.ddof = ddof
@@ -140,8 +143,9 @@ class BatchNormalization(_Scaled):
     """Advantages over the standard deviation of all advantages in the batch (ScaleRL).
 
     Args:
-        ddof, eps: of the standard deviation.
-        centre: take the batch's mean away before, as PPO does with advantages a token; within groups it is 0 already.
+        ddof: 0 for the population's standard deviation, 1 for the unbiased one.
+        eps: added to the standard deviation.
+        centre: subtract the batch's mean before, as PPO does with advantages per token; within groups it is 0 already.
     """
 
     added: ClassVar[Mapping[str, Any]] = {"centre": False}
@@ -167,6 +171,7 @@ class BatchRewardNormalization(_Scaled):
     The difficulty of the prompts widens it, which `batch` does not see.
     """
 
+    # As in TRL (GRPOTrainer, scale_rewards="batch"): unbiased, eps 1e-4.
     def __init__(self, ddof: int = 1, eps: float = 1e-4) -> None:
         super().__init__(ddof, eps)
 
@@ -187,8 +192,9 @@ class RunningNormalization(_Scaled):
     """Advantages over the standard deviation of all advantages so far, this batch's among them: global statistics.
 
     Args:
-        ddof, eps: of the standard deviation.
-        centre: take the mean so far away before.
+        ddof: 0 for the population's standard deviation, 1 for the unbiased one.
+        eps: added to the standard deviation.
+        centre: subtract the mean so far before.
     """
 
     scales_tokens: ClassVar[bool] = True

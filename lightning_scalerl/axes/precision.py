@@ -30,9 +30,10 @@ class Precision(DesignChoice):
     """Data types of the policy, its head, the critic, and of what is computed of advantages and KL.
 
     Args:
-        policy: "bf16", "fp16" (with loss scaling) or "fp32".
+        policy: type of the policy's forward pass and of the generator's weights: "bf16", "fp16" (with loss scaling) or
+            "fp32".
         fp32_head_trainer: compute the trainer's logits in FP32 even if the policy is not.
-        fp32_head_generator: the same for the generator.
+        fp32_head_generator: compute the generator's logits in FP32 even if the policy is not.
         fp32_value: run the critic in FP32 even if the policy is not.
         fp32_advantage: keep advantages in FP32; else they are rounded to the policy's type.
         fp32_kl: compute the distance from the reference in FP32; else from log-probabilities rounded to that type.

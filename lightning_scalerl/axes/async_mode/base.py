@@ -48,6 +48,7 @@ class AsyncMode(DesignChoice):
         admission = (step.admitted, step.completed_steps, step.groups_per_step)
         if self.may_admit(*admission) != theirs.may_admit(*admission):
             return True
+        # The step is observed before it is taken: its weights will be the next version.
         version = step.completed_steps + 1
         if self.publishes(version) != theirs.publishes(version):
             return True

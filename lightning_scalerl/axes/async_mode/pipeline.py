@@ -41,6 +41,7 @@ class Pipeline(AsyncMode):
 
     def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
         """Return whether the group belongs to the current step or one of the k after it."""
+        # floor(i / P) <= s + k: filled in order, group i trains at step floor(i / P), at most k steps after version s.
         return admission // groups_per_step <= completed_steps + self.k
 
     def publishes(self, completed_steps: int) -> bool:

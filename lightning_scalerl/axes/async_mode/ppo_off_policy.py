@@ -28,6 +28,7 @@ class PPOOffPolicy(AsyncMode):
 
     def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
         """Return whether the group is trained before the weights are next published."""
+        # The phase of the group against that of the trainer; a phase is k steps of P groups.
         return admission // (groups_per_step * self.k) <= completed_steps // self.k
 
     def publishes(self, completed_steps: int) -> bool:

@@ -15,6 +15,7 @@ from lightning_scalerl.rollout import inside
 
 def importance_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
     """Return the ratio pi_trainer / pi_anchor of each token, with gradient. Shapes: all (R, T)."""
+    # Clamped before exp: an infinite ratio would make the gradient NaN (`MAX_LOG_RATIO`).
     return torch.exp((trainer_logprobs - anchor_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 

@@ -18,6 +18,7 @@ def sequence_ratio(trainer_logprobs: Tensor, anchor_logprobs: Tensor, mask: Tens
     What stands outside the mask is not read. Shapes: all (R, T). Source: GSPO, arXiv 2507.18071.
     """
     log_ratio = torch.where(mask > 0, trainer_logprobs - anchor_logprobs, 0.0)
+    # The geometric mean of the tokens' ratios, in log space: their product would overflow FP32 over a long sequence.
     mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return torch.exp(mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
