@@ -21,18 +21,18 @@ class CostModel:
     """Rates of one device of each kind, and how many there are. All times in seconds.
 
     Args:
-        generator_devices: share the rollouts in flight evenly.
-        trainer_devices: share a batch evenly.
-        colocated: both kinds are the same devices, in turns; only for async modes that drain.
-        decode_s: one token step of a generator device, whatever it holds (reading the weights).
-        decode_rollout_s: more for each rollout it advances.
-        decode_context_s: more for each cached token those attend to.
-        prefill_token_s: each prompt (or recomputed) token, on one device.
+        generator_devices: number of generator devices; they share the rollouts in flight evenly.
+        trainer_devices: number of trainer devices; they share a batch evenly.
+        colocated: whether both kinds are the same devices, in turns; only for async modes that drain.
+        decode_s: one decoding step of a generator device, whatever it holds (reading the weights).
+        decode_rollout_s: added to a decoding step per rollout that the device decodes.
+        decode_context_s: added to a decoding step per cached token that those rollouts attend to.
+        prefill_token_s: prefill per prompt (or recomputed) token, on one device.
         train_s: one optimizer step, whatever the batch.
-        train_token_s: more for each token (prompt and completion) of the rollouts that carry credit, on one device.
-        publish_s: generators stand still while new weights arrive.
+        train_token_s: added per token (prompt and completion) of the rollouts that carry credit, on one device.
+        publish_s: pause of the generators while new weights arrive.
         grade_s: from a rollout's end to its grade; verifiers are as many as needed, and nobody waits for them.
-        source: where the rates come from.
+        source: origin of the rates, in words.
     """
 
     # Where the rates come from changes no result, and no identity.
@@ -87,6 +87,7 @@ class CostModel:
         seconds = report.prefill_tokens * self.prefill_token_s / self.generator_devices
         # A rollout's first token comes out of its prefill: a step without decoding is only that.
         if share:
+            # decode_s + n (decode_rollout_s + c decode_context_s): n rollouts a device, c tokens attended to on average.
             context = report.decoded_context / report.decoded_tokens
             seconds += self.decode_s + share * (self.decode_rollout_s + context * self.decode_context_s)
         return seconds

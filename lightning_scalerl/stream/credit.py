@@ -24,8 +24,9 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
 
     Args:
         groups: the groups of one optimizer step, as sampled.
-        choices: the run's; `filter`, `advantage`, `normalization` and `truncated` are used, and axes of the user's own.
-        max_new_tokens: the completion limit, for aggregations that divide by a constant.
+        choices: the run's design choices; `filter`, `advantage`, `normalization`, `truncated` and the user's own axes
+            are used.
+        max_new_tokens: the completion limit in tokens, for aggregations that divide by a constant.
 
     Returns:
         A batch of the rollouts that carry credit; `groups` keeps all of them.
@@ -44,7 +45,9 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
     for number, credit in zip(kept, advantages, strict=True):
         group = groups[number]
         credited = [index for index, rollout in enumerate(group.rollouts) if choices.truncated.credits(rollout)]
+        # Sampled tokens of rollouts with credit: forced ones were not sampled, and are in no denominator.
         group_tokens = sum(group.rollouts[index].forced.count(False) for index in credited)
+        # A group of which all rollouts are masked as truncated is no prompt of the loss.
         prompts += bool(credited)
         for index in credited:
             rows.append((group, group.rollouts[index], float(credit[index]), group_tokens, first_row[number] + index))
@@ -103,6 +106,7 @@ def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
     forced = padded([rollout.forced for rollout in rollouts], longest, torch.bool)
     lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts], dtype=torch.long)
     sampled = (torch.arange(longest) < lengths.unsqueeze(1)) & ~forced
+    # In float64 until here (`Group.rewards`), rounded once.
     advantages = torch.tensor([credit for _, _, credit, *_ in rows], dtype=torch.float32)
     return TrainBatch(
         tokens=padded(sequences, max(map(len, sequences), default=0), torch.long),
@@ -118,6 +122,7 @@ def lay_out(rows: list[tuple[Group, Any, float, int, int]]) -> TrainBatch:
         row=torch.tensor([row for *_, row in rows], dtype=torch.long),
         rewards=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
         pass_rates=torch.tensor([group.pass_rate_so_far for group, *_ in rows], dtype=torch.float32),
+        # By the group's identity: a batch may hold two groups of one prompt.
         group=torch.tensor([numbers.setdefault(id(group), len(numbers)) for group, *_ in rows], dtype=torch.long),
         denominators=Denominators(0.0, 0.0, 0.0, 0.0),
     )

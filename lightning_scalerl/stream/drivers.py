@@ -56,12 +56,12 @@ class Live:
     """Generators run in processes of their own, in parallel with the trainer.
 
     Args:
-        generators: how many.
-        devices: for each what it finds in CUDA_VISIBLE_DEVICES, such as ["1"]; empty for those that this process sees
-            and no rank trains on, or the trainer's own if there are none.
-        silence_s: timeout after which a process that sends nothing is taken for hung, and replaced.
-        start_s: timeout of a start.
-        probe_every: steps between two comparisons of what trainer and generators compute.
+        generators: number of generator processes.
+        devices: CUDA_VISIBLE_DEVICES of the processes in turn, such as ["1", "2"]; empty for the GPUs that this process
+            sees and no rank trains on, or the trainer's own if there are none.
+        silence_s: seconds without a message after which a process is taken for hung and replaced.
+        start_s: seconds that a process may take to start.
+        probe_every: optimizer steps between two comparisons of the trainer's log-probabilities with the generators'.
     """
 
     remarks: ClassVar[tuple[str, ...]] = ("devices", "silence_s", "start_s", "probe_every")

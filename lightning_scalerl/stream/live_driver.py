@@ -38,12 +38,12 @@ class LiveDriver:
     """Hands out the TrainBatch of each optimizer step as soon as it is due.
 
     Args:
-        stream: keeps the count.
-        generator: runs by itself.
-        channel: brings the trainer's weights to it.
-        verifiers: grade what has ended, while generation goes on.
+        stream: the ledger of groups: what may be admitted, and which batch is due.
+        generator: the generator processes, which sample by themselves.
+        channel: publishes the trainer's weights to them.
+        verifiers: grade rollouts that have ended, while generation goes on.
         listeners: called with every event.
-        probe_every: steps after which the generators may be asked for log-probabilities of what they are given.
+        probe_every: optimizer steps between two probes of the generators' log-probabilities.
     """
 
     # Phase of the compute meter for a probe: the trainer waits for other processes.
@@ -91,6 +91,7 @@ class LiveDriver:
             self._thread = threading.Thread(target=self._run, name="generators", daemon=True)
             self._thread.start()
         while True:
+            # Cleared before looking: what changes after the look then ends the wait below.
             self._changed.clear()
             with self._lock:
                 if self._error is not None:
@@ -113,8 +114,10 @@ class LiveDriver:
             while not self._closing.is_set():
                 with self._lock:
                     self._turn()
+                # Without the lock: the trainer may publish or take its batch meanwhile.
                 self.generator.wait(LOOK_S)
         except BaseException as error:
+            # Raised by `next_batch`, in the trainer's thread: in this one nobody would see it.
             self._error = error
             self._changed.set()
 

@@ -24,11 +24,11 @@ class PromptSource:
     """Endless prompts: epoch after epoch over the pool, each in an order of its own.
 
     Args:
-        pool: the prompts; ids are unique.
-        random_key: seeds the orders.
-        resampling: which prompts are retired; a retired one leaves all later draws.
-        curriculum: which prompts may be drawn yet. An epoch is a pass over those: one that is let in while it lasts
-            takes its turn in it.
+        pool: the prompts; their ids are unique.
+        random_key: seed of the orders; with an epoch's number behind it, that of the epoch's order.
+        resampling: decides which prompts are retired; a retired prompt is never drawn again.
+        curriculum: decides which prompts may be drawn yet; None for all. An epoch is a pass over those, and a prompt
+            that is let in during an epoch takes its turn in it.
 
     Raises:
         ConfigurationError: an empty pool, a prompt id that occurs twice, or a prompt without the difficulty that the
@@ -67,6 +67,7 @@ class PromptSource:
         return self._epoch + (self._position + len(self._taken)) / len(self._pool)
 
     def _shuffled(self, epoch: int) -> list[int]:
+        # The order follows from key and epoch alone, so that a checkpoint need not hold it.
         source = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._key, epoch))))
         return [int(place) for place in source.permutation(len(self._pool))]
 
@@ -107,6 +108,7 @@ class PromptSource:
                 self._taken.add(place)
                 self._advance()
                 return place
+            # It never comes back: counted as taken, so that the position can pass it.
             if retired:
                 self._taken.add(place)
             place += 1
@@ -114,6 +116,7 @@ class PromptSource:
         return None
 
     def _advance(self) -> None:
+        # Only places beyond the position stay in the set, which a checkpoint holds.
         while self._position in self._taken:
             self._taken.remove(self._position)
             self._position += 1
@@ -184,6 +187,7 @@ class PromptSet:
     def describes(self, name: str) -> str:
         """Return one line on the prompts' number and lengths."""
         lengths = [len(ids) for ids in self.tokens]
+        # inverted_cdf: a length that occurs, not one interpolated between two.
         middle, most = (int(np.percentile(lengths, share, method="inverted_cdf")) for share in (50, 95))
         left = f"; {self.dropped} longer ones left out" if self.dropped else ""
         return f"{len(lengths)} {name}: {middle} tokens in the middle, {most} at 95%, {max(lengths)} the longest{left}"
@@ -198,13 +202,14 @@ def fitting(
     """Return the prompts of each set that fit into the context; the rule is to refuse or drop the others.
 
     Args:
-        sets: prompts by what they are for.
-        tokens: theirs.
-        max_prompt_tokens: the limit.
-        too_long: "refuse" or "drop".
+        sets: prompts by the name of their set.
+        tokens: token ids of each prompt, by the same names and in the same order.
+        max_prompt_tokens: longest prompt that fits, in tokens.
+        too_long: "refuse" to raise if any prompt is longer, "drop" to leave those out.
 
     Raises:
-        ConfigurationError: how many do not fit, of what, and the longest; one that is empty; none of a set is left.
+        ConfigurationError: prompts do not fit and are refused, a set would be empty without them, or a prompt has no
+            tokens.
     """
     found, beyond = {}, []
     longest = 0

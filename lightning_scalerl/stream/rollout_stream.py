@@ -44,18 +44,18 @@ class RolloutStream:
     """Tracks groups from their admission to the batch that trains on them.
 
     Args:
-        prompts: where prompts come from, in what order.
-        task: says which rewards are correct.
-        encode: the prompt's tokens.
-        sample: a completion as it is graded.
-        choices: the run's.
-        groups_per_step: P.
-        completions: rollouts a group, on average.
-        max_new_tokens: completion limit.
-        seed: of sampling.
-        reward: how the verifier's reward becomes the one that is trained on.
-        verification: what becomes of completions that cannot be graded.
-        phrase_tokens: length of the phrase that ends thinking.
+        prompts: source of prompts, in their order.
+        task: the task, which says which rewards are a pass.
+        encode: prompt -> its token ids.
+        sample: (prompt, rollout, completed steps) -> the sample that is graded.
+        choices: the run's design choices.
+        groups_per_step: groups of a batch, P.
+        completions: rollouts per group, on average.
+        max_new_tokens: completion limit in tokens.
+        seed: the run's seed.
+        reward: scale from the verifier's reward to the one that is trained on.
+        verification: settings for completions that cannot be graded.
+        phrase_tokens: length in tokens of the phrase that ends thinking; 0 without one.
     """
 
     prompts: PromptSource
@@ -225,6 +225,7 @@ class RolloutStream:
             return not self._open and not more
         left = sorted(group.oldest_version for group in self._ready)[self.groups_per_step :]
         left = sorted(left + [group.version for group in self._open.values()])
+        # The n-th oldest left behind trains after s + 1 + n // P steps, and has to by v + k: so n < P (v + k - s).
         spare = mode.max_staleness - self.completed_steps
         return all(number < self.groups_per_step * (version + spare) for number, version in enumerate(left))
 
@@ -304,6 +305,7 @@ class RolloutStream:
             prompt = self.prompts.by_id(entry["prompt_id"])
             own = [next(rollouts) if finished else None for finished in entry["finished"]]
             history = tuple(entry["history"])
+            # Checkpoints of earlier versions lack it: the version of the weights is nearest to it.
             at = entry.get("admitted_at", entry["version"])
             self._open[key] = _OpenGroup(prompt, self.encode(prompt), entry["version"], own, history, at)
             self._ungraded |= {(key, index): (next(ended), at) for index, at in entry.get("ended", ())}

@@ -31,11 +31,11 @@ class VirtualDriver:
     """Produces the TrainBatch of each optimizer step, one event at a time.
 
     Args:
-        stream: keeps the count.
-        generator: samples, a token of everything in flight at a time.
-        channel: brings the trainer's weights to it.
-        cost_model: how long things take in virtual time.
-        verifiers: grade what has ended.
+        stream: the ledger of groups: what may be admitted, and which batch is due.
+        generator: samples one token of everything in flight at a time.
+        channel: publishes the trainer's weights to it.
+        cost_model: durations in virtual time.
+        verifiers: grade rollouts that have ended.
         listeners: called with every event.
     """
 
@@ -50,7 +50,8 @@ class VirtualDriver:
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
     clock: VirtualClock = field(default_factory=VirtualClock)
     _decoded: StepReport | None = None  # what the generator has in hand at `generator_until_s`
-    # Pending grades: the virtual time at which each arrives, its rollout, its ticket.
+    # Pending grades: the virtual time at which each arrives, its rollout, its ticket. Due times
+    # never fall along the queue, for every grade takes `grade_s`: the first to arrive is at its head.
     _grading: deque[tuple[float, Place, int]] = field(default_factory=deque)
 
     def next_batch(self, stop: Callable[[], bool] = lambda: False) -> TrainBatch | None:

@@ -25,12 +25,12 @@ def scored_before(
     """Return `rows` with `anchor_logprobs`, `reference_logprobs` and `values`, each where a choice needs it.
 
     Args:
-        rows: this rank's.
-        choices: the run's.
-        policy: with the weights before the update.
-        reference: the frozen one, if there is a penalty on the distance from it.
-        critic: the model of values, if there is one.
-        size: of a pass, at most.
+        rows: this rank's rows of the batch.
+        choices: the run's design choices; they say whether an anchor is needed.
+        policy: the policy with its weights before the update.
+        reference: the frozen reference policy; None without a KL penalty.
+        critic: the value model; None without a critic.
+        size: upper limits of one forward pass.
     """
     passes = {
         "anchor_logprobs": (lambda part: policy(part)[0]) if choices.needs_anchor else None,
@@ -44,5 +44,6 @@ def scored_before(
         part = rows.select(cut)
         for name, into in found.items():
             values = passes[name](part)  # type: ignore[misc]
+            # A micro-batch is cut to its own longest completion (`TrainBatch.select`).
             into[cut, : values.shape[1]] = values
     return replace(rows, **found)

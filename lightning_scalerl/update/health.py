@@ -29,11 +29,11 @@ class Health:
     """Bounds at which a run ends itself. No part of its identity: they decide when to stop, not what is learned.
 
     Args:
-        stop: whether it does at all.
-        window_steps: means are taken over so many steps.
-        reward_share: the mean reward, above `reward.incorrect`, has fallen below this share of its best mean so far.
-        entropy: the mean entropy has fallen below this, in nats a token.
-        truncated: the mean share of completions that were truncated at the context's limit has reached this.
+        stop: whether the bounds are enforced at all.
+        window_steps: optimizer steps over which each mean is taken.
+        reward_share: lower bound of the mean reward above `reward.incorrect`, as a share of its best mean so far.
+        entropy: lower bound of the mean entropy, in nats per token.
+        truncated: upper bound of the mean share of completions that were truncated at the context's limit.
     """
 
     remarks: ClassVar[tuple[str, ...]] = ("stop", "window_steps", "reward_share", "entropy", "truncated")
@@ -60,8 +60,8 @@ class HealthWatch:
     """Watches every step's record and ends the run where `health` says so; on every rank alike.
 
     Args:
-        health: the run's.
-        floor: the reward of an incorrect completion.
+        health: the bounds.
+        floor: reward of an incorrect completion, from which the reward's height is measured.
     """
 
     def __init__(self, health: Health, floor: float = 0.0) -> None:
@@ -86,6 +86,7 @@ class HealthWatch:
         means = {n: fmean(r) for n, r in self._recent.items() if len(r) == self._health.window_steps}
         over = f"on average over {self._health.window_steps} steps"
         if "train/reward" in means:
+            # With rewards of -1 and 1 a share of the mean itself would change its meaning at 0.
             height = means["train/reward"] - self._floor
             if self._best > 0 and height < self._health.reward_share * self._best:
                 raise UnhealthyError(

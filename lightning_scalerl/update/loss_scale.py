@@ -22,7 +22,7 @@ class LossScale:
     The factor is halved after a gradient that overflowed, and doubled after `INTERVAL` that did not.
 
     Args:
-        acts: whether anything is scaled; else the factor is 1 and stays so.
+        acts: whether the loss is scaled, as in FP16; else the factor is 1 and stays so.
     """
 
     def __init__(self, acts: bool) -> None:
@@ -78,6 +78,7 @@ class SkippedUpdates:
         Raises:
             CannotGoOnError: too many in a row.
         """
+        # By the scale that this gradient was computed with: `update` halves it.
         overflow = scale.acts and scale.factor > 1.0
         scale.update(finite)
         if finite:

@@ -42,7 +42,7 @@ def terms(choices: Choices) -> list[Term]:
     """Return the terms of a run's loss, the policy's first.
 
     Raises:
-        ConfigurationError: a term is to be aggregated in a way that there is none of.
+        ConfigurationError: the `aggregation` of a term is unknown.
     """
 
     def policy(scored: Scored) -> Tensor:
@@ -97,6 +97,7 @@ def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Choices) 
     same groups can be compared whatever each has kept. The critic's own loss does not move the policy.
     """
     logprobs = trainer_logprobs.detach().requires_grad_(True)
+    # The bonus is linear in the entropies, so any values give its gradient.
     entropies = torch.zeros_like(logprobs).requires_grad_(True)
     scored = Scored(batch, logprobs, entropies)
     moving = [term for term in terms(choices) if term.name != "value"]

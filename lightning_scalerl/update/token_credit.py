@@ -20,10 +20,10 @@ def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool 
     A pure function but for `remember`, so that a mechanism counter can credit a batch a second time.
 
     Args:
-        rows: this rank's, with `values` and whatever else was asked before the update.
-        choices: the run's.
-        sums: adds up over ranks.
-        remember: tell a normalization with a memory; once a step.
+        rows: this rank's rows of the batch, with the results of `scored_before`.
+        choices: the run's design choices.
+        sums: adds numbers up over all ranks.
+        remember: whether a normalization with a memory takes in this batch; once a step.
     """
     advantages, returns = rows.advantages, rows.returns
     if choices.advantage.after_forward:
@@ -32,6 +32,7 @@ def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool 
         if choices.kl.where == "reward":
             assert rows.anchor_logprobs is not None
             coefficients = choices.kl.coefficients(rows.pass_rates).unsqueeze(1)
+            # `distances` reads no entropies: any table of that shape does in their place.
             gaps = distances(Scored(rows, rows.anchor_logprobs, rows.anchor_logprobs).inside(), choices)
             rewards = rewards - coefficients * gaps * rows.loss_mask
         advantages, returns = choices.advantage.estimate_tokens(rewards, rows.values, rows.loss_mask)
