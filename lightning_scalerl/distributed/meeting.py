@@ -163,6 +163,7 @@ def _plain(value: Any) -> Any:
 
 def send(encoded: Tensor, group: Any) -> None:
     """Broadcast what `encode` made from rank 0 to all others of a group on the hosts."""
+    # The length first: a receiver has to make room before it receives.
     dist.broadcast(torch.tensor([encoded.numel()]), src=0, group=group)
     dist.broadcast(encoded, src=0, group=group)
 
@@ -189,6 +190,7 @@ def all_gather(value: Any, group: Any, count: int) -> list[Any]:
     sent = encode(value)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
     dist.all_gather(lengths, torch.tensor([sent.numel()]), group=group)
+    # all_gather wants one shape from all: lengths first, then everything padded to the longest.
     longest = max(map(int, lengths))
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: sent.numel()] = sent

@@ -96,6 +96,7 @@ class Ranks:
             return result
         try:
             result = work()
+            # Within the `try`: a result that is no plain data has to fail on the waiting ranks as well.
             encoded = encode((None, lean(result)))
         except Exception as error:
             with suppress(RuntimeError):  # ranks that are gone need no news
@@ -150,6 +151,7 @@ class Ranks:
         """Return this rank's rows of the batch, possibly none; long and short ones are dealt out evenly."""
         if self.count == 1:
             return batch
+        # Stable, since each rank sorts for itself and all must deal out the same.
         order = torch.argsort(batch.lengths, descending=True, stable=True)
         return batch.select(order[self.number :: self.count])
 
@@ -166,6 +168,7 @@ class Ranks:
         if self.count == 1:
             return
         trained = [parameter for parameter in parameters if parameter.requires_grad]
+        # A rank without rows has no gradients and yet must sum the same buffers: which there are is agreed on first.
         given = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
         given = given.to(trained[0].device)
         dist.all_reduce(given, dist.ReduceOp.MAX)
@@ -195,11 +198,13 @@ class Ranks:
         if batch.rollouts == 0 or not names:
             return replace(batch, **{name: getattr(rows, name) for name in names})
         order = torch.argsort(batch.row)
+        # Where each of this rank's rows stands in the batch: `row` is unique, and searchsorted wants it sorted.
         place = order[torch.searchsorted(batch.row[order], rows.row)]
         tables = torch.zeros(len(names), *batch.generator_logprobs.shape, device=batch.tokens.device)
         for table, name in zip(tables, names, strict=True):
             values = getattr(rows, name)
             table[place, : values.shape[1]] = values
+        # Each row is one rank's and zero on the others: the sum is a gather, and exact.
         found: dict[str, Any] = dict(zip(names, self.sum(tables), strict=True))
         return replace(batch, **found)
 

@@ -77,6 +77,7 @@ def _check_gpu() -> None:
             "the nodes' driver, or give hydra.launcher.require_gpu=false"
         )
     try:
+        # Fails with CUDA's own reason, which is_available() hides.
         torch.empty(1, device="cuda")
         why = "torch.cuda.is_available() is false"
     except Exception as error:
@@ -125,4 +126,5 @@ def _evenly_spread() -> bool:
 def _port() -> int:
     """Return a port for this step of this job, below the ephemeral ports (on Linux from 32768)."""
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_STEP_ID", 0))
+    # 15000 to 31999; jobs stand 31 apart, so that their first steps do not meet those of the next job.
     return 15000 + (job * 31 + step) % 17000

@@ -41,7 +41,7 @@ class Chat:
         template: "auto", the model's own chat template if it has one; "none", prompts as plain text; or a file with a
             Jinja template.
         system: a system prompt before every conversation that has none of its own.
-        thinking: what the template's `enable_thinking` is set to; None to leave it alone.
+        thinking: value of the template's `enable_thinking`; None to leave it at the template's default.
         stop: texts that end a completion, beside the model's end-of-sequence tokens.
         end_of_thinking: text that ends the thinking; None for that of `length_control`, or `</think>`.
     """
@@ -78,10 +78,10 @@ class Rendering:
     """Tokenizer with a chat's settings: prompt -> text -> tokens, and completion -> what is graded.
 
     Args:
-        tokenizer: the model's.
-        chat: the settings.
-        stop_tokens: ids that end a completion.
-        end_of_thinking: that of `length_control`, if it has one.
+        tokenizer: the model's tokenizer.
+        chat: settings of the rendering.
+        stop_tokens: token ids that end a completion.
+        end_of_thinking: marker of the axis `length_control`; empty if it has none.
 
     Raises:
         ConfigurationError: a setting that this model's template does not know.
@@ -200,7 +200,7 @@ class Rendering:
         special = {str(name): str(value) for name, value in self.tokenizer.special_tokens_map.items()}
         settings = {**asdict(self.chat), "template": self._template}
         for part in (type(self.tokenizer).__name__, about, json.dumps([special, settings], default=str)):
-            digest.update(part.encode() + b"\0")
+            digest.update(part.encode() + b"\0")  # ends the part: none can run into the next
         for prompt in prompts:
             digest.update(json.dumps([prompt.text, [dict(each) for each in prompt.messages]]).encode() + b"\0")
         return digest.hexdigest()[:24]
@@ -278,6 +278,7 @@ def _read(path: Path) -> list[list[int]] | None:
 
 def _write(path: Path, tokens: Sequence[Sequence[int]]) -> None:
     """Write tokens to the cache; a disk that cannot be written is ignored."""
+    # Written beside and renamed, for several runs share the cache. `savez` would add .npz to a name without it.
     unfinished = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.part.npz")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

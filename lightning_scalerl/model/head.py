@@ -52,6 +52,7 @@ def output_head(model: nn.Module) -> nn.Linear:
 
 def head_logits(model: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return logits in FP32 from hidden states, multiplied in `dtype`, with the scaling some architectures add."""
+    # Without autocast, which would multiply in the policy's type whatever `dtype` is.
     with torch.autocast(hidden.device.type, enabled=False):
         logits = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).float()
     config = text_config(model)

@@ -52,6 +52,7 @@ def fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, weights in model.state_dict().items():
         digest.update(f"{name} {tuple(weights.shape)} {weights.dtype};".encode())
+        # Viewed as bytes: numpy has no bfloat16.
         digest.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 

@@ -98,6 +98,7 @@ model_path.content = _content  # type: ignore[attr-defined]
 _SAMPLES, _SAMPLE = 256, 2**16
 
 
+# Size and time of change are part of the cache's key: a file that was written anew is read anew.
 @lru_cache(maxsize=256)
 def _fingerprint(path: Path, size: int, changed_ns: int) -> str:
     """Return a digest of a file's size and bytes; of a large file, of samples at even distances from first to last."""

@@ -26,9 +26,9 @@ class Policy(nn.Module):
     """A causal language model that returns log-probabilities of given tokens.
 
     Args:
-        model: from `AutoModelForCausalLM`; its weights stay FP32.
-        precision: policy type (autocast) and head type.
-        temperature: mirrored from sampling, or the importance ratio would not start at 1.
+        model: a causal language model of transformers; its weights stay FP32.
+        precision: types of the forward pass (autocast) and of the head.
+        temperature: that of sampling; with another one the importance ratio would not start at 1.
     """
 
     def __init__(self, model: nn.Module, precision: Precision, temperature: float = 1.0) -> None:
@@ -67,9 +67,9 @@ class Policy(nn.Module):
         left-aligned and padding stands behind everything it could disturb.
 
         Args:
-            batch: sequences.
-            precision: instead of the policy's own (to compare two).
-            entropy_gradient: whether the entropies have one too.
+            batch: the sequences to score.
+            precision: types to compute in, to compare two; None for the policy's own.
+            entropy_gradient: whether the entropies have a gradient, too.
         """
         activity.note("train")
         precision = precision or self.precision
@@ -77,6 +77,7 @@ class Policy(nn.Module):
         column = torch.arange(width, device=batch.tokens.device)
         real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
         row = torch.arange(rollouts, device=real.device).unsqueeze(1).expand(-1, width)[real]
+        # The state at a token predicts the next one. Prompts and padding are left out: no logits are made for them.
         position = (batch.completion_start.unsqueeze(1) - 1 + column)[real]
         share = self.shares_prompts and worthwhile(batch)
         with self.autocast(precision):
@@ -87,6 +88,7 @@ class Policy(nn.Module):
                 hidden = whole[row, position]
         targets = batch.tokens[row, position + 1]
         logprobs, entropies = self._score(hidden, targets, precision, entropy_gradient)
+        # masked_scatter fills in row-major order, the order in which `[real]` has taken them.
         shape = batch.generator_logprobs
         return (
             torch.zeros_like(shape).masked_scatter(real, logprobs),

@@ -21,11 +21,11 @@ def save_model(
     """Write model, generation configuration, tokenizer (chat template included) and README.md; all of it or nothing.
 
     Args:
-        model: of transformers; it is left as it is.
-        tokenizer: its own.
-        directory: to be made; an empty one may be there (then it fills file by file).
-        dtype: of the saved weights: "fp32" as they were trained, "bf16" or "fp16" as they are served.
-        card: what the card says of the model, a line each.
+        model: a model of transformers; it is not changed.
+        tokenizer: the model's tokenizer.
+        directory: folder to make; one that exists must be empty, and fills file by file.
+        dtype: type of the saved weights: "fp32" as they were trained, "bf16" or "fp16" as they are served.
+        card: lines of the model card, by name; None for the type of the weights alone.
 
     Returns:
         The directory.
@@ -39,6 +39,7 @@ def save_model(
         raise ConfigurationError(f"model: {type(model).__name__} has no save_pretrained; models of transformers do")
     target = free(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so on its file system: the rename is atomic there.
     unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         saved = model if dtype == "fp32" else copy.deepcopy(model).to(DTYPES[dtype])

@@ -33,6 +33,7 @@ def prompts_of(group: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first rollout of each group (U,), and for each rollout (R,) the index of its group's there."""
     _, of = torch.unique(group, return_inverse=True)
     rows = torch.arange(len(group), device=group.device)
+    # The smallest row of each group: `torch.unique` does not say where a value occurs first.
     first = torch.full((int(of.max()) + 1,), len(group), device=group.device)
     first.scatter_reduce_(0, of, rows, "amin")
     return first, of
@@ -42,8 +43,8 @@ def states(model: nn.Module, batch: TrainBatch) -> Tensor:
     """Return hidden states before the head, (R, T, width): those at column t predict a completion's token t.
 
     Args:
-        model: one that `shares_prompts`.
-        batch: sequences, with the groups that share a prompt.
+        model: a model for which `shares_prompts` is true.
+        batch: sequences, with `group` set: rollouts of one group share a prompt.
     """
     assert batch.group is not None
     first, of = prompts_of(batch.group)
@@ -53,6 +54,7 @@ def states(model: nn.Module, batch: TrainBatch) -> Tensor:
     cache = DynamicCache()
     # A shorter prompt is followed by its completion here; the mask below hides those keys from the completions.
     prompts = inner(input_ids=batch.tokens[first, :length], past_key_values=cache, use_cache=True).last_hidden_state
+    # The state of a prompt's last token predicts the completion's first.
     last: Tensor = prompts[torch.arange(len(first), device=of.device), starts[first] - 1][of].unsqueeze(1)
     if width < 2:
         return last
@@ -60,6 +62,7 @@ def states(model: nn.Module, batch: TrainBatch) -> Tensor:
         # Through FP32, so that the backward pass sums the rollouts' gradients of a prompt in it.
         layer.keys, layer.values = (kept.float()[of].to(kept.dtype) for kept in (layer.keys, layer.values))
     position = starts.unsqueeze(1) + torch.arange(width - 1, device=of.device)
+    # Clamped: beyond a sequence's end any token will do, its states are not used.
     tokens = batch.tokens.gather(1, position.clamp(max=batch.tokens.shape[1] - 1))
     seen = torch.arange(length, device=of.device) < starts.unsqueeze(1)
     # The mask covers keys only: causality within the completion is applied by the model.

@@ -16,8 +16,8 @@ class ValueModel(nn.Module):
     """Value network V(s_t): the state is the prompt and the completion up to, and without, token t.
 
     Args:
-        model: a causal language model, whose body is copied; its head is not.
-        precision: says in what type the critic computes; its weights are FP32.
+        model: a causal language model; its body is copied, its head is not.
+        precision: gives the type that the critic computes in; its weights are FP32.
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
@@ -42,6 +42,7 @@ class ValueModel(nn.Module):
             column = torch.arange(width, device=device)
             real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
             row = torch.arange(rollouts, device=device).unsqueeze(1).expand(-1, width)[real]
+            # One place before token t, whose value must not know the token itself.
             position = (batch.completion_start.unsqueeze(1) - 1 + column)[real]
             values = self.head(hidden[row, position]).squeeze(-1).float()
         return torch.zeros_like(batch.generator_logprobs).masked_scatter(real, values)

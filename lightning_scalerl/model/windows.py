@@ -21,9 +21,9 @@ class Window:
     """Number of layers that share one window of attention.
 
     Attributes:
-        field: of the model's configuration, such as `sliding_window`.
-        size: in tokens.
-        layers: that have it.
+        field: field of the model's configuration that holds the size, such as `sliding_window`.
+        size: length of the window in tokens.
+        layers: number of layers that have it.
     """
 
     field: str
@@ -53,7 +53,7 @@ def attention_windows(config: Any) -> tuple[Window, ...]:
     Where a configuration does not list its layers (Mistral, Mixtral, Phi-3), a window that it names is that of all.
 
     Args:
-        config: of the part that writes (`head.text_config`).
+        config: configuration of the language model, of a multimodal model its text decoder's (`head.text_config`).
     """
     kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     if kinds:

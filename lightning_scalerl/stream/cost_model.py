@@ -87,7 +87,7 @@ class CostModel:
         seconds = report.prefill_tokens * self.prefill_token_s / self.generator_devices
         # A rollout's first token comes out of its prefill: a step without decoding is only that.
         if share:
-            # decode_s + n (decode_rollout_s + c decode_context_s): n rollouts a device, c tokens attended to on average.
+            # decode_s + n (decode_rollout_s + c decode_context_s): n rollouts a device, attending to c tokens each.
             context = report.decoded_context / report.decoded_tokens
             seconds += self.decode_s + share * (self.decode_rollout_s + context * self.decode_context_s)
         return seconds
