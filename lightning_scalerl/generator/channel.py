@@ -22,8 +22,8 @@ class WeightChannel(Protocol):
         """Send the trainer's weights as they are now; returns once the generator has them.
 
         Args:
-            version: optimizer steps behind them.
-            recompute_kv: whether rollouts in flight get their keys and values anew.
+            version: number of optimizer steps that made these weights.
+            recompute_kv: whether the KV cache of rollouts in flight is recomputed with the new weights.
         """
         ...
 
@@ -32,8 +32,8 @@ class DirectChannel:
     """Channel to a generator in this process: it is handed the trainer's tensors and copies them.
 
     Args:
-        weights: the trainer's, as they are now.
-        generator: takes them.
+        weights: returns the trainer's state dict as it is now.
+        generator: the generator that gets the weights.
     """
 
     def __init__(self, weights: Callable[[], dict[str, Tensor]], generator: Generator) -> None:

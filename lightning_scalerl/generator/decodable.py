@@ -33,11 +33,11 @@ def check_decodable(model: nn.Module, capacity: int) -> None:
     """Decode a few tokens through the cache and compare with a whole forward pass; refuse a model where they differ.
 
     Args:
-        model: a causal language model, of any type of weights.
-        capacity: tokens of the longest prompt and completion.
+        model: a causal language model, with weights of any type.
+        capacity: tokens of the longest prompt and the longest completion together.
 
     Raises:
-        ConfigurationError: it cannot; one line that names the model and the reason.
+        ConfigurationError: the model cannot be decoded; one line with its name and the reason.
     """
     _check_architecture(model)
     _check_context(model, capacity)
@@ -52,6 +52,7 @@ def check_decodable(model: nn.Module, capacity: int) -> None:
     finally:
         torch.set_float32_matmul_precision(before)
     tolerance = TOLERANCE if next(model.parameters()).dtype == torch.float32 else 0.5
+    # "not <=" refuses NaN, too.
     if not difference <= tolerance:
         raise _refusal(
             model, f"decoded token by token its log-probabilities differ by {difference:.3g} from a whole forward pass"
@@ -101,9 +102,11 @@ def _check_context(model: nn.Module, capacity: int) -> None:
             f"all its positions anew once a sequence is longer than {lasting}, so that what is in a cache or in a "
             "micro-batch with a longer sequence counts otherwise; shorten the context"
         )
+    # Tables of positions that are computed once lie in buffers, learned ones are embeddings.
     tables = {name: buffer.shape[0] for name, buffer in model.named_buffers() if buffer.dim() == 2}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
+            # OPT's table has `offset` rows more than positions.
             tables[name] = module.num_embeddings - int(getattr(module, "offset", 0) or 0)
     for name, positions in tables.items():
         if _POSITIONS.search(name) and positions < capacity:
@@ -131,6 +134,7 @@ def _largest_difference(model: nn.Module) -> float:
     config = text_config(model)
     device = next(model.parameters()).device
     size = int(config.vocab_size)
+    # Tokens that change with place and row, and unlike lengths: a wrong row, position or mask then shows.
     sequences = [[1 + (7 * place + 3 * row) % max(1, size - 1) for place in range(9 - 2 * row)] for row in range(2)]
     prompts = [5, 2]
     cache = SlotCache(int(config.num_hidden_layers), 2, len(sequences[0]))

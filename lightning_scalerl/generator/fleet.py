@@ -155,17 +155,16 @@ class Fleet:
     """Several generator processes behind the protocol of one generator. Threads may share it.
 
     Args:
-        factory: makes a generator of a model and `arguments`, such as `TorchGenerator` with its slots.
-        model: the trainer's.
-        arguments: what else the factory is given; they are sent to other processes.
-        generators: how many processes.
-        silence_s: timeout after which a process that sends nothing, not even a heartbeat, is replaced.
-        start_s: timeout of a start.
-        devices: CUDA_VISIBLE_DEVICES of each process; empty for that of this process.
+        factory: builds a generator from a model and `arguments`, such as `TorchGenerator` with its slots.
+        model: the trainer's model; its class, configuration and first weights are used.
+        arguments: further arguments of the factory; they are pickled for the other processes.
+        generators: number of processes.
+        silence_s: seconds without any message, not even a heartbeat, after which a process is replaced.
+        start_s: seconds that a process may take to start.
+        devices: CUDA_VISIBLE_DEVICES of the processes in turn; empty to share the device of this process.
 
     Raises:
-        ConfigurationError: what a generator is made of cannot be sent to another process, or it says at its start
-            that it cannot be used.
+        ConfigurationError: a part of the generator cannot be pickled, or it reports at its start that it is unusable.
     """
 
     def __init__(
@@ -276,7 +275,7 @@ class Fleet:
         """Send weights to all processes and wait until each has them; one that does not answer is replaced."""
         began = time.monotonic()
         self._outdated.append(self._published[0])
-        # Set first, so that a process that comes up meanwhile gets these.
+        # Set before anybody is told, so that a process that comes up meanwhile gets these.
         self._published = (self._write(weights), version)
         told = [engine for engine in self._engines if engine.ready]
         for engine in told:
@@ -366,6 +365,7 @@ class Fleet:
                 pass_fds=[theirs.fileno()],
                 env=environment,
             )
+        # Open here as well it would stay open when the process ends, and its end would not be read.
         theirs.close()
         now = time.monotonic()
         engine = _Engine(number, process, _Line(ours, self._news), log, started=now)
@@ -441,6 +441,7 @@ class Fleet:
         self._inbox.append(replace(each, key=entry.request.key))
 
     def _replace(self, engine: _Engine, why: str, at_start: bool) -> None:
+        # Replaced already in this round, because of its own `failed` message.
         if engine not in self._engines:
             return
         self._kill(engine)
@@ -484,6 +485,7 @@ class Fleet:
         engine.line.close()
 
     def _end(self) -> None:
+        # All are told before any is waited for, so that they end at the same time.
         for engine in self._engines:
             engine.line.tell("stop")
         for engine in self._engines:
@@ -552,7 +554,9 @@ class Fleet:
             name: _Open(name, request_from(request), set(missing)) for name, request, missing, _ in state["open"]
         }
         self._orphans.clear()
+        # Beyond both counters: names that come back with the state must not be given again.
         self._next_name += state["next_name"]
+        # Before the states, which come without weights: a process goes on under those that it has.
         self.publish(state["weights"], state["version"])
         for engine, own in zip(list(self._engines), state["generators"], strict=False):
             if own is None or not engine.ready:
@@ -565,8 +569,9 @@ class Fleet:
 
 
 def _place_for(model: nn.Module) -> Path | None:
-    """Return shared memory if it has room for three copies of the weights, else None: in use, next, and those of before
-    an evaluation.
+    """Return the folder of shared memory if three copies of the weights fit there; None for a folder on a disk.
+
+    Three: those in use, the next ones, and those that an evaluation returns to.
     """
     needed = 3.5 * sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     if not SHARED_MEMORY.is_dir() or not os.access(SHARED_MEMORY, os.W_OK):

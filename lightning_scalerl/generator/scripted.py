@@ -25,8 +25,8 @@ class ScriptedGenerator:
     """Emits one scripted token a step for every rollout in a slot.
 
     Args:
-        script: (request, index of the rollout in its group) -> its tokens, at least one.
-        slots: rollouts that advance together.
+        script: (request, index of the rollout in its group) -> the rollout's token ids, at least one.
+        slots: number of rollouts that advance together.
     """
 
     def __init__(self, script: Script, slots: int) -> None:

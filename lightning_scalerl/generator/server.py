@@ -168,6 +168,7 @@ class Server:
             state = self._generator.state_dict()
             self._say("reply", {name: part for name, part in state.items() if name != "weights"})
         elif what == "load":
+            # States travel without weights: the rollouts go on under those that were published before.
             weights = self._generator.state_dict().get("weights")
             self._generator.load_state_dict({**rest[0], "weights": weights})
             self._say("reply", None)

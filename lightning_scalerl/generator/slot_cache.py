@@ -80,6 +80,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         have_rows, have_width = self.reserved
         if rows <= have_rows and width <= have_width:
             return
+        # By a factor, not to size: a growth copies the whole cache.
         if rows > have_rows:
             have_rows = min(self.slots, max(rows, 2 * have_rows))
         if width > have_width:
@@ -111,8 +112,9 @@ def encode(
 ) -> tuple[Tensor, list[list[tuple[Tensor, Tensor]]], tuple[int, int]]:
     """Make one forward pass over whole sequences.
 
-    Returns the last hidden state of each (n, width), for each a list of (keys, values) a layer, and what was
-    computed: tokens, and tokens attended to.
+    Returns:
+        The hidden state of each sequence's last token (n, width); for each sequence its keys and values
+        (heads, tokens, head size), a pair a layer; and the work done: tokens, and tokens attended to.
     """
     lengths = [len(sequence) for sequence in sequences]
     width = max(lengths)
@@ -126,6 +128,7 @@ def encode(
         [(layer.keys[number, :, :length], layer.values[number, :, :length]) for layer in cache.layers]
         for number, length in enumerate(lengths)
     ]
+    # Token t attends to itself and what is before it: 1 + 2 + ... + n.
     return last, caches, (sum(lengths), sum(length * (length + 1) // 2 for length in lengths))
 
 

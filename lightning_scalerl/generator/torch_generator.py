@@ -54,7 +54,9 @@ def sample_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[
     Shapes: logits (n, V) FP32, uniform (n,) FP64 in [0, 1) -> tokens (n,), log-probabilities (n, V) FP32.
     """
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    # In FP64: in FP32 a sum over a vocabulary rounds away its rare tokens.
     cumulative = logprobs.double().exp().cumsum(-1)
+    # Against the sum itself, which rounding leaves a little off 1. The clamp is for a product that rounds up to it.
     below = cumulative <= uniform.unsqueeze(1) * cumulative[:, -1:]
     return below.sum(-1).clamp(max=logits.shape[1] - 1), logprobs
 
@@ -84,14 +86,14 @@ class TorchGenerator:
     Args:
         model: the trainer's model; its weights are copied.
         precision: types of the copy and of its head.
-        slots: rollouts decoded together.
-        max_prompt_tokens, max_new_tokens: longest prompt and completion; they size the cache.
+        slots: number of rollouts that decode together.
+        max_prompt_tokens, max_new_tokens: longest prompt and completion, in tokens; they bound the cache.
         stop_tokens: ids that end a completion (kept as its last token).
-        temperature: of sampling.
-        phrase: ids forced where a request asks for an interruption.
-        thinking_ended: whether a completion so far has ended its thinking: it is then not interrupted.
-        stop_text: whether a text in it ends a completion.
-        cache_gib: memory that keys and values may take; None for what is free.
+        temperature: sampling temperature.
+        phrase: token ids that are forced where a request asks for an interruption.
+        thinking_ended: tests whether a completion so far has ended its thinking; it is then not interrupted.
+        stop_text: tests a completion's last tokens for a text that ends it; None without such texts.
+        cache_gib: memory for keys and values, in GiB; None for what is free.
 
     Raises:
         ConfigurationError: the model cannot be decoded token by token, or not over so long a context (`decodable`), or
@@ -256,6 +258,7 @@ class TorchGenerator:
         self._versions[row, count] = self._version
         self._forced[row, count] = forced
         self._count[:active] += 1
+        # A forced token ends nothing: behind the phrase comes the answer.
         stopped = torch.isin(tokens, self._stop) & ~forced
         if self._stop_text is not None:
             stopped |= self._holds_stop_text(self._stop_text, active) & ~forced
@@ -275,6 +278,7 @@ class TorchGenerator:
         """Overwrite sampled tokens (active,) where a phrase is due; return where, as a mask."""
         active = tokens.numel()
         next_, at = self._phrase_next[:active], self._interrupt_at[:active]
+        # `self._count` is still without this token: an interruption at n forces the token behind the n-th.
         for slot in torch.nonzero((next_ == NOT_FORCING) & (self._count[:active] >= at)).flatten().tolist():
             # Decided once a rollout: either its thinking has ended by now, or the phrase ends it.
             if self._thinking_ended(self._tokens[slot, : self._count[slot]].tolist()):
@@ -357,6 +361,7 @@ class TorchGenerator:
 
     def _draw(self, request: GroupRequest) -> Tensor:
         """Draw the uniform numbers (completions, max_new_tokens) that decide all tokens of a group."""
+        # From the group's key alone: slots, batching and resumes change no number, and a checkpoint need not hold them.
         source = np.random.Generator(np.random.Philox(np.random.SeedSequence(request.random_key)))
         return torch.from_numpy(source.random((request.completions, self.max_new_tokens))).to(self.device)
 

