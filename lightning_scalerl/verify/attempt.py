@@ -16,7 +16,9 @@ def attempt(grader: Grader, sample: Sample) -> Outcome:
     try:
         grade = grader.grade(sample)
         problem = _problem(grade)
+        # Converted within the `try`: a user's mapping or scalar may raise as well as the grader.
         parts = {str(name): float(value) for name, value in grade.parts.items() if _finite(value)}
+    # Not BaseException: what ends a process has to end the worker, which the pool replaces.
     except Exception as error:
         return Outcome("error", why=f"raised {said(error)}", seconds=time.perf_counter() - began)
     seconds = time.perf_counter() - began

@@ -17,12 +17,12 @@ class Sample:
     """Completion to be graded, with its prompt.
 
     Attributes:
-        prompt: what was asked.
-        completion: the whole text, without special tokens and without what has ended it.
-        answer: what follows the end of thinking: the whole completion where nothing thinks, empty where thinking has
-            not ended.
-        tokens: the completion's ids.
-        truncated: it hit the token limit.
+        prompt: the prompt that was completed.
+        completion: the whole text, without special tokens and without the stop text or token.
+        answer: the text after the end of thinking: all of the completion if it has no thinking, empty if its thinking
+            has not ended.
+        tokens: the completion's token ids.
+        truncated: whether it hit the token limit.
         step: optimizer steps done when it ended.
     """
 
@@ -39,12 +39,12 @@ class Grade:
     """Grader's answer for one completion: a reward, or an abstention.
 
     Attributes:
-        reward: a finite number, 0 to 1 by custom; None for an abstention: the completion counts as if not sampled.
-        parts: what the reward is made of, and other numbers to be recorded, by name.
-        why: of an abstention, for people.
-        correct: whether the completion counts as a pass, where that does not follow from the reward.
-        extra: what else is to be read beside the completion (`rollouts.jsonl`), by name.
-        terms: of a weighted sum of several rewards, its terms by their names; empty of a single reward.
+        reward: a finite number, 0 to 1 by custom; None to abstain: the completion then counts as if not sampled.
+        parts: components of the reward and other numbers to record, by name.
+        why: reason of an abstention, for people.
+        correct: whether the completion counts as a pass; None where that follows from the reward.
+        extra: texts to record beside the completion (`rollouts.jsonl`), by name.
+        terms: weighted terms of a sum of several rewards, by name; empty for a single reward.
     """
 
     reward: float | None
@@ -71,12 +71,12 @@ class Outcome:
     """Outcome of grading a completion: a score, an abstention or an error.
 
     Attributes:
-        kind: only a score enters group statistics.
-        reward: of a score; 0 otherwise.
+        kind: "score", "abstain" or "error"; only scores enter the statistics of a group.
+        reward: reward of a score; 0 otherwise.
         parts: see `Grade`.
-        why: of an abstention or error, in one line.
-        seconds: that the grader has worked, all attempts together.
-        attempts: how often it was tried.
+        why: reason of an abstention or error, in one line.
+        seconds: time that the grader has taken, all attempts together.
+        attempts: number of attempts.
         correct, extra, terms: see `Grade`.
     """
 

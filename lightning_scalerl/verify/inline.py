@@ -14,8 +14,8 @@ class InlineVerifiers:
     """Grades in the calling thread; nothing can stop a grader that hangs.
 
     Args:
-        grader: grades.
-        retries: how often one that fails is asked again.
+        grader: grades one completion at a time.
+        retries: number of further attempts after an error.
     """
 
     def __init__(self, grader: Grader, retries: int = 1) -> None:

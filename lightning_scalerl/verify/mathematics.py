@@ -54,7 +54,7 @@ class Mathematics:
     """Rewards 1 if the answer is mathematically equal to the gold one, else 0.
 
     Args:
-        cpu_s: processor time for one completion, beyond which it is wrong; recorded as `math_too_costly`.
+        cpu_s: seconds of processor time for one completion, beyond which it is wrong and counts in `math_too_costly`.
     """
 
     cpu_s: float = 3.0

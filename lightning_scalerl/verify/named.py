@@ -42,9 +42,9 @@ def named(field: str, given: Mapping[str, Any] | str) -> Weighted:
     """Build a grader with its weight from its configuration.
 
     Args:
-        field: of the configuration, for errors.
-        given: a name or a place (`file.py:function`, `module:function`), or a mapping with it as `use`, `weight`,
-            `name` under which its values are recorded, and of ours its own settings.
+        field: configuration key, for error messages.
+        given: a verifier's name or a function's location (`file.py:function`, `module:function`), or a mapping:
+            `use` that name or location, `weight`, `name` under which its values are recorded, a named verifier's settings.
 
     Raises:
         ConfigurationError: no such verifier, or settings that it does not have.
@@ -99,8 +99,8 @@ def content(given: Any, digest: Any) -> Any:
     """Return what identifies rewards in a run's identity: a file by its digest, whatever its name and place.
 
     Args:
-        given: as in the configuration.
-        digest: of a file by its path.
+        given: the rewards as the configuration has them.
+        digest: path of a file -> digest of its content.
     """
     if isinstance(given, list | tuple):
         return [content(each, digest) for each in given]

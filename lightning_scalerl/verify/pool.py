@@ -89,12 +89,11 @@ class VerifierPool:
     """Grades completions in `workers` processes, with a timeout for each.
 
     Args:
-        grader: sent to each of them, by value (cloudpickle): functions of a script too.
-        workers: how many.
-        timeout_s: wall clock that one attempt may take; longer if the grader says of a completion that it needs more
-            (`needs_s`).
-        retries: how often a completion is given to a worker again whose grading has failed.
-        memory_gib: of data that a worker may hold; None for as much as there is.
+        grader: grades one completion; sent to each worker by value (cloudpickle), functions of a script included.
+        workers: number of processes.
+        timeout_s: wall-clock seconds for one attempt; more where the grader asks for more for a completion (`needs_s`).
+        retries: number of further attempts after an error.
+        memory_gib: data that a worker may hold, in GiB; None for no limit.
 
     Raises:
         ConfigurationError: the grader cannot be sent, or (by `wait` and `done`) none of the workers can load it.
@@ -119,6 +118,7 @@ class VerifierPool:
         self._needs_s = getattr(grader, "needs_s", lambda sample: 0.0)
         self._shared = _Shared()
         self._changed = threading.Condition()
+        # A pipe, because poll() can wait for it together with the workers.
         self._next = 0
         self._wake_r, self._wake_w = Pipe(duplex=False)
         # One for the pool's life: `multiprocessing.connection.wait` makes one a call, which takes longer than grading.
@@ -144,7 +144,8 @@ class VerifierPool:
 
         Raises:
             ConfigurationError: no worker can load the grader.
-        RuntimeError: the pool is closed.
+            KeyError: the ticket is unknown, forgotten or fetched already.
+            RuntimeError: the pool is closed.
         """
         with self._changed:
             if ticket not in self._shared.waiting:
@@ -229,6 +230,7 @@ class VerifierPool:
                 [*command, str(numbers[1])], pass_fds=numbers, stdin=subprocess.DEVNULL, start_new_session=True,
                 env=_environment() | {SCRATCH: scratch},
             )  # fmt: skip
+        # Open here as well it would hide the end of the process: no end of file, only a time-out.
         theirs.close()
         self._readable.register(ours, select.POLLIN)
         return _Worker(process, ours, scratch, time.monotonic() + START_S)
@@ -303,6 +305,7 @@ class VerifierPool:
             if said is not None:
                 self._fail(f"task: the verifier cannot be loaded in a process of its own: {said}")
             return
+        # A worker answers in order, and what was given away came behind what it kept.
         if worker.jobs:
             self._mean_s += _LATEST * (said.seconds - self._mean_s)
             self._ended(worker.jobs.popleft(), said)
@@ -340,6 +343,7 @@ class VerifierPool:
         if worker.jobs:
             self._ended(worker.jobs.popleft(), Outcome("error", why=why, seconds=time.monotonic() - worker.since))
         with self._changed:
+            # extendleft reverses: the oldest stands first again.
             self._shared.queue.extendleft(reversed(worker.jobs))
 
     def _ended(self, job: _Job, outcome: Outcome) -> None:

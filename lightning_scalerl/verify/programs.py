@@ -58,11 +58,11 @@ class Programs:
     The program is the last block of code in the completion, or all of it if there is none.
 
     Args:
-        wall_s, cpu_s, memory_mib, output_kib, file_mib, processes: see `Limits`; of a program that reads and prints for
-            each of its cases, as in LiveCodeBench's own harness.
-        total_s: wall clock of all cases of such a program together.
-        mode: what to shut programs in with: auto, bubblewrap, landlock, none.
-        unprotected: run them even where nothing can shut them in.
+        wall_s, cpu_s, memory_mib, output_kib, file_mib, processes: see `Limits`; of a program that reads and prints,
+            for each of its cases, as in LiveCodeBench's own harness.
+        total_s: wall-clock seconds of all cases of such a program together.
+        mode: walls to use: auto, bubblewrap, landlock or none (`check_protections`).
+        unprotected: whether programs run even where no walls can isolate them.
     """
 
     wall_s: float = 6.0

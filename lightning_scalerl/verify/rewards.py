@@ -68,6 +68,7 @@ class Source:
         # As if it were run from its folder: files beside it can be imported, and its classes find their module.
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
+        # By the whole path: two files of one name are two modules.
         name = f"_reward_file_{hashlib.sha256(self.place.encode()).hexdigest()[:12]}"
         about = importlib.util.spec_from_file_location(name, path)
         assert about is not None and about.loader is not None
@@ -76,6 +77,7 @@ class Source:
         try:
             about.loader.exec_module(module)
         except BaseException:
+            # A module that was loaded in part would be taken for whole by the next import.
             del sys.modules[name]
             raise
         found = getattr(module, self.function)

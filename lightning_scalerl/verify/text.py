@@ -84,7 +84,7 @@ class QuestionAnswer:
     """Rewards 1 if the final answer is an accepted one after normalization; the best F1 is recorded as `f1`.
 
     Args:
-        partial: reward F1 in the place of an exact match.
+        partial: whether the reward is F1, 0 to 1, instead of 1 for an exact match.
     """
 
     partial: bool = False

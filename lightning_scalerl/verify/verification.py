@@ -58,13 +58,13 @@ class Verification:
     """Settings for where and how verifiers run; a grade is a score, an abstention or an infrastructure error.
 
     Args:
-        workers: processes; 0 for the trainer's own, where nothing can stop a verifier that hangs.
-        timeout_s: wall clock that one attempt may take.
-        memory_gib: of data that a worker may hold; None for no limit.
-        retries: how often a completion is tried again that could not be graded.
-        on_error: what becomes of it then: "drop", as if it had not been sampled; "zero", a reward of 0; "stop", the run
-            ends.
-        max_error_share: of the last 1000 completions, beyond which the run ends whatever `on_error` says.
+        workers: number of processes; 0 for the trainer's own, where nothing can stop a verifier that hangs.
+        timeout_s: wall-clock seconds for one attempt.
+        memory_gib: data that a worker may hold, in GiB; None for no limit.
+        retries: number of further attempts after an error.
+        on_error: treatment of a completion that could not be graded: "drop" as if it had not been sampled, "zero" for a
+            reward of 0, "stop" to end the run.
+        max_error_share: share of errors in the last 1000 completions that ends the run, whatever `on_error` says.
     """
 
     neutral: ClassVar[Mapping[str, Any] | None] = {
@@ -115,7 +115,7 @@ class ErrorWatch:
     """Counts outcomes, and ends a run whose verifiers fail too often.
 
     Args:
-        settings: the run's.
+        settings: what an error means, and how many are too many.
     """
 
     def __init__(self, settings: Verification) -> None:
@@ -210,18 +210,19 @@ def check_verifiers(verifiers: Verifiers, known: Sequence[Known], passes: Callab
     """Try the verifiers before the first step, in the processes that will grade: right must pass, wrong must not.
 
     Args:
-        verifiers: that will grade.
-        known: completions of which that is known.
-        passes: whether a score is that of a right completion.
+        verifiers: the verifiers that will grade the run.
+        known: completions known to be right or wrong.
+        passes: whether an outcome counts as a pass.
 
     Returns:
-        One line: what was tried.
+        One line on what was tried.
 
     Raises:
         ConfigurationError: the verifier calls right wrong or wrong right, or cannot grade.
     """
     if not known:
         return "verifier: not tried beforehand, for no completion is known to be right or wrong"
+    # All before any is waited for, so that workers grade them in parallel.
     tickets = [verifiers.submit(each.sample) for each in known]
     for each, ticket in zip(known, tickets, strict=True):
         outcome = verifiers.wait(ticket)

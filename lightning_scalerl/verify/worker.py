@@ -23,12 +23,14 @@ def main() -> None:
     parent = int(sys.argv[2])
     # A grader that hangs would not see that its parent is gone.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # It may have gone before prctl, and then no signal comes.
     if os.getppid() != parent:
         os._exit(0)
     os.dup2(2, 1)  # what a reward function prints is not the run's own output
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     with os.fdopen(int(sys.argv[3]), "rb") as handed:
         path, memory_gib, pickled = pickle.load(handed)
+    # The trainer's own, so that the grader's modules are found where they were pickled.
     sys.path[:] = path
     if memory_gib is not None:
         limit = int(memory_gib * 2**30)
