@@ -44,7 +44,7 @@ def named(field: str, given: Mapping[str, Any] | str) -> Weighted:
     Args:
         field: configuration key, for error messages.
         given: a verifier's name or a function's location (`file.py:function`, `module:function`), or a mapping:
-            `use` that name or location, `weight`, `name` under which its values are recorded, a named verifier's settings.
+            `use` that name or location, `weight`, `name` under which its values are recorded, a verifier's settings.
 
     Raises:
         ConfigurationError: no such verifier, or settings that it does not have.

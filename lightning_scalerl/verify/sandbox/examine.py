@@ -48,6 +48,7 @@ class Remote:
         self.__program, self.__handle = program, handle
 
     def __getattr__(self, name: str) -> Any:
+        # Protocols that ask an object for special methods, such as copy's, get no answer of the program's.
         if name.startswith("__"):
             raise AttributeError(name)
         return self.__program.ask("get", self.__handle, name)
@@ -181,6 +182,7 @@ def examine(config: dict[str, Any], requests: int, answers: int, report: int) ->
     program = Program(requests, answers)
     try:
         _examine(config, program)
+        # Tests with a bare `except` pass over a program that has died: it fails all the same.
         if program.broken:
             raise FailedError(program.broken)
         said = config["nonce"]
@@ -211,6 +213,7 @@ def _where(error: BaseException) -> str:
 
 
 def _examine(config: dict[str, Any], program: Program) -> None:
+    # Registered as by an import: dataclasses look their class's module up there.
     module = type(sys)("tests")
     sys.modules["tests"] = module
     names = module.__dict__
@@ -228,6 +231,7 @@ def _examine(config: dict[str, Any], program: Program) -> None:
         names["check"](candidate)
     _run_test_functions(tree, names)
     _run_test_cases(names)
+    # Tests that ask the program nothing prove nothing of it.
     if not program.calls:
         raise FailedError("the tests never called the program")
 
@@ -270,6 +274,7 @@ def _candidate(entry_point: str, root: Any) -> Callable[..., Any]:
             name = step.removesuffix("()")
             if at:
                 thing = getattr(thing, name)
+            # A class on the way is instantiated: `Solution.method` is a method of a new instance.
             handle = _handle_of(thing)
             if step.endswith("()") or (at < len(path) - 1 and handle is not None and handle.kind == "type"):
                 thing = thing()

@@ -18,6 +18,7 @@ def send(pipe: int, message: bytes) -> None:
         OSError: nobody reads any more.
     """
     rest = memoryview(struct.pack("<I", len(message)) + message)
+    # A pipe may take a part of it only.
     while rest:
         rest = rest[os.write(pipe, rest) :]
 

@@ -29,6 +29,7 @@ def main(config: dict[str, Any]) -> None:
         scratch = enter(config["jail"])
     except BaseException as error:
         os.write(status, f"{type(error).__name__}: {error}"[:1000].encode("utf-8", "replace"))
+        # EX_SOFTWARE of sysexits.h.
         os._exit(70)
     # Its own standard error from here on; until now it was the parent's to read.
     os.dup2(1 if config["stderr"] is None else config["stderr"], 2)

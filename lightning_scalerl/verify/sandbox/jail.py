@@ -153,6 +153,7 @@ def enter(config: Mapping[str, Any]) -> int | None:
     ruleset = _ruleset(config) if config["landlock"] else -1
     _drop(config["user"], config["keeps_read"])
     os.chdir(config["scratch"])
+    # Landlock and seccomp ask for it of a process without CAP_SYS_ADMIN.
     _prctl("no_new_privs", _PR_SET_NO_NEW_PRIVS, 1)
     # Both are undone by a change of user, hence only now.
     _prctl("dumpable", _PR_SET_DUMPABLE, 0)
@@ -200,6 +201,7 @@ def _bound_scratch(config: Mapping[str, Any]) -> int:
             for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
                 with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 (pathlib takes time to load)
                     file.write(line)
+        # Private, or the mount below would appear outside as well.
         _checked("mount", int(_libc.mount(None, b"/", None, ctypes.c_ulong(_PRIVATE), None)))
     size, entries = config["bounded"]
     owner = (uid, gid) if config["user"] is None else (config["user"],) * 2
@@ -210,6 +212,7 @@ def _bound_scratch(config: Mapping[str, Any]) -> int:
 
 
 def _set_limits(limits: Mapping[str, Any]) -> None:
+    # RLIMIT_CPU counts whole seconds: rounded up. SIGXCPU comes at the soft limit, SIGKILL a second later.
     cpu_s = max(1, -(-int(limits["cpu_s"] * 1000) // 1000))
     wanted = {
         resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),
@@ -244,6 +247,7 @@ def _drop(user: int | None, keeps_read: bool) -> None:
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     kept = 1 << _CAP_DAC_READ_SEARCH if keeps_read else 0
+    # _LINUX_CAPABILITY_VERSION_3: two sets of three words, effective, permitted and inheritable.
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
     sets = ctypes.create_string_buffer(struct.pack("=6I", kept, kept, 0, 0, 0, 0))
     _checked("capset", int(_libc.capset(header, sets)))
@@ -252,6 +256,7 @@ def _drop(user: int | None, keeps_read: bool) -> None:
 def _ruleset(config: Mapping[str, Any]) -> int:
     """Build a Landlock ruleset: read below `readable`, write below `scratch` only, no network, no signals outside."""
     abi = config["landlock"]
+    # The thirteen rights of version 1, and below those that later versions added: what is not handled is allowed.
     handled = (1 << 13) - 1
     for since, right in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):
         handled |= right if abi >= since else 0
@@ -314,9 +319,11 @@ def seccomp_program(machine: str, own_pid: int, bounded: bool = True) -> list[In
     refused = [int(n) for row in _REFUSED.split(",") if (n := row.split()[column]) != "-"]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH_AT),
+        # First of all the architecture: a number means another call in another one, such as i386's by int 0x80.
         (_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NR_AT),
+        # x32's calls have numbers of their own, which the table does not know.
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
         (_ABOVE, 0, 1, _LAST_KNOWN),

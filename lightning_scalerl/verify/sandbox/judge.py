@@ -31,9 +31,9 @@ class JudgeResult:
     """Verdict on a program, with the first failure.
 
     Args:
-        passed: all tests ran to their end.
-        reason: one line: `passed`, or what failed first.
-        seconds: by the clock, sandboxes' start and end included.
+        passed: whether all tests ran to their end.
+        reason: one line: `passed`, or the first failure.
+        seconds: wall-clock seconds, start and end of the sandboxes included.
     """
 
     passed: bool
@@ -59,13 +59,13 @@ def judge(
 
     Args:
         program: untrusted source.
-        tests: the data set's.
-        entry_point: the function under test, `f` or `Solution.method` (an instance for every call); None: the names
-            that the tests use and nobody else defines. A program that is asked for several names could answer one
+        tests: source of the data set's tests.
+        entry_point: the function under test, `f` or `Solution.method` (a new instance for every call); None for all
+            names that the tests use and nobody else defines. A program that is asked for several names could answer one
             with a function of its own that the tests compare with, so give the name where there is one.
-        prelude: the data set's own code that tests need, run before them; the entry point in it is replaced.
-        limits: for each of the two processes, the clock for both together.
-        protections: what is put around them.
+        prelude: source of the data set that the tests need, run before them; the entry point in it is replaced.
+        limits: limits of each of the two processes; `wall_s` is for both together.
+        protections: protections around each of them (`check_protections`).
 
     Raises:
         ConfigurationError: the entry point is no such name.
@@ -89,6 +89,7 @@ def judge(
             judging = Sandboxed(protections.walls, limits, role, (requests[1], answers[0], reports[1]))
             closing.enter_context(judging)
         finally:
+            # Both children have theirs: open here as well, no reader would ever see an end.
             for end in (*requests, *answers, reports[1]):
                 os.close(end)
         why, _ = attend(
@@ -116,11 +117,11 @@ def judge_stdio(
 
     Args:
         program: untrusted source.
-        cases: standard input and expected output.
-        limits: each run's; one that is to print more than `output_kib` may.
-        protections: what is put around it.
-        total_s: wall clock of all of them together, starts and ends of the sandboxes included; beyond it the program
-            fails.
+        cases: pairs of standard input and expected output.
+        limits: limits of each run; a program that is expected to print more than `output_kib` may.
+        protections: protections around it (`check_protections`).
+        total_s: wall-clock seconds of all runs together, starts and ends of the sandboxes included; beyond it the
+            program fails.
 
     Raises:
         SandboxError: the sandbox itself failed; says nothing of the program.

@@ -82,9 +82,9 @@ class Capture:
     """Reader of one pipe of the sandbox, with a limit on the bytes that it keeps.
 
     Args:
-        pipe: the reading end; closed at its end.
-        limit: bytes that are kept.
-        ends_at_limit: whether more ends the run, rather than being dropped.
+        pipe: descriptor of the reading end; closed when the pipe ends.
+        limit: number of bytes that are kept.
+        ends_at_limit: whether more bytes end the run; else they are dropped.
     """
 
     pipe: int
@@ -124,13 +124,14 @@ class Sandboxed:
     """One sandboxed process and its scratch directory; both are gone when the context ends.
 
     Args:
-        walls: what to put around it.
-        limits: what it may take.
-        role: for `inside.main`: plain data that `marshal` knows.
-        pipes: descriptors that it gets, under the same numbers.
-        stdin: descriptor it reads; None: empty.
-        stdout: descriptor it writes; None: nowhere.
-        stderr: likewise. What comes before it has started goes into the error message instead.
+        walls: walls around the process.
+        limits: limits on what it takes of this machine.
+        role: configuration for `inside.main`: plain data that `marshal` can write.
+        pipes: descriptors that it inherits, under the same numbers.
+        stdin: descriptor of its standard input; None for an empty one.
+        stdout: descriptor of its standard output; None to discard it.
+        stderr: descriptor of its standard error; None for standard output's. What comes before the start goes into the
+            error message instead.
 
     Raises:
         SandboxError: it cannot be started.
@@ -312,13 +313,13 @@ def attend(
     """Read from the children until `done`, or until a limit ends it.
 
     Args:
-        children: all must become ready, and the clock starts when they are.
+        children: the processes; the clock starts when all of them are ready.
         captures: pipes to read meanwhile.
-        wall_s: seconds.
-        done: looked at whenever something has happened; what is ready to be read has been read then.
+        wall_s: wall-clock seconds that they have.
+        done: called whenever something has happened, after everything readable has been read.
 
     Returns:
-        `done`, `timeout`, `output_limit` or `disk_limit`; and seconds from the moment all were ready.
+        `done`, `timeout`, `output_limit` or `disk_limit`; and wall-clock seconds since all were ready.
 
     Raises:
         SandboxError: one did not become ready.

@@ -15,13 +15,13 @@ class Limits:
     """Limits of one process each, unless a field says otherwise.
 
     Args:
-        wall_s: seconds by the clock from the start of foreign code; for a judgement, of all its calls together.
-        cpu_s: seconds of processor time, rounded up to a whole one.
-        memory_mib: address space.
-        output_kib: what is kept of standard output, and of standard error; more ends the program.
-        file_mib: the largest file, and the scratch directory as a whole (looked at some 50 times a second).
-        processes: threads, where the sandbox has a user of its own; otherwise that many more than the user has now and
-            200 for what it starts elsewhere meanwhile. New processes are not given at all.
+        wall_s: wall-clock seconds from the start of foreign code; for a judgement, of all its calls together.
+        cpu_s: seconds of processor time, rounded up to a whole second.
+        memory_mib: address space in MiB.
+        output_kib: KiB that are kept of standard output, and of standard error; more ends the program.
+        file_mib: MiB of the largest file, and of the scratch directory as a whole (looked at some 50 times a second).
+        processes: number of threads, where the sandbox has a user of its own; otherwise that many beyond those that the
+            user has now, and 200 for what it starts elsewhere meanwhile. New processes are never allowed.
     """
 
     wall_s: float = 10

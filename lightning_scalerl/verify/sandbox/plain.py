@@ -96,6 +96,7 @@ def _many(out: bytearray, tag: bytes, items: Iterable[Any], count: int, depth: i
 
 
 def _number(out: bytearray, tag: bytes, value: int) -> None:
+    # With room for the sign, which bit_length() leaves out.
     size = value.bit_length() // 8 + 1
     _sized(out, tag, size)
     out += value.to_bytes(size, "little", signed=True)
@@ -103,6 +104,7 @@ def _number(out: bytearray, tag: bytes, value: int) -> None:
 
 def _write_integers(out: bytearray, value: list[Any]) -> bool:
     """Write a long list of small integers, the bulk of what tests send, in one C call; False if it is none."""
+    # Exactly int: a bool has a tag of its own, a subclass becomes an int item by item.
     if list.__len__(value) < 16 or set(map(type, list.__iter__(value))) != {int}:
         return False
     try:
@@ -161,10 +163,12 @@ def _write_rarer(out: bytearray, value: Any, depth: int, handle: ToHandle) -> No
             _number(out, b"i", int(number))
     elif type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "shape", None) == ():
         item = value.item()
+        # `item` of some scalars, such as longdouble, is no built-in but itself: it would go round for ever.
         if type(item) is type(value):
             raise NotPlainError(f"{type(value).__name__} is not plain data")
         _write(out, item, depth - 1, handle)
     elif isinstance(value, Iterator):
+        # An iterator may be endless.
         items = list(islice(value, MAX_ITEMS_OF_ITERATOR + 1))
         if len(items) > MAX_ITEMS_OF_ITERATOR:
             raise NotPlainError(f"an iterator of more than {MAX_ITEMS_OF_ITERATOR} items")

@@ -50,9 +50,9 @@ def check_protections(allow_unprotected: bool, mode: Mode = "auto") -> Protectio
     """Return the best protections of this machine, after a trial run behind them.
 
     Args:
-        allow_unprotected: go on without isolation, with whatever there is (`task.sandbox.unprotected`).
-        mode: `auto`, or what to confine oneself to: `bubblewrap` (with all that works inside it), `landlock` (with
-            seccomp and without bubblewrap), `none`.
+        allow_unprotected: whether to go on without isolation, with whatever there is (`task.sandbox.unprotected`).
+        mode: `auto` for the best, or only `bubblewrap` (with all that works inside it), `landlock` (with seccomp and
+            without bubblewrap) or `none`.
 
     Raises:
         ConfigurationError: network, files and processes cannot all be isolated, and that is not allowed.

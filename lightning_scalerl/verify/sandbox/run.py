@@ -23,10 +23,10 @@ class ProgramResult:
     """Result of a program's run: how it ended and what it wrote.
 
     Args:
-        status: see `Status`.
-        stdout: what it wrote, up to the limit; bytes that are no UTF-8 replaced.
-        stderr_tail: the end of what it wrote there.
-        seconds: by the clock, from when its sandbox stood.
+        status: how it ended, see `Status`.
+        stdout: standard output up to the limit; invalid UTF-8 is replaced.
+        stderr_tail: last 4096 characters of standard error.
+        seconds: wall-clock seconds since its sandbox was ready.
     """
 
     status: Status
@@ -39,10 +39,10 @@ def run_program(source: str, stdin: str, limits: Limits, protections: Protection
     """Run Python source as a program of its own; nothing of it is left when this returns.
 
     Args:
-        source: untrusted.
-        stdin: all it can read there.
-        limits: what it may take.
-        protections: what is put around it (`check_protections`).
+        source: untrusted source.
+        stdin: content of its standard input.
+        limits: limits on what it takes of this machine.
+        protections: protections around it (`check_protections`).
 
     Raises:
         SandboxError: the sandbox itself failed; says nothing of the program.
@@ -70,6 +70,7 @@ def run_in(walls: Walls, source: str, stdin: str, limits: Limits) -> ProgramResu
             role = {"role": "script", "source": source}
             child = closing.enter_context(Sandboxed(walls, limits, role, stdin=given, stdout=ends[0], stderr=ends[1]))
         finally:
+            # The child has its own: open here as well, the pipes would never come to their end.
             for end in ends:
                 os.close(end)
         why, seconds = attend([child], captures, limits.wall_s, lambda: child.returncode is not None)

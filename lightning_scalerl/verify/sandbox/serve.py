@@ -27,6 +27,7 @@ class _Kept:
     def to_handle(self, thing: Any) -> Handle:
         number = self._numbers.setdefault(id(thing), len(self._objects))
         if number == len(self._objects):
+            # Kept alive with that: its id() is never given to another object.
             self._objects.append(thing)
         return Handle(number, "type" if isinstance(thing, type) else type(thing).__name__)
 

@@ -13,13 +13,13 @@ class Walls:
     """Walls to use, not those that exist; `protections.py` finds out what works on this machine.
 
     Args:
-        bubblewrap: its program's path; empty: do without.
-        user_namespace: bubblewrap takes a user namespace; without, it uses root's own rights.
-        landlock: version of Landlock's interface; 0: do without.
-        seccomp: filter system calls.
-        own_user: start as root and become a user that nobody else is.
-        bounded: the scratch directory is a file system in memory, which holds no more than it may; without, it is
-            looked at from time to time, and what a look does not see is refused: deleting, O_TMPFILE, fallocate.
+        bubblewrap: path of bubblewrap's program; empty for none.
+        user_namespace: whether bubblewrap makes a user namespace; else it uses root's own rights.
+        landlock: version of Landlock's interface; 0 for none.
+        seccomp: whether system calls are filtered.
+        own_user: whether the process starts as root and becomes a user that nobody else is.
+        bounded: whether the scratch directory is a file system in memory of bounded size; else it is looked at again and
+            again, and what a look does not see is refused: deleting, O_TMPFILE, fallocate.
     """
 
     bubblewrap: str = ""
@@ -40,8 +40,8 @@ class Protections:
     """Protections around foreign code, and those that this machine lacks.
 
     Args:
-        walls: those in use, which a trial run has passed.
-        obstacles: for each protection that is not in use, why.
+        walls: walls in use, which a trial run has passed.
+        obstacles: pairs of a protection that is not in use and the reason.
     """
 
     walls: Walls
