@@ -28,7 +28,7 @@ class Allocation(DesignChoice):
         """
 
     def check_average(self, average: int) -> str | None:
-        """Return one line if an average of so many rollouts a prompt cannot be divided this way, else None."""
+        """Return one line if rollouts cannot be divided this way at that average a prompt, else None."""
         return None
 
     def differs(self, theirs: Allocation, step: ObservedStep) -> bool:

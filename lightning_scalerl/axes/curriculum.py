@@ -122,6 +122,8 @@ class NoCurriculum(Curriculum):
 
 
 class _Opening(Curriculum):
+    """Opens the pool by difficulty: its easiest share `start` first, all of it after `over_steps` optimizer steps."""
+
     by_difficulty: ClassVar[bool] = True
 
     def __init__(self, start: float, over_steps: int) -> None:

@@ -46,6 +46,8 @@ class NoKL(KL):
 
 
 class _Penalised(KL):
+    """A penalty that acts: a term of the loss, or a deduction from the rewards of tokens."""
+
     def __init__(self, where: str, aggregation: str | None) -> None:
         if where not in WHERE:
             raise ConfigurationError(f"kl.where: {where!r} is unknown; valid: {', '.join(WHERE)}")

@@ -147,6 +147,7 @@ def decode(sent: Tensor) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value made of plain types alone: tensors detached, numpy's numbers as Python's, mappings as dicts."""
     kind = type(value)
     if value is None or kind in _PLAIN:
         return value.detach() if isinstance(value, Tensor) else value

@@ -36,7 +36,7 @@ def trainer_settings() -> dict[str, Any]:
 
     Raises:
         ConfigurationError: nodes with different numbers of tasks, a node with fewer GPUs than tasks, or a job that asks
-            for GPUs with a torch that is none of theirs.
+            for GPUs with a torch that was built for CPUs.
         NoGpuError: the job asks for GPUs, and torch cannot use any here.
     """
     _check_gpu()

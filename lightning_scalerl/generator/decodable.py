@@ -64,6 +64,7 @@ def _refusal(model: nn.Module, reason: str) -> ConfigurationError:
 
 
 def _check_architecture(model: nn.Module) -> None:
+    """Refuse by name what is known not to work: other attention kernels, encoders, recurrent layers, ALiBi."""
     config = text_config(model)
     used = getattr(config, "_attn_implementation", None)
     if used is not None and used not in ATTENTION:

@@ -89,6 +89,7 @@ class _Line:
             threading.Thread(target=work, daemon=True).start()
 
     def _read(self) -> None:
+        """Receive messages until the other end is gone."""
         try:
             while True:
                 self._in.put(receive(self._connection))
@@ -251,7 +252,7 @@ class Fleet:
         self._dispatch()
 
     def wait(self, seconds: float) -> None:
-        """Wait until a process has sent something, or for so many seconds."""
+        """Wait until a process has sent something, at most `seconds` seconds."""
         self._news.wait(seconds)
         self._news.clear()
 
@@ -350,6 +351,7 @@ class Fleet:
     # --- processes ---------------------------------------------------------------------------------------
 
     def _start(self, number: int) -> _Engine:
+        """Start process `number` and send it its blueprint; return it before it is ready."""
         ours, theirs = Pipe()
         log = self._folder / f"generator-{number}.log"
         weights, _ = self._published
@@ -406,6 +408,7 @@ class Fleet:
                 self._replace(engine, f"said nothing for {silent_s:.0f} s", at_start)
 
     def _take(self, engine: _Engine, at_start: bool, what: str, *rest: Any) -> None:
+        """Handle one message of a process, as `server` lists them."""
         if what == "ready":
             engine.ready, (engine.slots, self.can_score) = True, rest
             # It has the weights of when it was started; newer ones may have been published since.
@@ -441,6 +444,7 @@ class Fleet:
         self._inbox.append(replace(each, key=entry.request.key))
 
     def _replace(self, engine: _Engine, why: str, at_start: bool) -> None:
+        """Kill a process and start another in its place; give up after too many losses without a rollout."""
         # Replaced already in this round, because of its own `failed` message.
         if engine not in self._engines:
             return
@@ -583,6 +587,7 @@ def _place_for(model: nn.Module) -> Path | None:
 
 
 def _picklable(blueprint: Blueprint) -> Blueprint:
+    """Return the blueprint; refuse one that another process could not unpickle."""
     made_of = (blueprint.model_class, type(blueprint.config), getattr(blueprint.factory, "func", blueprint.factory))
     remedy = (
         "models, generators and tokenizers of your own must be importable from a module that is no script, or use "

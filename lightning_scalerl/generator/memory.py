@@ -15,9 +15,10 @@ GIB = 2**30
 
 
 def cache_gib(model: nn.Module, dtype: torch.dtype, tokens: int) -> float:
-    """Return the GiB that keys and values of so many tokens take in all layers."""
+    """Return the GiB that the keys and values of `tokens` tokens take in all layers."""
     config: Any = text_config(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    # layers x KV heads x (key size + value size) x bytes a number x tokens.
     return int(config.num_hidden_layers) * int(heads) * sum(head_sizes(config)) * dtype.itemsize * tokens / GIB
 
 

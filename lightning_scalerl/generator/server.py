@@ -143,6 +143,7 @@ class Server:
         self._said = time.monotonic()
 
     def _handle(self, what: str, *rest: Any) -> None:
+        """Act on one message of the parent, and reply where it waits for one."""
         if what == "submit":
             self._generator.submit(*rest)
         elif what == "publish":

@@ -76,7 +76,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.reserve(position.numel(), self.width)
 
     def reserve(self, rows: int, width: int) -> None:
-        """Grow the cache so that so many rows of so many tokens fit."""
+        """Grow the cache so that `rows` rows of `width` tokens fit."""
         have_rows, have_width = self.reserved
         if rows <= have_rows and width <= have_width:
             return

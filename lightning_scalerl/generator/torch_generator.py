@@ -399,6 +399,7 @@ class TorchGenerator:
         return finished
 
     def _buffers(self) -> tuple[Tensor, ...]:
+        """Return all tensors that have a row per slot; they are moved and saved together."""
         return (
             self._tokens,
             self._logprobs,

@@ -98,6 +98,7 @@ class Rendering:
         self._template = self._chosen()
 
     def _chosen(self) -> str | None:
+        """Return the Jinja template that prompts are rendered with; None for plain text."""
         chat = self.chat
         template: str | None = None
         if chat.template == "auto":
@@ -206,6 +207,7 @@ class Rendering:
         return digest.hexdigest()[:24]
 
     def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of each text, with BOS where the text was not rendered by a template."""
         if not texts:
             return []
         # A template writes all special tokens itself; before a plain text the tokenizer puts its own.
@@ -242,6 +244,7 @@ class Rendering:
         if self.marker in completion:
             return completion.rpartition(self.marker)[2]
         if self._marker_id is not None and self._marker_id in tokens:
+            # As a special token it is not in the text: the last one among the ids.
             return self.decode(tokens[len(tokens) - list(tokens)[::-1].index(self._marker_id) :])
         opening = self.marker.replace("</", "<", 1)
         if opening != self.marker and (opening in completion or self.text(prompt).rstrip().endswith(opening)):

@@ -98,6 +98,7 @@ class Policy(nn.Module):
     def _score(
         self, hidden: Tensor, targets: Tensor, precision: Precision, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of `targets` (N,) and entropies (N,), from hidden states (N, width)."""
         head = output_head(self.model)
         dtype = precision.head_dtype(precision.fp32_head_trainer)
 

@@ -72,7 +72,7 @@ class PromptSource:
         return [int(place) for place in source.permutation(len(self._pool))]
 
     def next(self, completed_steps: int = 0) -> Prompt:
-        """Draw the next prompt that is not retired, and that the curriculum lets in after so many optimizer steps.
+        """Draw the next prompt that is not retired and that the curriculum lets in after `completed_steps` steps.
 
         Raises:
             PoolExhaustedError: none is left.

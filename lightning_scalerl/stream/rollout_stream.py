@@ -195,6 +195,7 @@ class RolloutStream:
             self._ready.append(complete)
 
     def _drop(self) -> None:
+        """Count a dropped group; give up where one batch has cost too many of them."""
         self.dropped += 1
         self._dropped_since += 1
         # A mode that drains samples several batches before the first of them is taken.

@@ -75,7 +75,7 @@ class HealthWatch:
         """Add one step's record to the running means, and compare them with the bounds.
 
         Raises:
-            UnhealthyError: what has gone bad, with its number and the bound.
+            UnhealthyError: a mean is out of bounds; the message has its value and the bound.
         """
         if not self._health.stop:
             return
@@ -88,12 +88,14 @@ class HealthWatch:
         if "train/reward" in means:
             # With rewards of -1 and 1 a share of the mean itself would change its meaning at 0.
             height = means["train/reward"] - self._floor
+            # What has never risen cannot collapse.
             if self._best > 0 and height < self._health.reward_share * self._best:
                 raise UnhealthyError(
                     f"health: reward collapsed at step {step}: {height:.3g} {over}, below "
                     f"{self._health.reward_share:g} of its best, {self._best:.3g} (health.reward_share)"
                 )
             self._best = max(self._best, height)
+        # Defaults within the bounds: a mean without a full window yet decides nothing.
         if means.get("train/entropy", self._health.entropy) < self._health.entropy:
             raise UnhealthyError(
                 f"health: entropy died at step {step}: {means['train/entropy']:.3g} nats a token {over}, below "

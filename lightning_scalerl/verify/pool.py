@@ -203,6 +203,7 @@ class VerifierPool:
     # --- in the pool's thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Start the workers and serve them until the pool is closed or fails; then kill them."""
         # The kernel ends a worker with the thread that started it: all of them are started in this one.
         try:
             self._workers = [self._started() for _ in range(self._count)]
@@ -217,6 +218,7 @@ class VerifierPool:
                 _kill(worker)
 
     def _started(self) -> _Worker:
+        """Start a worker process; it has `START_S` seconds to load the grader."""
         ours, theirs = Pipe()
         with os.fdopen(os.memfd_create("grader"), "w+b") as handed:
             handed.write(self._message)
@@ -300,6 +302,7 @@ class VerifierPool:
             self._heard(worker, said)
 
     def _heard(self, worker: _Worker, said: Any) -> None:
+        """Handle a worker's message: that it is ready, that it cannot load the grader, or an outcome."""
         if not worker.ready:
             worker.ready = True
             if said is not None:
@@ -317,6 +320,7 @@ class VerifierPool:
             worker.deadline = time.monotonic() + self._allowed_s(worker.given_away[0])
 
     def _end_overruns(self) -> None:
+        """Give away jobs that wait behind a long one, and replace workers that are over their time."""
         now = time.monotonic()
         for number, worker in enumerate(self._workers):
             if len(worker.jobs) > 1 and now >= worker.since + _LONG_S:
@@ -330,6 +334,7 @@ class VerifierPool:
                 self._fail(f"task: the verifier was not loaded within {START_S:g} s")
 
     def _replace(self, number: int, why: str, died: bool = False) -> None:
+        """Kill a worker and start another; its first job ends in an error, those behind it are queued again."""
         worker = self._workers[number]
         if died:
             with suppress(subprocess.TimeoutExpired):
@@ -347,6 +352,7 @@ class VerifierPool:
             self._shared.queue.extendleft(reversed(worker.jobs))
 
     def _ended(self, job: _Job, outcome: Outcome) -> None:
+        """Record a job's outcome, or queue the job again after an error if it has an attempt left."""
         activity.note("grade")
         job.seconds += outcome.seconds
         with self._changed:

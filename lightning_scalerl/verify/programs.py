@@ -39,6 +39,7 @@ from itertools import *
 from math import *
 from typing import *
 """
+# Calls are kept as JSON, which has no tuples: lists and tuples of the same items are equal here.
 _CALLS = """
 import json
 
@@ -124,6 +125,7 @@ class Programs:
         return Grade(float(result.passed), extra={"tests": result.reason})
 
     def _judged(self, code: str, answer: Mapping[str, Any]) -> JudgeResult:
+        """Return the verdict on a program by the kind of test that the answer holds."""
         if "cases" in answer:
             cases = [(str(given), str(expected)) for given, expected in answer["cases"]]
             return judge_stdio(code, cases, self.limits, self.protections, self.total_s)

@@ -188,6 +188,7 @@ def _call_trl(function: Callable[..., Any], sample: Sample) -> Grade:
         wanted = {each.name for each in parameters}
         arguments = {name: value for name, value in arguments.items() if name in wanted}
     rewards = _awaited(function(**arguments))
+    # By `__len__` arrays and tensors are taken, too, of whichever library.
     if not isinstance(rewards, list | tuple) and not hasattr(rewards, "__len__"):
         raise TypeError(f"a reward function of TRL's form returns a list, not {type(rewards).__name__}")
     if len(rewards) != 1:
@@ -202,6 +203,7 @@ def _call_verl(function: Callable[..., Any], sample: Sample) -> Grade:
     The dict holds the reward as `score`; `acc` says whether the solution is right; other numbers are recorded.
     """
     columns = sample.prompt.columns
+    # verl's own rows hold the gold answer in this column.
     model = columns.get("reward_model") or {}
     arguments: dict[str, Any] = {
         "data_source": columns.get("data_source", sample.prompt.source),

@@ -93,6 +93,7 @@ class Program:
         return value
 
     def _answer(self, request: list[Any], arguments: Any = None) -> tuple[Any, Any]:
+        """Send a request; return value and changed arguments (None: unchanged), or raise what the program raised."""
         try:
             send(self._requests, encode(request, _handle_of))
         except OSError:
@@ -143,6 +144,7 @@ def _as_raised(kind: str, args: tuple[Any, ...]) -> Exception:
         try:
             return known(*args)
         except Exception:
+            # Some want other arguments than `args` has, as UnicodeDecodeError may: made without any.
             return known.__new__(known)
     return ProgramError(f"{kind}: {args}"[:200])
 
@@ -213,12 +215,14 @@ def _where(error: BaseException) -> str:
 
 
 def _examine(config: dict[str, Any], program: Program) -> None:
+    """Run the prelude, the tests, their `check`, test functions and unittest cases; raise at the first failure."""
     # Registered as by an import: dataclasses look their class's module up there.
     module = type(sys)("tests")
     sys.modules["tests"] = module
     names = module.__dict__
     try:
         tree = ast.parse(config["tests"], "tests.py")
+        # dont_inherit: else this file's `annotations` future would hold in foreign code as well.
         exec(compile(config["prelude"], "prelude.py", "exec", dont_inherit=True), names)
     except Exception as error:
         raise FailedError(f"the data set's own code: {type(error).__name__}: {_text(error)}") from None
@@ -240,6 +244,7 @@ def _bind(tree: ast.Module, entry_point: str | None, names: dict[str, Any], prog
     """Give the tests the names they lack; return the entry point as a callable."""
     free = {n for n in _free(tree) if n not in names and not hasattr(builtins, n)}
     root = entry_point.partition(".")[0].removesuffix("()") if entry_point else None
+    # Only what is always dotted: `string.digits` means the module, while `string` alone may be the program's.
     modules = {n for n in free if n != root and (n in sys.stdlib_module_names or n in _LENT_AS)} & _only_dotted(tree)
     lent = {n: _lend(n) for n in free - modules - {root}}
     # Without an entry point one of the free names must be it.
@@ -333,6 +338,7 @@ def _run_test_functions(tree: ast.Module, names: dict[str, Any]) -> None:
 
 
 def _run_test_cases(names: dict[str, Any]) -> None:
+    # Not imported by the tests: then they have no cases.
     unittest = sys.modules.get("unittest")
     if unittest is None:
         return

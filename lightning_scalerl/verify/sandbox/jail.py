@@ -143,7 +143,7 @@ def enter(config: Mapping[str, Any]) -> int | None:
 
     Raises:
         JailError: a step that was asked for did not work.
-        OSError: likewise.
+        OSError: a limit, a user or a directory could not be set, or a path not opened.
     """
     os.umask(0o077)
     # Before a namespace of users, so that they hold for the user outside of it.
@@ -212,6 +212,7 @@ def _bound_scratch(config: Mapping[str, Any]) -> int:
 
 
 def _set_limits(limits: Mapping[str, Any]) -> None:
+    """Set this process's resource limits, never above the hard limits that it has."""
     # RLIMIT_CPU counts whole seconds: rounded up. SIGXCPU comes at the soft limit, SIGKILL a second later.
     cpu_s = max(1, -(-int(limits["cpu_s"] * 1000) // 1000))
     wanted = {
@@ -277,6 +278,7 @@ def _ruleset(config: Mapping[str, Any]) -> int:
 
 
 def _allow(ruleset: int, paths: Sequence[str], rights: int) -> None:
+    """Add a rule with these rights for each path to a Landlock ruleset; paths that cannot be opened are skipped."""
     for path in paths:
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)

@@ -74,7 +74,7 @@ def judge(
     if entry_point is not None and not _ENTRY_POINT.fullmatch(entry_point):
         raise ConfigurationError(f"entry_point: {entry_point!r} must name a function, such as f or Solution.method")
     began = time.monotonic()
-    # Not below what anything that foreign code can see is drawn from.
+    # Of the system's randomness, so that nothing foreign code sees helps it to guess.
     nonce = secrets.token_hex(32)
     with contextlib.ExitStack() as closing:
         requests, answers, reports = (os.pipe() for _ in range(3))

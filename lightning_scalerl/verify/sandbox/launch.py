@@ -174,6 +174,7 @@ class Sandboxed:
         stdout: int | None,
         stderr: int | None,
     ) -> None:
+        """Start the process, with its code and configuration in an anonymous file and its status on a socket."""
         self._line, theirs = socket.socketpair()
         self._closing.callback(self._line.close)
         self.status, status_in = self._line.fileno(), theirs.detach()
@@ -353,6 +354,7 @@ def attend(
 
 
 def _listen(children: Sequence[Sandboxed], captures: Sequence[Capture], timeout_s: float) -> None:
+    """Read what captures and status lines have, waiting at most `timeout_s` for it, and reap children that ended."""
     poller = select.poll()
     heard: dict[int, Callable[[], None]] = {c.pipe: c.read for c in captures if c.open}
     heard |= {child.status: child.hear for child in children if not child.ready}
@@ -425,6 +427,7 @@ def _open_to_all() -> bool:
 
 
 def _environment(scratch: str) -> dict[str, str]:
+    """Return all environment variables of a sandboxed process; none is the parent's."""
     environment = {
         "PATH": "/usr/bin:/bin",
         "HOME": scratch,
@@ -495,6 +498,7 @@ def _places() -> list[str]:
 
 
 def _new_scratch(user: int | None) -> str:
+    """Make a scratch directory and return its path; `user`, if there is one, owns and can reach it."""
     candidates = _places()
     place = next((c for c in candidates if user is None or _passable(c)), candidates[0])
     scratch = os.path.realpath(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.environ.get(SCRATCH, '')}-", dir=place))
@@ -586,6 +590,7 @@ def _entries(folder: str) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
 
 
 def _holds_more(folder: str, limit: int) -> bool:
+    """Return whether a folder holds more than `limit` bytes, too many entries, or is nested too deep."""
     total = 0
     try:
         for count, (entry, found) in enumerate(_entries(folder), start=1):

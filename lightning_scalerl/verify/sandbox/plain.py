@@ -117,6 +117,7 @@ def _write_integers(out: bytearray, value: list[Any]) -> bool:
 
 
 def _write(out: bytearray, value: Any, depth: int, handle: ToHandle) -> None:
+    """Append a value to the message: a tag of one byte, then the content, with its size where it varies."""
     if depth <= 0:
         raise NotPlainError(f"nested more than {MAX_DEPTH} deep")
     if value is None:
@@ -152,6 +153,7 @@ def _write(out: bytearray, value: Any, depth: int, handle: ToHandle) -> None:
 
 
 def _write_rarer(out: bytearray, value: Any, depth: int, handle: ToHandle) -> None:
+    """Append a complex, bytes, range, NumPy scalar or iterator, or the handle of any other object."""
     if isinstance(value, complex):
         out += b"c" + struct.pack("<dd", value.real, value.imag)
     elif isinstance(value, bytes | bytearray):
@@ -182,6 +184,8 @@ def _write_rarer(out: bytearray, value: Any, depth: int, handle: ToHandle) -> No
 
 
 class _Reader:
+    """Reader of one message; it makes nothing but built-in types and what `handle` returns."""
+
     def __init__(self, message: bytes, handle: FromHandle | None) -> None:
         self.message, self.at, self._handle = message, 0, handle
 
@@ -229,6 +233,7 @@ class _Reader:
         return self._rarer(tag)
 
     def _rarer(self, tag: bytes) -> Any:
+        """Read the content of a value whose tag is one of the rarer ones."""
         if tag == b"q":
             size = self._size()
             if size % 8:

@@ -100,6 +100,7 @@ def _candidates(mode: Mode, obstacles: dict[str, str]) -> list[Walls]:
     if mode in ("auto", "none"):
         weaker = [(landlock, False), (0, seccomp), (0, False)] if mode == "auto" else [(0, False)]
         tried += [Walls("", True, *pair, own_user=own) for pair in weaker for own in {own_user: 0, False: 0}]
+    # Each once, in order: without Landlock several are the same.
     return list(dict.fromkeys(tried))
 
 

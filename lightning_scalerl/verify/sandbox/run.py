@@ -54,7 +54,7 @@ def run_in(walls: Walls, source: str, stdin: str, limits: Limits) -> ProgramResu
     """Run the program behind walls that were not checked; `protections.py` tries them out with it.
 
     Raises:
-        SandboxError: as above.
+        SandboxError: the sandbox itself failed; says nothing of the program.
     """
     with contextlib.ExitStack() as closing:
         given = anonymous(stdin.encode("utf-8", "surrogatepass"))
@@ -85,6 +85,7 @@ def run_in(walls: Walls, source: str, stdin: str, limits: Limits) -> ProgramResu
 
 
 def _status(why: str, code: int | None, seconds: float, limits: Limits) -> Status:
+    """Return how a program ended, from the reason that `attend` gave and the exit code."""
     if why == "timeout":
         return "timeout"
     if why == "output_limit":

@@ -41,6 +41,7 @@ def run_script(source: str) -> None:
     module.__dict__.update(__file__="program.py", __builtins__=__builtins__)
     sys.modules["__main__"] = module
     sys.argv = ["program.py"]
+    # dont_inherit: else this file's `annotations` future would hold in foreign code as well.
     exec(compile(source, "program.py", "exec", dont_inherit=True), module.__dict__)
 
 
@@ -61,6 +62,7 @@ def serve(source: str, requests: int, answers: int) -> None:
 
 
 def _answer(request: bytes, names: dict[str, Any], kept: _Kept) -> bytes:
+    """Return the encoded answer to one request; it never raises."""
     try:
         what, *operands = decode(request, kept.from_handle)
         if what == "names":
@@ -70,6 +72,7 @@ def _answer(request: bytes, names: dict[str, Any], kept: _Kept) -> bytes:
             return _outcome(lambda: getattr(operands[0], operands[1]), kept, lambda: None)
         encoded = operands[1]
         args, kwargs = decode(encoded, kept.from_handle)
+        # Only these are encoded a second time, after the call, to see whether it has changed them.
         mutable = any(isinstance(a, list | dict | set | bytearray | tuple) for a in (*args, *kwargs.values()))
 
         def changed() -> Any:
@@ -81,6 +84,7 @@ def _answer(request: bytes, names: dict[str, Any], kept: _Kept) -> bytes:
 
 
 def _outcome(act: Any, kept: _Kept, changed: Any) -> bytes:
+    """Act, and return the encoded value or exception with the arguments that the call changed."""
     try:
         value = act()
         # Inside: an iterator that is returned runs the program's code only now.

@@ -18,8 +18,8 @@ class Walls:
         landlock: version of Landlock's interface; 0 for none.
         seccomp: whether system calls are filtered.
         own_user: whether the process starts as root and becomes a user that nobody else is.
-        bounded: whether the scratch directory is a file system in memory of bounded size; else it is looked at again and
-            again, and what a look does not see is refused: deleting, O_TMPFILE, fallocate.
+        bounded: whether the scratch directory is a file system in memory of bounded size; else it is looked at some 50
+            times a second, and what a look does not see is refused: deleting, O_TMPFILE, fallocate.
     """
 
     bubblewrap: str = ""
