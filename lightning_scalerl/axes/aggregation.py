@@ -55,7 +55,7 @@ class Aggregation(DesignChoice):
     """Turns per-token losses into one number, by a weight a token that needs only counts over the global batch.
 
     Attributes:
-        divisor: what a token's loss is divided by, in words; its counts are recorded (`train/credited_*`).
+        divisor: divisor of a token's loss, in words; its counts are recorded (`train/credited_*`).
     """
 
     axis: ClassVar[str] = "aggregation"

@@ -77,7 +77,7 @@ class Interruption(LengthControl):
     Args:
         low, high: the point is uniform in [low, high] tokens of thinking.
         end_of_thinking: text that ends the thinking; a rollout whose text holds it by then is left alone.
-        phrase: what is forced in; ends with `end_of_thinking`.
+        phrase: text that is forced in; it ends with `end_of_thinking`.
 
     Source: arXiv 2510.13786, section 3 (10,000 to 12,000 tokens) and its appendix (wording).
     """

@@ -119,7 +119,7 @@ def _listening(address: str, port: int) -> socket.socket | None:
     return None
 
 
-# --- what is said there --------------------------------------------------------------------------------------
+# --- what is exchanged there ---------------------------------------------------------------------------------
 
 
 def encode(value: Any) -> Tensor:

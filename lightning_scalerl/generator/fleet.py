@@ -137,7 +137,7 @@ class _Engine:
     ready: bool = False
     acknowledged: str = ""  # the file of weights that it uses
     aside: bool = False
-    sampled: int = 0  # tokens of rollouts that it has not finished, as it said last
+    sampled: int = 0  # tokens of rollouts that it has not finished, by its last report
     replies: deque[Any] = field(default_factory=deque)
 
 
@@ -276,7 +276,7 @@ class Fleet:
         """Send weights to all processes and wait until each has them; one that does not answer is replaced."""
         began = time.monotonic()
         self._outdated.append(self._published[0])
-        # Set before anybody is told, so that a process that comes up meanwhile gets these.
+        # Set before the messages go out, so that a process that comes up meanwhile gets these.
         self._published = (self._write(weights), version)
         told = [engine for engine in self._engines if engine.ready]
         for engine in told:
@@ -489,7 +489,7 @@ class Fleet:
         engine.line.close()
 
     def _end(self) -> None:
-        # All are told before any is waited for, so that they end at the same time.
+        # All get the message before any is waited for, so that they end at the same time.
         for engine in self._engines:
             engine.line.tell("stop")
         for engine in self._engines:

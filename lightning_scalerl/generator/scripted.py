@@ -76,6 +76,7 @@ class ScriptedGenerator:
             if len(versions) < len(tokens):
                 going_on.append((request, index, versions))
                 continue
+            # No model has sampled these tokens: any number stands for a log-probability.
             rollout = Rollout(tokens, [-1.0] * len(tokens), versions, [False] * len(tokens), "stop")
             finished.append(FinishedRollout(request.key, index, rollout))
         decoded = len(self._active)

@@ -49,7 +49,7 @@ class VirtualDriver:
     verifiers: Verifiers
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
     clock: VirtualClock = field(default_factory=VirtualClock)
-    _decoded: StepReport | None = None  # what the generator has in hand at `generator_until_s`
+    _decoded: StepReport | None = None  # the generator's step under way, done at `generator_until_s`
     # Pending grades: the virtual time at which each arrives, its rollout, its ticket. Due times
     # never fall along the queue, for every grade takes `grade_s`: the first to arrive is at its head.
     _grading: deque[tuple[float, Place, int]] = field(default_factory=deque)

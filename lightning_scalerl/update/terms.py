@@ -102,6 +102,7 @@ def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Choices) 
     scored = Scored(batch, logprobs, entropies)
     moving = [term for term in terms(choices) if term.name != "value"]
     loss = torch.stack([term.reduce(scored) for term in moving]).sum()
+    # Without an entropy bonus the entropies are in no term.
     gradients = torch.autograd.grad(loss, (logprobs, entropies), allow_unused=True)
     total = sum(len(group.rollouts) for group in batch.groups)
     longest = max(len(rollout.tokens) for group in batch.groups for rollout in group.rollouts) if total else 0

@@ -64,8 +64,8 @@ class _Worker:
 
     process: subprocess.Popen[bytes]
     connection: Connection[Any, Any]
-    scratch: str  # in the names of its sandboxes' folders
-    deadline: float  # of the start, or of the job in hand
+    scratch: str  # part of the names of its sandboxes' folders, so that they can be found and deleted
+    deadline: float  # of the start, or of the job that is being graded
     ready: bool = False
     jobs: deque[_Job] = field(default_factory=deque)  # the first is being graded, the others are prefetched
     given_away: deque[_Job] = field(default_factory=deque)  # prefetched, now given to others: answers ignored

@@ -115,7 +115,7 @@ class ErrorWatch:
     """Counts outcomes, and ends a run whose verifiers fail too often.
 
     Args:
-        settings: what an error means, and how many are too many.
+        settings: gives the treatment of errors and the largest share of them.
     """
 
     def __init__(self, settings: Verification) -> None:
@@ -136,6 +136,7 @@ class ErrorWatch:
         failed = outcome.kind == "error"
         self._recent.append(failed)
         self._counts[{"score": "scored", "abstain": "abstained", "error": "errors"}[outcome.kind]] += 1
+        # The pool begins the reason of a time-out with these words (`VerifierPool._end_overruns`).
         self._counts["timeouts"] += failed and outcome.why.startswith("timed out")
         self._counts["retried"] += outcome.attempts > 1
         self._seconds += outcome.seconds
@@ -149,6 +150,7 @@ class ErrorWatch:
         errors = sum(self._recent)
         if self._settings.on_error == "stop":
             self._stop("one completion could not be graded, and verify.on_error=stop")
+        # Over FEW outcomes at least: an error among the first ten is no share of a tenth yet.
         if errors > self._settings.max_error_share * max(FEW, len(self._recent)):
             self._stop(
                 f"{errors} of the last {len(self._recent)} completions could not be graded, more than "

@@ -62,7 +62,7 @@ def decode(message: bytes, handle: FromHandle | None = None) -> Any:
     """Decode a value from the bytes of `encode`.
 
     Args:
-        message: from anybody.
+        message: bytes from any sender, foreign code included.
         handle: the object that a stand-in means; without it stand-ins are malformed.
 
     Raises:
@@ -73,6 +73,7 @@ def decode(message: bytes, handle: FromHandle | None = None) -> Any:
     reader = _Reader(message, handle)
     try:
         value = reader.value(MAX_DEPTH)
+    # Whatever rebuilding foreign values raises, such as a TypeError for a key that cannot be hashed.
     except (struct.error, UnicodeDecodeError, TypeError, OverflowError, IndexError) as error:
         raise MalformedError(type(error).__name__) from None
     if reader.at != len(message):
