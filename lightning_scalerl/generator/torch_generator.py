@@ -361,7 +361,7 @@ class TorchGenerator:
 
     def _draw(self, request: GroupRequest) -> Tensor:
         """Draw the uniform numbers (completions, max_new_tokens) that decide all tokens of a group."""
-        # From the group's key alone: slots, batching and resumes change no number, and a checkpoint need not hold them.
+        # From the group's key alone: slots, batching and resumes change no number; waiting prompts are saved without.
         source = np.random.Generator(np.random.Philox(np.random.SeedSequence(request.random_key)))
         return torch.from_numpy(source.random((request.completions, self.max_new_tokens))).to(self.device)
 
