@@ -33,9 +33,11 @@ _LEAST_HELD_OUT = 5
 class FamilyRow(AsJson):
     """Fit and forecast error of one family on one recipe's points.
 
-    parameters: fitted ones, seeds' offsets left out. A, sse, r2: on all positive-compute points. aicc: Akaike's
-    criterion corrected for few points, delta_aicc: above the least. held_out: mean absolute error on later compute,
-    None if the windows are too short.
+    Attributes:
+        parameters: number of fitted parameters, the seeds' offsets not counted.
+        A, sse, r2: asymptote, weighted sum of squares and R^2 on all points of positive compute.
+        aicc, delta_aicc: Akaike's criterion corrected for few points, and its excess over the least of all families.
+        held_out: mean absolute error in reward on later, unseen compute; None where too little can be held out.
     """
 
     family: str
@@ -65,8 +67,8 @@ def compare(curve: Curve, options: FitOptions | None = None) -> Comparison:
     """Compare the families on one recipe, within the window of `options`; its R0 rule holds where it applies.
 
     Args:
-        curve: the recipe's.
-        options: how it is fitted.
+        curve: evaluations of one recipe.
+        options: R0 rule and compute window, and the family that the sentence names; the defaults if None.
 
     Raises:
         UserError: as for `sweeps.fit.fit.fit_curve`.
@@ -124,6 +126,8 @@ def _row(
     _, residual, _ = profile.evaluate(problem, best.u, best.v)
     share = problem.weight / problem.weight.mean()
     sse = float(share @ residual**2)
+    # AICc = n ln(SSE / n) + 2 k + 2 k (k + 1) / (n - k - 1); it is not defined for n <= k + 1, and the floor keeps
+    # noise-free data from ln 0.
     floor = n * (1e-7 * max(1.0, float(np.abs(points.reward).max()))) ** 2
     correction = 2 * k * (k + 1) / (n - k - 1) if n > k + 1 else 1e6
     aicc = n * float(np.log((sse + floor) / n)) + 2 * k + correction

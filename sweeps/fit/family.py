@@ -31,9 +31,13 @@ C_MID_BELOW, C_MID_ABOVE = 20.0, 100.0
 class Family:
     """A family of curves, by the basis function g and the box in which its shape is searched.
 
-    names: of its shape parameters. basis(log_compute, u, v): g for search coordinates that broadcast against the
-    points' log compute (-inf at compute 0); u and v are logarithms of the shape parameters, but v of the logistic,
-    which is c itself. box(log_compute): limits of u and v; equal limits leave a coordinate out.
+    Attributes:
+        name, formula: name of the family and its equation, as printed.
+        names: names of its shape parameters, none to two.
+        basis: g(log_compute, u, v), for search coordinates that broadcast against the points' log compute (-inf at
+            compute 0). u and v are logarithms of the shape parameters, except the logistic's v, which is c itself.
+        box: limits of u and v for the points' log compute (n,); equal limits leave a coordinate out of the search.
+        from_zero: whether the curve is defined at compute 0; if not, evaluations there are left out.
     """
 
     name: str
@@ -81,6 +85,7 @@ def _sigmoid_box(log_compute: Array) -> Box:
 def _logistic_box(log_compute: Array) -> Box:
     _, last = _positive(log_compute)
     end = float(np.exp(last))
+    # The slope k in units of 1 / (last compute); the midpoint c may lie before compute 0, so it is no logarithm.
     return float(np.log(0.3)) - last, float(np.log(300.0)) - last, -0.5 * end, 4.0 * end
 
 
@@ -104,6 +109,7 @@ def _logistic(x: Array, u: Array, v: Array) -> Array:
 
 
 def _exponential(x: Array, u: Array, v: Array) -> Array:
+    # expm1 keeps the digits of a small g; 0 v gives it the shape of the grid.
     result: Array = -np.expm1(-np.exp(x - u)) + 0.0 * v
     return result
 

@@ -69,12 +69,23 @@ class R0Effect(AsJson):
 class Fit(AsJson):
     """The fitted curve of one recipe with its verdict, intervals and posterior draws.
 
-    A, B, C_mid hold None where the verdict lets nothing be named; draws and noise are None if no fit was
-    possible. shape: the family's shape parameters by name (B and C_mid of a sigmoid, which also stand in their own
-    fields; a power law has B only). R0_effect: see `R0Effect`. informing: seeds that say something of A. bounds:
-    of R0 and A. law: what the intervals were read from.
-    bad_seeds: seeds that went their own way and are left out. lookout: what forecasts are made from; skill: how well
-    each kind of curve foretells, log predictive densities by name.
+    Attributes:
+        A, B, C_mid: estimates with 95% bounds; all three values of each are None where the verdict lets none be named.
+        A_total: A's bounds widened by the spread between seeds, in reward; None for an open bound.
+        R0: reward at compute 0; None without a fit, and for a constant. R0_source is `given`, `first` or `free`.
+        rmse, r2: of the rewards about the least-squares curve; None without a fit.
+        window: smallest and largest compute that was fitted, in the curve's unit; None if no point lies in the window.
+        extrapolation_error: absolute error in reward, on the mean of the window's last quarter, of the curve fitted to
+            its first half; None where that half cannot carry a fit.
+        bounds: lowest and highest value that R0 and A may take, in reward.
+        draws, noise, law: posterior draws, the noise about the curve, and the grid posterior that the intervals are
+            read from; None where no fit was possible (law also where `fit_curves` was told to drop it).
+        shape: the family's shape parameters by name: B and C_mid of a sigmoid, B alone of a power law.
+        R0_effect: see `R0Effect`; None where it does not apply.
+        informing: number of seeds with enough points to have an asymptote of their own.
+        bad_seeds: outlier seeds, which are left out of the curve.
+        lookout: inputs of the forecasts; None with too few points.
+        skill: log predictive density of each kind of curve, by name; empty without a fit.
     """
 
     curve: Curve
@@ -163,9 +174,9 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     """Fit the curve of one recipe to its evaluations.
 
     Args:
-        curve: its points; nothing but the points matters, not their order or the unit of compute.
-        options: R0, window, a fixed asymptote.
-        seed_spread: spread of A between seeds, for `A_total`; the published one if not given.
+        curve: evaluations of all seeds; the result does not depend on their order or on the unit of compute.
+        options: how R0 enters, the compute window, a fixed asymptote; the defaults if None.
+        seed_spread: spread of A between seeds, for `A_total`; None for the published one (arXiv 2510.13786, A.7).
 
     Raises:
         UserError: r0 is outside the rewards' bounds, or the window is empty.
@@ -200,6 +211,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     low = 0.0 if options.min_compute is None else options.min_compute
     warnings = list(curve.warnings)
     if schedule is not None:
+        # Points are in compute at the peak learning rate, so the start of the window is converted as well.
         low = float(schedule.count(np.array(low)))
         warnings.append(_decays(schedule))
     inside = points.compute[points.compute >= low]
@@ -261,6 +273,7 @@ def _fit_points(empty: Fit, points: Points, raw: Array, parameters: int) -> Fit:
     best = profile.solve(problem)
     _, _, g = profile.evaluate(problem, best.u, best.v)
     informing = int(problem.loose.sum())
+    # A seed that ended too early has no offset of its own, so it is no parameter.
     parameters -= problem.seeds - informing
     ahead = empty.lookout
     law = law_of(ahead, problem, best)
@@ -270,6 +283,7 @@ def _fit_points(empty: Fit, points: Points, raw: Array, parameters: int) -> Fit:
     if silent and len(labels) == problem.seeds:
         note = f"seed {', '.join(silent)} ended too early to say anything of its asymptote; its points are used"
         empty = replace(empty, warnings=(*empty.warnings, note))
+    # crc32 of the name: the same draws in every process, where `hash` of a string is salted.
     draws = law.draw(DRAWS, np.random.default_rng(zlib.crc32(empty.recipe.encode())))
     screen = mixture(ahead.seen, brief=True)
     low, high = law.asymptote_interval()
@@ -280,6 +294,7 @@ def _fit_points(empty: Fit, points: Points, raw: Array, parameters: int) -> Fit:
     nothing = Interval(None, None, None)
     B = shape.get("B", nothing)
     C_mid = shape.get("C_mid", nothing)
+    # RMSE and R^2 are of the rewards as measured, not as pulled in by `robust`.
     about_curve = raw - best.r0 * (1 - g) - best.a * g
     variance = float((raw - raw.mean()) @ (raw - raw.mean()))
     half = _half_gain(options.family, shape, points)
@@ -358,6 +373,7 @@ def _doubt(fit: Fit, A: Interval, screen: Mixture) -> verdict.Doubt:
     ahead = rivals[rival] - screen.skill["sigmoid"]
     jump = None
     asked = fit.options.sigmoid
+    # The full mixture, with drifts and jumps, is slow: it is computed only where the brief one shows a misfit.
     if asked and (screen.restless or ahead > AHEAD):
         found = fit.lookout.outlook
         jump, ahead = found.jump, max(found.skill[rival] - found.skill["sigmoid"], 0.0)
@@ -463,6 +479,7 @@ def with_seed_spread(fit: Fit, spread: SeedSpread) -> Fit:
     value, low, high = fit.A.value, fit.A.low, fit.A.high
     if value is None:
         return replace(fit, seed_spread=spread, A_total=(None, None))
+    # Error of the fit and of the mean over seeds are independent: their half-widths add in quadrature.
     reach = spread.quantile() * spread.sd / np.sqrt(fit.informing)
     bottom = None if low is None else float(max(value - np.hypot(value - low, reach), fit.bounds[0]))
     top = None if high is None else float(min(value + np.hypot(high - value, reach), fit.bounds[1]))
@@ -476,10 +493,10 @@ def fit_curves(
     over recipes, else borrowed from the paper.
 
     Args:
-        curves: one a recipe.
-        options: how to fit.
-        workers: processes to share the work, see `sweeps.parallel`.
-        regions: keep `law` of every fit, which figures are drawn from: about half a megabyte each.
+        curves: one curve per recipe.
+        options: how R0 enters, the window, the family; the defaults if None.
+        workers: number of processes that share the work, see `sweeps.parallel`.
+        regions: keep `Fit.law`, about half a megabyte per recipe, which figures are drawn from.
     """
     fits = mapped(partial(_fit_one, options=options, regions=regions), curves, workers)
     scale = max((curve.scale for curve in curves), default=1.0)

@@ -33,12 +33,19 @@ Prior = tuple[tuple[float, float], tuple[float, float]]
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """Cells that matter; all (k,) but sides (2, k), precision (3, k), mean (2, k) and cross (2, k).
+    """Grid cells of non-negligible weight, one array entry per cell.
 
-    kind: index in the kinds. log_weight: of the cell within everything. u, v: shape, sides: of the cell in both. noise:
-    index in the kinds of noise. precision: of R0 and A, the upper triangle. mean: of R0 and A with no extra; less cross
-    times the extra's size with it. extra: `NONE`, `DRIFT` or `JUMP` of `sweeps.fit.mixture`, of size extra_mean,
-    extra_sd; a jump is at `at`, `width` wide, in windows.
+    Attributes:
+        kind: index into the kinds of curves; (k,), as all that follow unless another shape is given.
+        log_weight: log posterior weight, up to a constant; `Law` and `Mixture` normalize it.
+        u, v: shape coordinates of the cell's centre. sides (2, k): its extent in both.
+        noise: index into the kinds of noise.
+        precision (3, k): posterior precision of (R0, A) as upper triangle 00, 01, 11.
+        mean (2, k): posterior mean of (R0, A) where the extra has size 0.
+        cross (2, k): how much each falls per unit of the extra's size.
+        extra: `NONE`, `DRIFT` or `JUMP` of `sweeps.fit.mixture`; its size is normal (extra_mean, extra_sd),
+            on the reward scale of width 1.
+        at, width: place and width of a jump, in windows; meaningless for other extras.
     """
 
     kind: NDArray[np.intp]
@@ -82,8 +89,8 @@ def joined(parts: Sequence[Cells]) -> Cells:
 class Solved:
     """Results of the Bayesian linear regression of every cell.
 
-    Shapes: log_evidence, extra_mean and extra_precision (E, J, M), cross (2, E, J, M); precision, three, and mean, two
-    of (J, M) each.
+    Shapes, for E extras, J kinds of noise and M cells: log_evidence, extra_mean and extra_precision (E, J, M), cross
+    (2, E, J, M), precision 3 x (J, M), mean 2 x (J, M).
     """
 
     log_evidence: Array
@@ -112,14 +119,14 @@ def solve(
     """Regress rewards on R0 (1 - g) + A g + an extra, in every cell.
 
     Args:
-        tilde: whitened ones and rewards, (J, n, 2).
-        g: whitened, (J, n, M).
-        log_det: of the noise's covariance, (J,).
-        extras: whitened columns (J, n, E), prior standard deviation (E,), 0 for no extra, and log prior (E,); None for
-            no extra at all.
-        ceiling: whether A is a ceiling, (M,).
-        bounded: rewards lie in [0, 1].
-        prior: mean and standard deviation of R0 and of A; the usual ones if not given.
+        tilde: a column of ones and the rewards, whitened under each of J kinds of noise, (J, n, 2).
+        g: basis function of each of M cells, whitened, (J, n, M).
+        log_det: log determinant of each noise covariance, (J,).
+        extras: whitened columns (J, n, E), prior standard deviation of their sizes (E,), 0 for no extra, and log prior
+            weight (E,); None to regress on R0 and A alone.
+        ceiling: whether A is an asymptote in the cell, and so confined to [0, 1], (M,).
+        bounded: whether rewards lie in [0, 1].
+        prior: mean and standard deviation of R0 and of A; None for `usual_prior`.
     """
     (m0, s0), (m1, s1) = prior or usual_prior(bounded)
     d = m1 - m0
@@ -131,10 +138,13 @@ def solve(
     rr = yy + m0**2 * oo + d**2 * gg - 2 * m0 * oy - 2 * d * gy + 2 * m0 * d * g1
     b1 = gy - m0 * g1 - d * gg
     b0 = oy - m0 * oo - d * g1 - b1
+    # Normal equations of the columns 1 - g and g; the prior adds its precision to the diagonal.
     p00, p01, p11 = oo - 2 * g1 + gg + s0**-2, g1 - gg, gg + s1**-2
     det = p00 * p11 - p01**2
     a0, a1 = (p11 * b0 - p01 * b1) / det, (p00 * b1 - p01 * b0) / det
     quadratic = np.maximum(rr - b0 * a0 - b1 * a1, 0.0)
+    # Log evidence of a Gaussian linear model, R0 and A integrated out: P their posterior precision, S prior covariance,
+    # -1/2 (n log 2 pi + log |V| + r' V^-1 r - b' P^-1 b + log |P| + log |S|).
     base = -0.5 * (tilde.shape[1] * np.log(2 * np.pi) + log_det[:, None] + quadratic + np.log(det * (s0 * s1) ** 2))
 
     cross = np.zeros((2, 1, *base.shape))
@@ -148,6 +158,8 @@ def solve(
         et = (columns.transpose(0, 2, 1) @ tilde).transpose(1, 0, 2)
         ee = np.einsum("jne,jne->ej", columns, columns)[..., None]
         h0 = et[..., :1] - h1
+        # One more column, by block elimination: kappa, the Schur complement, is the posterior precision of its size.
+        # Without an extra kappa is infinite, so that its size is exactly 0.
         cross = np.stack([(p11 * h0 - p01 * h1) / det, (p00 * h1 - p01 * h0) / det]) * some
         kappa = np.where(some, ee + safe**-2 - h0 * cross[0] - h1 * cross[1], np.inf)
         left = et[..., 1:] - m0 * et[..., :1] - d * h1 - h0 * a0 - h1 * a1
@@ -267,14 +279,14 @@ def explore(
     """Zoom the grid of all kinds, at most so many rounds less one.
 
     Args:
-        seen: a recipe's evaluations.
-        noise: under which they are looked at.
-        kinds: of curves.
-        rounds: most looks at the grid.
+        seen: evaluations of one recipe, without units.
+        noise: kinds of noise under which every cell is solved.
+        kinds: kinds of curves to explore.
+        rounds: largest number of times the grid is solved.
         fine: see `zoomed`.
         behind: see `zoomed`; of no effect in the first round.
-        prior: of R0 and A.
-        boxes: to begin with, by number of the kind; each kind's whole box if not given.
+        prior: mean and standard deviation of R0 and of A; None for `usual_prior`.
+        boxes: box to begin with for each kind, by its index in `kinds`; None for each kind's whole box.
     """
     tilde = whitened(seen, noise)
     whole = boxes is None
@@ -296,11 +308,11 @@ def zoomed(grid: Grid, weight: Array, boxes: Mapping[int, Box], fine: float, beh
     """Boxes about the cells with weight, a cell wider on every side; as they were where many cells share it.
 
     Args:
-        grid: of the boxes.
+        grid: grid that was solved over `boxes`.
         weight: log weight of each cell under each kind of noise, (J, M).
-        boxes: by number of the kind.
-        fine: a kind's grid is fine enough where this many cells share its weight.
-        behind: a kind is left as it is where its best cell is behind by this much log weight.
+        boxes: box of each kind, by its index in the grid's kinds.
+        fine: effective number of cells that must share a kind's weight for its grid to be fine enough.
+        behind: log weight; a kind whose best cell is further than this behind the best of all is not zoomed.
     """
     best = weight.max(0)
     result = {}
@@ -332,6 +344,7 @@ def cells_of(
 ) -> Cells:
     """Flatten solved regressions into cells, dropping those of negligible weight within their kind."""
     weight = solved.log_evidence + log_extra + grid.log_cell + noise.log_prior[:, None]
+    # Against the best of its own kind: a kind that is far behind must still show its evidence (`Mixture.skill`).
     by_kind = np.full(len(grid.kinds), -np.inf)
     np.maximum.at(by_kind, grid.kind, weight.max((0, 1)))
     e, j, m = np.nonzero(weight > by_kind[grid.kind] - DROPPED)
@@ -367,16 +380,17 @@ def draw_levels(
     """Draw R0 and A of the chosen cells: A first, then R0 given A, truncated to the reward's bounds. (k,) each.
 
     Args:
-        cells: to draw from.
-        chosen: which, (k,).
-        size: of what is on top of the curve, (k,).
-        bounded: rewards lie in [0, 1].
-        ceiling: whether A is one, and so a reward, (k,).
-        rng: random numbers.
+        cells: posterior cells.
+        chosen: index of the cell of each draw, (k,).
+        size: size of the drift or jump on top of each drawn curve, in reward, (k,).
+        bounded: whether rewards lie in [0, 1].
+        ceiling: whether A is an asymptote in the drawn cell, and so confined to [0, 1], (k,).
+        rng: source of random numbers.
     """
     mean = cells.mean[:, chosen] - cells.cross[:, chosen] * size
     p00, p01, _ = cells.precision[:, chosen]
     a = _within(mean[1], np.sqrt(cells.variance[chosen]), ceiling & bounded, rng)
+    # Of a joint normal with precision p, R0 given A has precision p00 and mean m0 - p01 / p00 (A - m1).
     r0 = _within(mean[0] - p01 / p00 * (a - mean[1]), p00**-0.5, np.full(len(chosen), bounded), rng)
     return r0, a
 
@@ -386,5 +400,6 @@ def _within(mean: Array, sd: Array, bounded: NDArray[np.bool_], rng: np.random.G
     uniform = rng.random(len(mean))
     low = np.where(bounded, ndtr(-mean / sd), 0.0)
     high = np.where(bounded, ndtr((1 - mean) / sd), 1.0)
+    # By the inverse of the distribution function, kept off 0 and 1, where it is infinite.
     value = mean + sd * ndtri(np.clip(low + (high - low) * uniform, 1e-15, 1 - 1e-15))
     return np.where(bounded, np.clip(value, 0.0, 1.0), value)

@@ -109,12 +109,12 @@ def history(
     """Repeat the fit at growing compute, to the curve's end; return only snapshots that are not known yet.
 
     Args:
-        curve: a recipe's evaluations so far.
-        options: as for a fit; `max_compute` ends the history.
-        every: compute grows at least by this factor from one snapshot to the next (a dozen for 40 evenly
-            spaced evaluations, 5 more for each doubling), the last excepted; 1: after every evaluation.
-        known: the snapshots taken so far, the oldest first. What came since is added after them; once more at
-            the last one's compute if all that came lies below it (a seed that lags behind).
+        curve: evaluations of one recipe so far.
+        options: options of every fit; `max_compute` ends the history.
+        every: least factor by which compute grows from one snapshot to the next, the last excepted (a dozen snapshots
+            for 40 evenly spaced evaluations, 5 more for each doubling); 1 for a snapshot after every evaluation.
+        known: snapshots taken so far, the oldest first. New ones follow them; the last one's compute is fitted once
+            more if all new evaluations lie below it (a seed that lags behind).
 
     Raises:
         UserError: `every` is below 1, or as of `fit_curve`.

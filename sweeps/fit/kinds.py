@@ -29,9 +29,13 @@ from sweeps.fit.least_squares import Array
 class Kind:
     """A kind of curve: its basis function, the box and grid of its shape, and their priors.
 
-    prior: its weight before the data. ceiling: whether A is one. box: limits of the two shape coordinates, u low,
-    high, v low, high, equal where there is none. cells: of the grid. likely: their mean and standard deviation
-    before the data, for u and v.
+    Attributes:
+        prior: weight before the data.
+        ceiling: whether the curve has an asymptote, which is then A.
+        basis: g(x, u, v), for compute x in windows and shape coordinates that broadcast against it.
+        box: limits of the shape coordinates, (u low, u high, v low, v high); equal where there is no such coordinate.
+        cells: number of grid cells in u and in v.
+        likely: prior of the shape, (mean of u, its standard deviation, mean of v, its standard deviation).
     """
 
     name: str
@@ -93,6 +97,7 @@ def _delayed(x: Array, u: Array, v: Array) -> Array:
 
 def _line(x: Array, u: Array, v: Array) -> Array:
     slower = STRAIGHT * (1 + np.log(np.maximum(x, STRAIGHT) / STRAIGHT))
+    # Adding 0 (u + v) gives it the shape of the grid, as every basis function has.
     result: Array = np.where(x <= STRAIGHT, x, slower) + 0.0 * (u + v)
     return result
 

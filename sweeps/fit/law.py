@@ -72,9 +72,17 @@ class Draws:
 class Law:
     """Posterior of one law's parameters as weighted grid cells.
 
-    cells: with log weights that sum to 1; u and v are the family's search coordinates, R0 and A on the scale from
-    `bottom`, `width` wide. log_prior (k,): of each cell's shape. best: the least-squares solution. box: of the search
-    coordinates. a_bounds: where A may be, in reward; equal where it is fixed. noise: about the curve.
+    Attributes:
+        family: the fitted family.
+        cells: k grid cells whose weights sum to 1; u and v are the family's search coordinates, R0 and A are unit-free:
+            (reward - bottom) / width.
+        log_prior: log prior of each cell's shape, up to a constant, (k,).
+        best: the least-squares solution.
+        box: limits of the search coordinates.
+        a_bounds: lowest and highest value of A, in reward; equal where A is fixed.
+        bottom, width: lower end and width of the reward's scale. bounded: whether rewards cannot leave it.
+        noise: noise of evaluations about the curve.
+        schedule: decay of the learning rate, by which compute is counted; None where it is constant or unknown.
     """
 
     family: Family
@@ -110,9 +118,11 @@ class Law:
             return float(weight @ ndtr((value - mean) / sd))
 
         ends = [_solved(below, level, float((mean - 9 * sd).min()), float((mean + 9 * sd).max())) for level in _LEVELS]
+        # The estimate is least squares and the interval the posterior's: widened, if need be, to hold it.
         first, last = max(min(ends[0], self.best.a), low), min(max(ends[1], self.best.a), high)
         # What only the priors end is open: half-way to the bound the best likelihood, over all else, is as good.
         trial = np.linspace(low, high, _TRIALS)
+        # A profile likelihood: the best cell at each A, the priors of shape and of A taken off.
         log_density = -0.5 * ((trial[:, None] - mean) / sd) ** 2 - np.log(sd) + self.cells.log_weight - self.log_prior
         (centre, spread), wide = usual_prior(self.bounded)[1], self.width
         likely = log_density.max(1) + 0.5 * ((trial - self.bottom - wide * centre) / (wide * spread)) ** 2
@@ -182,10 +192,10 @@ def law_of(ahead: Lookout, problem: Problem, best: Optimum, every: Noises | None
     """The posterior of the problem's family.
 
     Args:
-        ahead: the evaluations, without units, and their units.
-        problem: the family, its search, and what is fixed.
-        best: the least-squares solution.
-        every: the kinds of noise there may be; the usual ones if not given.
+        ahead: the evaluations without units, and the units to convert back to.
+        problem: least-squares problem: the family, the box of its search, and bounds of R0 and A (equal where fixed).
+        best: its solution.
+        every: kinds of noise to average over; None for `noises`.
     """
     family, seen, end = problem.family, ahead.seen, ahead.end
     sigmoid = family.basis is SIGMOID.basis

@@ -157,6 +157,8 @@ def divide(top: Array, bottom: Array) -> Array:
 def normal_equations(problem: Problem, g: Array) -> Quadratic:
     """SSE by (R0, A) of cells with basis g (cells, n), the seeds' offsets eliminated; (cells,)."""
     member, weight = problem.member, problem.weight
+    # With w the weights: H11 = sum w g^2, H01 = sum w g (1 - g), H00 = sum w (1 - g)^2, h1 = sum w y g,
+    # h0 = sum w y (1 - g); per seed first, then summed.
     one = (weight[:, None] * member).T
     y = one * problem.reward
     gg, g1, gy = one @ (g * g).T, one @ g.T, y @ g.T
@@ -201,6 +203,7 @@ def linear_solution(q: Quadratic, problem: Problem) -> tuple[Array, Array, Array
     det = q.H00 * q.H11 - q.H01**2
     inner_r0 = divide(q.h0 * q.H11 - q.h1 * q.H01, det)
     inner_a = divide(q.h1 * q.H00 - q.h0 * q.H01, det)
+    # 0 <= det <= H00 H11 (Cauchy-Schwarz); where it vanishes g is constant, and R0 and A are not told apart.
     inside = (det > 1e-12 * q.H00 * q.H11) & (inner_r0 >= r_lo) & (inner_r0 <= r_hi)
     inside &= (inner_a >= np.maximum(a_lo, inner_r0)) & (inner_a <= a_hi)
     r0, a, sse = inner_r0, inner_a, q.at(inner_r0, inner_a)
@@ -212,6 +215,7 @@ def linear_solution(q: Quadratic, problem: Problem) -> tuple[Array, Array, Array
     sse_ = q.at(r0_, a_)
     faces = [(np.full_like(r0_, r_hi), best_a(np.full_like(r0_, r_hi)))]
     faces += [(best_r0(np.full_like(r0_, top)), np.full_like(r0_, top)) for top in (a_lo, a_hi)]
+    # The face A = R0, a level curve.
     level = divide(q.h0 + q.h1, q.H00 + 2 * q.H01 + q.H11)
     if r_hi >= a_lo:
         level = np.clip(level, max(a_lo, r_lo), min(r_hi, a_hi))
@@ -344,6 +348,7 @@ def polish(problem: Problem, u: float, v: float, tolerance: float = 1e-12) -> Op
         curvature = J.T @ J
         improved = False
         for _ in range(12):
+            # Scaled by the diagonal (Marquardt 1963), so that damping does not depend on the units of u and v.
             scaled = curvature + damping * np.diag(np.diag(curvature) + 1e-300)
             try:
                 move = np.linalg.solve(scaled, -gradient)
@@ -422,6 +427,7 @@ def _steep(problem: Problem) -> Surface:
     _, u_high, v_low, v_high = problem.box
     seen = problem.log_compute[np.isfinite(problem.log_compute)]
     if problem.family.name == "logistic":
+        # v of a logistic is compute itself, not its logarithm.
         seen = np.exp(seen)
     u_low = u_high - _STEEP_SPAN
     last = float(seen.max()) + _STEEP_BEYOND * float(np.exp(-u_low))

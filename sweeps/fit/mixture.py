@@ -70,8 +70,13 @@ class Walk:
 class Mixture:
     """Posterior mixture over kinds of curves; the weights of cells and walk sum to 1 together.
 
-    noise: what the cells' indices point to. skill: log predictive density of each kind, by name. rise: log evidence of
-    all kinds over the constant, that the curve has not stayed level. restless: see `_restless`.
+    Attributes:
+        seen: the evaluations, without units.
+        cells, walk: the posterior, of all kinds of curves but the walk and of the walk.
+        noise: kinds of noise that `Cells.noise` indexes.
+        skill: log predictive density of each kind, by name, before the kinds' prior.
+        rise: log evidence of the best kind (the walk aside) over the constant: that the curve has not stayed level.
+        restless: see `_restless`.
     """
 
     seen: Seen
@@ -98,6 +103,7 @@ class Mixture:
         mean = cells.mean[1] - cells.cross[1] * cells.extra_mean + np.where(cells.extra == JUMP, cells.extra_mean, 0.0)
         inside = ndtr((high - mean) / spread) - ndtr((low - mean) / spread)
         if self.seen.bounded:
+            # A normal cut off at the ends of the reward's scale; far outside both are nearly 0.
             inside = inside / np.maximum(ndtr((1 - mean) / spread) - ndtr(-mean / spread), 1e-9)
         has = _CEILING[cells.kind] & (cells.extra != DRIFT)
         return float(np.exp(cells.log_weight) @ np.where(has, np.clip(inside, 0.0, 1.0), 0.0))
@@ -117,7 +123,7 @@ def shared_prior(skills: Sequence[Mapping[str, float]]) -> dict[str, float]:
     Stacking by expectation and maximization, drawn to the kinds' own prior as if by `KINDS_WORTH` more recipes.
 
     Args:
-        skills: log predictive density of each kind, by name, of every recipe.
+        skills: log predictive density of each kind by name, one mapping per recipe.
     """
     names, start = list(PRIOR), np.array(list(PRIOR.values()))
     start = start / start.sum()
@@ -136,10 +142,10 @@ def mixture(seen: Seen, brief: bool = False, prior: Mapping[str, float] | None =
     """Compute the posterior mixture over kinds of curves for one recipe.
 
     Args:
-        seen: one recipe's evaluations.
-        prior: of each kind, by name; their own if not given, see `shared_prior`.
-        brief: with few kinds of noise, and without drifts or jumps: to see whether anything is amiss. Otherwise a jump
-            is looked for where the points wander more than is usual.
+        seen: evaluations of one recipe, without units.
+        brief: use few kinds of noise and no drifts or jumps, which is enough to see whether anything is amiss.
+            Otherwise a jump is looked for where the points wander more than is usual.
+        prior: prior weight of each kind, by name; None for `PRIOR`. See `shared_prior`.
     """
     noise = noises(seen, brief)
     cells, boxes = _explored(seen, noise, brief)
@@ -265,6 +271,7 @@ def _jumped(seen: Seen, noise: Noises, boxes: Mapping[int, Box]) -> list[Cells]:
 def _walked(seen: Seen, brief: bool) -> Walk:
     """Fit the random walk under each strength and sampling variance; without its levels if brief."""
     x, z, n = seen.x, seen.z, len(seen.x)
+    # Covariance of a random walk (Brownian motion) in compute: step^2 min(x, x').
     common = np.minimum(x[:, None], x[None, :])
     own = seen.between + seen.wandering(min(0.7 * seen.roughness, 0.012), 0.1)
     tried = [(step, variance) for variance in seen.white for step in WALK_STEPS]
@@ -275,6 +282,7 @@ def _walked(seen: Seen, brief: bool) -> Walk:
     tilde = whiten @ np.stack([np.ones(n), z - m0], axis=1)
     one, y = tilde[..., 0], tilde[..., 1]
     p, b = (one * one).sum(1) + s0**-2, (one * y).sum(1)
+    # The level at the start is integrated out, under its prior N(m0, s0^2).
     fitted = (y * y).sum(1) - b * b / p + np.log(p * s0**2)
     weight = -0.5 * (n * np.log(2 * np.pi) + fitted) + np.log(np.einsum("jnn->jn", whiten)).sum(1) + log_prior
     kept = np.flatnonzero(weight > weight.max() - 8)

@@ -36,9 +36,14 @@ class Jump:
 class Outlook:
     """Posterior draws of a recipe's curve in its own units, with the weights of the kinds behind them.
 
-    futures: joint draws, without units. end: of the window, in the curve's unit of compute. bottom, width: of the
-    reward's scale. weights: of each kind of curve, by name; skill: log predictive density of each. jump: the one that
-    the points show, if more likely than not. noise: about the curve. schedule: of the learning rate, None for constant.
+    Attributes:
+        futures: K joint draws of the curve, without units.
+        end: largest compute that was evaluated, at the peak learning rate, in the curve's unit.
+        bottom, width: lower end and width of the reward's scale.
+        weights, skill: posterior weight and log predictive density of each kind of curve, by name.
+        jump: a jump that the points show; None unless it is more likely than not.
+        noise: noise of evaluations about the curve.
+        schedule: decay of the learning rate, by which compute is counted; None where it is constant or unknown.
     """
 
     futures: Futures
@@ -73,8 +78,11 @@ class Outlook:
 class Lookout:
     """Inputs of an outlook, and the outlook itself, computed at first use because it is slow.
 
-    seen: a recipe's evaluations; end: of their window, in the curve's unit; bottom, width: of the reward's scale.
-    prior: of the kinds of curves, as other recipes of the study have shown. schedule: see `Outlook`.
+    Attributes:
+        recipe: its label, which seeds the draws.
+        seen: its evaluations, without units.
+        end, bottom, width, schedule: see `Outlook`.
+        prior: prior weight of each kind of curve, learnt from all recipes of the study; None for the default.
     """
 
     recipe: str
@@ -90,6 +98,7 @@ class Lookout:
         """The outlook from these inputs, computed once."""
         found = mixture(self.seen, prior=self.prior)
         return Outlook(
+            # + 5: a stream apart from the draws of the law (`fit`) and from the noise of forecasts (`predict`).
             draw(found, DRAWS, np.random.default_rng(zlib.crc32(self.recipe.encode()) + 5)),
             self.end, self.bottom, self.width, found.weights, found.skill,
             _jump(found, self.end, self.width, self.schedule),
@@ -121,10 +130,10 @@ def lookout(
     """Rescale points to unit-free evaluations for an outlook; None where they are too few or do not vary.
 
     Args:
-        recipe: its label, which seeds the draws.
-        points: its points.
-        scale: the ends of the reward's scale, None if rewards have no bounds.
-        schedule: by which the points' compute counts, None if it is what was spent.
+        recipe: label of the recipe, which seeds the draws.
+        points: points of its curve, compute at the peak learning rate.
+        scale: lowest and highest possible reward; None if rewards have no bounds (their own range is then used).
+        schedule: conversion from compute spent to the points' compute; None if they are the same.
     """
     positive = points.compute > 0
     if len(points.reward) < _LEAST or len(np.unique(points.compute[positive])) < _LEAST - 1:

@@ -95,9 +95,11 @@ def select(curve: Curve, options: FitOptions) -> Points:
         np.minimum.at(first, seeds, curve.compute)
         keep |= (curve.compute == first[seeds]) & (curve.compute <= high)
     _, seed = np.unique(curve.seed[keep], return_inverse=True)
+    # The reward as last key: with ties in compute, too, the result does not depend on the order of the evaluations.
     order = np.lexsort((curve.reward[keep], curve.compute[keep], seed))
     sd = None if curve.sd is None else curve.sd[keep][order]
     variance = None
+    # Where half of the evaluations report no error, errors are taken as unknown and all weigh alike.
     if sd is not None and sd.size and float(np.median(sd)) > 0:
         # An evaluation whose samples all agree reports no error; it is not infinitely precise.
         variance = np.maximum(sd, 0.5 * float(np.median(sd))) ** 2

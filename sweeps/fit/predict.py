@@ -69,9 +69,10 @@ def predict(fit: Fit, compute: Array | Sequence[float], observations: int = 0) -
     """The runs' reward at each compute, pointwise.
 
     Args:
-        fit: any fit that is `readable`.
-        compute: (m,), in the curve's unit, >= 0.
-        observations: 0 for the curve itself; k for the mean of k evaluations around that compute, over all seeds.
+        fit: a fit of any verdict that is `readable`.
+        compute: where to predict, 0 or more, in the curve's unit, (m,).
+        observations: 0 for the curve itself; k to include the noise of the mean of k evaluations around that compute,
+            over all seeds.
 
     Raises:
         ValueError: there are too few points to forecast from.
@@ -81,6 +82,7 @@ def predict(fit: Fit, compute: Array | Sequence[float], observations: int = 0) -
         assert fit.window is not None
         each = max(round(observations / max(fit.seeds, 1)), 1)
         step = (fit.window[1] - fit.window[0]) * fit.seeds / max(fit.n - fit.seeds, 1)
+        # Where they lie does not matter: the noise's covariance depends on distances in compute alone.
         around: Array = fit.window[1] + step * np.arange(each, dtype=float)
         found = np.asarray(found + _noise(fit, around, observations / each, len(found)))
     return _band(fit, found)
@@ -180,7 +182,7 @@ def asymptote_draws(fit: Fit) -> Array:
 
 def quantiles(values: Array, beyond: float = 0.025) -> Interval:
     """Median of draws (K,) and bounds with the share `beyond` on either side; None for what is infinite."""
-    # "lower" and "higher" interpolate nothing: half-way to infinity is NaN.
+    # This method takes one of the draws: interpolating half-way to infinity would be NaN.
     low, value, high = np.quantile(values, [beyond, 0.5, 1 - beyond], method="inverted_cdf")
     return Interval(*(float(v) if np.isfinite(v) else None for v in (value, low, high)))
 

@@ -44,9 +44,9 @@ def fit_literal(
     is not applied unasked, for it means nothing in another unit.
 
     Args:
-        curve: its points, compute in the unit of `c_mid_grid`.
-        options: r0 is a number, or `first`: the first evaluation's reward (the seeds' mean), held fixed. With
-            `asymptote` A is that, without a grid.
+        curve: evaluations of one recipe, compute in the unit of `c_mid_grid`.
+        options: r0 is a number, or `first` for the first evaluation's reward (the seeds' mean); either is held fixed.
+            `asymptote` fixes A, and `a_grid` is then not used.
         a_grid: values of A to try, in reward units.
         c_mid_grid: values of C_mid to try, positive, in the curve's unit.
 

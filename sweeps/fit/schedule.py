@@ -77,15 +77,16 @@ def at_peak_rate(compute: Array, rate: Array, at: Array) -> Array | None:
     Warm-up counts in full: what it costs belongs to every run alike.
 
     Args:
-        compute: spent by each logged step, increasing, (n,).
-        rate: of each, (n,).
-        at: the compute asked for, (m,).
+        compute: cumulative compute of one run at each logged step, increasing, (n,).
+        rate: learning rate of each step, (n,).
+        at: cumulative compute to convert, (m,).
 
     Returns:
-        (m,), never more than the compute.
+        Equivalent compute, never more than `at`, (m,).
     """
     if not len(rate) or not np.isfinite(rate).all() or (rate < 0).any() or (np.diff(compute) < 0).any():
         return None
+    # The peak so far, not of the whole run: during warm-up every step is at its peak and so counts in full.
     enough = COOLED * np.maximum.accumulate(rate)
     counts = np.divide(np.minimum(rate, enough), enough, out=np.ones(len(rate)), where=enough > 0)
     if counts.min() >= 1:

@@ -47,7 +47,12 @@ class SeedExcess:
 def seed_excess(problem: Problem, best: Optimum, g: Array, noise: Noise, labels: Sequence[str]) -> SeedExcess:
     """Per-seed asymptotes at the common shape, about their mean.
 
-    Shapes: g (n,). noise: about the curve. labels: of the seeds, in their order.
+    Args:
+        problem: the least-squares problem; only seeds that are `loose` in it are measured.
+        best: its solution.
+        g: basis function at the points, (n,).
+        noise: noise of one run's evaluations about the curve.
+        labels: names of the seeds, by their number in `problem.seed`.
     """
     informing = np.flatnonzero(problem.loose)
     count = len(informing)
@@ -58,10 +63,12 @@ def seed_excess(problem: Problem, best: Optimum, g: Array, noise: Noise, labels:
     information = np.bincount(problem.seed, pull * g, problem.seeds)[informing]
     if (information <= 0).any():
         return SeedExcess()
+    # Each seed's own least-squares offset, sum w g r / sum w g^2, without the ridge that would draw it to 0.
     offset = np.bincount(problem.seed, pull * residual, problem.seeds)[informing] / information
     errors = []
     for seed, own in zip(informing, information, strict=True):
         mine = problem.seed == seed
+        # Variance of that estimate where evaluations of a run are correlated: the weights hold their variances alone.
         errors.append(float(pull[mine] @ noise.covariance(np.exp(problem.log_compute[mine])) @ pull[mine]) / own**2)
     sampling = float(np.mean(errors))
     offset = offset - offset.mean()
@@ -100,6 +107,7 @@ def paired_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> Pa
     if len(shared) < 2 or dof < 2:
         return None
     table = np.array([[excess.offset[label] for label in shared] for excess in excesses])
+    # What is left once the effects of recipe and of seed are taken off: their interaction and the noise.
     left = table - table.mean(1, keepdims=True) - table.mean(0) + table.mean()
     sampling = float(np.mean([excess.sampling for excess in excesses]))
     variance = max(float((left**2).sum()) / dof - sampling, min(sampling, (BORROWED_SEED_SD * scale) ** 2))

@@ -53,8 +53,8 @@ def sensitivity(curve: Curve, options: FitOptions | None = None) -> tuple[Row, .
     """The fit, and the refits under every changed setting that leaves enough points.
 
     Args:
-        curve: a recipe's evaluations.
-        options: of the main fit.
+        curve: evaluations of one recipe.
+        options: options of the main fit; the defaults if None.
 
     Raises:
         UserError: as of `fit_curve`, for the main fit.

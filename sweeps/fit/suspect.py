@@ -32,8 +32,9 @@ def without_bad_seeds(curve: Curve, until: float | None = None) -> tuple[Curve, 
     Nothing is left out unless a majority of the seeds agrees: of two seeds it cannot be told which one went bad.
 
     Args:
-        curve: of a recipe.
-        until: compute up to which it is judged: what came later must not be known to a fit of what came before.
+        curve: evaluations of one recipe, all seeds.
+        until: largest compute that is looked at, in the curve's unit, so that a fit of the early part does not know
+            what came later; None for all of it.
     """
     found: list[BadSeed] = []
     left = curve if until is None else curve.take(curve.compute <= until)
@@ -83,6 +84,8 @@ def _off(curve: Curve, label: str) -> tuple[BadSeed, float] | None:
     if int(seen.sum()) < 3:
         return None
     gap: Array = own[seen] - np.nanmedian(stacked[:, seen], axis=0)
+    # Twice the variance of one seed's mean (this one's and the others' median), and the noise of the evaluations, told
+    # by differences of neighbours, which a lasting gap leaves alone.
     honest = 2 * (MEANS_SD * curve.scale) ** 2 + float(np.var(np.diff(gap))) / len(gap)
     off = np.abs(gap) > 0.5 * abs(float(gap.mean()))
     first = float(at[seen][np.argmax(off)])

@@ -51,10 +51,14 @@ class Verdict:
 class Doubt:
     """Evidence on the points from other kinds of curves than the sigmoid (`sweeps.fit.mixture`).
 
-    skill: log predictive density of each kind, by name. rise: log evidence of all over a constant. z: of the trend,
-    signed, the larger by scatter and by sampling errors. rival: the kind other than a sigmoid that forecasts best, and
-    by how much log density it is ahead. agreed: probability that the ceiling is within A's interval. jump: what the
-    points show of one.
+    Attributes:
+        skill: log predictive density of each kind of curve, by name.
+        rise: log evidence of the best kind over a constant.
+        z: signed size of a straight trend in standard deviations, see `trend_z`.
+        rival: name of the kind other than the sigmoid that forecasts best.
+        ahead: log predictive density by which the rival leads the sigmoid; negative if it trails.
+        agreed: posterior probability, over all kinds, that the curve has a ceiling within A's interval.
+        jump: a jump that the points show; None if none is more likely than not.
     """
 
     skill: Mapping[str, float]
@@ -70,10 +74,16 @@ class Doubt:
 class Evidence:
     """Inputs of a verdict: the points, the estimates with their intervals, and the doubt.
 
-    compute, reward: the points, (n,). A, B and half_gain (C_mid of a sigmoid): value, low, high, None for open; B
-    and half_gain are None where the family has none. reward_range: width of the reward's scale. at_edge: the edge of
-    the search the fit lies on. point_sd: of one point about the curve. doubt: what other kinds of curves say.
-    half_name: what the family calls half_gain.
+    Attributes:
+        compute, reward: the fitted points, (n,).
+        A, B, half_gain: (value, low, high), a bound None where it is open. half_gain is the compute at which half of
+            A - R0 is gained, C_mid of a sigmoid; it and B are None for a family without such a parameter.
+        R0: fitted or given reward at compute 0.
+        reward_range: width of the reward's scale.
+        at_edge: the edge of the search that the fit lies on, in words; None inside.
+        point_sd: standard deviation of one point about the curve, in reward.
+        doubt: evidence from other kinds of curves.
+        half_name: name of half_gain in the family's own parameters.
     """
 
     compute: Array
@@ -108,6 +118,7 @@ def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters
             f"{len(compute)} points, at most {along} distinct positive compute values in one run, cannot carry "
             f"{parameters} parameters; evaluate more often or run longer (at least {MIN_COMPUTES} values)",
         )
+    # Capped before the exponential, which overflows beyond about 709.
     span = float(np.exp(min(np.log(distinct[-1]) - np.log(distinct[0]), 700.0)))
     if span < MIN_SPAN:
         return Verdict(
@@ -138,6 +149,8 @@ def _trend(e: Evidence) -> Verdict | None:
     left = reward - reward.mean() - slope * x
     squares = max(float(left @ left), 1e-300)
     seen = float(left[1:] @ left[:-1]) / squares
+    # The lag-1 autocorrelation of residuals is low by (1 + 4 r) / n (Kendall 1954); n correlated points are worth
+    # n (1 - r) / (1 + r) independent ones.
     r = float(np.clip(seen + (1 + 4 * seen) / n, 0.0, 0.95))
     inflation = (1 + r) / (1 - r)
     sure = float(stdtrit(max(n / inflation - 2, 3.0), 0.975))
@@ -186,6 +199,7 @@ def after_fit(e: Evidence) -> Verdict:
         c, _, c_high = e.half_gain
         if c_high is None or max(c, c_high) >= BEND * end:
             return Verdict("pre_inflection", _before_the_bend(end, e.half_name, c, c_high))
+        # Squared: see `REACH`.
         short = min(end / (REACH * max(c, c_high, 1e-300)), 1.0) ** 2
         if c > 0:
             reach = f" in a window up to {end / c:.2g} x {e.half_name}"

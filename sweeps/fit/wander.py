@@ -75,9 +75,11 @@ class Seen:
         for s in np.unique(self.seed):
             z = self.z[self.seed == s]
             if len(z) >= 3:
+                # Of independent errors a second difference has 1 + 4 + 1 times the variance.
                 found.append((z[:-2] - 2 * z[1:-1] + z[2:]) / np.sqrt(6))
         every = np.abs(np.concatenate(found)) if found else np.zeros(1)
         mean_square = float(np.sqrt(np.mean(every**2)))
+        # 1.4826 x the median of absolute values is the standard deviation of a normal (its 75% quantile is 0.6745).
         spread = max(1.4826 * float(np.median(every)), 0.3 * mean_square)
         levels = np.unique(self.z)
         # What never passes, or always does, repeats itself whatever a step of the reward is.
@@ -184,10 +186,10 @@ def noise_of(every: Noises, share: Array, end: float, width: float) -> Noise:
     """Average the kinds of noise by their shares (J,), converted to units of compute and reward.
 
     Args:
-        every: kinds of noise.
-        share: of each; they sum to 1.
-        end: of the window.
-        width: of the reward's scale.
+        every: J kinds of noise, without units.
+        share: weight of each kind, summing to 1, (J,).
+        end: largest compute that was evaluated, in the curve's unit.
+        width: width of the reward's scale.
     """
     memory, which = np.unique(every.memory, return_inverse=True)
     wander: Array = np.bincount(which, share * every.strength**2).astype(float)
