@@ -49,8 +49,12 @@ class Frontier(AsJson):
 class AcrossSizes(AsJson):
     """Joint posterior draws of one recipe's sigmoids across all its model sizes.
 
-    sizes (S,): ascending, in parameters. own (D, S, 4): of each size's logarithms of 1 - A, C_mid, B and 1 - R0.
-    line (D, 4, 2): value at the sizes' mean log N, and slope. off (D, 4): tau. schedules: of each size's learning rate.
+    Attributes:
+        sizes: model sizes that were run, ascending, in parameters, (S,).
+        own: D draws of each size's log(1 - A), log C_mid, log B and log(1 - R0), (D, S, 4).
+        line: value at the mean of log N over the sizes, and slope in log N, of each of the four, (D, 4, 2).
+        off: tau, the standard deviation of sizes about the line, (D, 4).
+        schedules: decay of each size's learning rate, by which its compute counts; None where it is constant.
     """
 
     sizes: Array
@@ -96,7 +100,8 @@ class AcrossSizes(AsJson):
         Sizes between those seen are on the line, off it as their neighbours are; none beyond them is proposed.
 
         Args:
-            start, end: compute of the first evaluation and of the last, over all sizes.
+            start: compute of the first evaluation of any size, in the curves' unit.
+            end: compute of the last one.
         """
         log_n = np.linspace(np.log(self.sizes[0]), np.log(self.sizes[-1]), _GRID)
         known = np.log(self.sizes)
@@ -125,6 +130,7 @@ class AcrossSizes(AsJson):
 
 def _rewards(numbers: Array, compute: Array) -> Array:
     """Reward of sigmoids given by their four logarithms; (D, 4), (m,) -> (D, m)."""
+    # A draw of a size that was not run may put log(1 - R) above 0; a pass rate is not below 0.
     top, start = 1 - np.exp(np.minimum(numbers[:, 0], 0.0)), 1 - np.exp(np.minimum(numbers[:, 3], 0.0))
     start = np.minimum(start, top)
     with np.errstate(divide="ignore"):
@@ -137,8 +143,8 @@ def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | 
     """The joint posterior of a recipe's sizes; None where one of them has no sigmoid at all, or there is but one.
 
     Args:
-        by_size: fits of pass rates by size in parameters, ascending, whatever their verdicts.
-        recipe: its name, which seeds the draws.
+        by_size: fits of pass rates of any verdict, by model size in parameters, ascending.
+        recipe: name of the recipe, which seeds the draws.
     """
     fits = list(by_size.values())
     if len(fits) < 2 or any(fit.draws is None or fit.family != "sigmoid" for fit in fits):
@@ -157,6 +163,7 @@ def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | 
         expected = lines[:, 0] + u[:, None] * lines[:, 1]
         log_weight = -0.5 * (((draws - expected[:, None]) / off) ** 2).sum(2)
         weight = np.cumsum(np.exp(log_weight - log_weight.max(1, keepdims=True)), axis=1)
+        # One draw of each size, with probability in proportion to its weight, by the inverse of the cumulative weights.
         at = (weight < rng.random(len(u))[:, None] * weight[:, -1:]).sum(1)
         chosen = draws[np.arange(len(u)), at]
         if sweep >= _BURN:
@@ -180,11 +187,13 @@ def _lines_given(chosen: Array, u: Array, off: Array, rng: np.random.Generator) 
     lines = np.zeros((4, 2))
     count = len(u)
     for c, sloped in enumerate(_SLOPED):
+        # u sums to 0, so the value at the mean size (flat prior) and the slope are independent given `off`.
         lines[c, 0] = chosen[:, c].mean() + off[c] / np.sqrt(count) * rng.standard_normal()
         if sloped:
             precision = u @ u / off[c] ** 2 + _SLOPE_SD[c] ** -2
             mean = (u @ chosen[:, c]) / off[c] ** 2 / precision
             lines[c, 1] = mean + rng.standard_normal() / np.sqrt(precision)
     left = chosen - lines[:, 0] - u[:, None] * lines[:, 1]
+    # Scaled inverse chi-squared: the prior counts as `_OFF_WORTH` sizes that lie off by `_OFF`.
     squares = _OFF_WORTH * np.array(_OFF) ** 2 + (left**2).sum(0)
     return lines, np.sqrt(squares / rng.chisquare(_OFF_WORTH + count, 4))

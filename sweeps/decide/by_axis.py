@@ -22,7 +22,10 @@ _NAMES = {**UNITS, "step": "steps"}
 class Column(AsJson):
     """Recipes compared on one compute axis.
 
-    name: of the axis, in words. compute: the most that all recipes have spent. rows: the highest reward there first.
+    Attributes:
+        axis, name: name of the axis in the journal, and in words.
+        compute: largest compute that every recipe has spent, in the axis's unit.
+        rows: recipes with their rewards there, the highest first.
     """
 
     axis: str
@@ -58,9 +61,9 @@ def by_axis(fits: Mapping[str, Sequence[Fit]], rate: float | None = None) -> ByA
     """Hold recipes against each other on every axis.
 
     Args:
-        fits: one a recipe, for each axis.
-        rate: money that an hour of a device costs; an axis of its own, by the device hours, else by another axis in
-            hours.
+        fits: for each compute axis, the fits of all recipes on it.
+        rate: price of a device hour, which adds an axis `cost` from the device hours, or from another axis in hours;
+            None for no such axis.
 
     Raises:
         UserError: the rate is not positive, there are no device hours to multiply it with, or no axis can be read.

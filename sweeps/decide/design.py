@@ -23,10 +23,15 @@ _STUDIES = 4000
 class Foresight(AsJson):
     """Prediction of how many comparisons with the best recipe a planned study will leave undecided.
 
-    comparisons: how many. undecided: of these, how many will probably stay so, their 95% intervals holding 0; None
-    where no earlier study says how far recipes lie apart. smallest: difference that is told at 5% with 80% power.
-    seeds_needed: a recipe, for the margin; None for a margin of 0. spread: of the true differences between recipes
-    (standard deviation). source: what that and the noise were read from.
+    Attributes:
+        comparisons: number of comparisons with the best recipe.
+        undecided: expected number of them whose 95% interval will hold 0; None where no earlier study says how far
+            recipes lie apart.
+        smallest: difference in reward that is detected at 5% with 80% power.
+        margin: rewards within this are the same.
+        seeds_needed: seeds per recipe to detect the margin; None for a margin of 0.
+        spread: standard deviation of the true differences between two recipes, in reward; None where not known.
+        source: where spread and noise come from, in words.
     """
 
     comparisons: int
@@ -48,11 +53,11 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
     stays undecided where the difference is below 1.96 s / sqrt(n).
 
     Args:
-        recipes: of the study to come.
-        seeds: a recipe.
-        fits: of an earlier study; without any the published spread between seeds is all that is known.
-        margin: recipes within this of each other are the same, in reward units; the paper's 0.02 if not given.
-        by: where the fits are from.
+        recipes: number of recipes of the planned study.
+        seeds: number of seeds of each recipe.
+        fits: fits of an earlier study; if empty, the published spread between seeds is all that is known.
+        margin: recipes within this of each other are the same, in reward; None for 0.02 of the reward's scale.
+        by: name of the earlier study, for the sentence.
 
     Raises:
         UserError: fewer than one recipe or seed, or a margin that cannot be.
@@ -69,9 +74,11 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
         apart_by = np.array([difference for _, difference, _ in measured])
         own_seeds = np.array([count for _, _, count in measured])
         one_seed = float(np.median(errors * np.sqrt(own_seeds)))
+        # By method of moments: E[difference^2] = spread^2 + error^2.
         spread = math.sqrt(max(float(np.mean(apart_by**2 - errors**2)), 0.0))
         source = by
     else:
+        # Of a difference of two runs, as `errors` above.
         one_seed = BORROWED_SEED_SD * scale * math.sqrt(2)
         source = "the published spread between seeds"
     error = one_seed / math.sqrt(seeds)
@@ -95,6 +102,7 @@ def _undecided(recipes: int, spread: float, error: float) -> float:
     # spread and error are of a difference of two recipes, whose variance is twice that of one.
     seen = math.hypot(spread, error) / math.sqrt(2) * rng.standard_normal((_STUDIES, recipes))
     behind = seen.max(1, keepdims=True) - seen
+    # Less 1 for the best recipe itself, which is 0 behind.
     return float((behind < SURE * error).sum(1).mean()) - 1
 
 

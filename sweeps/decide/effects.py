@@ -52,9 +52,13 @@ _LOOKS = 241
 class Effect(AsJson):
     """Effect of a level against its axis's first one, averaged over the cells; an interaction's is beyond main effects.
 
-    axis, level: of an interaction with `:` between. A: in reward units. compute: how many times the compute to half of
-    the gain; None where no cell's is known. p_positive: chance that the effect on A is above 0. cells: that have the
-    level.
+    Attributes:
+        axis, level: names; of an interaction both axes, and both levels, with `:` between them.
+        against: the level it is compared with.
+        A: effect on the asymptote, in reward.
+        compute: factor on the compute to half of the gain; None where fewer than three cells have a known one.
+        p_positive: posterior probability that the effect on A is above 0.
+        cells: number of cells that have the level.
     """
 
     axis: str
@@ -68,7 +72,12 @@ class Effect(AsJson):
 
 @dataclass(frozen=True)
 class Cell(AsJson):
-    """A cell to run next, by its levels; gain: share of the main effects' summed variance on A that it removes."""
+    """A cell to run next.
+
+    Attributes:
+        levels: its level by axis.
+        gain: share in [0, 1] of the summed variance of the main effects on A that running it removes.
+    """
 
     levels: Mapping[str, str]
     gain: float
@@ -78,7 +87,12 @@ class Cell(AsJson):
 class Effects(AsJson):
     """Effects of all axes of a grid, and the cells to run next.
 
-    own: standard deviation of the cells' own residuals, in reward units; left: recipes of which nothing can be read.
+    Attributes:
+        effects: main effects and interactions.
+        next: cells to run next, the most informative first.
+        own: standard deviation of the cells' own residuals, in reward.
+        cells: number of recipes that were used; left: those without a forecast, which were not.
+        notes: axes that the grid cannot tell apart, in words.
     """
 
     effects: tuple[Effect, ...]
@@ -110,8 +124,8 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
     """Read main effects and interactions off a grid.
 
     Args:
-        fits: one a cell, as `fit_curves` returns them.
-        interactions: pairs of axes.
+        fits: one fit per cell of the grid, as `fit_curves` returns them.
+        interactions: pairs of axes whose interaction is estimated; none by default.
 
     Raises:
         UserError: fewer than three cells can be read, nothing varies, or an axis that does not.
@@ -225,6 +239,7 @@ def _solve(design: _Design, y: Array, error: Array, scale: float) -> _Solved:
     values = _GRID * scale
     # The density of a half-normal, on an even grid of logarithms.
     prior, of_own = (np.log(values) - 0.5 * (values / (sd * scale)) ** 2 for sd in (_PRIOR_SD, _OWN_SD))
+    # The mean mu, integrated out under a prior so wide that it does not matter.
     shared = np.full((len(y), len(y)), (_WIDE * scale) ** 2)
     centred = y - y.mean()
     posts: list[tuple[float, tuple[float, float, float], Array, Array]] = []
@@ -237,6 +252,7 @@ def _solve(design: _Design, y: Array, error: Array, scale: float) -> _Solved:
         total = error + own**2 * np.eye(len(y)) + (z * variance) @ z.T + shared
         factor = np.linalg.cholesky(total)
         half = np.linalg.solve(factor, np.column_stack([centred, z * variance]))
+        # Log marginal likelihood, -1/2 log |V| - 1/2 y' V^-1 y, by the Cholesky factor; log |V| is twice the sum below.
         weight = p0 + p1 + p2 - np.log(np.diag(factor)).sum() - 0.5 * float(half[:, 0] @ half[:, 0])
         mean = half[:, 1:].T @ half[:, 0]
         spread = np.diag(variance) - half[:, 1:].T @ half[:, 1:]
@@ -302,6 +318,7 @@ def _next(
         before = float(np.trace(mains @ left @ mains.T))
         moved = mains @ left @ z[len(run) :].T  # (contrasts, candidates)
         own = np.einsum("np,pq,nq->n", z[len(run) :], left, z[len(run) :]) + noise
+        # One more observation lowers the covariance by a rank of one: left z z' left / (z' left z + noise).
         gains = (moved**2).sum(0) / own / before
         # The first of those that differ by rounding: which that is must not hang on the order of a machine's sums.
         best = int(np.argmax(gains > gains.max() * (1 - 1e-6)))

@@ -54,9 +54,14 @@ _COULD, _AT_MOST = 0.002, 10
 class Step(AsJson):
     """Something that could be run next.
 
-    action: `extend` (each of the recipe's runs, to `compute`) or `seed` (one more run of `compute`).
-    expected_gain: by how much it is expected to lower the loss of choosing, in reward: how far the chosen recipe's A
-    lies below the best; None where that cannot be computed. cost: of all that, in the curves' unit.
+    Attributes:
+        recipe: label of the recipe.
+        action: `extend` (each of its runs, to `compute`) or `seed` (one more run, of `compute`).
+        compute: total compute of each run after the step, in the curves' unit.
+        expected_gain: expected reduction, in reward, of how far the chosen recipe's A lies below the best one's; None
+            where that cannot be computed.
+        cost: compute that the step adds, over all runs, in the curves' unit.
+        reason: in words.
     """
 
     recipe: str
@@ -71,8 +76,11 @@ class Step(AsJson):
 class Settlement:
     """State of the choice between recipes, and the steps that would settle it.
 
-    leader, p_wrong, settled: as of `sweeps.decide.standing.Standing`, which the ranking says too. steps: the best thing
-    to run for each recipe, the best first; those without an expected gain last.
+    Attributes:
+        leader, p_wrong, margin: see `sweeps.decide.standing.Standing`; the ranking reports the same.
+        steps: the best next step of each recipe, by expected gain per cost; those without an expected gain last.
+        sentence: the state in words.
+        settled: whether the data decide the choice.
     """
 
     leader: str | None
@@ -98,8 +106,14 @@ class Share:
 class Split:
     """Split of a budget over recipes, with the steps that it pays for.
 
-    winner: the recipe to which the rest is committed, the leader of `sweeps.decide.standing.Standing`; None where it
-    could cost more than the margin. commit: a run of it continues from, to.
+    Attributes:
+        budget: compute to be split, in the curves' unit.
+        shares: what each recipe gets.
+        steps: the steps that settle the choice, paid for first.
+        winner: the recipe that gets the rest, the leader of `sweeps.decide.standing.Standing`; None where its expected
+            loss exceeds the margin.
+        commit: compute from which, and to which, one run of the winner continues; None if nothing is committed.
+        sentence: the split in words.
     """
 
     budget: float
@@ -225,6 +239,7 @@ def _weights(signal: Array, truth: NDArray[np.intp], rng: np.random.Generator) -
     scale = 1.0
     while True:
         observed = signal[truth] / scale + noise
+        # Squared distances of outcomes to all draws, |o|^2 - 2 o.s + |s|^2: (J, K) at once, without a (J, K, q) array.
         distance = (observed**2).sum(1)[:, None] - 2 * observed @ signal.T / scale + (signal**2).sum(1) / scale**2
         # A truth must not vouch for itself: with few draws left it would make the outcome look too telling.
         distance[np.arange(len(truth)), truth] = np.inf
@@ -275,8 +290,8 @@ def settle(choice: Choice, limit: float | None = None) -> Settlement:
     """Return the best next step of each recipe, to settle which one has the highest asymptote.
 
     Args:
-        choice: between the recipes.
-        limit: nothing that costs more than this, in the curves' unit.
+        choice: the choice between recipes, see `choice_of`.
+        limit: steps that cost more than this are left out, in the curves' unit; None for no limit.
 
     A recipe that does not rise, or has no fit, is listed with its cure and no expected gain.
     """
@@ -373,8 +388,8 @@ def split_budget(choice: Choice, budget: float) -> Split:
     margin; else it is kept. It is a plan before the results: plan again with them.
 
     Args:
-        choice: between the recipes.
-        budget: compute still to spend, over all recipes, in the curves' unit.
+        choice: the choice between recipes, see `choice_of`.
+        budget: compute still to spend, over all recipes together, in the curves' unit.
 
     Raises:
         UserError: budget is not positive.

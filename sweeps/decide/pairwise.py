@@ -49,13 +49,20 @@ PromptPasses = Callable[[str, float], Mapping[str, Passes]]
 class Difference(AsJson):
     """One comparison; differences are of `recipe` minus `other`, in reward units, with 95% bounds.
 
-    compute: that both have spent. R: difference of reward there. R_on_prompts: the same if the held-out prompts are a
-    sample of all there are; None where passes by prompt are not known of both or were on other prompts.
-    R_at_budget: forecast, None without a budget or where it lies too far beyond what was run. A: of the asymptotes;
-    None where one of the two does not rise. ratio: compute of `recipe` to a reward that both reach, in that of `other`;
-    None where that is not known. p_higher: chance that the reward of `recipe` is the higher one at `compute`. seeds: of
-    the recipe that has fewer. paired: by what the two are paired, of "seed" and "prompt". seeds_needed: an arm, to tell
-    the margin at that compute with 80% power; None where that is more than anybody runs.
+    Attributes:
+        recipe, other: labels.
+        compute: largest compute that both have spent, in the curves' unit.
+        R: difference of rewards there.
+        R_on_prompts: the same with the held-out prompts as a sample of all prompts, so with their sampling error; None
+            where the passes by prompt of both are not known, or were on different prompts.
+        R_at_budget: forecast difference at the budget; None without a budget, or where it lies too far beyond the data.
+        A: difference of the asymptotes; None where one of the two curves does not rise.
+        ratio: compute of `recipe` over that of `other`, to a reward that both reach; None where that is not known.
+        p_higher: probability that the reward of `recipe` is the higher one at `compute`.
+        seeds: number of seeds of the recipe that has fewer.
+        paired: what the two are paired by: "seed", "prompt", both or neither.
+        seeds_needed: seeds per recipe to detect the margin at `compute` with 80% power; None above `_MOST_SEEDS`.
+        told: `higher`, `lower`, `same` or `not told apart`.
     """
 
     recipe: str
@@ -110,11 +117,11 @@ def compare(
     """Compare recipes two by two.
 
     Args:
-        fits: of the whole study, for what a seed does to all recipes alike is told by all of them.
-        pairs: of recipes; bounds hold for all of them together.
-        budget: compute at which to forecast as well, in the curves' unit.
-        margin: recipes within this of each other are the same, in reward units; the paper's 0.02 if not given.
-        passes: which prompts the runs passed; None where that is not known.
+        fits: fits of the whole study: the effect of a seed that recipes share is estimated from all of them.
+        pairs: labels of the recipes to compare, two by two; bounds hold for all pairs together.
+        budget: compute at which to forecast as well, in the curves' unit; None for no forecast.
+        margin: recipes within this of each other are the same, in reward; None for 0.02 of the reward's scale.
+        passes: reads which prompts the runs of a recipe passed; None where that was not kept.
 
     Raises:
         UserError: an unknown recipe, one with itself, one of which nothing can be read, or a margin that cannot be.
@@ -161,8 +168,10 @@ def compare(
 
 
 def _check(pair: tuple[str, str], by_name: Mapping[str, Fit]) -> None:
-    """Raises:
-    UserError: the two cannot be compared.
+    """Refuse a pair of recipes that cannot be compared.
+
+    Raises:
+        UserError: a name is unknown, a recipe has no forecast, or both are the same.
     """
     for name in pair:
         if name not in by_name:
@@ -206,9 +215,9 @@ def apart(one: Fit, two: Fit, compute: float, pairing: Pairing | None) -> Array:
 
     Args:
         one: a readable fit.
-        two: another, whose reward is taken off.
-        compute: in the curves' unit.
-        pairing: what seeds leave of the difference; None where they count in full for each.
+        two: another one, whose reward is subtracted.
+        compute: where to compare, in the curves' unit.
+        pairing: spread that is left of the difference within shared seeds; None where the recipes are not paired.
     """
     if pairing is None:
         return np.asarray(np.subtract(*(paths_over_seeds(fit, [compute])[:, 0] for fit in (one, two))))
@@ -230,10 +239,9 @@ def pairing_of_two(one: str, two: str, near: Mapping[str, SeedExcess], scale: fl
     `_PRIOR_DOF` degrees of freedom.
 
     Args:
-        one: a recipe.
-        two: another.
-        near: `rewards_near` of all recipes of the study, by name.
-        scale: of the reward.
+        one, two: labels of the recipes.
+        near: `rewards_near` of all recipes of the study, by label.
+        scale: width of the reward's scale.
     """
     seeds = sorted(near[one].offset)
     if len(seeds) < 2 or sorted(near[two].offset) != seeds:
@@ -278,8 +286,8 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
     seed of both was evaluated on the same prompts.
 
     Args:
-        one: passes of a recipe's runs, by seed.
-        two: of another's.
+        one: passes of one recipe's runs, by seed.
+        two: passes of the other recipe's runs, by seed.
     """
     seeds = [s for s in one if s in two and one[s].prompts == two[s].prompts]
     if not seeds:
@@ -293,6 +301,7 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
         scored = np.array([each[s].scored for s in seeds], dtype=float)
         with np.errstate(invalid="ignore", divide="ignore"):
             rate = np.where(scored > 0, passed / scored, np.nan)
+            # Unbiased estimate of p (1 - p) / n from the n completions of a prompt.
             sampling.append(np.where(scored > 1, rate * (1 - rate) / (scored - 1), np.nan))
         rates.append(rate)
     apart = rates[0] - rates[1]
@@ -331,9 +340,9 @@ def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
     All that is uncertain at a compute that was spent (seeds, sampling, noise) goes with the root of the seeds.
 
     Args:
-        difference: draws at the seeds there are; (K,).
-        seeds: an arm, there are.
-        margin: in reward units.
+        difference: posterior draws of the difference at the present number of seeds, (K,).
+        seeds: present number of seeds per recipe.
+        margin: difference to detect, in reward.
     """
     if margin <= 0:
         return None

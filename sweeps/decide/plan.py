@@ -31,7 +31,16 @@ class Factors:
 
 @dataclass(frozen=True)
 class Row(AsJson):
-    """One recipe of a plan. compute: to the target, or what it gets of the budget; R: the reward there."""
+    """One recipe of a plan.
+
+    Attributes:
+        compute: compute to the target, or the share of the budget; None where the target is not reached.
+        R: reward at `to`, for a budget; None for a target, or where the fit may not be read there.
+        reason: in words.
+        asymptote: how near the recipe's runs are to their asymptote.
+        reach: the full answer for a target; None for a budget.
+        to: compute that the recipe's run then reaches; None for a target, or where nothing is added.
+    """
 
     recipe: str
     compute: Interval | None
@@ -103,12 +112,12 @@ def make_plan(
     """Plan for a target or a budget.
 
     Args:
-        fits: as `fit_curves` returns them, of curves grouped by the factors.
-        target: reward to reach.
-        budget: in the curves' unit; without factors compute still to spend over all recipes, with them compute
-            of one run.
-        margin: recipes whose A lies within this of the best are no wrong choice.
-        factors: what the study varied besides the recipe.
+        fits: fits of curves that are grouped by the factors, as `fit_curves` returns them.
+        target: reward to reach; None if a budget is given.
+        budget: compute in the curves' unit: still to spend over all recipes together where the study has no factors,
+            else of one run; None if a target is given.
+        margin: recipes whose A lies within this of the best are no wrong choice, in reward; None for the default.
+        factors: what the study varied besides the recipe; None for nothing.
 
     Raises:
         UserError: both or neither of target and budget, either out of range, or factors that do not fit.

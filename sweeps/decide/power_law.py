@@ -78,10 +78,15 @@ class _Lines:
 class PowerLaw:
     """The fitted law with joint draws.
 
-    sizes: (S,), ascending, in parameters. reference: the compute at which `level` is log L. k_max, N_0: with
-    95% bounds, None where the data leave one open. Draws, for a recipe's mean over seeds: k_max and N_0 (K,),
-    level (K, S); best: the same at the least squares. points, left_out: used, and without a logarithm (compute
-    0, or every answer right).
+    Attributes:
+        sizes: model sizes that were run, ascending, in parameters, (S,).
+        reference: compute at which `draw_level` is log L, in the curves' unit.
+        k_max, N_0: estimates with 95% bounds; a bound is None where the data leave it open.
+        draw_k_max, draw_n_0: K joint draws of both, (K,). draw_level: of log L of each size, as a mean over seeds, at
+            the reference compute, (K, S).
+        best: k_max, N_0 and the levels (S,) at the least squares.
+        points, left_out: number of evaluations used, and of those without a logarithm (compute 0, or reward 1).
+        rmse: of log L about the least-squares law.
     """
 
     sizes: Array
@@ -137,6 +142,7 @@ class PowerLaw:
         gap = self.level(size) - np.log1p(-target)
         k = self.exponent(size)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            # exp overflows beyond about 709.
             x = np.where(k > 0, np.log(self.reference) + gap / k, np.inf)
             return np.asarray(np.where(x > 700, np.inf, np.exp(np.minimum(x, 700))))
 
@@ -193,6 +199,7 @@ def _lines(points: _Points, weight: Array, count: int, reference: float) -> _Lin
     def total(values: Array) -> Array:
         return np.bincount(points.size, values, count).astype(np.float64)
 
+    # Sums about each size's own weighted means, which keep the digits that the means would cost.
     x, y = points.log_x - reference, points.log_l
     w = total(weight)
     xm, ym = total(weight * x) / w, total(weight * y) / w
@@ -203,6 +210,7 @@ def _lines(points: _Points, weight: Array, count: int, reference: float) -> _Lin
 def _given_n0(lines: _Lines, h: Array) -> tuple[Array, Array, Array]:
     """Everything linear given N_0. Shapes: h = k / k_max is (G, S); k_max, its information, SSE are (G,)."""
     information = h**2 @ lines.xx
+    # Least squares of slope = -k_max h over all sizes; a loss that grows with compute is fitted by k_max = 0.
     k_max = np.maximum(-(h @ lines.xy) / information, 0.0)
     sse = lines.yy.sum() + 2 * k_max * (h @ lines.xy) + k_max**2 * information
     return k_max, information, np.maximum(sse, 0.0)
@@ -245,8 +253,8 @@ def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
     """Fit the law to all sizes of a recipe.
 
     Args:
-        by_size: fits by size in parameters; their points within their window are used, not their curves.
-        recipe: its name, for messages.
+        by_size: fits by model size in parameters, ascending; the points in their windows are used, not their curves.
+        recipe: name of the recipe, for messages and to seed the draws.
 
     Weights are for noise that is even in R (or the points' own errors), so 1 / L^2 in log L, with L from the fit
     and not from the noisy points. Draws follow the profile likelihood of N_0 with Student tails at the effective
@@ -316,6 +324,7 @@ def _draw(
     fine = np.linspace(grid[0], grid[-1], 4 * len(grid))
     k_hat, information, sse = _given_n0(lines, 1 / (1 + np.exp(fine)[:, None] / sizes))
     excess = sse - sse.min()
+    # Student's likelihood, the noise's variance integrated out: (1 + excess / (dof scale))^(-(dof + 1) / 2).
     weight = np.exp(-0.5 * (dof + 1) * np.log1p(excess / (scale * dof)))
     cell = np.searchsorted(np.cumsum(weight) / weight.sum(), (np.arange(_DRAWS) + rng.random()) / _DRAWS)
     cell = cell.clip(max=len(fine) - 1)
@@ -354,6 +363,7 @@ def _between_seeds(
     tilt = np.bincount(points.size, weight * x * np.exp(-fitted), count) / lines.xx
     xx = lines.xx / (1 + lines.xx / scale * (_seed_sd(fits) * tilt) ** 2)
     slope = lines.xy / lines.xx
+    # yy such that the least sum of squares of each line, yy - xy^2 / xx, stays what it was.
     return replace(lines, xx=xx, xy=slope * xx, yy=lines.yy - slope * lines.xy + slope**2 * xx)
 
 

@@ -33,10 +33,14 @@ _ABOUT = 1 - 1e-9
 
 @dataclass(frozen=True)
 class Chance(AsJson):
-    """A recipe at a look.
+    """A recipe's chances at one look.
 
-    p_best: of having the highest reward at the budget. p_ahead: of ending ahead of the favourite; None of itself.
-    R: reward at the budget (median, 95%). below: looks in a row at which p_ahead was too small.
+    Attributes:
+        recipe, verdict: its label, and the verdict of its fit at this look.
+        p_best: probability of having the highest reward at the budget.
+        p_ahead: probability of ending ahead of the favourite; None for the favourite.
+        R: reward at the budget, median with 95% interval.
+        below: number of looks in a row, this one included, at which p_ahead was below the limit.
     """
 
     recipe: str
@@ -56,7 +60,11 @@ class Chance(AsJson):
 class Look(AsJson):
     """One look of a race: the recipes' chances from evaluations up to a compute, and the recipes that it stops.
 
-    favourite: of the highest expected reward at the budget, which is the least expected loss.
+    Attributes:
+        compute: compute up to which evaluations count, in the curves' unit.
+        favourite: recipe of the highest expected reward at the budget, which has the least expected loss.
+        chances: of every recipe still in the race.
+        stopped: recipes that this look stops.
     """
 
     compute: float
@@ -86,11 +94,13 @@ class Look(AsJson):
 
 @dataclass(frozen=True)
 class Runner(AsJson):
-    """A recipe in a race.
+    """A recipe's state in a race.
 
-    stopped_at: compute at which its runs are stopped, None if it is still in the race. p_best, p_ahead, R: at the last
-    look that it was part of; None before the first. spent: compute of its runs, all together, as the race would have
-    had them. reason: in words.
+    Attributes:
+        stopped_at: compute at which its runs are stopped; None while it is in the race.
+        p_best, p_ahead, R: see `Chance`, at the last look that it took part in; None before the first.
+        spent: compute of all its runs together, counted up to where the race stops them.
+        reason: its state in words.
     """
 
     recipe: str
@@ -106,9 +116,12 @@ class Runner(AsJson):
 class Race(AsJson):
     """A race as far as the evaluations go.
 
-    leader: the favourite of the last look; None before the first.
-    full: compute of all runs to the budget; saved: of it, what the stopped are spared. waits_for: recipes whose
-    evaluations the next look waits for.
+    Attributes:
+        rules, unit: when recipes are stopped, and the unit of compute.
+        looks, runners: the looks taken, and every recipe's state.
+        leader: favourite of the last look; None before the first.
+        full: compute of all runs to the budget. saved: the part of it that stopped runs do not spend.
+        waits_for: recipes whose evaluations the next look waits for.
     """
 
     rules: Rules
@@ -143,13 +156,13 @@ def run_race(
     A look is taken once every recipe in the race has been evaluated up to its compute, or has ended, or has failed.
 
     Args:
-        curves: one a recipe.
-        rules: when a recipe is stopped.
-        options: as for a fit; a window that ends (`max_compute`) ends the race there.
-        ended: recipes that will not be run on.
-        workers: processes to share the fits of a look.
-        failed: recipes of which every run has: no look stops them for what they have not come to.
-        lost: seeds whose runs have failed, by recipe: no look waits for them where others of the recipe go on.
+        curves: one curve per recipe.
+        rules: when looks are taken and recipes stopped.
+        options: options of every fit; `max_compute` also ends the race there.
+        ended: recipes whose runs will not go on, so that no look waits for them.
+        workers: number of processes that share the fits of a look.
+        failed: recipes whose runs have all failed; no look beyond their last evaluation judges them.
+        lost: seeds whose runs have failed, by recipe; no look waits for them while other seeds of the recipe go on.
 
     Raises:
         UserError: fewer than two recipes.
@@ -180,15 +193,15 @@ def next_look(
     """The look that follows those taken, or the recipes whose evaluations it waits for; nobody if the race is over.
 
     Args:
-        curves: of the recipes that have been evaluated; one that was stopped is passed over.
-        rules: when a recipe is stopped.
-        reached: compute up to which all runs of a recipe have been evaluated, infinite where none goes further, of
-            every recipe that takes part.
-        looks: so far.
-        options: as for a fit; a window that ends (`max_compute`) ends the race there.
-        workers: processes to share the fits.
-        failed: recipes of which every run has. Beyond what they reached they are neither waited for nor judged: they
-            may be launched again.
+        curves: curves of the recipes that have evaluations; stopped recipes are ignored.
+        rules: when looks are taken and recipes stopped.
+        reached: for every recipe of the race, the compute up to which all its runs have been evaluated; infinite where
+            none will go further.
+        looks: the looks taken so far.
+        options: options of every fit; `max_compute` also ends the race there.
+        workers: number of processes that share the fits.
+        failed: recipes whose runs have all failed. Beyond the compute they reached they are neither waited for nor
+            judged: they may be launched again.
     """
     options = options or FitOptions()
     stopped = {name for look in looks for name in look.stopped}
@@ -217,9 +230,9 @@ def result(curves: Sequence[Curve], rules: Rules, stopped: Mapping[str, Look]) -
     """Describe how a race that is over has ended, in lines: the ranking at its budget, and the winner if there is one.
 
     Args:
-        curves: of the recipes that were not stopped, with all their evaluations.
-        rules: of the race: who has this chance of ending ahead of the favourite may still be the best.
-        stopped: by recipe, the look that stopped it.
+        curves: curves of the recipes that were not stopped, with all their evaluations.
+        rules: rules of the race; a recipe whose chance of ending ahead is `p_ahead` or more may still be the best.
+        stopped: for each stopped recipe, the look that stopped it.
     """
     lines = [f"over; ranking by the reward at {rules.budget:.4g}:"]
     names: list[str] = []
@@ -265,12 +278,12 @@ def look_at(
     """Take a look: fit each recipe to its evaluations up to a compute and decide which to stop.
 
     Args:
-        curves: of the recipes in the race.
-        level: compute up to which evaluations are looked at.
+        curves: curves of the recipes in the race.
+        level: compute up to which evaluations count, in the curves' unit.
         rules: when a recipe is stopped.
-        options: as for a fit.
-        below: looks in a row at which a recipe's chance was too small until now, by recipe.
-        workers: processes to share the fits.
+        options: options of every fit; its `max_compute` is replaced by `level`.
+        below: for each recipe, the number of looks in a row before this one at which its chance was too small.
+        workers: number of processes that share the fits.
     """
     options = replace(options or FitOptions(), max_compute=level)
     # Cut, not only fitted in a window: how far seeds lie apart is told from all points of a curve.

@@ -34,9 +34,17 @@ from sweeps.parallel import mapped
 
 @dataclass(frozen=True)
 class Ranked(AsJson):
-    """One recipe's place; rank is None where A may not be named. p_best: of all recipes, ranked or not; None where
-    nothing was compared. expected_loss: by how much the highest asymptote of all is expected to exceed its own.
-    Intervals are 95%."""
+    """One recipe's place in the ranking; intervals are 95%.
+
+    Attributes:
+        rank: its place, from 1; None where A is not identifiable.
+        p_best: probability that its asymptote is the highest of all recipes, ranked or not; None if none was compared.
+        expected_loss: expected excess of the highest asymptote of all over its own, in reward.
+        tied_with_best: whether its A lies within the margin of the best.
+        A, A_total: asymptote for the runs given, and its bounds with the spread between seeds.
+        B_at_shared_A, C_mid_at_shared_A: refitted with A fixed at the tied recipes' mean; None where not tied.
+        R_at_budget: forecast reward; None without a budget, or where the fit may not be read there.
+    """
 
     recipe: str
     rank: int | None
@@ -75,10 +83,17 @@ class Contrast(AsJson):
 class Ranking(AsJson):
     """Ranking of all recipes, the best first, with the outcome in one sentence.
 
-    leader: the recipe to choose, see `sweeps.decide.standing.Standing`; sentence says the outcome; shared_a is the A at
-    which tied ones were refitted; pairing the seeds by which they were compared, if they share any; comparisons the
-    families' forecasts of each identifiable recipe; rewards what needs no asymptote; resolution the smallest difference
-    that the study can tell, and what the margin takes.
+    Attributes:
+        baseline: recipe that the others are compared with; None without one.
+        margin, budget: as given to `rank`.
+        undecided: whether the data leave the choice open.
+        leader: recipe to choose, see `sweeps.decide.standing.Standing`; None where nothing is known.
+        sentence: the outcome in words.
+        shared_a: A at which tied recipes were refitted; None without a tie.
+        ranking: all recipes, unidentifiable ones last. leave_one_out: variants against the baseline.
+        pairing: seeds by which recipes were compared pairwise; None unless they all have the same ones.
+        comparisons: forecasts of every family for each identifiable recipe; empty if brief.
+        rewards: comparison that needs no asymptote. resolution: smallest difference that the study can detect.
     """
 
     baseline: str | None
@@ -109,13 +124,12 @@ def rank(
     """Rank recipes by asymptote, ties by efficiency, unidentifiable ones last.
 
     Args:
-        fits: one a recipe, as `fit_curves` returns them (so that the spread between seeds is pooled).
-        margin: recipes whose A lies within this of the best are tied, in reward units; 0.02 of the reward's scale if
-            not given.
-        budget: compute at which to give the reward as well, in the curves' unit.
-        brief: leave out what the ranking does not depend on: how every family forecasts.
-        workers: processes to share the comparisons of families, by far the most work; see `sweeps.parallel`.
-        baseline: recipe to hold the others against; if not given, the one that most of them name as theirs.
+        fits: one fit per recipe, as `fit_curves` returns them (so that the spread between seeds is pooled).
+        margin: recipes whose A lies within this of the best are tied, in reward; None for 0.02 of the reward's scale.
+        budget: compute at which rewards are forecast as well, in the curves' unit; None for no forecast.
+        workers: number of processes that share the comparison of families, by far the most work; see `sweeps.parallel`.
+        brief: leave out the comparison of families, on which the ranking does not depend.
+        baseline: recipe that the others are compared with; None for the one that most of them name as their baseline.
 
     Raises:
         UserError: margin or budget is not positive, nothing to rank, a baseline that is not there, or several
@@ -230,6 +244,7 @@ def _leave_one_out(
         why = f"the baseline's A is not identifiable ({base.verdict})"
         return [Contrast(fit.recipe, None, None, why) for fit in variants]
     named = [fit for fit in variants if fit.recipe in between]
+    # Of two A that differ by the margin exactly, rounding must not decide.
     close = [fit for fit in named if abs(named_a(fit) - named_a(base)) <= margin + 1e-12]
     _, at_shared = at_shared_a([base, *close])
     table = []

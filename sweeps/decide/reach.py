@@ -37,9 +37,11 @@ _RISING = ("identifiable", "open", "at_bound", "pre_inflection")
 class Reach(AsJson):
     """Compute to reach a target.
 
-    compute: for the runs given, continued; None where they do not get there. new_run: the same for another seed,
-    which differs by the spread between seeds. p_never: probability that the runs do not get there as far as the fit may
-    be read. reached: the curve passed it within the window, with 97.5%.
+    Attributes:
+        compute: compute at which the given runs, continued, pass the target; None where they do not get there.
+        new_run: the same for a new seed, which differs by the spread between seeds.
+        p_never: probability that the runs do not get there as far as the fit may be read; None without a fit.
+        reached: whether the curve passed the target within the window, with probability 97.5% or more.
     """
 
     recipe: str
@@ -116,6 +118,7 @@ def first_above(ahead: Array, grid: Array, target: float) -> Array:
     rows = np.arange(len(ahead))
     before = np.maximum(at - 1, 0)
     low, high = ahead[rows, before], ahead[rows, at]
+    # Between two grid points the curve is taken for a straight line.
     share = np.clip((target - low) / np.where(high > low, high - low, 1.0), 0.0, 1.0)
     found = np.where(at > 0, grid[before] + share * (grid[at] - grid[before]), 0.0)
     return np.where(above.any(1), found, np.inf)
@@ -175,8 +178,10 @@ def near_asymptote(fit: Fit) -> Asymptote:
 
 
 def check_target(fits: Sequence[Fit], target: float) -> None:
-    """Raises:
-    UserError: the target is outside the reward's bounds, or every recipe meets it before training.
+    """Refuse a target reward that no compute could be planned for.
+
+    Raises:
+        UserError: the target is outside the reward's bounds, or every recipe meets it before training.
     """
     _check_target(target, (min(fit.bounds[0] for fit in fits), max(fit.bounds[1] for fit in fits)))
     starts = [fit.R0 for fit in fits if fit.R0 is not None]

@@ -20,11 +20,14 @@ NULL = "optimizer=null"
 class Resolution(AsJson):
     """Detectable difference in reward at the compute that all recipes have spent, each against the leader.
 
-    smallest: the difference that half of the comparisons tell at 5% with 80% power. seeds: an arm, there are.
-    seeds_needed: an arm, for the margin in half of the comparisons; None where that is more than anybody runs. told: of
-    how many comparisons the 95% interval leaves out 0, `of` all. source: where the spread between seeds comes from, as
-    in `A_total`; "paired" where the recipes have the same seeds. noise: standard deviation of a single evaluation of
-    the null recipe about its mean; None without one.
+    Attributes:
+        compute: largest compute that all recipes have spent, in the curves' unit.
+        smallest: difference that half of the comparisons detect at 5% with 80% power.
+        seeds: present number of seeds per recipe, the least of all.
+        seeds_needed: seeds per recipe to detect the margin in half of the comparisons; None where too many.
+        told, of: number of comparisons whose 95% interval excludes 0, and of all comparisons.
+        source: where the spread between seeds comes from; "paired" where the recipes have the same seeds.
+        noise: standard deviation of one evaluation of the null recipe about its mean; None without such a recipe.
     """
 
     compute: float
@@ -42,9 +45,9 @@ def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolutio
     """Return what the study can tell; None where there is no leader or nothing to compare it with.
 
     Args:
-        fits: of the whole study.
-        leader: the recipe to choose so far.
-        margin: in reward units.
+        fits: fits of the whole study.
+        leader: recipe to choose so far, with which the others are compared; None for none.
+        margin: difference to detect, in reward.
     """
     known = [fit for fit in fits if readable(fit) and fit.window is not None]
     first = next((fit for fit in known if fit.recipe == leader), None)

@@ -27,9 +27,12 @@ _GAINED = 0.8
 class RewardRow(AsJson):
     """A recipe's reward at the common compute, and its compute to the common reward.
 
-    R: reward at the common compute; p_best: chance that it is the highest there. C: compute to the common reward;
-    ratio: to that of the recipe that needs least. R_at_budget, p_best_at_budget: as R and p_best, at a budget; None
-    without one or where it lies too far beyond what was run.
+    Attributes:
+        R, p_best: reward at the common compute, and probability that it is the highest there.
+        C: compute to the common reward; None where there is no such reward.
+        ratio: C over that of the fastest recipe; None for the fastest itself, or where its median is not finite.
+        R_at_budget, p_best_at_budget: as R and p_best, forecast at the budget; None without one, or where it lies too
+            far beyond what was run.
     """
 
     recipe: str
@@ -43,8 +46,14 @@ class RewardRow(AsJson):
 
 @dataclass(frozen=True)
 class Rewards(AsJson):
-    """All recipes, the highest reward first. compute: spent by all. reward: reached by all; None if none is. fastest:
-    the recipe that reaches it with the least compute; None where that is not known.
+    """Comparison of all recipes at common compute and to a common reward.
+
+    Attributes:
+        compute: largest compute that every recipe has spent.
+        reward: a reward that every recipe has reached; None if there is none.
+        budget: as given to `rewards`.
+        rows: the recipes, the highest reward at `compute` first.
+        fastest: the recipe that reaches `reward` with the least compute; None where that is not known.
     """
 
     compute: float
@@ -65,8 +74,8 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
     """Compare recipes at common compute and common reward; None where fewer than one can be read.
 
     Args:
-        fits: one a recipe.
-        budget: compute at which to forecast as well, in the curves' unit.
+        fits: one fit per recipe.
+        budget: compute at which to forecast as well, in the curves' unit; None for no forecast.
     """
     known = [fit for fit in fits if readable(fit) and fit.window is not None]
     if not known:

@@ -62,10 +62,10 @@ def best_rollouts(
     """The best number of rollouts a prompt at a budget, for each recipe and difficulty.
 
     Args:
-        fits: of curves whose `factors` hold the column, and the difficulty if one is named.
+        fits: fits of curves whose `factors` hold the column, and the difficulty if one is named.
         budget: compute of one run, in the curves' unit.
-        column: factor with the number of rollouts a prompt.
-        difficulty: factor with the prompts' difficulty, any text.
+        column: name of the factor with the number of rollouts per prompt.
+        difficulty: name of the factor with the prompts' difficulty, any text; None if prompts are not divided.
 
     R is the recipe's at the budget and includes the spread between seeds. Undecided where the best has less
     than 95%, or a value may not be read at the budget.
@@ -95,9 +95,11 @@ def best_rollouts(
 
 
 def _plan(recipe: str, difficulty: str | None, by_value: dict[int, Fit], budget: float) -> RolloutPlan:
+    """Compare one group's numbers of rollouts by the joint draws of their rewards at the budget."""
     readable = {value: _at(fit, budget) for value, fit in by_value.items() if (support(fit) or 0.0) >= budget}
     stacked = np.stack(list(readable.values())) if readable else np.zeros((0, 1))
     top = stacked == stacked.max(axis=0) if readable else stacked
+    # Values that are equal in a draw (on a common bound) share it.
     p_best = dict(zip(readable, (float(p) for p in (top / np.maximum(top.sum(0), 1)).mean(1)), strict=True))
     values = tuple(
         RolloutChoice(

@@ -16,12 +16,12 @@ class Rules(AsJson):
 
     Args:
         budget: compute of one run at which the best recipe is wanted, in the curves' unit.
-        p_ahead: a recipe is stopped below this chance of ending ahead of the favourite, which is the one of the highest
-            expected reward there. Its chance of being best is smaller still; that one alone would stop many alike for
-            being many.
-        looks: at so many looks in a row.
-        first: share of the budget at which the first look is taken: nothing is stopped before.
-        growth: compute grows by this factor from one look to the next.
+        p_ahead: a recipe is stopped when its probability of ending ahead of the favourite, the recipe of the highest
+            expected reward at the budget, is below this. The probability of being best would not do: among many recipes
+            that are alike it is small for each.
+        looks: number of looks in a row at which that must be so.
+        first: share of the budget at which the first look is taken; nothing is stopped before.
+        growth: factor by which compute grows from one look to the next.
 
     Raises:
         UserError: one of them is out of range.
@@ -48,6 +48,7 @@ class Rules(AsJson):
     def levels(self) -> Iterator[float]:
         """Computes at which looks are taken, the budget itself excepted."""
         level = self.first * self.budget
+        # The factors' rounding must not add a look at the budget itself.
         while level < self.budget * (1 - 1e-9):
             yield level
             level *= self.growth

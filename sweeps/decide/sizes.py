@@ -154,11 +154,11 @@ def compare_sizes(
     """One recipe across model sizes: the law, crossovers, and the best size for a budget or the way to a target.
 
     Args:
-        by_size: fits by size in parameters, ascending, as `sweeps.decide.power_law.sized` gives them.
-        recipe: its name.
-        budget: compute of one run, in the curves' unit.
-        target: reward.
-        more: sizes not seen, in parameters; answered by the power law alone and marked as extrapolation.
+        by_size: fits by model size in parameters, ascending, as `sweeps.decide.power_law.sized` returns them.
+        recipe: name of the recipe.
+        budget: compute of one run at which sizes are compared, in the curves' unit; None for no such comparison.
+        target: reward to reach; None for none.
+        more: sizes that were not run, in parameters; marked as extrapolation.
 
     Raises:
         UserError: fewer than two sizes, no pass rate, or a budget or target that is none.
@@ -231,6 +231,7 @@ def overtakes(lead: Array, grid: Array) -> Array:
     before, after = lead[rows, at], lead[rows, at + 1]
     share = np.where(after > before, -before / np.where(after > before, after - before, 1.0), 0.0)
     log_grid = np.log(grid)
+    # Interpolated in log compute, as the grid is geometric: there the lead is nearly straight.
     crossing = np.exp(log_grid[at] + np.clip(share, 0, 1) * (log_grid[at + 1] - log_grid[at]))
     result = np.where(last < 0, grid[0], crossing)
     return np.asarray(np.where(last == lead.shape[1] - 1, np.inf, result))
@@ -293,6 +294,7 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
     if not errors:
         return HeldOut(None, None, "unknown", 0)
     law_error, sigmoid_error = (float(v) for v in np.sqrt(np.mean(np.square(errors), axis=0)))
+    # Standard error, by the evaluations' noise alone, of the mean over the runs that were held out.
     resolution = float(np.sqrt(np.mean(noise) / len(noise)))
     better = "power_law" if law_error < sigmoid_error else "sigmoid"
     if abs(law_error - sigmoid_error) <= resolution:

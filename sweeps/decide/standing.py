@@ -38,10 +38,14 @@ _SIGMOID = list(PRIOR).index("sigmoid")
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """Draws of one recipe's asymptote, (K,), which draw of its curve each is, and what its seeds add.
+    """Posterior draws of one recipe's asymptote.
 
-    The curve's are those of `Fit.draws` where A is named, else of `Fit.outlook`; rows is None where it is neither.
-    offsets (K,): how far the mean of the seeds given lies off the recipe's, of standard deviation `spread` a seed.
+    Attributes:
+        values: A for the mean of the seeds given, in reward, (K,).
+        rows: index of the draw of the curve that each value belongs to, in `Fit.draws` where A is named, else in
+            `Fit.outlook`, (K,); None where it belongs to neither.
+        offsets: how far the mean of the seeds given lies off the recipe's own, in reward, (K,).
+        spread: standard deviation of A between seeds, from which `offsets` are drawn.
     """
 
     values: Array
@@ -56,16 +60,23 @@ class Drawn:
 
 @dataclass(frozen=True, eq=False)
 class Standing:
-    """The choice as it stands. Mappings are by recipe.
+    """The choice between recipes as the data leave it; mappings are by recipe.
 
-    leader: the recipe to choose, that of the least expected loss whether or not its A may be named, or the first of
-    those tied with it; None where nothing is known of any. losses: by how much the highest asymptote of all is
-    expected to exceed a recipe's, in reward units. p_best: of having the highest, ranked or not, with the spread
-    between seeds. p_wrong: chance that another's exceeds the leader's by more than the margin; None where there is no
-    leader or no other. tied: ranked recipes within the margin of the best that is named, by their estimates and by
-    what they are expected to cost, the most efficient first; shared_a: the A at which they were refitted, at_shared.
-    rivals: recipes that could not be ranked and might be best with more than `COULD_WIN`. drawn: what all this is read
-    off, by fit.
+    Attributes:
+        margin: recipes whose A lies within this of the best are no wrong choice, in reward.
+        leader: recipe to choose: that of the least expected loss, whether or not its A is identifiable, or the first of
+            those tied with it; None where nothing is known of any.
+        losses: expected excess of the highest asymptote of all over the recipe's own, in reward.
+        p_best: probability of the highest asymptote, of ranked and unranked recipes, spread between seeds included.
+        p_wrong: probability that another's asymptote exceeds the leader's by more than the margin; None without a
+            leader or without another recipe.
+        ranked: identifiable recipes, the best first.
+        tied: those whose A, and whose expected loss, lie within the margin of the best, the most efficient first.
+        shared_a, at_shared: mean A of the tied recipes, and their refits with A fixed there; None and empty if no tie.
+        rivals: unranked recipes that are best with a probability above `COULD_WIN`.
+        decided, sentence: whether the data decide the choice, and the outcome in words.
+        pairing: seeds by which identifiable recipes are paired; None where they do not share them.
+        drawn: the draws that all this is computed from, one entry per fit.
     """
 
     margin: float
@@ -131,6 +142,7 @@ def joint(fits: Sequence[Fit]) -> list[Drawn]:
             weight = np.ones(len(values))
             if width is not None:
                 others = float(np.mean([value for recipe, value in named.items() if recipe != fit.recipe]))
+                # Weights of a Student t density, whose heavy tails hardly move a recipe that is truly apart.
                 weight = (1 + (values - others) ** 2 / (_TAIL * width)) ** (-0.5 * (_TAIL + 1))
             rows = by_weight(weight, DRAWS, rng)
             values = np.clip(values[rows] + beyond[laws], *fit.bounds)
@@ -184,6 +196,7 @@ def _scatter(fits: Sequence[Fit]) -> float | None:
         return None
     error = float(np.mean([fit.draws.A.var() for fit in named if fit.draws is not None]))
     least = (_APART * max(fit.curve.scale for fit in named)) ** 2
+    # By method of moments: the variance of estimates is that of the truths plus that of the errors.
     return max(float(np.var([named_a(fit) for fit in named], ddof=1)) - error, least)
 
 
@@ -216,8 +229,8 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
     """Choose a recipe by least expected loss, and judge whether the data decide the choice.
 
     Args:
-        fits: one a recipe, as `fit_curves` returns them.
-        margin: recipes whose A lies within this of the best are no wrong choice.
+        fits: one fit per recipe, as `fit_curves` returns them.
+        margin: recipes whose A lies within this of the best are no wrong choice, in reward; None for the default.
 
     Raises:
         UserError: margin is negative or no number.

@@ -46,11 +46,11 @@ class Watch:
     starting again, or a second watcher, neither computes nor writes one twice.
 
     Args:
-        load: reads the sources, as `sweeps.source.load` with its arguments bound.
-        sources: paths, as the user gave them: they tell cheaply whether anything is new.
-        options: as for a fit.
-        path: file to append to (see `default_path`), or None.
-        every: see `history`.
+        load: reads the sources: `sweeps.source.load` with its arguments bound.
+        sources: paths as the user gave them, whose sizes and times show cheaply whether anything is new.
+        options: options of every fit; the defaults if None.
+        path: file to append snapshots to, see `default_path`; None to keep them in memory alone.
+        every: factor of compute between snapshots, see `history`.
         clock: wall-clock seconds, replaceable in tests.
     """
 
