@@ -34,9 +34,9 @@ def command(advice: Advice, runs: Sequence[JournalView], axis: str) -> str | Non
     A run goes on where it is: the same identity with a larger budget. Steps are taken to cost what they have so far.
 
     Args:
-        advice: to extend each run of a recipe to a compute, or to add a seed of that compute.
-        runs: journals of the study.
-        axis: name of the compute axis.
+        advice: the proposed step: extend each run of a recipe to a compute, or add a seed of that compute.
+        runs: journals of all runs of the study.
+        axis: name of the compute axis in the journals, such as `compute/device_hours`.
     """
     mine = [run for run in runs if run.header.get("recipe") == advice.recipe]
     try:

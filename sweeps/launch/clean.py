@@ -66,10 +66,10 @@ class Inventory:
     """Files that would be removed, and counts of members.
 
     Attributes:
-        found: files by kind, with their sizes in bytes.
-        finished, others: members, done and not.
-        at_work: members that a process is writing at this moment; all of theirs stays.
-        linked: symbolic links where a folder of the study's own would be; what they lead to stays.
+        found: removable files by kind, with their sizes in bytes.
+        finished, others: number of members that have, and have not, reached their budgets.
+        at_work: number of members that a process is writing at this moment; all of their files stay.
+        linked: symbolic links in the place of the study's own folders; they and what they lead to stay.
     """
 
     found: dict[str, dict[Path, int]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
@@ -87,9 +87,9 @@ def inventory(study: Path, keep: int = 0, sleep: Callable[[float], None] = time.
     """List the files of a study that could be removed.
 
     Args:
-        study: its folder.
-        keep: checkpoints of each finished member that stay, the newest.
-        sleep: waits for a heartbeat of members that were killed, or are on another machine.
+        study: the study's folder.
+        keep: number of the newest checkpoints that stay, of each finished member.
+        sleep: waits so many seconds, to see whether members that were killed or are on another machine still beat.
 
     Raises:
         UserError: no study there.
@@ -138,6 +138,7 @@ def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[flo
                 if kind not in kinds:
                     told.found[kind] = {}
                 for path in told.found[kind]:
+                    # Before each file: while this process stood still a controller may have taken the study over.
                     lease.check()
                     path.unlink(missing_ok=True)
             if "attempts" in kinds:
@@ -178,11 +179,13 @@ def _at_work(run_dirs: Iterable[Path], sleep: Callable[[float], None]) -> set[Pa
 
 
 def _of_member(member: Member, keep: int, told: Inventory) -> None:
+    """Add a member's removable files to the inventory: leftovers of any, all kinds of a finished one."""
     checkpoints, logs = _files(member.run_dir / _CHECKPOINTS_DIR, told), _files(member.run_dir, told)
     _take(told, "leftovers", checkpoints, _SET_ASIDE)
     _take(told, "leftovers", logs, _UNFINISHED)
     if not member.done:
         return
+    # Steps are zero-padded in names (`step-00000120.ckpt`), so names sort as steps do.
     newest = sorted((path for path in checkpoints if _CHECKPOINT.fullmatch(path.name)), reverse=True)
     _take(told, "checkpoints", {path: checkpoints[path] for path in newest[keep:]}, _CHECKPOINT)
     _take(told, "logs", logs, _LOG)

@@ -15,10 +15,10 @@ class Wish:
     """A conductor's decision on the members that have neither finished nor failed.
 
     Attributes:
-        go_on: those that are to be at work, the most urgent first.
-        later: those that are to wait, saved, until it says otherwise; why.
-        over: those that are not to go on; why.
-        said: lines for people, since it was asked last.
+        go_on: identities of members that are to run, the most urgent first.
+        later: members that are to save, stop and wait until a later decision, each with the reason.
+        over: members that are not to be resumed, each with the reason.
+        said: new lines to print since the last call.
     """
 
     go_on: Sequence[str] = ()
@@ -50,8 +50,8 @@ class Conductor(Protocol):
         """Decide which members are to run, wait or stop.
 
         Args:
-            states: of all members, by identity.
-            at_work: those that run now, and do not only wait for their turn on a cluster.
+            states: state of every member, by identity.
+            at_work: identities of the members that run now; those queued on a cluster are not among them.
         """
         ...
 

@@ -17,9 +17,9 @@ def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, 
     """Check that no new member has the label of another curve's members, for fits group runs by label.
 
     Args:
-        runs_dir: of the study.
-        specs: to be launched; those that the study knows may go on, whatever their labels are.
-        states: of the members that the study has.
+        runs_dir: the study's `runs` folder.
+        specs: members to be launched; those that the study knows already may go on whatever their labels are.
+        states: states of the members that the study has, by identity.
 
     Raises:
         UserError: one has; what differs.

@@ -43,14 +43,16 @@ class MemberState:
     """State of a run, folded from its ledger entries.
 
     Attributes:
-        attempts: jobs started for it, all launches together.
-        submission, job: of the newest attempt, if an executor with a memory of its own runs it.
-        kind, reason: why it failed, was stopped, or was tried again.
-        spent: attempts after the first, by kind of failure, since it was last given up.
-        excluded: nodes that its next attempt keeps off.
-        unanswered: submissions that were begun and not confirmed before another was; given up.
-        curve: the identity behind the label `recipe`; None in ledgers of earlier versions.
-        checksum: of the frozen specification (`RunSpec.checksum`); None in ledgers of earlier versions.
+        run, recipe, seed: identity, label of the recipe, and seed.
+        state: event of its newest entry, `planned` at first.
+        attempts: number of jobs or processes started for it, over all launches.
+        submission, job: name of the submission and scheduler's id of the newest attempt; None on this machine.
+        kind, reason: why it failed, was stopped, or was retried; None otherwise.
+        spent: number of retries by kind of failure, since it was last given up.
+        excluded: nodes that its next attempt must not run on.
+        unanswered: submissions that were begun, never confirmed, and followed by another.
+        curve: identity of the curve behind the label `recipe`; None in ledgers of earlier versions.
+        checksum: `RunSpec.checksum` of the frozen specification; None in ledgers of earlier versions.
     """
 
     run: str
@@ -117,6 +119,7 @@ class Ledger:
         elif (self.size() or 0) > size:
             with self.path.open("r+b") as handle:
                 handle.truncate(size)
+                # On disk before the specifications of these members are removed (`launch.refusal.Before.restore`).
                 os.fsync(handle.fileno())
 
     def entries(self) -> list[dict[str, Any]]:
@@ -179,6 +182,7 @@ class Ledger:
 
 
 def _is_seed(value: Any) -> bool:
+    # In Python a bool is an int, and JSON's true is no seed.
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -187,6 +191,8 @@ def after(state: MemberState, event: str, entry: Mapping[str, Any]) -> MemberSta
     if event == "planned":
         return replace(state, checksum=entry.get("checksum", state.checksum))
     kind, reason = entry.get("kind"), entry.get("reason")
+    # Begun twice without a "started": the scheduler may have taken the earlier one, whose jobs are to be cancelled
+    # if they turn up.
     if (
         event == "submitting"
         and state.state == "submitting"

@@ -44,7 +44,7 @@ class Nodes:
     """Failure history of a study's nodes, and the nodes to exclude for it.
 
     Args:
-        at_work: nodes on which members are at work now.
+        at_work: returns the names of the nodes on which members run now.
     """
 
     def __init__(self, at_work: Callable[[], Collection[str]] = tuple) -> None:

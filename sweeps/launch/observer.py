@@ -59,8 +59,8 @@ class Observer(Protocol):
         """Close, now that this process's work on the study is over.
 
         Args:
-            failed: members that are not done and that nobody works on.
-            left: members that go on without this process.
+            failed: number of members that are not done and that no process works on.
+            left: number of members that go on without this process.
         """
         ...
 
@@ -69,12 +69,12 @@ class Progress:
     """Progress display of a study: a live table of members on a terminal, a line every few seconds elsewhere.
 
     Args:
-        total: members.
-        steps: budget of a member, on average: what is left is told from it.
-        every_s: seconds between lines, or between looks on a terminal.
-        metric: shown for each running member, as it was last evaluated.
-        write: takes a line; by default stderr, so that what is piped stays data, and a table if that is a terminal. A
-            pipe that nobody reads holds nobody up.
+        total: number of members.
+        steps: mean budget of a member in optimizer steps, from which the time left is estimated.
+        every_s: seconds between lines, or between updates of a table; None for 10, and 2 on a terminal.
+        metric: metric of the newest evaluation that is shown for each running member.
+        write: called with each line. None for stderr, so that stdout stays free for data, or for a live table where
+            stderr is a terminal; a pipe that nobody reads blocks nobody.
     """
 
     def __init__(

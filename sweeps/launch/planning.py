@@ -39,10 +39,10 @@ class Planner:
     What it prints is seen here, Ctrl-C reaches it, and it ends when this process does.
 
     Args:
-        planner: `module:function`, from override lists and the user's folders to run specs.
-        folders: the user's.
-        preload: modules that members on this machine are forked with, so that the planner is as well; None where
-            members run elsewhere.
+        planner: `module:function`, called with override lists and the user's folders; it returns run specs.
+        folders: the user's configuration folders.
+        preload: modules of the server that members on this machine are forked from, and the planner with them; None
+            where members run elsewhere, for a new interpreter.
     """
 
     def __init__(self, planner: str, folders: Sequence[str], preload: Sequence[str] | None = None) -> None:

@@ -29,8 +29,11 @@ SCALE = ("model", "task", "batch", "context")
 class Price(AsJson):
     """Device hours that a launch will take, estimated from earlier runs.
 
-    hours: of all steps that are left. by: where the runs were read; runs: how many say it. other_scale: groups of the
-    configuration in which some members differ from every run there: what a step takes was read off another.
+    Attributes:
+        hours: device hours of all steps that are left.
+        by: study or run that the rates were read from. runs: number of runs with a rate there.
+        other_scale: groups of the configuration in which some members differ from every run there, so that their rate
+            is that of a run of another scale.
     """
 
     hours: float
@@ -43,8 +46,11 @@ class Price(AsJson):
 class Launch(AsJson):
     """Size and cost of a launch: members, steps, and device hours where they can be estimated.
 
-    members, recipes, seeds: how many. steps: of all members together; left: those not taken yet. price: None where no
-    run says what a step takes. money: of the device hours, None without a rate.
+    Attributes:
+        members, recipes, seeds: number of each.
+        steps: optimizer steps of all members together. left: those not taken yet.
+        price: estimated device hours; None where no earlier run has a rate.
+        money: price of the device hours; None without a rate, or without device hours.
     """
 
     members: int
@@ -75,10 +81,10 @@ def launch_of(specs: Sequence[RunSpec], directory: Path, like: str | None = None
     """Return the size and estimated cost of a launch of these members.
 
     Args:
-        specs: the members.
-        directory: of their study; what its runs have taken says what a step takes, unless `like` does.
-        like: a study or run that was.
-        rate: money for a device hour.
+        specs: members to be launched.
+        directory: their study's folder; the device hours of a step are read from its runs unless `like` is given.
+        like: folder of an earlier study or run to read them from; None for `directory`.
+        rate: price of a device hour; None to leave money out.
 
     Raises:
         UserError: `like` holds no run with device hours, or the rate cannot be.
@@ -86,6 +92,7 @@ def launch_of(specs: Sequence[RunSpec], directory: Path, like: str | None = None
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1e12):
         raise UserError(f"launch.rate: {rate!r} must be the money that a device hour costs, 0 or more")
     progress = cache(_progress)  # the study's own runs are asked for what is left and for what a step takes
+    # 0 for a run that was taken further already than this budget.
     left = {spec.run: max(spec.steps - progress(directory / RUNS_DIR / spec.run)[1], 0) for spec in specs}
     rates = _Rates.read(directory if like is None else Path(like), progress)
     if rates is None and like is not None:

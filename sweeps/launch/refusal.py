@@ -16,7 +16,7 @@ class Before:
     Its owner holds the study's lease, so that nobody else writes into the ledger meanwhile.
 
     Args:
-        ledger: of the study.
+        ledger: the study's ledger, to be cut back to its present size.
     """
 
     def __init__(self, ledger: Ledger) -> None:

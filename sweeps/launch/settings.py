@@ -37,17 +37,17 @@ class LaunchSettings:
     """Launch settings of a study: all that a later process needs to continue it.
 
     Attributes:
-        kind: `local`, `debug` or `slurm`.
-        entry: `module:function`, runs one member from its directory.
-        preload: modules imported once for all members (local).
-        max_parallel: members at a time (local).
-        threads: of each member.
-        tracking: MLflow's address, or None.
+        kind: where members run: `local` (child processes), `debug` (in this process) or `slurm`.
+        entry: `module:function` that runs one member, given its directory.
+        preload: modules that the server imports from which local members are forked.
+        max_parallel: number of local members that run at a time.
+        threads: CPU threads of each member.
+        tracking: MLflow's tracking URI; None for a study that is not tracked.
         axis: compute axis of MLflow's charts.
-        settings: of the cluster's jobs.
-        retries: attempts after the first, by kind of failure.
-        race: the settings under `race`, see `sweeps.search.settings`; empty where there is none.
-        planner: `module:function`, from override lists and the user's folders to run specs: for members that are added.
+        settings: resources and limits of the cluster's jobs.
+        retries: number of attempts after the first, by kind of failure; None for no limit.
+        race: settings under `race`, see `sweeps.search.settings`; empty where there is no race.
+        planner: `module:function` that plans members added later, see `sweeps.launch.planning.Planner`; "" for none.
         margin: recipes whose rewards lie within this are tied, wherever the study is ranked; None for the default.
     """
 

@@ -37,13 +37,13 @@ class MemberView(AsJson):
         state: `finished`; `running`; `queued` (a job waits, at first or again); `waiting` (not submitted); `ended`
             (its job is over, and nobody has looked at why); `stopped` (its controller is gone, or its study wants it no
             longer); `failed`, `cancelled`.
-        step, steps: done and budgeted.
-        pass_rate: of the newest evaluation.
-        attempts: jobs started for it, restarts included.
-        job, node: of the newest attempt.
-        kind, reason: why it failed, waits or was tried again.
-        doing, idle_s: of one that runs: its last recorded activity, and seconds since then.
-        code: where it went on with other code than it was made with until there, and what changed.
+        step, steps: newest optimizer step, and the budget; None where not known.
+        pass_rate: pass rate of the newest evaluation in [0, 1]; None before the first.
+        attempts: number of jobs started for it, restarts included.
+        job, node: scheduler's id and node of the newest attempt; None where there is none.
+        kind, reason: why it failed, waits or was retried; None otherwise.
+        doing, idle_s: last recorded activity of a running member, and seconds since then; None for others.
+        code: steps from which the run was resumed with other code, and what changed; None if it never was.
     """
 
     run: str
@@ -67,8 +67,8 @@ def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView
     """Return the status of the members of a study, or of the runs in any folder.
 
     Args:
-        study: the folder.
-        scheduler: of the cluster that runs it, if one does.
+        study: folder of the study, or any folder with runs.
+        scheduler: scheduler of the cluster that runs the study; None if none does, or it is not to be asked.
 
     Raises:
         UserError: neither a ledger nor a run there.
@@ -144,6 +144,7 @@ def _state(
     queue: Mapping[str, JobInfo] | None,
     controlled: bool,
 ) -> tuple[str, str | None]:
+    """Return a member's state, see `MemberView`, with its reason; queue is None where no scheduler answers."""
     if steps is not None and is_done(run_dir, steps, state.run):
         return "finished", None
     if state.state == "failed":
@@ -158,6 +159,7 @@ def _state(
             return ("running" if controlled else "stopped"), state.reason
         return ("waiting" if controlled else "stopped"), "was being submitted"
     info = (queue or {}).get(state.job)
+    # SLURM gives ids out again: the submission's name in the job's tells whether it is this one.
     if info is not None and state.submission and info.name.endswith(state.submission):
         if info.state in QUEUED:
             return "queued", None if info.reason in ("", "None", "Priority", "Resources") else info.reason

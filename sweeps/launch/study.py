@@ -38,8 +38,8 @@ class Study:
     """Members under `directory/runs/<identity>`, and a ledger of what happened to them.
 
     Args:
-        directory: created if missing.
-        specs: members; repetitions count once.
+        directory: the study's folder, created when it is run.
+        specs: specifications of the members; repetitions count once.
     """
 
     def __init__(self, directory: Path, specs: Sequence[RunSpec]) -> None:
@@ -88,8 +88,8 @@ class Study:
         """Run every member that is not done; a member that fails touches no other.
 
         Args:
-            executor: starts members; with one whose members outlive their controller, what is under way is adopted.
-            observers: told.
+            executor: starts members; if they outlive their controller (a cluster's), running ones are adopted.
+            observers: notified as members start and end.
             retries: attempts after the first, by kind of failure (`sweeps.executor.failure`); None is no limit.
             detach: leave once everything that can be is submitted, and what ended meanwhile is dealt with.
             again: whether members that were given up get another chance; so does one whose job was over before this
@@ -465,6 +465,7 @@ class _Controller:
                 continue
             submission = uuid.uuid4().hex[:12]
             if self._executor.outlives:
+                # Written before the scheduler is asked: after a crash the next process looks for the jobs by this name.
                 self._note("submitting", [{"run": launch.run, "submission": submission} for launch in batch])
             for launch in batch:
                 self._earlier[launch.run] = written(launch.run_dir)

@@ -25,9 +25,9 @@ class TrackingObserver:
     A tracking server that is slow or away delays what is seen there, never the study.
 
     Args:
-        study: whose members to track.
-        uri: tracking URI.
-        axis: compute axis of the charts.
+        study: study whose members are tracked.
+        uri: MLflow's tracking URI.
+        axis: metric that the charts use as compute axis.
     """
 
     def __init__(self, study: Study, uri: str, axis: str) -> None:
@@ -61,6 +61,7 @@ class TrackingObserver:
         name = study.directory.resolve().name
         sweep = self._tracker.open_sweep(study.directory, self._members(study.specs), name=name)
         self._shipper = Shipper(self._tracker, sweep)
+        # What was set while the store was away.
         for run, status in self._statuses.items():
             self._shipper.set_status(run or sweep.key, status)
         self._shipper.start()
