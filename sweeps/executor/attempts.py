@@ -28,15 +28,16 @@ class Attempt:
     """One job's work on a run.
 
     Attributes:
-        submission, job, restart: which; a requeued job keeps its id and counts its restarts.
-        node: where.
+        submission, job, restart: name of the submission, SLURM's id of the job, and its restart count: a requeued job
+            keeps its id.
+        node: name of the node, as SLURM knows it.
         began, ended: seconds by the node's own clock, for people; `ended` is None for one that runs or was killed.
-        step: the checkpoint it went on from; -1 for the start.
+        step: step of the checkpoint that it resumed from; -1 if it started from nothing.
         outcome: `finished`, `failed`, `interrupted` (saved, and asked to be requeued), `stopped` (saved, to stay), or
             None.
         kind, reason: why it failed or was interrupted.
         culprit: the node of the rank that failed, if that was another than the one that writes.
-        number: one more than the largest that it found when it began; 0 in files of earlier versions.
+        number: one more than the largest of the run's attempts when this one began; 0 in files of earlier versions.
     """
 
     submission: str

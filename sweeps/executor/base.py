@@ -18,11 +18,11 @@ class Launch:
     """A member to be started, or to be found again.
 
     Attributes:
-        run, run_dir: who and where.
-        spent: attempts after the first so far, by kind of failure.
-        excluded: nodes to keep off.
-        submission, job: of an attempt that was started before.
-        unanswered: submissions of which nobody knows whether they were taken; given up.
+        run, run_dir: identity of the member, and its folder.
+        spent: number of retries so far, by kind of failure.
+        excluded: names of nodes that it must not run on.
+        submission, job: submission and scheduler's id of an attempt to be found again; None for a new one.
+        unanswered: earlier submissions that the scheduler may have taken without an answer; their jobs are unwanted.
     """
 
     run: str
@@ -39,12 +39,12 @@ class Outcome:
     """End of a member's process or job: exit code, kind of failure and reason.
 
     Attributes:
-        run: who.
-        exit_code: 0, another one, or minus the signal that killed it.
-        kind: of failure (`sweeps.executor.failure.KINDS`), if the executor knows better than the exit code.
-        reason: the same in words.
-        node: where it ran, if it is to blame.
-        earlier: whether it was over before the executor that adopted it first looked.
+        run: identity of the member.
+        exit_code: exit code of the process, or minus the number of the signal that killed it.
+        kind: kind of failure (`sweeps.executor.failure.KINDS`); None where the exit code alone tells.
+        reason: the failure in words; None where the executor does not know it.
+        node: node to blame for the failure; None if none is.
+        earlier: whether it had ended before the executor that adopted it first looked.
     """
 
     run: str

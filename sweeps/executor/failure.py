@@ -67,10 +67,10 @@ def may_retry(policy: Mapping[str, int | None], kind: str, spent: Mapping[str, i
     """Return whether a member may retry after a failure of this kind.
 
     Args:
-        policy: attempts after the first, by kind.
-        kind: of this failure.
-        spent: attempts after the first so far, by kind.
-        excused: of the attempts that failed for this reason, this one included, those that were the fault of a node.
+        policy: number of retries allowed, by kind; None for no limit.
+        kind: kind of this failure.
+        spent: number of retries so far, by kind.
+        excused: number of attempts that failed in this way, this one included, through the fault of a node.
     """
     limit = policy.get(kind, 0)
     return limit is None or (limit > 0 and spent.get(kind, 0) - excused < limit)

@@ -68,6 +68,7 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
     """Run the member as rank 0, which writes the attempt record, and return the exit code."""
     log = AttemptLog(run_dir, manifest["submission"], job_id(), restart_count(), node_name())
     step = checkpoint_step(run_dir)
+    # Read before ours is begun, which would count as one that ended without a checkpoint.
     earlier = attempts(run_dir)
     try:
         log.begin(step)
@@ -108,6 +109,8 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
 def _interrupted(
     manifest: Mapping[str, Any], log: AttemptLog, earlier: list[Attempt], began: float, reason: str
 ) -> int:
+    """Record an interruption of a saved run, ask the batch script for a requeue, and return the exit code."""
+    # SLURM warns with one signal of a time limit and of a preemption: the time tells which it was.
     kind = "time_limit" if time.time() >= _end(manifest, began) - manifest["signal_delay_s"] - _EARLY_S else "preempted"
     limit = manifest["max_num_timeout"]
     reached = 1 + sum(attempt.job == job_id() and attempt.kind == "time_limit" for attempt in earlier)

@@ -29,10 +29,10 @@ class LocalExecutor:
     """Executor that runs members as parallel processes on this machine.
 
     Args:
-        entry: `module:function`, called in the member with its run directory; an exception is a failure.
-        max_parallel: members at a time.
-        threads: CPU threads a member. With more threads than cores, members slow each other down tenfold.
-        preload: modules that the members' parent imports once.
+        entry: `module:function`, called in the member's process with its run directory; an exception is a failure.
+        max_parallel: number of members that run at a time.
+        threads: CPU threads of each member. With more threads than cores, members slow each other down tenfold.
+        preload: modules that are imported once, in the server that members are forked from.
 
     Raises:
         UserError: a number that is not 1 or more.
@@ -225,6 +225,7 @@ def die_with_parent() -> None:
 
     def watch() -> None:
         multiprocessing.connection.wait([parent.sentinel])
+        # Not sys.exit, which would end this thread alone.
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()

@@ -242,9 +242,9 @@ def _ignored(environment: Mapping[str, str], keys: Collection[str], script: str)
     """Return variables that would have set options of sbatch but are not passed on, each with the key to use instead.
 
     Args:
-        environment: of this process.
-        keys: of the launcher that have sbatch's own names.
-        script: what was said by key already is there.
+        environment: environment variables of this process.
+        keys: names of the launcher's keys that equal sbatch's own.
+        script: text of the batch script; options that it sets already are not listed.
     """
     said = []
     for name in sorted(environment):

@@ -28,11 +28,11 @@ def batch_script(folder: Path, settings: JobSettings, tasks: int, threads: int, 
     """Return the text of the batch script for sbatch.
 
     Args:
-        folder: of the submission, where scheduler and srun write.
+        folder: folder of the submission, where SLURM and srun write their logs.
         settings: resources, limits, the user's own commands.
-        tasks: members of the array; one is no array.
-        threads: of a member's process.
-        job_name: as the scheduler's tools take it.
+        tasks: number of members; more than one make an array.
+        threads: CPU threads of a member's process.
+        job_name: name of the job, of characters that SLURM takes.
     """
     given = {key: value for key, value in settings.resources.items() if value is not None}
     log = f"{folder}/{'%A_%a' if tasks > 1 else '%j'}_%t_log"

@@ -28,14 +28,15 @@ class JobSettings:
     """Settings by which a cluster runs members as jobs.
 
     Attributes:
-        resources: keys of the stock launcher (hydra-submitit-launcher).
-        setup, teardown: commands of the batch script before and after the member.
-        python: how a job starts Python: a path, or a container's command that ends in one. None: this interpreter.
-        require_gpu: whether a job that asks for GPUs and sees none fails, and its node is kept off.
-        max_num_timeout: times that a member's job may run into its time limit; None for as often as it takes.
-        array_size: members an array at most; None for what the cluster allows.
-        poll_s: seconds between two looks at the queue.
-        lost_after_s: a job that the scheduler knows nothing of counts as lost after this.
+        resources: options of the jobs under the stock launcher's keys (hydra-submitit-launcher), see `RESOURCES`.
+        setup, teardown: shell commands of the batch script before and after the member.
+        python: command by which a job starts Python: a path, or a container's command that ends in one; None for this
+            interpreter.
+        require_gpu: whether a job that asks for GPUs and sees none fails, and its node is excluded.
+        max_num_timeout: number of times that a member's job may reach its time limit; None for no limit.
+        array_size: largest number of members in one array; None for what the cluster allows.
+        poll_s: seconds between two queries of the queue.
+        lost_after_s: seconds after which a job that the scheduler does not know counts as lost.
     """
 
     resources: Mapping[str, Any] = field(default_factory=dict)

@@ -105,13 +105,13 @@ class ClusterExecutor:
     """Submits members as job arrays and follows them by the scheduler's queue.
 
     Args:
-        study: the study's directory, on a file system that all nodes see.
-        scheduler: of the cluster.
-        settings: of its jobs.
-        entry: `module:function` that runs a member from its directory.
-        threads: CPU threads of a member.
-        title: shown as the jobs' name.
-        clock, sleep: time, replaceable in tests.
+        study: the study's folder, on a file system that all nodes see.
+        scheduler: access to the cluster's scheduler.
+        settings: resources and limits of the jobs.
+        entry: `module:function` that runs one member, given its directory.
+        threads: CPU threads of a member's process.
+        title: first part of the jobs' names.
+        clock, sleep: monotonic seconds and waiting, replaceable in tests.
     """
 
     study: Path
@@ -486,10 +486,10 @@ def why_ended(
     alike to SLURM, and a job that was killed had no last word.
 
     Args:
-        info: the scheduler's view; None if it knows nothing.
-        attempt: the job's own; None if it never began.
-        last_words, logs: the end of the batch log, and all that batch script and ranks have printed of late; asked for
-            only if needed.
+        info: the scheduler's view of the job; None if it does not know it.
+        attempt: the job's own record; None if the member never began.
+        last_words: reads the last lines of the batch log; called only if needed, as `logs`.
+        logs: reads the end of the logs of the batch script and of every rank.
     """
     state = info.state if info else "UNKNOWN"
     if state == "CANCELLED":

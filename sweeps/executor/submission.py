@@ -64,13 +64,13 @@ def freeze(
     """Write everything that a submission's jobs need and return the path of the batch script.
 
     Args:
-        folder: of the submission.
-        submission: its name.
-        members: in the order of the array's tasks.
+        folder: folder of the submission.
+        submission: its name, which is used once.
+        members: members in the order of the array's tasks.
         settings: resources and limits.
         entry: `module:function`, called with a member's directory.
-        threads: of the member's process.
-        title: of the job, for people; made harmless here.
+        threads: CPU threads of a member's process.
+        title: first part of the job's name, for people; see `harmless`.
     """
     manifest = {
         "submission": submission,
@@ -86,7 +86,9 @@ def freeze(
     }
     write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1), mode=0o600)
     script = folder / SCRIPT_FILE
+    # Private before there is anything in it: it holds the user's own commands.
     script.touch(mode=0o600)
+    # The name ends with the submission's: by that its jobs are found again in the queue (`executor.slurm`).
     script.write_text(batch_script(folder, settings, len(members), threads, f"{harmless(title)}-{submission}"))
     return script
 
