@@ -51,10 +51,10 @@ def code_facts(
     """Return the current code provenance; takes some tens of milliseconds.
 
     Args:
-        named: the user's own folders, and files of theirs that the configuration names.
-        imported: digest of `own_files` when this process imported them. If they have changed since, what it runs is
-            still that, and no commit is known to be it.
-        root: where our packages lie; this very code's place if not given.
+        named: the user's own folders, and Python files of theirs that the configuration names.
+        imported: `own_files` at the time when this process imported our packages; None if they are unchanged. If they
+            have changed since, the process still runs the imported code, and no commit is recorded for it.
+        root: folder that holds our packages; None for that of this file.
     """
     root = root or ROOT
     files = own_files(root)

@@ -16,9 +16,9 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
     """Replace a file in one step: a reader sees the old or the new text, never half of one.
 
     Args:
-        path: of the file.
+        path: path of the file.
         text: its new content.
-        mode: who may read it, less what the process's umask takes away.
+        mode: permission bits of the new file, from which the process's umask is taken.
     """
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
@@ -26,6 +26,7 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
         with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
             handle.write(text)
             handle.flush()
+            # Before the rename: after a power cut the new name could otherwise stand for an empty file.
             os.fsync(handle.fileno())
         unfinished.rename(path)
     except BaseException:
@@ -85,10 +86,10 @@ def append_to(
     """Append entries, a line each, to an open file: all of them, or none if the disk is full.
 
     Args:
-        descriptor: opened for reading and appending (O_RDWR, O_APPEND).
-        entries: of JSON values; numbers are finite.
-        durable: return only once they are on the disk.
-        checksum: end each line with its checksum, which every reader compares.
+        descriptor: file descriptor opened for reading and appending (O_RDWR, O_APPEND).
+        entries: JSON objects whose numbers are finite.
+        durable: return only once the lines are on the disk.
+        checksum: end each line with its CRC-32, which every reader compares.
 
     Raises:
         OSError: they could not be written; what was written of them is taken back, so that nothing is there twice
@@ -159,9 +160,10 @@ def lines_from_end(handle: BinaryIO, most_bytes: int | None = None, block_bytes:
     """Yield the whole lines of an open file from the last one back, reading only as far as needed.
 
     Args:
-        handle: opened for reading bytes.
-        most_bytes: read no further back; a line that begins before is left out.
-        block_bytes: read at first; more at a time later.
+        handle: file opened for reading bytes.
+        most_bytes: largest number of bytes to read from the end; a line that begins before them is left out. None for
+            no limit.
+        block_bytes: size of the first read; later ones grow.
     """
     at = handle.seek(0, os.SEEK_END)
     first = 0 if most_bytes is None else max(0, at - most_bytes)

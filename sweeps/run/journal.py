@@ -79,11 +79,15 @@ class JournalView:
     """Content of a journal: superseded records removed, the rest in order of writing.
 
     Attributes:
-        code: the facts that hold from a step on, as far as records still stand that were made with them; the
-            header's, or those of a start from nothing, at -1. Journals of earlier versions have none.
-        passed_over: checkpoints that could not be used, as the newest `resume` record has them.
-        mended: the `mended` record, unless the run has gone on since.
-        holes: first and last of the steps whose records were never there when the run went on beyond them.
+        path, header: path of the file, and its first record.
+        records: valid `train` and `eval` records.
+        checkpoint_step: newest step that a checkpoint covers; None if there is none.
+        status, reason: `running`, `finished` or `failed`, and why it failed.
+        code: pairs of a step and the code provenance from there on, as far as its records are still valid; -1 is the
+            start of the run. Empty in journals of earlier versions.
+        passed_over: unusable checkpoints, from the newest `resume` record.
+        mended: the `mended` record; None if there is none, or the run has been resumed since.
+        holes: first and last step of each range without records that the run was resumed beyond.
     """
 
     path: Path
@@ -210,6 +214,7 @@ class Reading:
             if not math.isfinite(record.time):
                 raise ValueError(f"time: {record.time!r} is no finite number")
             self._reached = max(self._reached, record.step)
+            # A dict keeps the place of a key that is assigned again, and records are in order of writing.
             self._kept.pop((kind, record.step), None)
             if record.step > self.passed.get(kind, record.step - 1):
                 self._kept[kind, record.step] = record
@@ -271,7 +276,7 @@ class Journal:
     """Writer that appends records to a run's `metrics.jsonl`, one flushed line each.
 
     Args:
-        run_dir: created if missing; a torn last line from an earlier process is cut off first.
+        run_dir: the run's folder, created if missing; a torn last line of an earlier process is cut off first.
         clock: wall-clock seconds, replaceable in tests.
     """
 
@@ -303,6 +308,7 @@ class Journal:
         entry: dict[str, Any] = {"kind": kind, "time": self._clock(), "step": int(step), "metrics": finite}
         if dropped:
             entry["not_finite"] = dropped
+        # Not synced by itself: the next `checkpoint` record is, and all before it with it.
         self._append(entry)
 
     def checkpoint(self, step: int) -> None:

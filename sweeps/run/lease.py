@@ -128,15 +128,15 @@ class Lease:
     """Lease on a directory: the exclusive right to write there, kept up by heartbeats.
 
     Args:
-        directory: created if missing; holds `.<name>.lock` and `.<name>.json`.
-        name: of the lease.
-        owner: facts about the holder, shown to contenders (a job id, say).
-        beat_s: seconds between beats.
-        expiry_s: seconds without a beat after which a holder elsewhere counts as gone; several beats.
-        facts: asked at each beat for more to be written down with it; one that raises is passed over.
-        trusted_s: so long a check holds for those that follow, less than a beat. The lease changes hands only after a
-            silence of several beats, so nobody can take it while ours arrive; and a process that stood still meanwhile
-            looks again, for the clock went on.
+        directory: folder that is leased, created if missing; holds `.<name>.lock` and `.<name>.json`.
+        name: name of the lease.
+        owner: facts about the holder that contenders are shown, such as a job id.
+        beat_s: seconds between heartbeats.
+        expiry_s: seconds without a heartbeat after which a holder on another machine counts as gone; several beats.
+        facts: called at each heartbeat for more facts to write with it; one that raises is ignored.
+        trusted_s: seconds for which a successful check is not repeated, less than a beat. The lease changes hands only
+            after a silence of several beats, so nobody can take it while ours arrive; and a process that stood still
+            meanwhile checks again, for the clock went on.
     """
 
     def __init__(
@@ -171,8 +171,8 @@ class Lease:
         """Acquire the lease, waiting for its holder if need be, and start the heartbeat thread.
 
         Args:
-            wait_s: at most so long (None: for ever); a holder that died elsewhere still costs `expiry_s`.
-            give_up: asked twice a second; True ends the waiting.
+            wait_s: longest wait in seconds, None for ever; a holder that died elsewhere still costs `expiry_s`.
+            give_up: called twice a second; the waiting ends when it returns True.
 
         Raises:
             LeaseHeldError: the holder is alive, and the waiting is over.
@@ -193,6 +193,7 @@ class Lease:
         self._thread.start()
 
     def _try(self, give_up: Callable[[], bool]) -> bool:
+        """Try once to acquire the lease, watching for a heartbeat where the lock is no proof; return success."""
         locked = self._flock.acquire()
         if locked is False:
             return False
@@ -307,6 +308,7 @@ class Lease:
 
     def release(self) -> None:
         """Release the lease, so that another process can acquire it at once."""
+        # The heartbeat ends first: one that came after the release would take it back.
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -368,6 +370,7 @@ class Lease:
         """Write facts into our own file by its descriptor, so that a file that has replaced it is not touched."""
         assert self._descriptor is not None
         now = _now()
+        # Written over in place and padded to the length before, so that no end of a longer text is left behind it.
         raw = json.dumps(facts).encode().ljust(self._length)
         if os.pwrite(self._descriptor, raw, 0) < len(raw):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))

@@ -25,11 +25,12 @@ class Break:
     """Place of a journal's first broken line, and the newest checkpoint to resume from.
 
     Attributes:
-        path: of the journal.
-        line: the first that is no record, from 1.
-        step: of the newest checkpoint that what is before it covers, -1 for none. Later ones must not be gone on from.
-        why: the journal's own error.
-        metrics: the newest that were recorded, for what is lost to be counted.
+        path: path of the journal.
+        line: number, from 1, of the first line that is no record.
+        step: step of the newest checkpoint that the records before that line cover, -1 for none; the run must not be
+            resumed from a later one.
+        why: the journal's own error message.
+        metrics: metrics of the newest record of all, from which the lost compute is counted.
     """
 
     path: Path
@@ -88,6 +89,7 @@ def mend(found: Break) -> Path:
         OSError: it could not be written; the journal is as it was.
     """
     raw = found.path.read_bytes()
+    # The copy before the cut: a process killed in between leaves the journal as it was, and the copy is used again.
     kept = _keep(found.path, raw)
     entry = {
         "kind": "mended",

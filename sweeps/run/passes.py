@@ -20,9 +20,10 @@ PASSES_FILE = "passes.jsonl"
 class Passes:
     """Passes by prompt of one evaluation of one held-out set.
 
-    prompts: a digest of the set's prompts in their order; those of two runs can be paired where it is the same.
-    passed: completions that passed, by prompt. scored: completions that have a score, by prompt; 0 where none could
-    be graded.
+    Attributes:
+        prompts: digest of the set's prompts in their order; two runs can be paired where it is the same.
+        passed: number of completions that passed, by prompt, (n,).
+        scored: number of completions that could be graded, by prompt, (n,).
     """
 
     prompts: str
@@ -52,8 +53,8 @@ def read_passes(run_dir: Path, name: str, steps: Sequence[int]) -> dict[int, Pas
 
     Args:
         run_dir: the run's folder.
-        name: of the set.
-        steps: at which the journal has an evaluation.
+        name: name of the held-out set.
+        steps: steps at which the journal has an evaluation; others are ignored.
     """
     try:
         raw = (run_dir / PASSES_FILE).read_bytes()

@@ -21,9 +21,9 @@ def is_done(run_dir: Path, steps: int, run: str) -> bool:
     first. A broken line makes a run that has ended no less done; `trouble` names it.
 
     Args:
-        run_dir: of the run.
-        steps: its budget.
-        run: its identity, which the journal's header must have: a folder may hold another's.
+        run_dir: the run's folder.
+        steps: its budget in optimizer steps.
+        run: its identity, which the journal's header must have: a folder may hold another run's journal.
     """
     if _header(run_dir).get("run") != run:
         return False
@@ -46,6 +46,7 @@ def is_done(run_dir: Path, steps: int, run: str) -> bool:
             if kind == "resume":
                 if not finished:
                     return False
+                # Read backwards: a resume voids the records of later steps that stand before it in the file.
                 void_after = min(void_after, step)
             elif step <= void_after:
                 # Those before it have no larger one; only the broken line may have had.
@@ -69,6 +70,7 @@ def looks_whole(run_dir: Path) -> bool:
     except OSError:
         return True
     begins = raw.count(b'\n{"kind":') + raw.startswith(b'{"kind":')
+    # One more begins than ends where the last line is torn, or still being written.
     if raw.count(b"\n") != raw.count(b"}\n") or begins - raw.count(b"\n") not in (0, 1):
         return False
     return not any(map(has_wrong_checksum, raw.split(b"\n")))
@@ -155,9 +157,9 @@ def why_failed(run_dir: Path, fallback: str, earlier: tuple[int, int] = (0, 0)) 
     """Return the reason of a failure: the journal's if there is one, else the log's last line, else `fallback`.
 
     Args:
-        run_dir: of the member.
-        fallback: how its process ended.
-        earlier: what was `written` before it started: the reason of an earlier attempt is not this one's.
+        run_dir: the member's folder.
+        fallback: text on how its process ended, such as "exit code 1".
+        earlier: `written` before the process started, so that the reason of an earlier attempt is not taken for its.
     """
     spoke = written(run_dir)[0] != earlier[0]
     if spoke and (said := how_it_failed(run_dir)):

@@ -69,9 +69,9 @@ def a_few(runs: Iterable[tuple[str, Path]], most: int = 4, characters: int = 700
     """Pick one group per recipe: of its first run with rollouts the last group with differing rewards, else the last.
 
     Args:
-        runs: recipes, with their runs' folders.
-        most: recipes.
-        characters: of a text, its beginning and its end.
+        runs: pairs of a recipe's label and the folder of one of its runs.
+        most: largest number of recipes.
+        characters: length to which a text is shortened, to its beginning and its end.
     """
     found: dict[str, Shown] = {}
     for recipe, run_dir in runs:

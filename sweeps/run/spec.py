@@ -49,17 +49,17 @@ class RunSpec:
     """One member of a study, frozen at submission.
 
     Attributes:
-        run, curve: identities (hexadecimal).
-        recipe: the curve's label, such as `scalerl_core+loss=dapo`.
-        baseline: the recipe it departs from.
-        departures: the axes on which it does, each with its choice in a few words.
-        settings: other values by which it differs from members of the same study.
-        seed: of the run.
-        steps: the budget in optimizer steps.
-        config: the resolved configuration.
-        reference: the configuration of the recipe itself, same seed and settings.
-        folders: of the user's: configuration files, and the modules that these name.
-        overrides: of the command that launched it, but those of addresses: what to paste to go on.
+        run, curve: identities of the run and of its curve, 12 hexadecimal digits each.
+        recipe: label of the curve, such as `scalerl_core+loss=dapo`.
+        baseline: label of the recipe that it departs from.
+        departures: axes on which it departs, each with its choice in a few words.
+        settings: other values in which it differs from members of the same study.
+        seed: random seed of the run.
+        steps: budget in optimizer steps.
+        config: resolved configuration.
+        reference: configuration of the baseline recipe, with the same seed and settings.
+        folders: the user's own folders, with configuration files and the modules that these name.
+        overrides: command-line overrides that launched it, without addresses; with them the run can be continued.
     """
 
     run: str
@@ -105,7 +105,7 @@ class RunSpec:
         """Refuse a specification that was changed since it was frozen.
 
         Args:
-            run_dir: it was read from there.
+            run_dir: folder that it was read from, for the message.
             expected: its checksum when it was frozen; None for a study of an earlier version, which kept none.
 
         Raises:
@@ -121,11 +121,11 @@ class RunSpec:
         """Freeze the spec in the run's directory, atomically; in order, for the first held-out set is the default.
 
         Args:
-            run_dir: created if missing.
-            texts: shared between the specs of a study, so that the parts that they have in common are written out once.
+            run_dir: the run's folder, created if missing.
+            texts: encoder shared by the specs of a study, so that parts they have in common are encoded once.
 
         Returns:
-            What it has replaced; None if nothing was there, or the same.
+            Content of the file that was replaced; None if there was none, or the same.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         text = (texts or Texts()).of({"form": FORM, **self.__dict__}, ("config", "reference"))
@@ -142,9 +142,9 @@ class RunSpec:
         """Read the spec frozen in a run's directory.
 
         Args:
-            run_dir: of the run.
-            known: given to each reading of a study's specs, so that the parts that they have in common are kept once:
-                ten thousand specs are gigabytes otherwise.
+            run_dir: the run's folder.
+            known: cache shared by all readings of a study's specs, so that parts they have in common are in memory
+                once: ten thousand specs are gigabytes otherwise.
 
         Raises:
             UserError: there is none, it cannot be read, or it is of another form.
@@ -283,8 +283,8 @@ def identities(lasting: Mapping[str, Any], seed: int) -> tuple[str, str]:
     """Return the identities of a run and of its curve.
 
     Args:
-        lasting: what decides what a run learns, in a form that lasts, without its seed.
-        seed: of the run.
+        lasting: the values that decide what a run learns, without its seed, in a form that later versions keep.
+        seed: random seed of the run.
     """
     return digest({"science": lasting, "seed": seed}), digest({"science": lasting})
 
@@ -303,14 +303,14 @@ def make_spec(
     """Make a run's specification from a resolved configuration, with its identities.
 
     Args:
-        config: of the run, plain values.
-        reference: of the recipe without the run's departures.
-        label: of the run's curve.
+        config: resolved configuration of the run, of plain values.
+        reference: configuration of the recipe without the run's departures.
+        label: label of the run's curve.
         baseline: label of the recipe.
-        identity: what of the configuration decides what the run learns, in a form that lasts, without its seed; if
-            not given, all that is not operational, as it stands.
-        departures, settings, folders: see `RunSpec`.
-        clean: given for each of many configurations that share parts, so that each part is searched for secrets once.
+        identity: the values that decide what the run learns, without its seed, in a form that later versions keep; None
+            for all keys that are not operational, as they stand.
+        departures, settings, folders: see `RunSpec`; None for none.
+        clean: cache shared by many configurations with common parts, so that each part is searched for secrets once.
 
     Raises:
         UserError: the configuration holds a secret.

@@ -16,8 +16,9 @@ def belongs_to_user(path: Path, outside: Path | None = None) -> bool:
     """Return whether a file or folder belongs to the user, and not everybody may write it.
 
     Args:
-        path: what it is asked of; if it is not there, it is nobody's.
-        outside: a folder that it must not lie in: what a study brings along is not the user's, whoever unpacked it.
+        path: file or folder to judge; False if it does not exist.
+        outside: folder that it must not lie in, such as a study's: what a study brings along is not the user's own,
+            whoever unpacked it. None for no such folder.
     """
     try:
         found = path.expanduser().resolve(strict=True)

@@ -41,9 +41,9 @@ def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease |
     written, a request in its directory to stop is heeded, and it ends itself if it hangs (`launch.hang_factor`).
 
     Args:
-        run_dir: the run's directory.
-        spec: of the run: with its budget done there is nothing to wait for.
-        rank: of this process in its job.
+        run_dir: the run's folder.
+        spec: the run's specification; once its budget is done the other ranks have nothing to wait for.
+        rank: rank of this process in its job.
 
     Raises:
         RunInterruptedError: the run was asked to stop while it waited.
