@@ -18,10 +18,12 @@ def how_far(runs: Iterable[tuple[str, str, float]]) -> tuple[dict[str, float], s
     """Return the compute that recipes have reached, for `sweeps.decide.race.next_look`, and those with all runs failed.
 
     Args:
-        runs: of each the recipe, its state (`finished`, `failed` or another) and the compute of its last evaluation.
+        runs: for each run its recipe, its state (`finished`, `failed` or another) and the compute of its last
+            evaluation.
     """
     of: dict[str, list[tuple[str, float]]] = {}
     for recipe, state, compute in runs:
+        # No look waits for a run that has finished.
         of.setdefault(recipe, []).append((state, math.inf if state == "finished" else compute))
     going = {recipe: [far for state, far in mine if state != "failed"] for recipe, mine in of.items()}
     failed = {recipe for recipe, mine in going.items() if not mine}
@@ -32,7 +34,7 @@ class Journals:
     """Journals of the members as written so far; each update reads only what is new.
 
     Args:
-        runs_dir: with a folder a member, named by its identity.
+        runs_dir: folder that holds one folder per member, named by its identity.
     """
 
     def __init__(self, runs_dir: Path) -> None:

@@ -23,10 +23,10 @@ class Onlooker:
     """Observer for one run that takes a race's looks at its folder, and appends them to `race.jsonl` in its directory.
 
     Args:
-        study: folder with a directory a run, this one among them; runs that are not there yet do not take part.
-        run_dir: of the run that watches.
-        rules: when a recipe is stopped.
-        metric, axis: as of `sweeps.source.load`; None for the defaults.
+        study: folder that holds the folders of all runs, this one among them; later ones do not take part yet.
+        run_dir: folder of the run that watches.
+        rules: when looks are taken and recipes stopped.
+        metric, axis: reward and compute to compare by, see `sweeps.source.load`; None for the defaults.
 
     Raises:
         UserError: the run is not in the folder, or has looked by other rules before.
@@ -78,6 +78,7 @@ class Onlooker:
             for name, view in views.items()
         )
         while isinstance(found := next_look(curves, self._rules, reached, self._looks, failed=failed), Look):
+            # On disk before anything follows from it: a run that is resumed begins with the looks that are there.
             append_lines(self._path, [{"rules": self._rules.to_json(), "look": found.to_json()}], durable=True)
             self._looks.append(found)
         self.waits_for = found

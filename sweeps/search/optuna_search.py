@@ -60,11 +60,11 @@ class Search:
     """Conductor that runs a study as a search (`sweeps.launch.conductor.Conductor`).
 
     Args:
-        study: that the trials are members of.
-        space: what is varied.
-        settings: of the search.
-        base: overrides that all trials share.
-        planned: composes and identifies members from lists of overrides.
+        study: study whose members the trials become.
+        space: axes of the search space.
+        settings: settings of the search.
+        base: command-line overrides that all trials share.
+        planned: makes members' specifications from lists of overrides.
         sampler: makes Optuna's sampler from a seed.
     """
 

@@ -47,10 +47,10 @@ class LiveRace:
     """Conductor that runs a study as a race (`sweeps.launch.conductor.Conductor`).
 
     Args:
-        study: whose members race.
-        settings: of the race.
-        planned: composes and identifies members from lists of overrides; only where freed compute is to be spent.
-        clock: seconds, growing.
+        study: study whose members race.
+        settings: settings of the race.
+        planned: makes members' specifications from lists of overrides; None where freed compute is not to be spent.
+        clock: monotonic seconds, replaceable in tests.
 
     Raises:
         UserError: the study's race was begun by other rules.
@@ -145,6 +145,7 @@ class LiveRace:
         at_work: Collection[str],
         waits: Collection[str],
     ) -> tuple[list[str], dict[str, str], dict[str, str]]:
+        """Return the members to run, in order of urgency, those to wait and those to stop, both with their reasons."""
         order = {run: at for at, run in enumerate(states)}
         # What has failed goes on where whoever launches it anew wants it; nobody waits for it.
         open_runs = [run for run in states if states[run].state != "finished" or run in self._extra]

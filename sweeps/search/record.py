@@ -18,11 +18,16 @@ RACE_FILE = "race.jsonl"
 
 @dataclass(frozen=True)
 class RaceRecord:
-    """Content of a study's `race.jsonl`. rules, axis and metric are None before the race has begun.
+    """Content of a study's `race.jsonl`.
 
-    mode: of the last look. freed: what the freed compute went to. pruned: by run, why a trial of a search was stopped.
-    taken: of each look, when it was written down (seconds) and in which mode. members: identities of those that race,
-    in their order; None where an earlier version began it.
+    Attributes:
+        rules, axis, metric: rules of the race, compute axis and reward; None before it has begun.
+        looks: the looks taken.
+        freed: record of the runs that freed compute pays for; None before they are planned.
+        mode: `live` or `dry_run`, as of the last look.
+        pruned: for each pruned trial of a search, by run, the reason.
+        taken: for each look, its time in seconds and its mode.
+        members: identities of the racing members, in their order; None where an earlier version began the race.
     """
 
     rules: Rules | None = None
@@ -41,7 +46,8 @@ class RaceRecord:
 
         Args:
             study: folder of the study.
-            members: identities; races of others that share the folder are left out. None: those of the newest race.
+            members: identities of members; races of other members that share the folder are left out. None for the
+                members of the newest race.
         """
         path = study / RACE_FILE
         lines = parse_lines(path.read_bytes()) if path.exists() else []

@@ -22,7 +22,11 @@ PRUNERS = ("none", "race")
 class Axis:
     """One axis of a search space: a key of the configuration, and either its values or its range.
 
-    choices: texts as on the command line. low, high: both ends belong to the range; log: searched by ratio.
+    Attributes:
+        key: dotted key of the configuration.
+        choices: values as texts of the command line; empty for a range.
+        low, high: ends of the range, both inclusive; a range of integers if both are.
+        log: whether the range is searched on a logarithmic scale.
     """
 
     key: str
@@ -54,14 +58,14 @@ class SearchSettings:
     """Settings of a search over a space by Optuna.
 
     Args:
-        n_trials: trials, those of earlier launches into the same folder counted.
-        n_jobs: trials at a time.
-        objective: what is made large: the lower bound (2.5%) of the `reward` at the budget, or of the `asymptote`
-            where it may be named, and of the reward where it may not.
-        budget: compute of one run; None: that of the run's own last evaluation.
-        prune: `none`, or `race`: a trial is stopped whose chance of ending ahead of the favourite is below `p_ahead`.
-        p_ahead, first: as of `sweeps.decide.rules.Rules`.
-        seed: of the sampler.
+        n_trials: number of trials, those of earlier launches into the same folder included.
+        n_jobs: number of trials that run at a time.
+        objective: value that is maximized: the lower bound (2.5%) of the `reward` at the budget, or of the `asymptote`
+            where it is identifiable, and of the reward where it is not.
+        budget: compute of one run at which rewards are compared; None for that of the run's own last evaluation.
+        prune: `none`; or `race`, to stop a trial whose chance of ending ahead of the favourite is below `p_ahead`.
+        p_ahead, first: see `sweeps.decide.rules.Rules`.
+        seed: random seed of the sampler.
 
     Raises:
         UserError: one of them is out of range.
@@ -108,12 +112,13 @@ class RaceSettings:
     """Settings of a study's race, from `race.*` of the configuration.
 
     Args:
-        mode: `none`; `dry_run` (looks are taken and written down, nothing is stopped); `live`.
-        budget: compute of one run at which the best recipe is wanted; None: what the recipe that gets the least done
-            in its steps will have spent, told from the first tenth of every run.
-        p_ahead, looks, first, growth: as of `Rules`.
-        ahead: where not all members can be at work, one waits for the others when it is this factor ahead of a look.
-        freed: what becomes of the compute that the stopped are spared: `nothing`, or what the `plan` names.
+        mode: `none`; `dry_run`, which takes and records looks but stops nothing; or `live`.
+        budget: compute of one run at which the best recipe is wanted; None for the least compute that any member will
+            have spent at the end of its steps, estimated once each has taken a tenth of them.
+        p_ahead, looks, first, growth: see `sweeps.decide.rules.Rules`.
+        ahead: where not all members can run at once, factor of compute between the borders at which members wait for
+            each other.
+        freed: use of the compute that stopped runs do not spend: `nothing`, or further runs by `plan`.
 
     Raises:
         UserError: one of them is out of range.
