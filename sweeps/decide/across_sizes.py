@@ -183,7 +183,7 @@ def _logarithms(fit: Fit) -> Array:
 
 
 def _lines_given(chosen: Array, u: Array, off: Array, rng: np.random.Generator) -> tuple[Array, Array]:
-    """A draw of the lines (4, 2), and then of how far sizes lie off them (4,), given each size's numbers (S, 4)."""
+    """Draw the lines (4, 2), and then the scatter of sizes about them (4,), given each size's numbers (S, 4)."""
     lines = np.zeros((4, 2))
     count = len(u)
     for c, sloped in enumerate(_SLOPED):

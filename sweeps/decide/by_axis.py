@@ -99,6 +99,7 @@ def _times(interval: Interval | None, factor: float) -> Interval | None:
 
 
 def _sentence(columns: Sequence[Column]) -> str:
+    """Say which recipe is ahead on which axes, with the least of its chances."""
     by_first: dict[str, list[Column]] = {}
     for column in columns:
         by_first.setdefault(column.first.recipe, []).append(column)

@@ -171,7 +171,14 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
 
 @dataclass(frozen=True, eq=False)
 class _Design:
-    """Indicators of levels (n, p1) and of pairs of levels (n, p2), and contrasts (c, p1 + p2) with their names."""
+    """Design matrix of a grid of n cells, and the contrasts that are its effects.
+
+    Attributes:
+        main: indicators of the levels of all axes, (n, p1).
+        pairs: indicators of the pairs of levels of the interactions, (n, p2).
+        contrast: coefficients of each effect, (c, p1 + p2).
+        contrasts: axis, level and reference level of each effect.
+    """
 
     main: Array
     pairs: Array
@@ -225,7 +232,13 @@ class _Design:
 
 @dataclass(frozen=True, eq=False)
 class _Solved:
-    """draws of the contrasts (c, K); own: of cells; spread: of main effects, of interactions; posterior means."""
+    """Posterior of the effects.
+
+    Attributes:
+        draws: K joint draws of the contrasts, (c, K).
+        own: posterior mean of s0, the standard deviation of the cells' own residuals.
+        spread: posterior means of s1 and s2, those of main effects and of interactions.
+    """
 
     draws: Array
     own: float
@@ -233,7 +246,7 @@ class _Solved:
 
 
 def _solve(design: _Design, y: Array, error: Array, scale: float) -> _Solved:
-    """The posterior of the contrasts; y (n,), error (n, n), on a scale of that width."""
+    """Return the posterior of the contrasts from estimates y (n,) with covariance error (n, n); scale: width of y's."""
     z = np.concatenate([design.main, design.pairs], axis=1)
     mains, pairs = design.main.shape[1], design.pairs.shape[1]
     values = _GRID * scale
@@ -294,7 +307,7 @@ def _next(
     error: float,
     most: int = 3,
 ) -> list[Cell]:
-    """Cells not run yet that lower the summed variance of the main effects most, one after the other."""
+    """Return up to `most` cells not run yet that lower the main effects' summed variance most, chosen one by one."""
     done = {tuple(cell[axis] for axis in axes) for cell in cells}
     size = int(np.prod([len(levels) for levels in axes.values()], dtype=float))
     if size <= _MOST_CELLS:
@@ -330,7 +343,7 @@ def _next(
 
 
 def _notes(design: _Design, axes: Mapping[str, Sequence[str]]) -> list[str]:
-    """Axes that the grid does not tell apart: each level of one stands with one level of the other alone."""
+    """Return a note on each pair of axes that vary together, level by level, so that the grid cannot separate them."""
     columns = {axis: n for n, axis in enumerate(axes)}
     place, at = [], 0
     for levels in axes.values():

@@ -125,9 +125,11 @@ class Split:
 
 
 class _Future:
-    """Draws of A of the recipes that could be best, and the same after what could be run; shared random numbers.
+    """Draws of A of the recipes that could be best, now and after possible steps, with shared random numbers.
 
-    fits: of every recipe. standing: of the choice between them.
+    Args:
+        fits: fits of every recipe.
+        standing: present state of the choice between them.
     """
 
     def __init__(self, fits: Sequence[Fit], standing: Standing) -> None:
@@ -176,7 +178,7 @@ class _Future:
         return float((second[first.argmin(0), j].mean() + first[second.argmin(0), j].mean()) / 2)
 
     def _posterior(self, i: int, step: Step) -> Array:
-        """Samples of a recipe's A for each outcome of a step. (J, L)."""
+        """Return samples of a recipe's A after each of J simulated outcomes of a step, (J, L)."""
         key = (i, step.action, step.compute)
         if key not in self._after:
             fit, theta = self.fits[i], self.theta[i]
@@ -234,7 +236,7 @@ def _added_compute(fit: Fit, to: float) -> Array:
 
 
 def _weights(signal: Array, truth: NDArray[np.intp], rng: np.random.Generator) -> Array:
-    """Likelihood weight of each draw given each truth's outcome. Shapes: (K, q), (J,) -> (J, K), rows sum to 1."""
+    """Return each draw's likelihood weight given each truth's outcome; (K, q), (J,) -> (J, K), rows sum to 1."""
     noise = rng.standard_normal((len(truth), signal.shape[1]))
     scale = 1.0
     while True:
@@ -335,7 +337,7 @@ def _options(fit: Fit, limit: float | None) -> list[Step]:
 
 
 def _judged(fit: Fit, step: Step, gain: float) -> Step:
-    """A step with its expected gain, and that in words."""
+    """Return the step with its expected gain and its reason in words."""
     assert fit.window is not None
     what = (
         f"{step.compute / fit.window[1]:.2g} x its window, each of {counted(fit.seeds, 'run')}"

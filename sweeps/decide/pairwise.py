@@ -190,6 +190,7 @@ def _drawn(
     budget: float | None,
     passes: PromptPasses | None,
 ) -> _Drawn:
+    """Draw one comparison: what its bounds, and the chances in it, are read from."""
     assert one.window is not None and two.window is not None
     compute = min(one.window[1], two.window[1])
     pairing = pairing_at(one.recipe, two.recipe, compute)
@@ -363,7 +364,7 @@ def _bounds_where(draws: Sequence[Array | None]) -> list[Interval | None]:
 
 
 def _bounds(draws: Sequence[Array]) -> list[Interval]:
-    """Medians, and bounds between which all lie together in 95% of the joint draws; draws that may be infinite.
+    """Return medians and simultaneous 95% bounds of several sets of joint draws, which may be infinite.
 
     The bounds are quantiles of each at one level, at which that holds (Besag et al. 1995, section 6.3). Of draws that
     are fewer than the others' (a ratio) the level is that of as many comparisons as there are, by Bonferroni.

@@ -52,7 +52,13 @@ def parse_size(text: str) -> float:
 
 @dataclass(frozen=True)
 class _Points:
-    """The points of a power law; each (n,). size counts the sizes, run the runs. left_out: no logarithm."""
+    """The points of a power law.
+
+    Attributes:
+        log_x, log_l, sd: log compute, log loss, and standard error of the reward (None if unknown), (n,) each.
+        size, run: index of the model size, and of the run over all sizes, (n,).
+        left_out: number of evaluations without a logarithm.
+    """
 
     log_x: Array
     log_l: Array
@@ -64,7 +70,7 @@ class _Points:
 
 @dataclass(frozen=True)
 class _Lines:
-    """A weighted straight line per size, as sums; each (S,)."""
+    """Weighted sums per model size, (S,) each: total weight, means of x and y, and centred sums of products."""
 
     weight: Array
     x: Array
@@ -167,7 +173,7 @@ def sized(fits: Sequence[Fit], column: str) -> dict[str, dict[float, Fit]]:
 
 
 def _points(fits: Sequence[Fit]) -> _Points:
-    """The points of all sizes within the fits' windows, in logarithms."""
+    """Return the points of all sizes within the fits' windows, in logarithms."""
     columns: list[list[Array]] = [[], [], [], []]
     runs: list[NDArray[np.intp]] = []
     known, left_out, run_count = True, 0, 0
@@ -208,7 +214,7 @@ def _lines(points: _Points, weight: Array, count: int, reference: float) -> _Lin
 
 
 def _given_n0(lines: _Lines, h: Array) -> tuple[Array, Array, Array]:
-    """Everything linear given N_0. Shapes: h = k / k_max is (G, S); k_max, its information, SSE are (G,)."""
+    """Return k_max, its information and the SSE, (G,) each, for G values of N_0 with h = k / k_max, (G, S)."""
     information = h**2 @ lines.xx
     # Least squares of slope = -k_max h over all sizes; a loss that grows with compute is fitted by k_max = 0.
     k_max = np.maximum(-(h @ lines.xy) / information, 0.0)
@@ -217,7 +223,7 @@ def _given_n0(lines: _Lines, h: Array) -> tuple[Array, Array, Array]:
 
 
 def _best(lines: _Lines, sizes: Array, grid: Array) -> tuple[float, float, Array]:
-    """k_max, N_0 and the level per size, (S,), at the least SSE: the grid's best, polished."""
+    """Return k_max, N_0 and the level per size (S,) of least SSE: the best of the grid, polished."""
 
     def residuals(log_n0: Array) -> Array:
         h = 1 / (1 + np.exp(log_n0[0]) / sizes)
@@ -320,7 +326,7 @@ def _log_loss_at(best: tuple[float, float, Array], sizes: Array, points: _Points
 def _draw(
     lines: _Lines, sizes: Array, grid: Array, scale: float, dof: float, rng: np.random.Generator
 ) -> tuple[Array, Array, Array]:
-    """Draws of k_max (K,), N_0 (K,) and the levels (K, S): N_0 by its profile likelihood, the rest given N_0."""
+    """Draw k_max (K,), N_0 (K,) and the levels (K, S): N_0 by its profile likelihood, the rest given N_0."""
     fine = np.linspace(grid[0], grid[-1], 4 * len(grid))
     k_hat, information, sse = _given_n0(lines, 1 / (1 + np.exp(fine)[:, None] / sizes))
     excess = sse - sse.min()
@@ -353,7 +359,7 @@ def _at_end(fits: Sequence[Fit]) -> Array:
 def _between_seeds(
     lines: _Lines, points: _Points, weight: Array, fitted: Array, fits: Sequence[Fit], scale: float
 ) -> _Lines:
-    """The lines with each slope's information reduced by the spread between seeds.
+    """Return the lines with each slope's information reduced by the spread between seeds.
 
     A seed that is off by a constant in R is off by that over L in log L, which grows along the curve and tilts
     the line: information 1 / (scale / xx + sd^2 tilt^2) instead of xx / scale.

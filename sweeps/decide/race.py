@@ -174,6 +174,7 @@ def run_race(
         curve.recipe: math.inf if curve.recipe in ended else _reached(curve, lost.get(curve.recipe, ()))
         for curve in curves
     }
+    # Of a recipe that has failed its furthest run counts: looks judge it up to there, and none waits for more.
     reached |= {curve.recipe: float(curve.compute.max()) for curve in curves if curve.recipe in failed}
     looks: list[Look] = []
     while isinstance(found := next_look(curves, rules, reached, looks, options, workers, failed), Look):
@@ -310,6 +311,7 @@ def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rul
 
 
 def _told(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits_for: tuple[str, ...]) -> Race:
+    """Assemble the race from its looks: every recipe's state, the compute saved, and one sentence."""
     stopped = {name: look for look in looks for name in look.stopped}
     runners = [_runner(curve, rules, looks, stopped.get(curve.recipe)) for curve in curves]
     leader = looks[-1].favourite if looks else None
@@ -328,7 +330,7 @@ def _told(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits_fo
 
 
 def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], last: Look | None) -> Runner:
-    """A recipe as the race has left it; last: the look that stopped it."""
+    """Return a recipe's state in the race; last: the look that stopped it, None if none did."""
     mine = [look for look in looks if any(each.recipe == curve.recipe for each in look.chances)]
     limit = rules.budget if last is None else last.compute
     ends = [float(curve.compute[curve.seed == label].max()) for label in np.unique(curve.seed)]

@@ -233,7 +233,7 @@ def baseline_of(fits: Sequence[Fit], asked: str | None = None) -> str | None:
 def _leave_one_out(
     fits: Sequence[Fit], between: Mapping[str, SeedSpread], baseline: str, margin: float
 ) -> list[Contrast]:
-    """Every recipe that departs from the baseline against it. `between`: spread of A between seeds.
+    """Compare every recipe that departs from the baseline with it. `between`: spread of A between seeds, by recipe.
 
     Where none says what it departs from (the baseline was asked for by name), all others.
     """
@@ -246,6 +246,7 @@ def _leave_one_out(
     named = [fit for fit in variants if fit.recipe in between]
     # Of two A that differ by the margin exactly, rounding must not decide.
     close = [fit for fit in named if abs(named_a(fit) - named_a(base)) <= margin + 1e-12]
+    # At the mean A of the baseline and of what is close to it, which need not be that of the ranking's tie.
     _, at_shared = at_shared_a([base, *close])
     table = []
     for fit in variants:
@@ -266,5 +267,6 @@ def _leave_one_out(
 
 
 def _difference(value: float, ours: Array, theirs: Array) -> Interval:
+    # The value is of the least-squares estimates; only the bounds are the draws'.
     low, high = np.quantile(ours - theirs, [0.025, 0.975])
     return Interval(value, float(low), float(high))

@@ -76,8 +76,8 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
     """Compute at which the curve passes a reward, with a 95% interval.
 
     Args:
-        fit: one recipe's fit, of any verdict: what the window shows needs no asymptote, and what comes is forecast.
-        target: reward.
+        fit: fit of one recipe, of any verdict: what the window shows needs no asymptote, and what comes is forecast.
+        target: reward to reach, within the reward's bounds.
 
     The value is the median over draws and the bounds their quantiles; a bound is open (None) where more than
     2.5% of the draws do not get there as far as the fit may be read (`support`), and the value is None ("never")
@@ -134,6 +134,7 @@ def _named(interval: Interval) -> Interval | None:
 
 
 def _reach_reason(fit: Fit, compute: Interval, p_never: float, reached: bool) -> str:
+    """Say where the target lies relative to the window, and how sure that is."""
     assert compute.value is not None and fit.window is not None
     end = fit.window[1]
     if reached:

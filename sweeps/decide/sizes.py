@@ -238,6 +238,7 @@ def overtakes(lead: Array, grid: Array) -> Array:
 
 
 def _crossing_reason(law: Interval, sigmoid: Interval | None, grid: Array) -> str:
+    """Say for each law whether the crossing lies within the data, beyond it, or nowhere."""
     words = []
     for name, found in (("power law", law), ("sigmoid", sigmoid)):
         if found is None:
@@ -310,6 +311,7 @@ def best_size(
     p_best is over the sizes seen, and for an unseen one over those and itself.
     """
     at = np.array([budget])
+    # Minus the log loss, of which more is better, as of a reward.
     by_law = [-law.log_loss(size, at)[:, 0] for size in seen]
     by_sigmoid = [] if joint is None else [joint.curve(size, at)[:, 0] for size in seen]
     choices = []
@@ -336,6 +338,7 @@ def _p_best(own: Array, seen: Sequence[Array]) -> float:
 def _reach(
     law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float, Fit], target: float, unseen: Sequence[float]
 ) -> tuple[SizeReach, ...]:
+    """Return the compute at which every size, seen or not, reaches the target, by each law."""
     far = FAR * _end(by_size)
     grid = np.concatenate([[0.0], np.geomspace(_start(by_size) / 10, far, _GRID)])
     found = []

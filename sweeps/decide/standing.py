@@ -123,7 +123,7 @@ def joint(fits: Sequence[Fit]) -> list[Drawn]:
     draw puts it higher or lower. Refused recipes keep all their width.
 
     Args:
-        fits: as `fit_curves` returns them.
+        fits: one fit per recipe, as `fit_curves` returns them.
     """
     pairing = pairing_of([fit for fit in fits if fit.identifiable])
     laws = _laws(fits)
@@ -161,8 +161,8 @@ def joint_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
     can be forecast there may come to anything.
 
     Args:
-        fits: as `fit_curves` returns them.
-        compute: in the curves' unit.
+        fits: one fit per recipe, as `fit_curves` returns them.
+        compute: where to forecast, in the curves' unit.
     """
     laws = _laws(fits)
     found = []

@@ -103,6 +103,7 @@ class Watch:
             raise UserError(f"{self._path}: cannot be written ({reason}); give another file with --out") from error
 
     def _follow(self, curve: Curve) -> list[News]:
+        """Take a curve's new snapshots; return those adopted and not given yet, then the new ones."""
         mine = self._identity(curve)
         if self._path is None:
             known = self._known.setdefault(curve.recipe, [])
@@ -168,7 +169,7 @@ def _is_dir(path: Path) -> bool:
 
 
 def _state(sources: Sequence[str | Path]) -> object:
-    """Sizes and modification times of the files behind the sources, to detect changes; None if not known."""
+    """Return sizes and modification times of the files behind the sources, to detect changes; None if not known."""
     files: list[Path] = []
     for source in sources:
         path = Path(source)

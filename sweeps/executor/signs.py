@@ -18,7 +18,7 @@ class Signs:
     Attributes:
         texts: part of a message -> where it was seen.
         types: names of exceptions; of its bases, the most derived that is named anywhere counts.
-        errnos: of an OSError.
+        errnos: error numbers of an OSError.
         of: the texts count only in exceptions of this type.
         in_logs: whether the texts also count in the log of a process that ended without an exception.
     """

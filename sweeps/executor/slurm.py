@@ -72,7 +72,14 @@ _MAY_COME_BACK = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED"})
 
 @dataclass
 class _Followed:
-    """A job that we wait for."""
+    """A job that this process waits for.
+
+    Attributes:
+        launch, submission, job: the member, the name of its submission, and SLURM's id of the job.
+        info: the scheduler's newest view of the job; None if it has none.
+        missing_since: executor's clock when the queue first lacked the job; None while it lists it.
+        suspect: whether the job had ended at the last look; SLURM may still requeue it.
+    """
 
     launch: Launch
     submission: str
@@ -180,6 +187,7 @@ class ClusterExecutor:
         return self._follow(submission, job, members)
 
     def _submit(self, folder: Path, submission: str, members: Sequence[Launch], resources: Mapping[str, Any]) -> str:
+        """Write the submission's files, submit its script and return the job's id; raise RefusedError."""
         settings = replace(self.settings, resources=resources)
         script = freeze(folder, submission, members, settings, self.entry, self.threads, self.title)
         try:
@@ -220,7 +228,7 @@ class ClusterExecutor:
         return None
 
     def _resources(self, launch: Launch) -> dict[str, Any]:
-        """Resources of a member: more memory after running out, failed nodes excluded, a delay after a duplicate."""
+        """Return a member's resources: more memory after running out, failed nodes excluded, a later begin."""
         resources = dict(self.settings.resources)
         grown = launch.spent.get("out_of_memory", 0)
         if grown and resources.get("mem_gb"):
@@ -418,6 +426,7 @@ class ClusterExecutor:
             self.scheduler.cancel(sorted(late))
 
     def _last_attempt(self, each: _Followed, outcome: bool = False) -> Attempt | None:
+        """Return the record of a job's newest start; None if it left none, or (with `outcome`) none of its end."""
         own = [
             attempt
             for attempt in attempts(each.launch.run_dir)
@@ -430,6 +439,7 @@ class ClusterExecutor:
         return own[-1] if own[-1].restart >= newest else None
 
     def _outcome(self, each: _Followed) -> Outcome:
+        """Judge a job that has ended, by scheduler, attempt record, logs and journal."""
         attempt = self._last_attempt(each)
         kind, reason = why_ended(
             each.info,

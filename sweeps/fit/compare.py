@@ -116,7 +116,7 @@ def _started(curve: Curve) -> Curve:
 def _row(
     name: str, points: Points, options: FitOptions, bounds: tuple[float, float], variance: Array, held_out: float | None
 ) -> FamilyRow:
-    """A family fitted to all points, which weigh the same for every family: `variance` of each, (n,)."""
+    """Fit a family to all points and return its row; `variance` (n,), of each point, is the same for every family."""
     problem = problem_of(points, options, bounds, variance)
     best = profile.solve(problem, polished=2, tolerance=1e-9)
     n = len(points.reward)
@@ -171,7 +171,7 @@ def _held_back(whole: Points) -> tuple[list[_Later], float | None]:
 
 
 def _error(own: Points, options: FitOptions, parts: Sequence[_Later], bounds: tuple[float, float]) -> float:
-    """Mean absolute error of a family over everything that was held back."""
+    """Return the mean absolute error, in reward, of a family over everything that was held back."""
     errors = []
     for part in parts:
         # Numbers of seeds are those of the points taken.

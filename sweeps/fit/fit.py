@@ -266,7 +266,7 @@ def fits_r0(options: FitOptions) -> bool:
 
 
 def _fit_points(empty: Fit, points: Points, raw: Array, parameters: int) -> Fit:
-    """Fit the points: solution, posterior, draws, verdict. raw (n,): rewards before outliers were pulled in."""
+    """Complete a fit with solution, posterior, draws and verdict. raw (n,): rewards before outliers were pulled in."""
     options, bounds = empty.options, empty.bounds
     assert empty.lookout is not None
     problem = weighted(points, options, bounds)
@@ -326,6 +326,7 @@ def _fit_points(empty: Fit, points: Points, raw: Array, parameters: int) -> Fit:
         draws=draws,
         noise=law.noise,
         informing=informing,
+        # Only asymptotes that are known tell how far those of seeds lie apart.
         seed_excess=seed_excess(problem, best, g, law.noise, labels) if judged.identifiable else SeedExcess(),
         law=law,
         skill=doubt.skill,
@@ -364,7 +365,7 @@ def _others_are_possible(screen: Mixture) -> bool:
 
 
 def _doubt(fit: Fit, A: Interval, screen: Mixture) -> verdict.Doubt:
-    """Evidence against the sigmoid from other kinds of curves; on A none if another family is fitted or A is fixed."""
+    """Return the evidence against the sigmoid; none on A if another family is fitted or A is fixed."""
     assert fit.lookout is not None
     seen = fit.lookout.seen
     bottom, width = fit.lookout.bottom, fit.lookout.width
@@ -413,7 +414,7 @@ def _r0_effect(problem: Problem, best: Optimum, scale: float) -> R0Effect | None
 def _a_ends(
     points: Points, ends: tuple[float, float], bounds: tuple[float, float]
 ) -> tuple[float | None, float | None]:
-    """A's interval: open where only a bound ends it, unless a plateau was observed on that bound."""
+    """Return A's bounds: None where only the reward's bound ends it, unless a plateau was observed there."""
     low: float | None
     high: float | None
     low, high = ends
@@ -443,7 +444,7 @@ def _edge(problem: Problem, best: Optimum, points: Points, bounds: tuple[float, 
 def _extrapolation_error(
     points: Points, options: FitOptions, bounds: tuple[float, float], parameters: int
 ) -> float | None:
-    """Fit the first half of the window, predict the mean of the last quarter: the absolute error, or None."""
+    """Return the absolute error of a fit to the first half on the mean of the last quarter; None without one."""
     end = float(points.compute.max())
     first, last = points.compute <= 0.5 * end, points.compute >= 0.75 * end
     half = points.take(first)
@@ -462,8 +463,16 @@ def point_prediction(
 ) -> Array:
     """Predict rewards at other computes by the least-squares curve of some points, without an interval.
 
-    Shapes: compute (m,) -> (m,). seed (m,): whose asymptotes, by the numbers of `points.seed`, -1 for none of them;
-    the recipe's own if not given.
+    Args:
+        points: the points to fit.
+        options: how R0 enters, and the family.
+        bounds: lowest and highest reward.
+        compute: where to predict, (m,).
+        seed: number in `points.seed` of the seed to predict for, -1 for one that is not among them, (m,); None for the
+            mean over seeds.
+
+    Returns:
+        Predicted rewards, (m,).
     """
     problem = weighted(points, options, bounds)
     best = profile.solve(problem, polished=1, tolerance=1e-6)

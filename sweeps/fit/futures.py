@@ -26,9 +26,13 @@ _WALKING = len(KINDS)
 class Futures:
     """Joint draws of curves on a reward scale of width 1, compute in units of the window's end.
 
-    All are (K,) but levels (W, m), of the walks, at nodes (m,). kind: index in `KINDS`, beyond them for a walk. See
-    `sweeps.fit.grid.Cells` for the rest. smoothed (S, w): draws of the reward within the window, by no law but that it
-    wanders, at the first w nodes.
+    Attributes:
+        kind: index into `KINDS` of each draw, `len(KINDS)` for a walk; (K,), as all that follow unless a shape is given.
+        u, v, r0, a: shape coordinates, R0 and A.
+        extra, size, jump_at, width: drift or jump on top of the curve, see `sweeps.fit.grid.Cells`.
+        nodes, levels: computes (m,), and the levels of the W walks there, (W, m).
+        smoothed: draws of the reward within the window, at its w nodes, under no law but that it wanders, (S, w).
+        bounded: whether rewards lie in [0, 1].
     """
 
     kind: NDArray[np.intp]
@@ -88,8 +92,10 @@ def draw(found: Mixture, count: int, rng: np.random.Generator) -> Futures:
     r0[curves], a[curves] = draw_levels(cells, at, size[curves], found.seen.bounded, _CEILING[kind[curves]], rng)
     walking = chosen[~curves] - len(cells.log_weight)
     now = _levels(walk, walking, rng)
+    # A smooth of the window by the walk alone, whatever its weight among the kinds.
     share = np.exp(walk.log_weight - walk.log_weight.max())
     smoothed = _levels(walk, rng.choice(len(share), _SMOOTHED, p=share / share.sum()), rng)
+    # A walk's increments are independent, of variance step^2 times the compute between nodes.
     spans = np.sqrt(np.diff(_NODES, prepend=0.0))
     moved = np.cumsum(walk.step[walking, None] * spans * rng.standard_normal((len(walking), len(spans))), axis=1)
     levels = np.concatenate([now, now[:, -1:] + moved], axis=1)

@@ -242,8 +242,11 @@ def _whole_grid(kinds: tuple[Kind, ...]) -> Grid:
 class Explored:
     """A grid zoomed to where the weight is, and its cells solved under every kind of noise.
 
-    tilde: whitened ones and rewards, (J, n, 2). g: whitened basis, (J, n, M). weight: log weights, (J, M). boxes: the
-    grid's, by number of the kind.
+    Attributes:
+        noise, grid: the J kinds of noise and the M cells.
+        tilde, g: whitened ones and rewards, (J, n, 2), and whitened basis functions, (J, n, M).
+        solved: the regression of every cell. weight: log posterior weights, up to a constant, (J, M).
+        boxes: box of each kind that the grid covers, by its index.
     """
 
     noise: Noises

@@ -138,6 +138,7 @@ def _ends(computes: list[float], curve: Curve, every: float, known: Sequence[Sna
     last = known[-1].compute_end if known else 0.0
     ends: list[float] = []
     for at, compute in enumerate(computes):
+        # With fewer computes every fit is refused (`too_few_points`).
         if compute > last and (at + 1 >= MIN_COMPUTES or known) and compute >= every * last:
             ends.append(compute)
             last = compute
@@ -174,7 +175,7 @@ class _Fits:
         return Snapshot(fit.recipe, end, n, fit.verdict, fit.A, ahead, self._check(end))
 
     def _check(self, end: float) -> Check | None:
-        """The latest evaluations against a fit that has not seen them."""
+        """Compare the latest evaluations with the forecast of a fit that has not seen them; None without such a fit."""
         earlier = [compute for compute in self.computes if compute <= end / RECENT]
         if not earlier:
             return None
@@ -206,7 +207,7 @@ def departure(snapshots: Sequence[Snapshot]) -> str | None:
     docs/measured/watch.md has the rates of false alarms and misses.
 
     Args:
-        snapshots: of one recipe, the oldest first.
+        snapshots: all snapshots of one recipe, the oldest first.
     """
     if not snapshots or snapshots[-1].check is None:
         return None

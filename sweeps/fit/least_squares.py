@@ -273,7 +273,7 @@ def evaluate(problem: Problem, u: float, v: float) -> tuple[Optimum, Array, Arra
 
 
 def _linear_at(problem: Problem, g: Array) -> tuple[float, float]:
-    """(R0, A) at one basis g (n,)."""
+    """Return the best (R0, A) within their bounds at one basis g (n,), the seeds' offsets eliminated."""
     centre = problem.centre
     # In plain floats: this is evaluated thousands of times.
     wg = problem.weight * g

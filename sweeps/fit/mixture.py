@@ -213,7 +213,7 @@ def _restless(cells: Cells, walk: Walk, noise: Noises, seen: Seen) -> bool:
 
 
 def _jumped(seen: Seen, noise: Noises, boxes: Mapping[int, Box]) -> list[Cells]:
-    """Cells of kinds with a jump between two evaluations, sudden or spread over one or two of them."""
+    """Return cells of curves with a jump between two evaluations, sudden or spread over one or two of them."""
     computes = np.unique(seen.x)
     at = 0.5 * (computes[1:] + computes[:-1])
     # Every seed must have seen it, and a start: one evaluation of one of them that lies off is no jump of the curve.

@@ -33,9 +33,13 @@ class SeedSpread:
 
 @dataclass(frozen=True)
 class SeedExcess:
-    """Asymptotes of one recipe's seeds: sum of squares about their mean, sampling variance of one, dof.
+    """Scatter of the asymptotes (or rewards) of one recipe's seeds.
 
-    offset: of each seed from their mean, by label.
+    Attributes:
+        squares: sum of squares about their mean, in reward squared.
+        sampling: mean sampling variance of one seed's value.
+        dof: degrees of freedom, seeds less one.
+        offset: each seed's value less their mean, by label; empty where seeds have no labels of their own.
     """
 
     squares: float = 0.0
@@ -83,7 +87,9 @@ def seed_excess(problem: Problem, best: Optimum, g: Array, noise: Noise, labels:
 class Pairing(AsJson):
     """Seeds shared by recipes that are compared seed by seed, so that the seeds' common effect cancels.
 
-    seeds: the shared labels. spread: of A between seeds once the shared part is taken off.
+    Attributes:
+        seeds: labels of the shared seeds.
+        spread: spread between seeds that is left once their common effect is taken off.
     """
 
     seeds: tuple[str, ...]

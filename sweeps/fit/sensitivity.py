@@ -32,8 +32,12 @@ MAIN, CUT, R0, ROBUST, END = "main", "early cut", "R0", "robust", "window's end"
 class Row(AsJson):
     """A fit under one setting.
 
-    kind: what was changed, `main` for the fit itself, which comes first. setting: in words; short: the head of a
-    column. shift: A less the main fit's, None where either is not there. n: points that were fitted.
+    Attributes:
+        kind: what was changed; `main` for the fit itself, which comes first.
+        setting, short: the setting in words, and as head of a column.
+        A, B, C_mid, verdict: of the fit under this setting.
+        shift: its A less the main fit's, in reward; None where either names no A.
+        n: number of points that were fitted.
     """
 
     kind: str
@@ -85,6 +89,7 @@ def _points(curve: Curve, options: FitOptions) -> tuple[int, FitOptions]:
 
 
 def _settings(main: Fit) -> Iterator[tuple[str, str, str, FitOptions]]:
+    """Yield kind, wording, column head and options of every changed setting."""
     options = main.options
     end = float(main.curve.compute.max()) if main.window is None else main.window[1]
     if options.min_compute is not None:

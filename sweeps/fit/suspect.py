@@ -19,7 +19,13 @@ from sweeps.fit.least_squares import Array
 
 @dataclass(frozen=True)
 class BadSeed(AsJson):
-    """A seed that left the others. since: compute from which it lies off; by: how far on average, in reward."""
+    """A seed that left the others.
+
+    Attributes:
+        seed: its label.
+        since: compute from which it lies off, in the curve's unit.
+        by: median of its rewards less those of the others, over the later half; negative below them.
+    """
 
     seed: str
     since: float

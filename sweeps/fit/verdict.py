@@ -139,7 +139,7 @@ def _about_line(reward: Array) -> float:
 
 
 def _trend(e: Evidence) -> Verdict | None:
-    """`decreasing`: an overall fall, or a run that rose and then went bad."""
+    """Return `decreasing` for an overall fall, or for a run that rose and then went bad; else None."""
     order = np.argsort(e.compute, kind="stable")
     reward = e.reward[order]
     n = len(reward)
@@ -233,7 +233,7 @@ def after_fit(e: Evidence) -> Verdict:
 
 
 def _level(e: Evidence, gain: float) -> Verdict | None:
-    """`flat`, by the trend and not by the shape; a curve that does not rise and yet is not level is a misfit."""
+    """Return `flat` if there is no trend, `misfit` for one that wander could make; None if the curve rises."""
     doubt = e.doubt
     if doubt.rise > RISE and gain > 0:
         return None

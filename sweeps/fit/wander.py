@@ -149,7 +149,10 @@ class Noises:
 class Noise:
     """Noise of one run's evaluations about their curve, averaged over kinds of noise, in units of reward.
 
-    white: variance of sampling. wander (m,): variance of what is remembered for `memory` (m,), in units of compute.
+    Attributes:
+        white: sampling variance of one evaluation.
+        wander: variance of each of m Ornstein-Uhlenbeck processes, (m,).
+        memory: their correlation lengths in compute, (m,).
     """
 
     white: float
@@ -209,6 +212,7 @@ def noises(seen: Seen, brief: bool = False) -> Noises:
         for memory, kernel in kernels:
             for times in strengths:
                 strength = times * seen.roughness
+                # The prior is on the rate of diffusion, strength / sqrt(memory), and not on the two apart.
                 rate = strength / (WANDER_SD * np.sqrt(memory))
                 covariance.append(white + strength**2 * kernel)
                 prior.append((1 - P_STILL) / (len(kernels) * len(strengths)) / (1 + rate**2) ** 2)

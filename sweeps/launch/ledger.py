@@ -131,6 +131,7 @@ class Ledger:
         return self._read()[1]
 
     def _read(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return the valid entries in order, and the numbers of the damaged lines."""
         if not self.path.exists():
             return [], []
         entries, damaged = [], []

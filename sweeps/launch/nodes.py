@@ -105,7 +105,7 @@ class Nodes:
         )
 
     def _of_no_node(self, now: float) -> set[str]:
-        """Failure causes seen on every node known from the last hour, at least `ALIKE` nodes: no node is to blame."""
+        """Return the causes of failure that every node known from the last hour has shown, `ALIKE` nodes at least."""
         nodes_of: dict[str, set[str]] = defaultdict(set)
         for node, blames in self._blames.items():
             for each in blames:

@@ -87,6 +87,7 @@ class Planner:
         return planned
 
     def _started(self) -> Connection:
+        """Return the connection to the child process, started at first use."""
         if self._line is None:
             context = multiprocessing.get_context("spawn") if self._preload is None else forkserver(self._preload)
             ours, theirs = context.Pipe()

@@ -136,7 +136,13 @@ def check_hours(launch: Launch, most: object) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Rates:
-    """Device hours a step of the runs in a folder, by scale (as JSON) and recipe; the scales themselves."""
+    """Device hours per step of the runs in a folder.
+
+    Attributes:
+        by: the folder, as text.
+        found: rates of single runs in device hours per step, by scale (as JSON) and recipe.
+        scales: the scales that occur, see `_scale`.
+    """
 
     by: str
     found: Mapping[tuple[str, str], Sequence[float]]

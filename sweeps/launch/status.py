@@ -103,6 +103,7 @@ def log_tail(study: Path, view: MemberView, lines: int = 8) -> list[str]:
 
 
 def _view(study: Path, state: MemberState, queue: Mapping[str, JobInfo] | None, controlled: bool) -> MemberView:
+    """Return a member's status; queue is None where no scheduler answers, controlled whether a controller is alive."""
     run_dir = study / RUNS_DIR / state.run
     steps = budget_of(run_dir)
     own = attempts(run_dir)

@@ -82,6 +82,7 @@ class TrackingObserver:
             self._make(self._shipper)
 
     def _make(self, shipper: Shipper) -> None:
+        """Create the members that are not in the store yet; try again after `RETRY_S` if it is away."""
         try:
             self._tracker.add_members(shipper.sweep, self._members(self._unmade))
         except UserError as error:

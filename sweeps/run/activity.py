@@ -157,6 +157,7 @@ class Activity:
         os._exit(HUNG_CODE)
 
     def _say(self, stacks: str, reason: str, leave: Callable[[], None]) -> None:
+        """Write stacks and reason wherever that is possible; each part may fail without the others."""
         with suppress(Exception):  # the stacks are worth more than a word about them
             os.write(_STDERR, stacks.encode())
         with suppress(Exception):

@@ -200,6 +200,7 @@ class Reading:
         self.lines += 1
 
     def _take(self, entry: Mapping[str, Any] | None) -> None:
+        """Apply one entry to the view by its kind; raise what a malformed one raises."""
         if entry is None:
             raise ValueError("no JSON object, or not as it was written: its checksum differs")
         view, kind = self._view, entry["kind"]

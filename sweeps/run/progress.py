@@ -172,6 +172,7 @@ def why_failed(run_dir: Path, fallback: str, earlier: tuple[int, int] = (0, 0)) 
     except OSError:
         pass
     lines = [line for line in log.splitlines() if line.strip()]
+    # The last line of a process that was killed is what it did, not why it ended.
     if lines and not fallback.startswith("killed"):
         return lines[-1].strip()[:500]
     return fallback

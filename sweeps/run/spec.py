@@ -99,6 +99,7 @@ class RunSpec:
         """
         frozen = {key: value for key, value in self.__dict__.items() if key not in ("steps", "overrides")}
         frozen |= {"config": science(self.config), "reference": science(self.reference)}
+        # Keys are not sorted: their order counts, for the first held-out set is the default.
         return hashlib.sha256(json.dumps(frozen, separators=(",", ":")).encode()).hexdigest()[:16]
 
     def check_checksum(self, run_dir: Path, expected: str | None) -> None:

@@ -89,6 +89,7 @@ class LiveRace:
         self._wish = Wish()
 
     def _check_rules(self) -> None:
+        """Check that the race in the folder, if it has begun, was begun by the same rules."""
         begun = self._record.rules
         if begun is None:
             return
@@ -363,7 +364,7 @@ class LiveRace:
         return {**line, "steps": steps, "sentence": split.sentence}
 
     def _spared(self, states: Mapping[str, MemberState]) -> dict[str, float]:
-        """Compute saved on each stopped member; in a dry run, what would have been saved."""
+        """Return the compute saved, or in a dry run to be saved, on each member of a stopped recipe, by run."""
         record = self._record
         assert record.rules is not None
         started: dict[str, float] = {}

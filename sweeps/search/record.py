@@ -57,6 +57,7 @@ class RaceRecord:
         for line in lines:
             kind = line.get("kind")
             if kind == "members":
+                # Launches may share a folder: all lines up to the next of this kind are of these members' race.
                 theirs = members is not None and not set(members) & set(line["runs"])
                 found = found if theirs else replace(found, members=tuple(line["runs"]))
             elif theirs:

@@ -141,6 +141,7 @@ class RaceSettings:
         if not 1 < self.ahead < float("inf"):
             raise UserError(f"race.ahead: {self.ahead!r} must be a factor above 1")
         with _named("race"):
+            # `Rules` checks the values; a budget that is not known yet does not matter to the others.
             self.rules(self.budget if self.budget is not None else 1.0)
 
     @classmethod
