@@ -27,7 +27,7 @@ class Futures:
     """Joint draws of curves on a reward scale of width 1, compute in units of the window's end.
 
     Attributes:
-        kind: index into `KINDS` of each draw, `len(KINDS)` for a walk; (K,), as all that follow unless a shape is given.
+        kind: index into `KINDS` of each draw, `len(KINDS)` for a walk; (K,), as is all that follows without a shape.
         u, v, r0, a: shape coordinates, R0 and A.
         extra, size, jump_at, width: drift or jump on top of the curve, see `sweeps.fit.grid.Cells`.
         nodes, levels: computes (m,), and the levels of the W walks there, (W, m).
