@@ -47,10 +47,10 @@ class Foresight(AsJson):
 def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | None = None, by: str = "") -> Foresight:
     """Predict the smallest difference that a planned study can resolve, and how many comparisons stay undecided.
 
-    A difference of two means of n seeds has a standard error s / sqrt(n), s as the pairs of an earlier study have it
-    (paired by seed where they were). Recipes' true rewards are taken as normal, with the variance that the earlier
-    study's differences show beyond their own errors; studies are drawn, and a comparison with the best that is seen
-    stays undecided where the difference is below 1.96 s / sqrt(n).
+    A difference of two means of n seeds has a standard error s / sqrt(n), with s estimated from all pairs of recipes of
+    the earlier study (paired by seed where they share seeds). True rewards of recipes are assumed to be normal, with
+    the variance of the earlier study's differences beyond their own errors. Studies are simulated, and a comparison
+    with the best observed recipe counts as undecided where the difference is below 1.96 s / sqrt(n).
 
     Args:
         recipes: number of recipes of the planned study.

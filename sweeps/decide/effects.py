@@ -1,9 +1,9 @@
 """Effects of the axes of a grid, over the whole grid: main effects and chosen interactions, partially pooled.
 
-A grid of recipes is a table of cells, one level an axis. What is read off a cell (its asymptote, or the logarithm of
-its compute to half of its gain) is a sum: a mean, an effect of each level, an effect of each pair of levels of the
-interactions that are asked for, what the cell has of its own, and the error of its estimate, which is the covariance
-of the joint draws that `scalerl rank` reads:
+A grid of recipes is a table of cells, each with one level of every axis. The estimate of a cell (its asymptote, or the
+logarithm of its compute to half of its gain) is modelled as a sum: a mean, an effect of each level, an effect of each
+pair of levels of the requested interactions, a residual of the cell, and the error of the estimate, whose covariance
+is that of the joint draws that `scalerl rank` uses:
 
     y = mu + Z1 b1 + Z2 b2 + e + v,   b1 ~ N(0, s1^2), b2 ~ N(0, s2^2), e ~ N(0, s0^2), v ~ N(0, V)
 

@@ -1,7 +1,8 @@
 """Comparison of two recipes, under any verdict: at matched compute, in compute to a common reward, in asymptote.
 
-All is read off the draws that ranking and plan read. Where the recipes were run with the same seeds, what a seed does
-to all of them alike drops out; where they were evaluated on the same prompts, so does what makes one hard for both.
+Everything is computed from the draws that ranking and planning use. Where recipes were run with the same seeds, the
+effect of a seed that they share cancels in the difference; where they were evaluated on the same prompts, so does the
+difficulty of a prompt for both.
 """
 
 from __future__ import annotations

@@ -146,6 +146,7 @@ def make_plan(
     if factors.rollouts is not None and budget is not None:
         rollouts = tuple(best_rollouts(fits, budget, factors.rollouts, factors.difficulty))
     unit = fits[0].curve.unit
+    # Curves that differ in a factor (model size, rollouts) are no alternatives between which a budget could be split.
     if budget is not None and not any(fit.curve.factors for fit in fits):
         choice = choice_of(fits, margin)
         split = split_budget(choice, budget)

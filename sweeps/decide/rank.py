@@ -196,6 +196,7 @@ def rank(
         for fit in refused
     ]
     pairing = standing.pairing
+    # Where recipes share their seeds, what a seed does to all of them alike is no error of their difference.
     between = {fit.recipe: fit.seed_spread if pairing is None else pairing.spread for fit in ordered}
     contrasts = () if baseline is None else tuple(_leave_one_out(fits, between, baseline, margin))
     return Ranking(

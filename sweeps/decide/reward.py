@@ -1,6 +1,7 @@
 """Answers that need no asymptote: reward at a compute that all recipes have spent, and compute to a reward all reached.
 
-Both are read off forecasts (`sweeps.fit.predict`), which hold under any verdict; so every recipe has an answer.
+Both are computed from forecasts (`sweeps.fit.predict`), which do not depend on the verdict, so every recipe with enough
+evaluations has an answer.
 """
 
 from __future__ import annotations

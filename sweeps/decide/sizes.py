@@ -225,6 +225,7 @@ def _opened(crossing: Interval, start: float) -> Interval:
 def overtakes(lead: Array, grid: Array) -> Array:
     """Compute from which on `lead` stays positive to the grid's end; infinite if it does not. (K, m) -> (K,)."""
     behind = lead <= 0
+    # The last point at which it is behind: crossings before do not last.
     last = np.where(behind.any(1), lead.shape[1] - 1 - behind[:, ::-1].argmax(1), -1)
     at = np.clip(last, 0, lead.shape[1] - 2)
     rows = np.arange(len(lead))

@@ -1,8 +1,8 @@
 """The current choice between recipes: one joint posterior, which ranking, plan and report all read.
 
-Every recipe takes part with draws of what its curve comes to (`sweeps.fit.outlook`), one whose A may not be named with
-all its width, one of which nothing is known with the whole scale. So a choice is sure only where it is sure against the
-recipes that could not be ranked, too.
+Every recipe takes part with posterior draws of its asymptote (`sweeps.fit.outlook`): one that is not identifiable with
+the full width of its posterior, one without any forecast with draws from the whole scale. So a choice is sure only
+where it is sure against the recipes that could not be ranked, too.
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ def pairing_of(fits: Sequence[Fit]) -> Pairing | None:
 def joint(fits: Sequence[Fit]) -> list[Drawn]:
     """Joint draws of every recipe's asymptote.
 
-    In each draw all recipes follow one law, drawn by what foretold the study's curves: that one law puts every ceiling
-    higher than another does must not look like a difference between recipes. Named recipes are drawn in the light of
-    each other, for the highest of many is high by luck, too: they scatter about the others' mean as a Student t, whose
-    width is what their estimates show beyond their errors. A named A is the sigmoid's, moved by what the law of the
-    draw puts it higher or lower. Refused recipes keep all their width.
+    In each draw all recipes follow the same law, drawn by how well the laws predict the study's curves: that one law
+    puts every ceiling higher than another does is no difference between recipes. Identifiable recipes are shrunk
+    towards each other, since the highest of many estimates is high by luck, too: their prior is a Student t about the
+    others' mean, as wide as the estimates scatter beyond their errors. Their A is that of the sigmoid, shifted by the
+    mean difference between the law of the draw and the sigmoid. Other recipes keep the full width of their posterior.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.
@@ -157,8 +157,8 @@ def joint(fits: Sequence[Fit]) -> list[Drawn]:
 def joint_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
     """Joint draws of every recipe's reward at a compute, over all seeds; (K,) each.
 
-    As in `joint` all recipes follow one law in each draw. Forecasts hold under any verdict; a recipe of which nothing
-    can be forecast there may come to anything.
+    As in `joint` all recipes follow the same law in each draw. Forecasts do not depend on the verdict; the reward of a
+    recipe that cannot be forecast at this compute is drawn evenly from the whole scale.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.

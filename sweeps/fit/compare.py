@@ -124,6 +124,7 @@ def _row(
     # Beside the curve: the seeds' offsets and the noise's variance.
     k = parameters + problem.seeds
     _, residual, _ = profile.evaluate(problem, best.u, best.v)
+    # Weights of mean 1: the SSE is in units of the reward, whatever the size of the points' variances.
     share = problem.weight / problem.weight.mean()
     sse = float(share @ residual**2)
     # AICc = n ln(SSE / n) + 2 k + 2 k (k + 1) / (n - k - 1); it is not defined for n <= k + 1, and the floor keeps

@@ -186,6 +186,7 @@ def fit_curve(curve: Curve, options: FitOptions | None = None, seed_spread: Seed
     kept, bad = without_bad_seeds(curve, options.max_compute)
     points = select(kept, options)
     schedule = schedule_of(kept, options.max_compute)
+    # No mistake of the user's, as an empty window is: the run has but its evaluation at compute 0 so far.
     if not len(points.reward) and options.min_compute is None and options.max_compute is None:
         reason = f"no evaluation above compute 0, which --r0 or the family leaves out of {len(curve.reward)}; run on"
         nothing = Interval(None, None, None)
@@ -350,6 +351,7 @@ def _half_gain(
     family: str, shape: dict[str, Interval], points: Points
 ) -> tuple[float, float | None, float | None] | None:
     """Compute at which half of A - R0 is gained, with its interval; None for a family without such a point."""
+    # 1 - exp(-C / tau) is 1/2 at C = tau ln 2; a sigmoid and a logistic are there at their midpoints.
     name, factor = {"exponential": ("tau", np.log(2)), "logistic": ("c", 1.0)}.get(family, ("C_mid", 1.0))
     if name not in shape:
         return None

@@ -27,7 +27,7 @@ class Futures:
     """Joint draws of curves on a reward scale of width 1, compute in units of the window's end.
 
     Attributes:
-        kind: index into `KINDS` of each draw, `len(KINDS)` for a walk; (K,), as is all that follows without a shape.
+        kind: index into `KINDS` of each draw, `len(KINDS)` for a walk; (K,), as all arrays without another shape.
         u, v, r0, a: shape coordinates, R0 and A.
         extra, size, jump_at, width: drift or jump on top of the curve, see `sweeps.fit.grid.Cells`.
         nodes, levels: computes (m,), and the levels of the W walks there, (W, m).
@@ -69,7 +69,7 @@ class Futures:
     def ceiling(self) -> Array:
         """Reward of each draw at `FARTHEST` windows, its drift held at the value of the window's end. (K,).
 
-        A ceiling that is approached more slowly than that is none that a study could tell or use.
+        A ceiling that is approached more slowly than that could be neither observed nor used by a study.
         """
         still = replace(self, extra=np.where(self.extra == DRIFT, NONE, self.extra))
         value: Array = still.at(np.array([FARTHEST]))[:, 0] + np.where(self.extra == DRIFT, self.size, 0.0)

@@ -41,10 +41,13 @@ _EDGE = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Joint draws of a curve's parameters; each (K,).
+    """Joint draws of a curve's parameters.
 
-    For a family other than the sigmoid, B and C_mid hold its first and second shape parameter. schedule: of the
-    learning rate, by whose peak compute counts; None for constant.
+    Attributes:
+        A, R0: in reward, (K,).
+        B, C_mid: shape parameters, (K,); of a family other than the sigmoid its first and second one.
+        family: family of the curve.
+        schedule: decay of the learning rate, by which compute is counted; None where it is constant or unknown.
     """
 
     A: Array

@@ -53,10 +53,13 @@ NONE, DRIFT, JUMP = 0, 1, 2
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """Random-walk model of the reward: levels at nodes, under each strength of wandering.
+    """Random-walk model of the reward under J pairs of step size and sampling noise.
 
-    Shapes: log_weight (J,); x (m,), the distinct computes; level (J, m) and root (J, m, m), mean and Cholesky factor
-    there; step (J,): standard deviation over one window.
+    Attributes:
+        log_weight: log posterior weight of each pair, (J,).
+        x: distinct computes in windows, and 1, the window's end, (m,); empty if brief.
+        level, root: posterior mean of the level there, (J, m), and Cholesky factor of its covariance, (J, m, m).
+        step: standard deviation of the walk over one window, (J,).
     """
 
     log_weight: Array
@@ -172,8 +175,8 @@ _CEILING = np.array([kind.ceiling for kind in KINDS])
 def _explored(seen: Seen, noise: Noises, brief: bool) -> tuple[Cells, dict[int, Box]]:
     """Explore the grids of all kinds: return the cells, and the zoomed box of each kind under calm noise.
 
-    Calm points and wandering ones have grids of their own: a grid that is fine enough for wander is too coarse to say
-    whether a curve explains the points without any.
+    Noise with little wander and noise with much of it are explored on separate grids: a grid that is fine enough where
+    points wander is too coarse to tell whether a curve explains them without any wander.
     """
     calm = noise.strength <= _CALM * seen.roughness
     parts, boxes = [], {i: kind.box for i, kind in enumerate(KINDS)}

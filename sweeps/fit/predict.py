@@ -1,8 +1,8 @@
 """Forecasts from a fit: the runs' reward at given compute with a 95% interval, whatever the verdict.
 
-They are read off the outlook (`sweeps.fit.outlook`), in which kinds of curves are averaged by how well they foretell: a
-verdict says whether A may be named, not whether the curve may be read. Where another family than the sigmoid was asked
-for, or A was fixed, they are that curve's own.
+They come from the outlook (`sweeps.fit.outlook`), which averages kinds of curves by how well each predicts: a verdict
+decides whether A is identifiable, not whether the curve can be forecast. Where another family than the sigmoid was
+fitted, or A was fixed, they are those of that curve.
 """
 
 from __future__ import annotations
@@ -144,9 +144,13 @@ def reward_at(fit: Fit, compute: float) -> Interval | None:
 def total_draws(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
     """Draws of a recipe's A over seeds, or of a new run's. (K,), in reward units.
 
-    A named A is the sigmoid's; where it may not be named, what the curve comes to by the outlook, with all its width.
-    The mean over the seeds given is off by sd / sqrt(seeds); a new seed is off from the recipe's mean by sd
-    again. spread: between seeds, the fit's own if not given (where recipes are compared in pairs it is less).
+    Where A is identifiable it is the sigmoid's, else the final reward of the outlook's curves, with its full width. The
+    mean over the given seeds lies off the recipe's by sd / sqrt(seeds), a new run off the recipe's mean by sd besides.
+
+    Args:
+        fit: fit of one recipe.
+        new_run: draw the A of a new run instead of the recipe's.
+        spread: spread between seeds; None for the fit's own (that of paired recipes is smaller).
 
     Raises:
         ValueError: there are too few points to say anything.

@@ -25,8 +25,10 @@ _LAST = 3
 class Schedule:
     """Mapping of one recipe's compute to effective compute at the peak of the learning rate.
 
-    compute, at_peak (k,): increasing, from 0. rate, slope: what compute counts at the end, at most 1, and how that
-    changes with compute from there.
+    Attributes:
+        compute, at_peak: compute spent and its equivalent, increasing from 0, (k,) each; straight lines in between.
+        rate: equivalent of a unit of compute at the end of `compute`, 0 to 1.
+        slope: change of that rate with compute from there on, 0 or less.
     """
 
     compute: Array

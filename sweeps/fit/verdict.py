@@ -1,8 +1,8 @@
 """Verdicts on whether a fit's asymptote is identifiable, each with its reason and remedy.
 
 Only `identifiable` lets a recipe be ranked on A. The refusals: `too_few_points`, `degenerate`, `decreasing`,
-`flat`, `misfit`, `pre_inflection`, `at_bound`, `open`, tested in this order. They judge the asymptote alone: what the
-window itself shows, and forecasts, are to be had under any of them (`sweeps.fit.outlook`).
+`flat`, `misfit`, `pre_inflection`, `at_bound`, `open`, tested in this order. They concern the asymptote alone: readings
+within the window, and forecasts, are available under any of them (`sweeps.fit.outlook`).
 """
 
 from __future__ import annotations

@@ -122,10 +122,13 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class Noises:
-    """Kinds of noise that a recipe's points may have.
+    """The J kinds of noise that a recipe's n points may have, without units.
 
-    Shapes: whiten (J, n, n), inverse Cholesky factors; log_prior (J,); white, strength, memory (J,): mean sampling
-    variance, the wander's standard deviation and memory.
+    Attributes:
+        whiten: inverse Cholesky factor of each covariance, (J, n, n).
+        log_prior: log prior weight, (J,).
+        white: mean sampling variance, (J,).
+        strength, memory: standard deviation and correlation length in windows of the wander, (J,) each.
     """
 
     whiten: Array
@@ -212,7 +215,7 @@ def noises(seen: Seen, brief: bool = False) -> Noises:
         for memory, kernel in kernels:
             for times in strengths:
                 strength = times * seen.roughness
-                # The prior is on the rate of diffusion, strength / sqrt(memory), and not on the two apart.
+                # The prior, (1 + rate^2)^-2, is on the rate of diffusion and not on strength and memory apart.
                 rate = strength / (WANDER_SD * np.sqrt(memory))
                 covariance.append(white + strength**2 * kernel)
                 prior.append((1 - P_STILL) / (len(kernels) * len(strengths)) / (1 + rate**2) ** 2)

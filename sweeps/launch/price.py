@@ -202,5 +202,6 @@ def _progress(run_dir: Path) -> tuple[str, int, float | None]:
         return "", 0, None
     last = max(view.records, key=lambda record: record.step, default=None)
     step = 0 if last is None else last.step
+    # Cumulative, and in the train and the eval record of a step: the larger is the newer.
     hours = [finite(record.metrics.get(DEVICE_HOURS)) for record in view.records if record.step == step]
     return str(view.header.get("recipe", "")), step, max((each for each in hours if each is not None), default=None)

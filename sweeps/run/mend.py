@@ -69,6 +69,7 @@ def find_break(run_dir: Path) -> Break | None:
     view = before.view()
     behind = [entry for line in lines[before.lines + 1 :] if (entry := parse_line(line)) is not None]
     records = [entry for entry in behind if _step(entry) is not None and isinstance(entry.get("metrics"), Mapping)]
+    # Behind the break, too: the run loses these records, but their compute was spent, and is counted as lost.
     newest = max([*records, *({"step": r.step, "metrics": r.metrics} for r in view.records)], key=_newest, default={})
     step = -1 if view.checkpoint_step is None else view.checkpoint_step
     for entry in behind:
