@@ -2,10 +2,10 @@
 
     log(1 - A) = a0 - a1 log N     log C_mid = c0 + c1 log N     log B = b0     log(1 - R0) = r0 - r1 log N
 
-each size off by its own, N(0, tau^2). What a size's own runs say of its four numbers are the draws of its posterior
-(`sweeps.fit.law`); they are weighed by how well they agree with the lines through all sizes, and the lines follow from
-them (a Gibbs sampler over draws; Gelman and Hill 2007, chapter 12). So a size whose curve has not bent yet borrows from
-those that have, as much as sizes have been seen to lie on a line, and a size that was not run has a curve as well.
+each with a deviation of every size from the line, N(0, tau^2). The four numbers of a size are drawn from the posterior
+of its own runs (`sweeps.fit.law`), weighted by how well they agree with the lines through all sizes, and the lines are
+drawn given them, in turn (a Gibbs sampler over draws; Gelman and Hill 2007, chapter 12). So a size whose curve has not
+bent yet borrows from those that have, as far as sizes lie on a line, and a size that was not run has a curve as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Is the recipe that is ahead after as many steps also ahead for as many tokens, device hours, as much money?
 
-A recipe with longer answers or a stale policy makes more of a step than of an hour. So recipes are held against each
-other at the compute that all have spent, once for every axis that the source records, side by side.
+A recipe with longer answers, or with a stale policy, gains more per step than per hour. So recipes are compared at the
+largest compute that all have spent, once on every compute axis that the source records, side by side.
 """
 
 from __future__ import annotations

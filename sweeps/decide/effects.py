@@ -7,8 +7,8 @@ is that of the joint draws that `scalerl rank` uses:
 
     y = mu + Z1 b1 + Z2 b2 + e + v,   b1 ~ N(0, s1^2), b2 ~ N(0, s2^2), e ~ N(0, s0^2), v ~ N(0, V)
 
-Given s0, s1, s2 all is normal; these three are integrated over a grid, under half-normal priors. So an effect is drawn
-towards zero as far as the study's other effects are small, and a grid of sixteen cells tells eight of them.
+Given s0, s1, s2 everything is normal; these three are integrated over a grid, under half-normal priors. So an effect is
+shrunk towards zero as far as the study's other effects are small, and sixteen cells are enough for eight effects.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Choice of the next run by expected value of information, and the split of a budget over recipes.
 
 The choice is by asymptote, and what it costs is how far the chosen recipe's A lies below the best one's: its loss, as
-of `sweeps.decide.standing`. Before anything is run the least expected loss is read off the fits' joint draws. For each
-thing that could be run the future is played through (a preposterior analysis): a truth is drawn, the evaluations it
-would yield are drawn, every draw is weighted by how well it explains them, the recipe is chosen anew, and what is
-gained is by how much the loss is then expected to be less (the value of sample information, Raiffa and Schlaifer 1961).
+of `sweeps.decide.standing`. The least expected loss before anything is run comes from the fits' joint draws. For each
+possible step its outcomes are simulated (a preposterior analysis): a truth is drawn, the evaluations it would yield are
+drawn, every draw is weighted by how well it explains them, and the recipe is chosen anew. The gain of a step is the
+expected reduction of the loss (the value of sample information, Raiffa and Schlaifer 1961).
 
 What this approximates: new evaluations come at the spacing of the old ones and with independent noise that leaves
-their mean as uncertain as the old noise does; an extension tells of A through the curve alone; a seed is one
+their mean as uncertain as the old noise does; an extension informs on A through the curve alone; a seed is one
 observation of the recipe's A with the variance between seeds plus that of one run's fit; ties in A are not broken by
-B; one step is looked ahead. Where few draws explain new data, the noise is raised until
-enough do, which understates the gain. Where A is not identifiable its draws are what the curve may come to by any
-law, which is wide.
+B; only one step is looked ahead. Where few draws explain new data, the noise is raised until enough do, which
+understates the gain. Where A is not identifiable its draws are the final rewards of all kinds of curves, which are
+wide.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def comparable(fits: Sequence[Fit], apart_from: str | None = None) -> list[list[
 
 
 def _contenders(fits: Sequence[Fit]) -> list[Fit]:
-    """Return the fits whose curve tells something of the asymptote; only these are simulated."""
+    """Return the fits whose curve informs on the asymptote; only these are simulated."""
     return [fit for fit in fits if fit.verdict in _CONTENDS and fit.draws is not None and fit.lookout is not None]
 
 

@@ -318,8 +318,10 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
 
 
 def compute_ratio(one: Fit, two: Fit, compute: float) -> Array | None:
-    """Draws of the compute of `one` to a reward that both reach by `compute`, in that of `two`; None where one gains
-    nothing. (K,) or less: a draw in which neither gets there says nothing of the two.
+    """Draw the ratio of computes, `one` over `two`, to a reward that both reach by `compute`.
+
+    Returns:
+        K draws, or fewer: those in which neither reaches the reward are left out. None where one of them gains nothing.
     """
     looks = np.linspace(0, compute, _LOOKS)
     ahead = [paths_over_seeds(fit, looks) for fit in (one, two)]
@@ -337,9 +339,9 @@ def compute_ratio(one: Fit, two: Fit, compute: float) -> Array | None:
 
 
 def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
-    """Seeds an arm at which a difference of the margin is told at 5% with 80% power; None if over `_MOST_SEEDS`.
+    """Return the seeds per recipe to detect the margin at 5% with 80% power; None if over `_MOST_SEEDS`.
 
-    All that is uncertain at a compute that was spent (seeds, sampling, noise) goes with the root of the seeds.
+    All uncertainty at a compute that was spent (seeds, sampling, noise) falls with the root of the number of seeds.
 
     Args:
         difference: posterior draws of the difference at the present number of seeds, (K,).

@@ -151,7 +151,7 @@ def run_race(
     failed: Collection[str] = (),
     lost: Mapping[str, Collection[str]] | None = None,
 ) -> Race:
-    """The race over what has been evaluated, from its first look.
+    """Run the race over all evaluations so far, from its first look.
 
     A look is taken once every recipe in the race has been evaluated up to its compute, or has ended, or has failed.
 
@@ -191,7 +191,7 @@ def next_look(
     workers: int = 1,
     failed: Collection[str] = (),
 ) -> Look | tuple[str, ...]:
-    """The look that follows those taken, or the recipes whose evaluations it waits for; nobody if the race is over.
+    """Return the look that follows those taken, or the recipes that it waits for; an empty tuple if the race is over.
 
     Args:
         curves: curves of the recipes that have evaluations; stopped recipes are ignored.

@@ -236,7 +236,7 @@ def _leave_one_out(
 ) -> list[Contrast]:
     """Compare every recipe that departs from the baseline with it. `between`: spread of A between seeds, by recipe.
 
-    Where none says what it departs from (the baseline was asked for by name), all others.
+    Where none names it as its baseline (it was given to `rank`), all other recipes are compared with it.
     """
     base = next(fit for fit in fits if fit.recipe == baseline)
     others = sorted((fit for fit in fits if fit is not base), key=lambda fit: fit.recipe)

@@ -3,9 +3,9 @@
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)            arXiv 2510.13786, eq. 1
     C(R) = C_mid ((R - R0) / (A - R))^(1/B)               its inverse, for R0 < R < A; never for R >= A
 
-Both are read off a fit's joint draws, so every bound carries all that the data leave open. Where A is not
-identifiable the curve may still be read inside the window and a little beyond (`support`): a target that was
-observed needs no asymptote.
+Both are computed from a fit's joint draws, so the bounds include all that the data leave open. Where A is not
+identifiable the curve may still be used inside the window and a little beyond (`sweeps.fit.predict.support`): a target
+that was observed needs no asymptote.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The best number of rollouts a prompt for a budget, by difficulty, where the study varied it.
 
-The reward each value reaches at the budget is read off its own fitted curve; nothing is interpolated between
-values, and none that was not run is proposed. (arXiv 2603.12151 finds the best number to grow with the budget
+The reward of each value at the budget comes from its own fitted curve; nothing is interpolated between values, and
+only values that were run are proposed. (arXiv 2603.12151 finds the best number to grow with the budget
 and to saturate; that is for the study to show.)
 """
 

@@ -2,7 +2,7 @@
 
 Two laws answer, the power law of `sweeps.decide.power_law` and a sigmoid whose parameters go with size
 (`sweeps.decide.across_sizes`; arXiv 2510.13786, eq. 1). They disagree far out: the first has no ceiling below R = 1.
-Which predicts the last quarter of every size's compute better, from the rest, is said beside every answer.
+Every answer comes with the law that predicts the last quarter of every size's compute better from the rest.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def joint_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
 
 
 def _has_law(fit: Fit) -> bool:
-    """Return whether the asymptote is read off the outlook: the sigmoid was fitted, and the curve rises."""
+    """Return whether the asymptote comes from the outlook: the sigmoid was fitted, and the curve rises."""
     return fit.options.sigmoid and fit.verdict not in ("flat", "decreasing") and fit.outlook is not None
 
 
@@ -190,7 +190,7 @@ def _laws(fits: Sequence[Fit]) -> NDArray[np.intp]:
 
 
 def _scatter(fits: Sequence[Fit]) -> float | None:
-    """Variance of named asymptotes between recipes, beyond their errors; None where they are too few to tell."""
+    """Return the variance of identifiable asymptotes between recipes, beyond their errors; None with under `_FEW`."""
     named = [fit for fit in fits if fit.identifiable and fit.draws is not None]
     if len(named) < _FEW:
         return None

@@ -66,7 +66,7 @@ class Outcome:
 class Executor(Protocol):
     """Protocol of an executor, which starts members and reports which have ended.
 
-    `outlives` says whether members go on when the process that started them ends: then they are submitted under a
+    `outlives` is True if members go on when the process that started them ends: then they are submitted under a
     name, and can be found again by it. What every executor keeps to is tests/sweeps/executor/test_contract.py: another
     engine is a module here, and a line there.
     """

@@ -134,8 +134,8 @@ def _interrupted(
 def _end(manifest: Mapping[str, Any], began: float) -> float:
     """Time at which the job's limit is reached by this node's clock, which may be minutes from slurmctld's.
 
-    Newer SLURMs tell start and end by the latter: what lies between them is the same by any. `began` is this process's
-    own start, for a batch script of an earlier version; it came after the set-up's.
+    Newer SLURM versions give start and end by slurmctld's clock, of which only the difference is used. `began` is the
+    start of this process, for a batch script of an earlier version; it is later than that of the job, by its set-up.
     """
     start, end = (os.environ.get(f"SLURM_JOB_{name}_TIME") for name in ("START", "END"))
     length = float(end) - float(start) if start and end else manifest["timeout_min"] * 60

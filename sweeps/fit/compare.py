@@ -52,7 +52,14 @@ class FamilyRow(AsJson):
 
 @dataclass(frozen=True)
 class Comparison(AsJson):
-    """Comparison of all families on one recipe. beats_last is None where too little was held out to tell."""
+    """Comparison of all families on one recipe.
+
+    Attributes:
+        rows: one per family; empty with too few points.
+        last_value: mean absolute error of each seed's last value, in reward; None where too little is held out.
+        beats_last: whether some family (but the constant) has a smaller error; None where too little is held out.
+        sentence: the outcome in words.
+    """
 
     recipe: str
     rows: tuple[FamilyRow, ...]
@@ -149,8 +156,8 @@ class _Later:
 def _held_back(whole: Points) -> tuple[list[_Later], float | None]:
     """Return the evaluations held out after each origin, and the mean absolute error of the last value on them.
 
-    A seed's later evaluations are held against its own curve and its own last value: seeds that ended earlier
-    neither help nor harm.
+    A seed's later evaluations are compared with its own curve and its own last value, so that seeds that ended earlier
+    do not matter.
     """
     end = float(whole.compute.max())
     parts: list[_Later] = []

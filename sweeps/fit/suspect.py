@@ -1,8 +1,8 @@
 """Detection of outlier seeds, which are reported and left out of the curve.
 
-A seed is held against the median of the others, over the later half of the compute that it shares with them. What sets
-honest seeds apart is the noise of their means, the wander of a policy and the published spread of asymptotes; a seed
-beyond `BAD_SEED` times that is left out of the curve, the worst first, as long as most seeds agree.
+A seed is compared with the median of the others, over the later half of the compute that it shares with them. Sound
+seeds differ by the noise of their means, the wander of a policy and the published spread of asymptotes; a seed that is
+further off than `BAD_SEED` times that is left out of the curve, the worst first, as long as most seeds agree.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Exclusion of bad nodes from a study, by the failures of its members' attempts in the ledger.
 
-One member's failure may be its own. A node on which two members have failed within an hour is out for the whole study,
-for an hour from the last of them; then it is tried again. What failed there is not held against the members. But if
-every node that the study has come to know of late fails in the same way, it is not the nodes: no node is out for that,
-and the attempts count.
+A single failure may be the member's own. A node on which two members have failed within an hour is excluded for the
+whole study, for an hour after the last of them; then it is tried again. Attempts that failed there do not count against
+the members. But if every node that the study has used in the last hour fails in the same way, the nodes are not to
+blame: none is excluded for it, and the attempts count.
 """
 
 from __future__ import annotations

@@ -159,9 +159,13 @@ def run_study(
 ) -> dict[str, MemberState]:
     """Run a study by its settings, with progress on stderr and MLflow if it is tracked.
 
-    `accepted` is called once the launch is, see `Study.run`.
-    `finished` is called with the folder and MLflow's address, if it has one, of a study whose members are all done, or
-    stopped. `conductor` decides which are at work, see `Study.run`.
+    Args:
+        study: study to run.
+        plan: its launch settings.
+        detach, again, accepted, conductor: see `Study.run`.
+        scheduler: the cluster's scheduler; None for SLURM's own commands.
+        finished: called with the study's folder and MLflow's tracking URI (None if not tracked), if all its members
+            have finished or were stopped.
     """
     executor = plan.executor(study.directory, scheduler)
     steps = mean([spec.steps for spec in study.specs] or [0])  # a search has no members before it begins

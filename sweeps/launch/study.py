@@ -569,7 +569,7 @@ class _Controller:
     def _note_finished(self) -> None:
         """Append all finished members in one write, for thousands may end together and each write waits for an fsync.
 
-        If a crash loses the entries, the journals still tell that the members are done.
+        If a crash loses the entries, the journals still show that the members are done.
         """
         finished, self._finished = self._finished, []
         self._note("finished", finished)

@@ -121,7 +121,7 @@ class TrackingObserver:
         """Do nothing: such lines are for people at the terminal."""
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
-        """Retry a store that was away, every `RETRY_S` seconds; the shipper has a pace of its own."""
+        """Retry a store that was away, every `RETRY_S` seconds; the shipper sends metrics independently of this."""
         if self._shipper is None and time.monotonic() >= self._next_try:
             self._next_try = time.monotonic() + RETRY_S
             with suppress(UserError):

@@ -17,8 +17,8 @@ _TAIL_BYTES = 65536
 def is_done(run_dir: Path, steps: int, run: str) -> bool:
     """Return whether the run has reached its budget, by the last lines of its journal.
 
-    Read from the end: a journal of a long run has many megabytes, and whoever writes on after an `end` says `resume`
-    first. A broken line makes a run that has ended no less done; `trouble` names it.
+    Read from the end: a journal of a long run has many megabytes, and a run that goes on after an `end` records a
+    `resume` first. A run that has ended is done although a line before is broken; `trouble` names such a line.
 
     Args:
         run_dir: the run's folder.

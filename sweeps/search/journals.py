@@ -15,7 +15,7 @@ from sweeps.source import load
 
 
 def how_far(runs: Iterable[tuple[str, str, float]]) -> tuple[dict[str, float], set[str]]:
-    """Return the compute that recipes have reached, for `sweeps.decide.race.next_look`, and those with all runs failed.
+    """Return the compute that each recipe has reached, see `sweeps.decide.race.next_look`, and those whose runs failed.
 
     Args:
         runs: for each run its recipe, its state (`finished`, `failed` or another) and the compute of its last

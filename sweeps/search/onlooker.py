@@ -1,8 +1,8 @@
 """Race without a conductor: a run watches its rivals and decides by itself when to stop.
 
-For runs that are started one by one, with nobody who conducts them. Those whose folders are there before the first
-look take the same looks at the same evaluations, and so decide alike; one that begins later has more rivals than the
-others saw. None can make another wait: a look is taken when all that are there have come to it.
+For runs that are started one by one, without a conductor. Runs whose folders exist before the first look take the same
+looks at the same evaluations, and so decide alike; one that begins later has more rivals than the others saw. No run
+pauses for another: each goes on, and takes a look once all runs that exist have reached its compute.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Onlooker:
     def look(self) -> str | None:
         """Take the looks that are due; return why this run's recipe is stopped, or None.
 
-        Where evaluations cannot be compared no look is taken, and `trouble` says why: a rival's journal ends no fit.
-        `namesakes` says of runs that share this one's label that they are no rivals of it.
+        Where evaluations cannot be compared no look is taken, and `trouble` has the reason: a rival's journal must not
+        end this run. `namesakes` is a warning if other runs share this one's label, for they are no rivals; else None.
         """
         run_dirs = find_runs(self._study)
         names = {str(run_dir.resolve().relative_to(self._study)): run_dir for run_dir in run_dirs}
