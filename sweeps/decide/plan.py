@@ -176,6 +176,3 @@ def _budget_row(fit: Fit, budget: float | None) -> Row:
     if reward is None:
         reason += f"; its reward cannot be named there ({fit.verdict}): {fit.reason}"
     return Row(fit.recipe, Interval(budget, budget, budget), reward, reason, near_asymptote(fit), None, budget)
-
-
-# --- text ---------------------------------------------------------------------------------------------------

@@ -25,10 +25,6 @@ from sweeps.run.journal import JOURNAL_FILE, JournalError, find_runs, read_journ
 from sweeps.source import LoadedStudy
 
 FITS_FILE = "fits.jsonl"
-# --- snapshots ----------------------------------------------------------------------------------------------
-
-
-# --- watching -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class Futures:
         u, v, r0, a: shape coordinates, R0 and A.
         extra, size, jump_at, width: drift or jump on top of the curve, see `sweeps.fit.grid.Cells`.
         nodes, levels: computes (m,), and the levels of the W walks there, (W, m).
-        smoothed: draws of the reward within the window, at its w nodes, under no law but that it wanders, (S, w).
+        smoothed: draws of the reward within the window, at the first w nodes, under no law but that it wanders, (S, w).
         bounded: whether rewards lie in [0, 1].
     """
 
