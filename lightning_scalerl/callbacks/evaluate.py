@@ -40,7 +40,7 @@ class Evaluate(Callback):
     Args:
         every_n_steps: optimizer steps between evaluations.
         samples: completions a prompt.
-        seed: of the evaluation's sampling, apart from the run's.
+        seed: of the evaluation's sampling, beside the run's: runs of one seed share these random numbers.
         prompts: at most this many prompts of each set, the first ones; None for all.
     """
 
@@ -141,7 +141,9 @@ class Evaluate(Callback):
     ) -> dict[str, float] | None:
         prompts = sets.prompts[: self.prompts]
         for place, tokens in enumerate(sets.tokens[: self.prompts]):
-            key = (self.seed, EVALUATION_STREAM, number, place, run.completed_steps)
+            # The run's seed too: seeds that shared this noise would bend alike, and a fit takes that for the curve's own
+            # shape. Recipes still share it, seed by seed, so that their differences are paired.
+            key = (self.seed, EVALUATION_STREAM, number, place, run.completed_steps, run.seed)
             generator.submit(GroupRequest(place, tuple(tokens), self.samples, key))
         # Graded while others are still sampled.
         tickets: list[tuple[int, int]] = []
