@@ -141,8 +141,8 @@ class Evaluate(Callback):
     ) -> dict[str, float] | None:
         prompts = sets.prompts[: self.prompts]
         for place, tokens in enumerate(sets.tokens[: self.prompts]):
-            # The run's seed too: seeds that shared this noise would bend alike, and a fit takes that for the curve's own
-            # shape. Recipes still share it, seed by seed, so that their differences are paired.
+            # The run's seed too: seeds that shared this noise would bend alike, and a fit takes that for the curve's
+            # own shape. Recipes still share it, seed by seed, so that their differences are paired.
             key = (self.seed, EVALUATION_STREAM, number, place, run.completed_steps, run.seed)
             generator.submit(GroupRequest(place, tuple(tokens), self.samples, key))
         # Graded while others are still sampled.
