@@ -13,7 +13,6 @@ from tests.paths import ROOT
 DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-# Pages that a command writes and that are not there before it has run; `make bench` writes this one.
 CODE = ("benchmarks", "conf", "examples", "hydra_plugins", "lightning_scalerl", "slurm", "sweeps", "tests", ".ci")
 SUFFIXES = {".py", ".yaml", ".yml", ".sh", ".sbatch", ""}
 
