@@ -1,7 +1,7 @@
 """Measure what is named, or all of it, and write docs/measured/speed.md from the records in benchmarks/results/.
 
-    make bench                                          all of it, under half an hour on two idle cores
-    python -m benchmarks.speed generation --rounds 3    one comparison, fewer rounds
+    make bench                                          all of it, about twenty minutes on two idle cores
+    python -m benchmarks.speed generation --rounds 3    one comparison
 
 TRL takes part where PEERS_PYTHON names an interpreter with the packages of tests/parity/peers.txt.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.speed import breakdown, fits, generation, training
-from benchmarks.speed.pairs import Record, machine
+from benchmarks.speed.pairs import Record, machine, seconds
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -38,11 +38,6 @@ The prompt is what is saved: it goes through the model once a group, in sampling
 tokens little of that is left, and what bounds a batch is the multiplication of small matrices on both sides. Decoding
 of single rollouts is bound by reading keys and values, at which transformers' own cache is as fast.
 """
-
-
-def seconds(value: float) -> str:
-    """Three significant digits, in milliseconds below a tenth of a second."""
-    return f"{1000 * value:.3g} ms" if value < 0.1 else f"{value:.3g} s"
 
 
 def rows(records: list[Record]) -> list[str]:
@@ -80,7 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = (*COMPARISONS, "profile")
     parser.add_argument("what", nargs="*", metavar="WHAT", help=f"of {', '.join(names)}; all if none is named")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--page-only", action="store_true", help="write the page from what was measured before")
     given = parser.parse_args()
     unknown = set(given.what) - set(names)

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.speed.pairs import Record
+from benchmarks.speed.pairs import Record, seconds
 from benchmarks.speed.setting import save_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIZE, PROMPT_TOKENS, BATCHES = "0.5M", 8, 20
-CACHE = tempfile.TemporaryDirectory()
 
 
 def peak_gflops(size: int = 1024, repeats: int = 10) -> float:
@@ -33,29 +32,35 @@ def peak_gflops(size: int = 1024, repeats: int = 10) -> float:
     return 2 * size**3 / best / 1e9
 
 
-def command_s(*words: str) -> tuple[float, float]:
-    """Seconds of `scalerl train ...` from start to end, by the clock and of the CPU, children included."""
+def command_s(cache: str, *words: str) -> tuple[float, float]:
+    """Seconds of `scalerl train ...` from start to end, by the clock and of the CPU, children included.
+
+    Args:
+        cache: folder of base models, so that only the first of several commands makes one.
+        words: further overrides.
+    """
     command = [str(Path(sys.executable).with_name("scalerl")), "train", "budget.steps=1", "model.batches=30"]
     command += ["evaluation.every_n_steps=1000", *words]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "SCALERL_CACHE": CACHE.name}
+        environment = {**os.environ, "SCALERL_CACHE": cache}
         subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return time.perf_counter() - began, spent
 
 
-def study_s(seeds: int) -> float:
+def study_s(cache: str, seeds: int) -> float:
     """Seconds by the clock of a study of so many runs of one step each, one at a time."""
-    return command_s("--multirun", f"seed=range({seeds})", "launch.max_parallel=1", "mlflow.uri=null")[0]
+    return command_s(cache, "--multirun", f"seed=range({seeds})", "launch.max_parallel=1", "mlflow.uri=null")[0]
 
 
 def measure() -> list[Record]:
     """One record: seconds of a batch by what is done, in a process of its own; and CPU seconds of starts."""
-    command_s()  # makes the base model
-    one = min(command_s()[1] for _ in range(3))
-    first, fifth = (min(study_s(seeds) for _ in range(3)) for seeds in (1, 5))
+    with tempfile.TemporaryDirectory() as cache:
+        command_s(cache)  # makes the base model
+        one = min(command_s(cache)[1] for _ in range(3))
+        first, fifth = (min(study_s(cache, seeds) for _ in range(3)) for seeds in (1, 5))
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), SIZE)
         command = [
@@ -77,19 +82,19 @@ def measure() -> list[Record]:
 def section(found: Record) -> list[str]:
     """Markdown."""
     (record,) = found["records"]
-    parts = record["parts"]
-    whole = parts.pop("whole batch")
+    parts = {name: value for name, value in record["parts"].items() if name != "whole batch"}
+    whole = record["parts"]["whole batch"]
     lines = [
         "## Where a batch's time goes\n",
         f"{found['date']}, {found['machine']}; {record['peak_gflops']:.0f} GFLOP/s in a product of two FP32 matrices "
         f'of 1,024 on one thread. A batch of the setting "training, {SIZE} parameters, prompts of {PROMPT_TOKENS} '
-        f'tokens" took {seconds_of(whole)} here.\n',
+        f'tokens" took {seconds(whole)} here.\n',
         "| part | seconds | share |",
         "|---|---|---|",
     ]
-    lines += [f"| {name} | {seconds_of(value)} | {value / whole:.0%} |" for name, value in parts.items()]
+    lines += [f"| {name} | {seconds(value)} | {value / whole:.0%} |" for name, value in parts.items()]
     lines += [
-        f"| the rest: assembly, records, Lightning | {seconds_of(rest := whole - sum(parts.values()))} "
+        f"| the rest: assembly, records, Lightning | {seconds(rest := whole - sum(parts.values()))} "
         f"| {rest / whole:.0%} |",
         "",
     ]
@@ -101,8 +106,3 @@ def section(found: Record) -> list[str]:
         "",
     ]
     return lines
-
-
-def seconds_of(value: float) -> str:
-    """Milliseconds."""
-    return f"{1000 * value:.1f} ms"

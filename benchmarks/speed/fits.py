@@ -17,7 +17,7 @@ from sweeps.fit.fit import fit_curve
 from sweeps.fit.published import fit_literal
 from sweeps.source import load
 
-CURVES = 20
+CURVES = 5
 
 
 def sigmoid(compute: np.ndarray, low: float, high: float, middle: float, steepness: float) -> np.ndarray:
@@ -44,14 +44,18 @@ def timed(fit: object, curve: Curve) -> float:
 
 
 def measure(rounds: int) -> list[Record]:
-    """Of each of twenty simulated curves of 40 evaluations, one round."""
+    """One record for each other side: a round on each of five simulated curves of 40 evaluations, or more.
+
+    Args:
+        rounds: curves, five at least: they differ, and a fit's time with them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "curves.csv"
-        simulate(path, CURVES, 40, 2510)
+        simulate(path, max(rounds, CURVES), 40, 2510)
         curves = load([str(path)]).curves
     fit_curve(curves[0])  # imports, once
     seconds: dict[str, list[float]] = {}
-    for curve in curves[: max(rounds, 5)]:
+    for curve in curves:
         sides = {
             "ours": partial(timed, fit_curve, curve),
             "SciPy's `curve_fit`, without verdict or posterior": partial(timed_curve_fit, curve),

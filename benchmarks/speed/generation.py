@@ -1,4 +1,4 @@
-"""Sampling: ours in this process beside transformers' `generate`, with one rollout a prompt and with groups of 16."""
+"""Sampling: ours in this process beside transformers' `generate`, with one rollout a prompt and with groups."""
 
 from __future__ import annotations
 

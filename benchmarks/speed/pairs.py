@@ -37,6 +37,11 @@ def compared(seconds: Mapping[str, list[float]], ours: str, setting: str) -> lis
     ]
 
 
+def seconds(value: float) -> str:
+    """Three significant digits, in milliseconds below a tenth of a second."""
+    return f"{1000 * value:.3g} ms" if value < 0.1 else f"{value:.3g} s"
+
+
 def machine() -> str:
     """Name of the processor, its number of cores, and the versions that matter."""
     import torch
