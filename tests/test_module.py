@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
+from lightning_scalerl import ConfigurationError, Evaluate, RolloutDataModule, ScaleRL
 from lightning_scalerl.axes.aggregation import SampleAggregation, TokenAggregation
 from lightning_scalerl.axes.async_mode import OnPolicy, Pipeline, PPOOffPolicy
 from lightning_scalerl.axes.filter import NoFilter
@@ -25,8 +25,11 @@ from lightning_scalerl.axes.resampling import UniformResampling
 from lightning_scalerl.axes.truncated import KeepTruncated
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint
+from lightning_scalerl.generator.base import GroupRequest
+from lightning_scalerl.generator.torch_generator import TorchGenerator
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.rollout import Rollout
+from lightning_scalerl.stream.random_streams import EVALUATION_STREAM
 from lightning_scalerl.verify.verification import RewardError
 from sweeps.run.journal import read_journal
 from tests.examples import every
@@ -461,10 +464,32 @@ def test_nothing_recorded_is_written_over(tiny_model_path: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_seeds_draw_their_evaluations_apart_and_recipes_alike(
+    tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seeds that shared their evaluations' noise would bend alike; recipes share it, so that differences are paired."""
+
+    def keys(seed: int, *callbacks: Callback) -> set[tuple[int, ...]]:
+        asked: set[tuple[int, ...]] = set()
+        submit = TorchGenerator.submit
+
+        def seen(generator: TorchGenerator, request: GroupRequest) -> None:
+            if request.random_key[1] == EVALUATION_STREAM:
+                asked.add(request.random_key)
+            submit(generator, request)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TorchGenerator, "submit", seen)
+            fit(tiny_model_path, steps=1, callbacks=[Evaluate(1, 2), *callbacks], seed=seed)
+        return asked
+
+    first = keys(0)
+    assert first and first.isdisjoint(keys(1)) and first == keys(0, DAPO())
+
+
+@pytest.mark.slow
 def test_evaluation_is_on_no_compute_axis(tiny_model_path: str, tmp_path: Path) -> None:
     """Looking more often must not move the curve."""
-    from lightning_scalerl.callbacks.evaluate import Evaluate
-
     flops = []
     for steps in (1, 4):
         keep = Keep()
