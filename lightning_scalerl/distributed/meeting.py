@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_scalerl.rollout import Denominators, TrainBatch
+from sweeps.run import slurm_job
 
 HERE = "127.0.0.1"
 _PLAIN = (bool, int, float, str, Tensor)
@@ -75,7 +76,7 @@ def meet(trainer: Trainer) -> None:
     strategy.accelerator.setup_device(device)  # before NCCL takes whatever is current
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(_name(), store),  # type: ignore[attr-defined]
+        store=dist.PrefixStore(slurm_job.step_name(), store),  # type: ignore[attr-defined]
         rank=trainer.global_rank,
         world_size=trainer.world_size,
         timeout=strategy._timeout,
@@ -83,11 +84,6 @@ def meet(trainer: Trainer) -> None:
     )
     if backend == "nccl":
         atexit.register(_destroy_dist_connection)  # as Lightning does: NCCL complains of a group that nobody ends
-
-
-def _name() -> str:
-    """Return a name for this start of this SLURM step: ranks of another that got the same port see other keys."""
-    return "/".join(os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
 
 
 def _stay_here() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_scalerl.checks import ConfigurationError, said
+from sweeps.run import slurm_job
 from sweeps.run.gpu import REMEDY, REQUIRED, NoGpuError
 
 
@@ -22,8 +22,8 @@ def process_rank() -> int:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return int(os.environ["RANK"])
-    if _slurm_tasks() > 1:
-        return int(os.environ["SLURM_PROCID"])
+    if slurm_job.step_tasks() > 1:
+        return slurm_job.rank()
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -45,22 +45,20 @@ def trainer_settings() -> dict[str, Any]:
         if tasks == 1:
             return {"accelerator": "auto", "devices": 1}
         return _several(tasks // tasks_a_node, tasks_a_node)
-    if _slurm_tasks() == 1:
+    tasks = slurm_job.step_tasks()
+    if tasks == 1:
         # Lightning would take SLURM's variables for several tasks, and its signals for requests to requeue the job.
         return {"accelerator": "auto", "devices": 1, "plugins": [LightningEnvironment()]}
-    tasks = _slurm_tasks()
     if tasks == 0:
         return {"accelerator": "auto", "devices": 1}
-    nodes = int(os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
-    if tasks % nodes or not _evenly_spread():
+    nodes = slurm_job.step_nodes()
+    if tasks % nodes or not slurm_job.evenly_spread():
         raise ConfigurationError(
-            f"SLURM: {tasks} tasks on {nodes} nodes ({_spread()} a node); start the same number on each, with "
-            "--ntasks-per-node"
+            f"SLURM: {tasks} tasks on {nodes} nodes ({slurm_job.tasks_of_nodes()} a node); start the same number on "
+            "each, with --ntasks-per-node"
         )
     # Lightning compares these variables with the Trainer's settings: the step's values replace the job's.
-    os.environ["SLURM_NTASKS"] = str(tasks)
-    os.environ["SLURM_NNODES"] = str(nodes)
-    os.environ["SLURM_NTASKS_PER_NODE"] = str(tasks // nodes)
+    slurm_job.put_step_for_job(tasks, nodes)
     if nodes == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(_port()))
@@ -107,24 +105,8 @@ def _several(nodes: int, tasks_a_node: int) -> dict[str, Any]:
     return {"accelerator": "auto", "devices": tasks_a_node, "num_nodes": nodes, "strategy": DDPStrategy()}
 
 
-def _slurm_tasks() -> int:
-    """Return the number of tasks that one `srun` started with this one; 1 in a batch script, 0 without SLURM."""
-    if "SLURM_JOB_ID" not in os.environ:
-        return 0
-    return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-
-
-def _spread() -> str:
-    """Return the tasks of each node as SLURM writes them: "2(x3),1" are 2 on each of three nodes and 1 on a fourth."""
-    return os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or ""
-
-
-def _evenly_spread() -> bool:
-    return len(set(re.sub(r"\(x\d+\)", "", _spread()).split(","))) == 1
-
-
 def _port() -> int:
     """Return a port for this step of this job, below the ephemeral ports (on Linux from 32768)."""
-    job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_STEP_ID", 0))
+    job, step = slurm_job.step_numbers()
     # 15000 to 31999; jobs stand 31 apart, so that their first steps do not meet those of the next job.
     return 15000 + (job * 31 + step) % 17000

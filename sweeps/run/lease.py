@@ -14,7 +14,6 @@ import errno
 import fcntl
 import json
 import os
-import socket
 import threading
 import time
 import uuid
@@ -27,6 +26,7 @@ from typing import Any
 
 from sweeps.errors import UserError, of_the_system
 from sweeps.run.files import parse_json
+from sweeps.run.slurm_job import node_name
 
 BEAT_S = 5.0
 EXPIRY_S = 30.0
@@ -42,11 +42,6 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 def _now() -> float:
     return time.clock_gettime(_CLOCK)
-
-
-def here() -> str:
-    """Return this machine's name, as SLURM calls it if it does: a container may have a hostname of its own."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 class LeaseLostError(Exception):
@@ -153,7 +148,7 @@ class Lease:
         self._file = directory / f".{name}.json"
         self._flock = _Flock(directory / f".{name}.lock")
         self._token = uuid.uuid4().hex
-        self._own = {"host": here(), "pid": os.getpid(), **_this_process(), **(owner or {}), "token": self._token}
+        self._own = {"host": node_name(), "pid": os.getpid(), **_this_process(), **(owner or {}), "token": self._token}
         self._more = facts
         self._beat_s = beat_s
         self._expiry_s = expiry_s
@@ -463,7 +458,7 @@ def _stat(pid: int) -> tuple[str, str]:
 def _same_machine(facts: Mapping[str, Any]) -> bool:
     """Return whether a holder is, or was, on this machine since its boot; facts of earlier versions have no boot id."""
     boot = _this_process().get("boot")
-    return facts.get("host") == here() and boot == facts.get("boot", boot)
+    return facts.get("host") == node_name() and boot == facts.get("boot", boot)
 
 
 def _ended(facts: Mapping[str, Any]) -> bool:

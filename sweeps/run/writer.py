@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from sweeps.errors import UserError
+from sweeps.run import slurm_job
 from sweeps.run.activity import Patience, activity
 from sweeps.run.interruption import RunInterruptedError, interruption, stop_asked
 from sweeps.run.lease import Lease, LeaseHeldError, alive
@@ -50,8 +50,8 @@ def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease |
         DuplicateRunError: in a job of a cluster, another process is writing it still.
         UserError: the same elsewhere.
     """
-    job, restart = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
-    who = {"job": job, "restart": restart, "step": os.environ.get("SLURM_STEP_ID")} if job else {}
+    who = slurm_job.identity()
+    job = who.get("job")
     if rank > 0:
         # Rank 0 may find the run done, and be gone before anyone sees its lease.
         while job and not _is(alive(run_dir), who) and not is_done(run_dir, spec.steps, spec.run):

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from sweeps.errors import UserError
-from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError, alive, held, here
+from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError, alive, held
+from sweeps.run.slurm_job import node_name
 
 BEAT_S = 0.05
 EXPIRY_S = 0.6
@@ -509,7 +510,7 @@ def test_facts_come_with_each_beat_and_never_stop_it(tmp_path: Path) -> None:
 
 def test_a_file_of_the_version_before_is_understood(tmp_path: Path) -> None:
     """It locked with `filelock`, which is flock as well, and had neither terms nor more than a host's name."""
-    old = json.dumps({"host": here(), "pid": 1, "token": "old", "beat": 3})
+    old = json.dumps({"host": node_name(), "pid": 1, "token": "old", "beat": 3})
     write(tmp_path, old)
     lock = os.open(tmp_path / ".writer.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,0 +1,115 @@
+"""What a SLURM job tells its processes: ids, ranks, restarts, tasks. No other module reads `SLURM_*`.
+
+Ids and ranks are submitit's to know. What it does not know is read here: how often a job was restarted, its node by
+SLURM's own name, and the numbers of one `srun`, which differ from those of the job. `sweeps.executor.slurm` names
+such variables too, in batch scripts and where it clears them away.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from submitit.slurm.slurm import SlurmJobEnvironment
+
+
+@cache
+def _environment() -> SlurmJobEnvironment:
+    """Return submitit's view of the job, also for one that it has not started."""
+    from submitit.slurm.slurm import SlurmJobEnvironment  # late: it takes a tenth of a second to import
+
+    return SlurmJobEnvironment()
+
+
+def inside() -> bool:
+    """Return whether this process belongs to a SLURM job."""
+    return bool(os.environ.get("SLURM_JOB_ID"))
+
+
+def job_id() -> str:
+    """Return the id of this task's job: `123`, or `123_4` in an array; `0` outside of SLURM."""
+    return _environment().job_id if inside() else "0"
+
+
+def array_index() -> int:
+    """Return this job's index in its array, 0 without one."""
+    return int(_environment().array_task_id or 0)
+
+
+def rank() -> int:
+    """Return the rank of this process among all tasks of its step, 0 outside of SLURM."""
+    return _environment().global_rank
+
+
+def submission_folder() -> Path:
+    """Return the folder from which submitit has started this job."""
+    return Path(_environment().paths.folder)
+
+
+def restart_count() -> int:
+    """Return how many times SLURM has restarted this job."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0)
+
+
+def node_name() -> str:
+    """Return this machine's name, as SLURM calls it if it does: a container may have a hostname of its own."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def length_s() -> float | None:
+    """Return the seconds from start to limit of this job, by slurmctld's clock; None where SLURM does not say."""
+    start, end = (os.environ.get(f"SLURM_JOB_{name}_TIME") for name in ("START", "END"))
+    return float(end) - float(start) if start and end else None
+
+
+def identity() -> dict[str, str | None]:
+    """Return job, restart and step of this process, equal for all ranks that one `srun` started; empty outside."""
+    if not inside():
+        return {}
+    return {
+        "job": os.environ["SLURM_JOB_ID"],
+        "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
+        "step": os.environ.get("SLURM_STEP_ID"),
+    }
+
+
+def step_name() -> str:
+    """Return a name for this start of this step, to tell its ranks from those of another that got the same port."""
+    return "/".join(os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
+
+
+def step_numbers() -> tuple[int, int]:
+    """Return the numbers of this job and of its step."""
+    return int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_STEP_ID", 0))
+
+
+def step_tasks() -> int:
+    """Return the number of tasks that one `srun` started with this one; 1 in a batch script, 0 without SLURM."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) if inside() else 0
+
+
+def step_nodes() -> int:
+    """Return the number of nodes of this step."""
+    return int(os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+
+
+def tasks_of_nodes() -> str:
+    """Return the tasks of each node as SLURM writes them: "2(x3),1" are 2 on each of three nodes and 1 on a fourth."""
+    return os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or ""
+
+
+def evenly_spread() -> bool:
+    """Return whether every node has the same number of this step's tasks."""
+    return len(set(re.sub(r"\(x\d+\)", "", tasks_of_nodes()).split(","))) == 1
+
+
+def put_step_for_job(tasks: int, nodes: int) -> None:
+    """Replace the job's numbers in the environment by its step's, for a library that reads the former."""
+    os.environ["SLURM_NTASKS"] = str(tasks)
+    os.environ["SLURM_NNODES"] = str(nodes)
+    os.environ["SLURM_NTASKS_PER_NODE"] = str(tasks // nodes)
