@@ -32,10 +32,11 @@ from pathlib import Path
 
 import numpy as np
 
-from sweeps.executor.attempts import AttemptLog
 from sweeps.executor.failure import retries
-from sweeps.executor.scheduler import JobInfo
-from sweeps.executor.settings import JobSettings
+from sweeps.executor.slurm.attempts import AttemptLog
+from sweeps.executor.slurm.handover import Request
+from sweeps.executor.slurm.scheduler import JobInfo
+from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import MemberState
 from sweeps.launch.settings import LaunchSettings, run_study
 from sweeps.launch.status import counts, overview
@@ -116,22 +117,22 @@ class Instant:
     submissions: int = 0
     failed: set[str] = field(default_factory=set)
 
-    def submit(self, script: Path) -> str:
+    def submit(self, request: Request) -> str:
         """Run everything: what that takes is the jobs', not the controller's."""
         begin = cpu_s()
-        job = self._run(script)
+        job = self._run(Path(request.folder))
         _of_jobs.append(cpu_s() - begin)
         return job
 
-    def _run(self, script: Path) -> str:
-        manifest = json.loads((script.parent / "submission.json").read_text())
+    def _run(self, folder: Path) -> str:
+        manifest = json.loads((folder / "submission.json").read_text())
         self.submissions += 1
         several = len(manifest["members"]) > 1
         for task, run in enumerate(manifest["members"]):
             target = self.folder / "study" / "runs" / run
             job = f"{self.submissions}_{task}" if several else str(self.submissions)
-            (script.parent / f"started-{job}-0").touch()
-            (script.parent / f"{job}_0_log.out").write_text("srun: a line\n" * 20)
+            (folder / f"started-{job}-0").touch()
+            (folder / f"{job}_0_log.out").write_text("srun: a line\n" * 20)
             failed = run not in self.failed and task % FIRST_FAILS == 0
             if failed:
                 self.failed.add(run)

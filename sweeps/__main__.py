@@ -9,7 +9,7 @@ import sys
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["job"]:
-        from sweeps.executor.job import run
+        from sweeps.executor.slurm.job import run
 
         run(sys.argv[2:])
     from sweeps.cli.main import main

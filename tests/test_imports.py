@@ -176,3 +176,14 @@ except AttributeError as error:
     print(error)
 """
     assert "has no attribute 'Acuracy'" in run_python(code)
+
+
+def test_one_module_reads_what_slurm_tells_a_job() -> None:
+    """What a cluster's scheduler sets in the environment is one module's to know; batch scripts are the executor's."""
+    for package in ("sweeps", "lightning_scalerl"):
+        for path in files(package):
+            if path == ROOT / "sweeps/run/slurm_job.py" or path.is_relative_to(ROOT / "sweeps/executor/slurm"):
+                continue
+            words = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+            named = [word for word in words if isinstance(word, str) and word.startswith(("SLURM_", "SLURMD_"))]
+            assert not named, (path, named)

@@ -23,11 +23,11 @@ from sweeps.cli.output import show_results
 from sweeps.errors import UserError
 from sweeps.executor.base import load_entry
 from sweeps.executor.failure import retries as retry_policy
-from sweeps.executor.settings import JobSettings, asks_for_gpus
+from sweeps.executor.slurm.settings import JobSettings, asks_for_gpus
 from sweeps.launch.conductor import Conductor
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.planning import Planner, plan_apart
-from sweeps.launch.settings import LaunchSettings, report_failures, run_study
+from sweeps.launch.settings import CLUSTER, LaunchSettings, report_failures, run_study
 from sweeps.launch.study import Study
 from sweeps.run.folders import user_folders
 from sweeps.run.spec import RunSpec
@@ -196,7 +196,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             raise UserError("race.mode: a search races its trials by hydra.sweeper.prune=race; leave race.mode at none")
         if self._settings.get("detach"):
             raise UserError("hydra.launcher.detach: a search needs this process to go on; leave --detach away")
-        jobs = SEARCH_JOBS if plan.kind == "slurm" else plan.max_parallel
+        jobs = SEARCH_JOBS if plan.outlives else plan.max_parallel
         checked = SearchSettings.of({**settings, **({"n_jobs": jobs} if settings.get("n_jobs") is None else {})})
         directory = Path(spec.config["output_dir"])
         study = Study.read(directory) if Ledger(directory).fold() else Study(directory, [])
@@ -240,7 +240,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             return run_study(study, plan, detach=detach, accepted=accepted, finished=finished, conductor=conductor)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
-            if plan.kind == "slurm":
+            if plan.outlives:
                 print(_on_its_own(study) if kept else _not_begun(), file=sys.stderr)
             raise
 
@@ -252,7 +252,7 @@ class SlurmStudyLauncher(StudyLauncher):
     `detach`, `python`, `teardown`, `srun_args`, `require_gpu`, `array_size`, `retries`, `poll_s`, `lost_after_s`.
     """
 
-    kind = "slurm"
+    kind = CLUSTER
 
     def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
         """Make the launch settings with the jobs' resources and retries, checked before anything is submitted."""

@@ -16,7 +16,7 @@ from sweeps.report.plain import one_line, table
 from sweeps.terminal import duration
 
 if TYPE_CHECKING:
-    from sweeps.executor.scheduler import Scheduler
+    from sweeps.executor.slurm.scheduler import Scheduler
     from sweeps.launch.status import MemberView
 
 ROWS = 40  # members in a table
@@ -84,14 +84,10 @@ def _silence(view: MemberView) -> str:
 
 def _scheduler(study: Path) -> Scheduler | None:
     """Return the scheduler of the study's cluster; None if it runs on no cluster or cannot be asked from here."""
-    from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
-
-    if not (study / LAUNCH_FILE).is_file() or LaunchSettings.kind_of(study) != "slurm":
-        return None
-    from sweeps.executor.scheduler import Slurm
+    from sweeps.launch.settings import LaunchSettings
 
     try:
-        return Slurm(LaunchSettings.clusters_of(study))
+        return LaunchSettings.scheduler_of(study)
     except UserError as error:
         warn([str(error)])
         return None
@@ -151,7 +147,7 @@ def collect_command(options: argparse.Namespace) -> int:
     if (directory / LAUNCH_FILE).is_file():
         study = Study.read(directory)
         plan = LaunchSettings.read(directory)
-        if plan.kind != "slurm" and not options.wait:
+        if not plan.outlives and not options.wait:
             warn([f"{directory} runs on one machine; --wait goes on with what is not done"])
         else:
 

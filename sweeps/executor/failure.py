@@ -28,6 +28,7 @@ KINDS: Mapping[str, tuple[str, int | None]] = {
     "killed": ("killed from outside", 2),
     "duplicate": ("another copy of the job is at work", None),
     "launch": ("the job ended before the member began", 1),
+    "half_submitted": ("its controller ended in the middle of submitting it", None),
     "lost": ("the scheduler forgot the job", 5),
     "cancelled": ("cancelled", 0),
     "stopped": ("stopped by its study", 0),

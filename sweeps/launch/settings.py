@@ -15,9 +15,9 @@ from sweeps.executor.base import Executor
 from sweeps.executor.failure import NEVER
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.local import InProcessExecutor, LocalExecutor
-from sweeps.executor.scheduler import Scheduler, Slurm
-from sweeps.executor.settings import JobSettings
-from sweeps.executor.slurm import ClusterExecutor
+from sweeps.executor.slurm.executor import ClusterExecutor
+from sweeps.executor.slurm.scheduler import Scheduler, Slurm
+from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.conductor import Conductor
 from sweeps.launch.ledger import MemberState
 from sweeps.launch.observer import Observer, Progress
@@ -26,6 +26,8 @@ from sweeps.redact import MASK, redact
 from sweeps.run.files import parse_json, write_atomically
 
 LAUNCH_FILE = "launch.json"
+# The kind of launcher, as studies hold it, whose members are a cluster's jobs.
+CLUSTER = "slurm"
 
 
 class MemberFailedError(UserError):
@@ -86,7 +88,7 @@ class LaunchSettings:
             values = {name: value for name, value in read.items() if name in known}
             values["settings"] = JobSettings.of(values["settings"])
             values["preload"] = tuple(values["preload"])
-            if values["kind"] == "slurm":
+            if values["kind"] == CLUSTER:
                 # Adds kinds of failure that an earlier version, which launched the study, did not distinguish.
                 values["retries"] = {**retry_policy(), **values["retries"]}
             plan = cls(**values)
@@ -105,22 +107,26 @@ class LaunchSettings:
             plan = replace(plan, tracking=address)
         return plan
 
-    @staticmethod
-    def kind_of(study: Path) -> str | None:
-        """Return the kind of launcher of a study, `local`, `debug` or `slurm`; None if it cannot be read."""
-        try:
-            kind = parse_json((study / LAUNCH_FILE).read_text())["kind"]
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
-        return str(kind)
+    @property
+    def outlives(self) -> bool:
+        """Return whether members are jobs of a cluster, which go on when this process ends."""
+        return self.kind == CLUSTER
 
     @staticmethod
-    def clusters_of(study: Path) -> str:
-        """Return the federation's clusters on which a study was launched; empty for the local one."""
+    def scheduler_of(study: Path) -> Scheduler | None:
+        """Return the scheduler of the cluster on which a study was launched; None if it was launched on none.
+
+        Raises:
+            UserError: it cannot be asked from here.
+        """
         try:
-            return str(parse_json((study / LAUNCH_FILE).read_text())["settings"].get("clusters") or "")
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return ""
+            launched = parse_json((study / LAUNCH_FILE).read_text())
+            if launched["kind"] != CLUSTER:
+                return None
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        settings = launched.get("settings")
+        return Slurm(str((settings if isinstance(settings, dict) else {}).get("clusters") or ""))
 
     @staticmethod
     def margin_of(study: Path) -> float | None:
@@ -133,7 +139,7 @@ class LaunchSettings:
 
     def executor(self, study: Path, scheduler: Scheduler | None = None) -> Executor:
         """Make the executor of this kind that runs the study's members."""
-        if self.kind == "slurm":
+        if self.outlives:
             return ClusterExecutor(
                 study.resolve(),
                 scheduler or Slurm(self.settings.clusters),

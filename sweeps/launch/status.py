@@ -14,8 +14,8 @@ from pathlib import Path
 
 from sweeps.as_json import AsJson, as_json
 from sweeps.errors import UserError
-from sweeps.executor.attempts import Attempt, attempts
-from sweeps.executor.scheduler import ENDED, QUEUED, JobInfo, Scheduler
+from sweeps.executor.slurm.attempts import Attempt, attempts
+from sweeps.executor.slurm.scheduler import ENDED, QUEUED, JobInfo, Scheduler
 from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, MemberState
 from sweeps.launch.study import LEASE_NAME
 from sweeps.redact import redact

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError, naming
-from sweeps.executor.attempts import attempts
 from sweeps.executor.base import Executor, Launch, Outcome
 from sweeps.executor.failure import BLAMES_NODE, NEVER, may_retry
+from sweeps.executor.slurm.attempts import attempts
 from sweeps.launch.conductor import Conductor, Wish
 from sweeps.launch.labels import check_labels
 from sweeps.launch.ledger import RUNS_DIR, Ledger, MemberState, after

@@ -1,4 +1,4 @@
-"""What a SLURM job tells its processes: ids, ranks, restarts, tasks. No other module reads `SLURM_*`.
+"""Facts that a SLURM job tells its processes: ids, ranks, restarts, tasks. No other module reads `SLURM_*`.
 
 Ids and ranks are submitit's to know. What it does not know is read here: how often a job was restarted, its node by
 SLURM's own name, and the numbers of one `srun`, which differ from those of the job. `sweeps.executor.slurm` names

@@ -24,7 +24,7 @@ import lightning_scalerl
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.identity import check_identity, identity_of
-from sweeps.executor.script import JOB_COMMAND
+from sweeps.executor.slurm.job import run_member
 from tests.paths import ROOT
 
 TABLE = Path(__file__).with_name("identities.json")
@@ -285,7 +285,7 @@ def test_frozen_files_name_what_never_moves() -> None:
     for name in ("scalerl", "scalerl_debug", "scalerl_slurm"):
         launcher = (CONF / "hydra" / "launcher" / f"{name}.yaml").read_text()
         assert "planner: lightning_scalerl:plan_members\nentry: lightning_scalerl:run_member\n" in launcher
-    assert JOB_COMMAND == "-m sweeps job"
+    assert (run_member.__module__, run_member.__qualname__) == ("sweeps.executor.slurm.job", "run_member")
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.trust import check_run, check_runs
 from sweeps.cli.main import main
 from sweeps.errors import UserError
-from sweeps.executor.settings import JobSettings
+from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.settings import LaunchSettings
 from sweeps.launch.study import Study

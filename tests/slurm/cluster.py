@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sweeps.executor.attempts import Attempt, attempts
+from sweeps.executor.slurm.attempts import Attempt, attempts
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.run.journal import JournalView, read_journal
 from sweeps.run.spec import RunSpec
@@ -205,7 +205,7 @@ class Sweep:
             except (OSError, ValueError, IndexError):
                 continue
             ours = any(word.startswith(str(self.directory / "jobs").encode()) for word in words)
-            if b"sweeps" in words and b"job" in words and ours and name.startswith("slurmstepd"):
+            if b"submitit.core._submit" in words and ours and name.startswith("slurmstepd"):
                 found.append(int(folder.name))
         return found
 

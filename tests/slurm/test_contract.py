@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from sweeps.executor.base import Executor, Outcome
-from sweeps.executor.scheduler import Slurm
-from sweeps.executor.settings import JobSettings
-from sweeps.executor.slurm import ClusterExecutor
+from sweeps.executor.slurm.executor import ClusterExecutor
+from sweeps.executor.slurm.scheduler import Slurm
+from sweeps.executor.slurm.settings import JobSettings
 from tests.paths import ROOT
 from tests.slurm.cluster import PATIENCE_S, Lab, eventually
 from tests.sweeps.executor import contract

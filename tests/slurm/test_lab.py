@@ -86,7 +86,7 @@ def test_exit_codes_are_known_without_accounting(cluster: Cluster) -> None:
     killed = cluster.sh("sbatch --parsable -o /dev/null --wrap 'kill -9 $$'")
     assert eventually(lambda: cluster.sh("squeue -h -o %i") == "")
     asked = f"""{sys.executable} -c '
-from sweeps.executor.scheduler import Slurm
+from sweeps.executor.slurm.scheduler import Slurm
 slurm = Slurm()
 slurm.accounted = lambda jobs: dict()
 print(slurm.exit_codes(["{array}_0", "{array}_1", "{killed}", "1"]))'"""

@@ -122,7 +122,7 @@ def test_members_that_raise_or_run_out_of_memory_say_so_and_touch_no_other(place
             assert "RewardError" in str(state.reason) and state.attempts == 1
         elif state.state == "failed":
             assert state.attempts == 2, "one more attempt, with more memory"
-    scripts = [path.read_text() for path in sweep.directory.glob("jobs/*/submit.sh")]
+    scripts = [path.read_text() for path in sweep.directory.glob("jobs/*/*_submission.sh")]
     assert any("#SBATCH --mem=3GB" in script for script in scripts)
     written = [path for path in sweep.directory.rglob("*") if path.is_file() and path.suffix != ".ckpt"]
     assert not [path for path in written if b"correct horse" in path.read_bytes()]
@@ -288,7 +288,7 @@ def test_mlflow_tells_of_a_requeue_and_of_a_cancellation(place: Place, whole: La
 
 
 def attempts_of(sweep: Sweep, run: str) -> Any:
-    from sweeps.executor.attempts import attempts
+    from sweeps.executor.slurm.attempts import attempts
 
     return attempts(sweep.directory / "runs" / run)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sweeps.errors import UserError
-from sweeps.executor.settings import JobSettings
+from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.settings import LaunchSettings
 from sweeps.launch.study import LEASE_NAME, Study
@@ -116,7 +116,7 @@ def test_this_machines_launcher_changes_nothing_in_a_clusters_study(tmp_path: Pa
     assert "2 members have jobs on a cluster (1_0, 1_1)" in done.stderr
     assert "`scalerl collect --wait outputs/x`" in done.stderr
     assert without_lease(on_a_cluster) == before
-    assert LaunchSettings.kind_of(on_a_cluster) == "slurm"
+    assert LaunchSettings.read(on_a_cluster).kind == "slurm"
 
 
 @pytest.mark.slow

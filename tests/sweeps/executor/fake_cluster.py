@@ -1,8 +1,9 @@
 """A SLURM cluster without SLURM: virtual time, members that do what is written for them, and every fault at will.
 
-`FakeCluster` answers what `sweeps.executor.scheduler.Scheduler` asks. It reads the batch script that was submitted,
-runs members at virtual times (a journal and an attempts file each, as `sweeps.executor.job` leaves them) and ends them
-as their `Fate` says. Nothing here waits, forks or looks at a clock.
+`FakeCluster` answers what `sweeps.executor.slurm.scheduler.Scheduler` asks. submitit submits to it: the sbatch that it
+calls is `FakeCluster`'s, which reads the batch script. It runs members at virtual times (a journal and an attempts file
+each, as `sweeps.executor.slurm.job` leaves them) and ends them as their `Fate` says. Nothing here waits, forks or looks
+at a clock.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from typing import Any
 import pytest
 
 import sweeps.launch.study
-from sweeps.executor.attempts import AttemptLog
 from sweeps.executor.failure import retries as retry_policy
-from sweeps.executor.job import checkpoint_step
-from sweeps.executor.scheduler import ENDED, JobInfo, RefusedError, passed_on
-from sweeps.executor.script import STARTED
-from sweeps.executor.settings import JobSettings
-from sweeps.executor.slurm import ClusterExecutor
+from sweeps.executor.slurm import handover
+from sweeps.executor.slurm.attempts import AttemptLog
+from sweeps.executor.slurm.executor import ClusterExecutor
+from sweeps.executor.slurm.handover import Request, pickle_of
+from sweeps.executor.slurm.job import checkpoint_step
+from sweeps.executor.slurm.scheduler import ENDED, JobInfo, RefusedError, passed_on
+from sweeps.executor.slurm.settings import JobSettings
+from sweeps.executor.slurm.submission import STARTED
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.observer import Observer
 from sweeps.launch.study import Study
@@ -73,6 +76,7 @@ class Fate:
         forgotten: whether the scheduler loses the job instead, and gives its id out again.
         lasts_s: from start to end.
         until_stopped: it goes on until its study asks it to stop, and then is looked at every `lasts_s`.
+        unhanded: whether its submission ended before it had named the pickle that the job starts from.
     """
 
     state: str
@@ -88,6 +92,7 @@ class Fate:
     forgotten: bool = False
     lasts_s: float = 60.0
     until_stopped: bool = False
+    unhanded: bool = False
 
 
 FINISHES = Fate("COMPLETED", steps=None, said=("finished", None, None))
@@ -132,6 +137,13 @@ WAITS_IN_VAIN = Fate(
     words="[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600061 milliseconds",
 )
 FINDS_NO_HUB = Fate("FAILED", steps=0, said=("failed", "network", "ReadTimeout: timed out"), exit_code="1:0")
+LACKS_ITS_PICKLE = Fate(
+    "FAILED",
+    begins=False,
+    exit_code="1:0",
+    words="RuntimeError: Waited for 60 seconds but could not find submitted jobs in path:",
+    unhanded=True,
+)
 NEVER_BEGINS = Fate("FAILED", begins=False, exit_code="1:0", words="srun: error: no such file")
 IS_CANCELLED = Fate("CANCELLED", exit_code="0:15")
 IS_FORGOTTEN = Fate("RUNNING", forgotten=True)
@@ -168,6 +180,7 @@ KIND: Mapping[Fate, str | None] = {
     FINDS_NO_HUB: "network",
     IS_STOPPED: "stopped",
     NEVER_BEGINS: "launch",
+    LACKS_ITS_PICKLE: "half_submitted",
     IS_CANCELLED: "cancelled",
     IS_FORGOTTEN: "lost",
 }
@@ -280,7 +293,8 @@ class FakeCluster:
         self.blink_s = 4.0  # how long a job that comes back is seen as ended
         self.silent: Callable[[float], bool] = lambda now: False
         # One for each submission to come: None, "limit", "no_answer", "reply_lost", "late" (no answer, taken later),
-        # "shown_late" (an answer, and in the queue later), "refused", "killed_before", "killed_after".
+        # "shown_late" (an answer, and in the queue later), "refused", "killed_before", "killed_after",
+        # "killed_between" (with the process that submits for it, before the pickles have their names).
         self.faults: deque[str | None] = deque()
         self.late_s = 100.0
         self.places: int | None = None  # jobs at a time
@@ -296,14 +310,29 @@ class FakeCluster:
         self.started = Counter[str]()
         self._processes: list[Process] = []
         self._next = 1
+        self._dies_next = False
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = count()
         time.then.append(self._catch_up)
 
     # --- what the executor asks --------------------------------------------------------------------------
 
-    def submit(self, script: Path) -> str:
-        """See `Scheduler.submit`."""
+    def submit(self, request: Request) -> str:
+        """See `Scheduler.submit`; what `handover` does is done in this process."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+            patch.setattr(
+                "submitit.core.utils.CommandFunction", lambda command, verbose: lambda: self._sbatch(*command)
+            )
+            job = handover.submit(request)
+        if self._dies_next:
+            die()
+        return job
+
+    def _sbatch(self, name: str, path: str) -> str:
+        """What submitit calls sbatch for."""
+        assert name == "sbatch"
+        script, self._dies_next = Path(path), False
         self._catch_up()
         self.submit_times.append(self.time.now)
         text = script.read_text()
@@ -325,9 +354,10 @@ class FakeCluster:
         number = self._accept(script, text, options, size, fault)
         if fault in ("reply_lost", "late"):
             raise RefusedError("sbatch: error: Socket timed out on send/recv operation", later=True, uncertain=True)
-        if fault == "killed_after":
+        if fault == "killed_between":
             die()
-        return str(number)
+        self._dies_next = fault == "killed_after"
+        return f"Submitted batch job {number}\n"
 
     def queue(self) -> dict[str, JobInfo] | None:
         """See `Scheduler.queue`."""
@@ -457,12 +487,25 @@ class FakeCluster:
         free = _free(job.options)
         job.state, job.reason = "RUNNING", "None"
         job.node = free[(job.number + (job.task or 0) + job.restart) % len(free)]
-        fates = self.fates[job.run]
-        fate = self.bad.get(job.node) or (fates.popleft() if fates else FINISHES)
         self.started[job.run] += 1
         folder = job.run_dir.parents[1] / "jobs" / job.submission
         (folder / f"{job.id}_0_log.out").touch()  # as SLURM does, and then the batch script
         (folder / f"{STARTED}{job.id}-{job.restart}").touch()
+        self._look_for_pickle(job, self.time.now + 60.0)
+
+    def _look_for_pickle(self, job: Job, until: float) -> None:
+        """As submitit does, for a minute."""
+        pickle = job.run_dir.parents[1] / "jobs" / job.submission / pickle_of(job.id)
+        if not pickle.exists():
+            if self.time.now >= until:
+                self._end(job, LACKS_ITS_PICKLE)
+            else:
+                self._at(self.time.now + 1.0, job, lambda each: self._look_for_pickle(each, until))
+            return
+        fates = self.fates[job.run]
+        fate = self.bad.get(job.node) or (fates.popleft() if fates else FINISHES)
+        if fate.unhanded:
+            pickle.unlink()
         if fate.begins:
             ahead_s = self.ahead_s.get(job.node, 0.0)
             who = (job.run_dir, job.submission, job.id, job.restart, job.node)
@@ -822,5 +865,5 @@ def nothing() -> Iterator[None]:
 def light(patch: pytest.MonkeyPatch) -> None:
     """Leave out what costs time and is tested elsewhere: disks that sync, the code's commit."""
     patch.setattr("os.fsync", lambda descriptor: None)
-    patch.setattr("sweeps.executor.submission.freeze_code", lambda folder: {"commit": None})
+    patch.setattr("sweeps.executor.slurm.submission.freeze_code", lambda folder: {"commit": None})
     patch.setattr(sweeps.launch.study, "Lease", MortalLease)

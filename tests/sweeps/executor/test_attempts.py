@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sweeps.executor import attempts as module
-from sweeps.executor import job
-from sweeps.executor.attempts import ATTEMPTS_DIR, AttemptLog, attempts
 from sweeps.executor.failure import retries as retry_policy
-from sweeps.executor.job import idle_attempts
-from sweeps.executor.script import batch_script
-from sweeps.executor.settings import JobSettings
+from sweeps.executor.slurm import attempts as module
+from sweeps.executor.slurm import job
+from sweeps.executor.slurm.attempts import ATTEMPTS_DIR, AttemptLog, attempts
+from sweeps.executor.slurm.job import idle_attempts
+from sweeps.executor.slurm.settings import JobSettings
+from sweeps.executor.slurm.submission import parameters
 from tests.examples import examples
 from tests.sweeps.executor.fake_cluster import (
     KIND,
@@ -165,5 +165,5 @@ def test_what_a_warning_came_for_is_told_by_one_clock(
 
 
 def test_the_batch_script_looks_at_its_nodes_clock_before_the_set_up(tmp_path: Path) -> None:
-    script = batch_script(tmp_path, JobSettings.of({"setup": ["sleep 600"]}), 1, 1, "name")
-    assert 0 < script.index("export SCALERL_BEGAN=$(date +%s)") < script.index("sleep 600")
+    setup = parameters(tmp_path, JobSettings.of({"setup": ["sleep 600"]}), 1, "name")["setup"]
+    assert setup.index("export SCALERL_BEGAN=$(date +%s)") < setup.index("sleep 600")

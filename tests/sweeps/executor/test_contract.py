@@ -10,8 +10,8 @@ import pytest
 
 from sweeps.executor.base import Executor, Launch
 from sweeps.executor.local import LocalExecutor
-from sweeps.executor.settings import JobSettings
-from sweeps.executor.slurm import ClusterExecutor
+from sweeps.executor.slurm.executor import ClusterExecutor
+from sweeps.executor.slurm.settings import JobSettings
 from tests.sweeps.executor import contract
 from tests.sweeps.executor.contract import Engine, ExecutorContract, QueueContract
 from tests.sweeps.executor.fake_cluster import FINISHES, GOES_ON, RAISES, FakeCluster, VirtualTime, light

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sweeps.errors import UserError
-from sweeps.executor.attempts import Attempt
 from sweeps.executor.failure import BLAMES_NODE, KINDS, NEVER, first_line, kind_of, may_retry, retries
-from sweeps.executor.scheduler import ENDED, JobInfo
-from sweeps.executor.slurm import said, why_ended
+from sweeps.executor.slurm.attempts import Attempt
+from sweeps.executor.slurm.executor import said, why_ended
+from sweeps.executor.slurm.scheduler import ENDED, JobInfo
 
 
 class OutOfMemoryError(RuntimeError):

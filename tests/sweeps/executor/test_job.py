@@ -1,6 +1,7 @@
 """Truths about what runs on a compute node: which member, what it leaves behind, and how it ends, whatever it does.
 
-`sweeps.executor.job` runs in a process of its own with SLURM's variables faked; its members come from this module.
+`sweeps.executor.slurm.job` runs in a process of its own with SLURM's variables faked; its members come from this
+module.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
@@ -21,16 +23,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from submitit.core.submission import process_job
 
-from sweeps.executor import job
-from sweeps.executor.attempts import ATTEMPTS_DIR, Attempt, AttemptLog, attempts
 from sweeps.executor.failure import MAX_IDLE_ATTEMPTS
-from sweeps.executor.job import DISK_FULL_CODE, idle_attempts
-from sweeps.executor.slurm import end_of_logs
-from sweeps.run import gpu
+from sweeps.executor.slurm import handover, job
+from sweeps.executor.slurm.attempts import ATTEMPTS_DIR, Attempt, AttemptLog, attempts
+from sweeps.executor.slurm.executor import end_of_logs
+from sweeps.executor.slurm.job import DISK_FULL_CODE, idle_attempts
+from sweeps.run import gpu, slurm_job
 from sweeps.run.activity import HUNG_CODE, Patience, activity
 from sweeps.run.interruption import RunInterruptedError, ask_to_stop, interruption
 from sweeps.run.journal import LOG_FILE, Journal
+from tests.paths import ROOT
 
 TOKEN = "hf_" + "b2" * 15
 LOGIN = "https://me:hunter2hunter2@mlflow.example"
@@ -113,6 +117,13 @@ def go_on(run_dir: Path) -> None:
     raise RunInterruptedError(f"at step 7 ({interruption.reason})")
 
 
+def look_at_the_handlers(run_dir: Path) -> None:
+    """Of the signals that submitit has handlers for."""
+    found = {number.name: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGCONT)}
+    told = {name: f"{getattr(each, '__module__', '')} {each!r}" for name, each in found.items()}
+    (run_dir / "handlers").write_text(json.dumps(told))
+
+
 def stop_at_once(run_dir: Path) -> None:
     """As one that was asked before it began."""
     raise RunInterruptedError("at step 7 (SIGUSR2)")
@@ -132,14 +143,35 @@ class Job:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+def by_its_function(here: Submission) -> None:
+    """As submitit calls it."""
+    job.run_member(str(here.own_run_dir()))
+
+
+def by_submitit(here: Submission) -> None:
+    """All that happens after srun, with submitit's own handlers of signals."""
+    handover.complete(here.folder, {slurm_job.job_id(): here.own_run_dir()})
+    os.environ["SUBMITIT_EXECUTOR"] = "slurm"
+    process_job(here.folder)
+
+
+def by_an_earlier_version(here: Submission) -> None:
+    """As batch scripts do that were submitted before there was submitit in them."""
+    job.run([str(here.folder)])
+
+
+EVERY_WAY = (by_its_function, by_submitit, by_an_earlier_version)
+
+
 @dataclass
 class Submission:
-    """A submission's folder, and what its manifest says."""
+    """A submission's folder, what its manifest says, and how its jobs begin."""
 
     study: Path
     entry: Callable[[Path], None] = finish
     members: tuple[str, ...] = ("one",)
     manifest: Mapping[str, Any] = field(default_factory=dict)
+    begins: Callable[[Submission], None] = by_its_function
 
     def __post_init__(self) -> None:
         self.folder = self.study / "jobs" / "abc"
@@ -163,6 +195,10 @@ class Submission:
     def run_dir(self, run: str = "one") -> Path:
         return self.study / "runs" / run
 
+    def own_run_dir(self) -> Path:
+        """Of the member that this task stands for."""
+        return self.run_dir(self.members[slurm_job.array_index()])
+
     def start(self, before: Callable[[], None] | None = None, /, **variables: str) -> Job:
         """A job; `before` is called in its process first."""
         output = self.study / "output"
@@ -176,6 +212,7 @@ class Submission:
                     "SLURM_JOB_ID": "77",
                     "SLURMD_NODENAME": "node-9",
                     "SCALERL_REQUEUE_FILE": str(self.marker),
+                    "SUBMITIT_FOLDER": str(self.folder),
                     "MY_API_KEY": "a-key-of-mine",
                     **variables,
                 }
@@ -185,9 +222,7 @@ class Submission:
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
                 interruption.clear()
                 (before or (lambda: None))()
-                code = job.main([str(self.folder)])
-                sys.stdout.flush()
-                sys.stderr.flush()
+                self.begins(self)
             finally:
                 os._exit(code)
         return Job(pid)
@@ -235,8 +270,9 @@ def earlier(submission: Submission, count: int, step: int, outcome: str | None, 
 # --- how a member ends ---------------------------------------------------------------------------------------
 
 
-def test_a_member_that_finishes_says_so(tmp_path: Path) -> None:
-    here = Submission(tmp_path)
+@pytest.mark.parametrize("begins", EVERY_WAY)
+def test_a_member_that_finishes_says_so(tmp_path: Path, begins: Callable[[Submission], None]) -> None:
+    here = Submission(tmp_path, begins=begins)
     assert here.run() == 0
     (attempt,) = here.attempts()
     assert (attempt.submission, attempt.job, attempt.restart, attempt.node) == ("abc", "77", 0, "node-9")
@@ -369,9 +405,12 @@ def test_a_disk_that_is_full_when_a_member_was_interrupted_is_told_by_the_exit_c
 # --- signals -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("begins", EVERY_WAY)
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
-def test_a_member_that_is_asked_to_stop_saves_and_asks_for_a_requeue(tmp_path: Path, number: signal.Signals) -> None:
-    here = Submission(tmp_path, wait_for_a_signal)
+def test_a_member_that_is_asked_to_stop_saves_and_asks_for_a_requeue(
+    tmp_path: Path, number: signal.Signals, begins: Callable[[Submission], None]
+) -> None:
+    here = Submission(tmp_path, wait_for_a_signal, begins=begins)
     assert here.interrupt(number) == 1
     assert (here.run_dir() / "saved").exists()
     (attempt,) = here.attempts()
@@ -379,6 +418,16 @@ def test_a_member_that_is_asked_to_stop_saves_and_asks_for_a_requeue(tmp_path: P
     assert attempt.reason == f"at step 7 ({number.name})"
     assert here.marker.exists()
     assert stat.S_IMODE(here.marker.stat().st_mode) == 0o600
+
+
+def test_nothing_of_submitits_is_left_to_act_on_a_signal_or_to_keep_a_result(tmp_path: Path) -> None:
+    """Its handlers would requeue the job in the middle of a step, and unpickling is nobody's way to a result."""
+    here = Submission(tmp_path, look_at_the_handlers, begins=by_submitit)
+    assert here.run() == 0
+    handlers = json.loads((here.run_dir() / "handlers").read_text())
+    assert "SIG_DFL" in handlers.pop("SIGCONT")
+    assert len(handlers) == 2 and not any("submitit" in handler for handler in handlers.values())
+    assert [path.name for path in here.folder.glob("*.pkl*")] == ["77_submitted.pkl"]
 
 
 def jump(seconds: float) -> Callable[[], None]:
@@ -491,8 +540,11 @@ def test_idle_attempts_are_counted_back_from_the_last() -> None:
 # --- which member, which rank --------------------------------------------------------------------------------
 
 
-def test_a_task_of_an_array_runs_its_own_member_under_its_own_name(tmp_path: Path) -> None:
-    here = Submission(tmp_path, members=("one", "two", "three"))
+@pytest.mark.parametrize("begins", EVERY_WAY)
+def test_a_task_of_an_array_runs_its_own_member_under_its_own_name(
+    tmp_path: Path, begins: Callable[[Submission], None]
+) -> None:
+    here = Submission(tmp_path, members=("one", "two", "three"), begins=begins)
     variables = {"SLURM_JOB_ID": "79", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "2"}
     assert here.run(None, **variables, SLURM_RESTART_COUNT="4") == 0
     (attempt,) = here.attempts("three")
@@ -741,3 +793,11 @@ def test_the_last_word_of_a_forgotten_job_is_not_that_of_the_one_which_got_its_i
     forgotten.end("failed", "error", "of the forgotten one")
     (running,) = (each for each in attempts(tmp_path) if each.submission == "def")
     assert running.outcome is None
+
+
+def test_a_batch_script_of_an_earlier_version_still_finds_its_command(tmp_path: Path) -> None:
+    here = Submission(tmp_path)
+    variables = {"SLURM_JOB_ID": "77", "SLURMD_NODENAME": "node-9", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-u", "-m", "sweeps", "job", str(here.folder)], env=os.environ | variables)
+    assert done.returncode == 0
+    assert here.attempts()[0].outcome == "finished"

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import os
+import pickletools
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from submitit.helpers import DelayedSubmission
 
-from sweeps.executor import scheduler
-from sweeps.executor.scheduler import Slurm
+from sweeps.executor.slurm import handover, scheduler
+from sweeps.executor.slurm import job as job_module
+from sweeps.executor.slurm.handover import Request, pickle_of
+from sweeps.executor.slurm.scheduler import RefusedError, Slurm
 
 COMMANDS = ("sbatch", "squeue", "scancel", "sacct", "scontrol", "srun")
 # Of SLURM 22.05's binaries, those that would have done harm; then one of each other family.
 FOREIGN = {
+    "SUBMITIT_PREEMPT_SIGNAL": "USR1",
     "SBATCH_JOB_NAME": "mine",
     "SBATCH_ARRAY_INX": "0-9",
     "SBATCH_OUTPUT": "/dev/null",
@@ -49,14 +62,19 @@ def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     bin = tmp_path / "bin"
     bin.mkdir()
     for name in COMMANDS:
-        (bin / name).write_text(f"#!/bin/sh\nenv -0 >'{tmp_path}/{name}.env'\necho 7\n")
+        (bin / name).write_text(f"#!/bin/sh\nenv -0 >'{tmp_path}/{name}.env'\necho Submitted batch job 7\n")
         (bin / name).chmod(0o700)
     monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
     for name in list(os.environ):
         if name.startswith(("SLURM", "SBATCH", "SRUN", "SQUEUE", "SCANCEL", "SACCT", "SCONTROL")):
             monkeypatch.delenv(name)
-    (tmp_path / "submit.sh").write_text("#!/bin/bash\n\n#SBATCH --account='mine'\n#SBATCH --job-name=study\n")
     return tmp_path
+
+
+def request(called: Path, members: int = 1) -> Request:
+    """Of members that ask for an account."""
+    folders = tuple(str(called / "runs" / f"run{number}") for number in range(members))
+    return Request(str(called / "jobs"), folders, {"account": "mine", "job_name": "study", "time": 60})
 
 
 def environment(called: Path, name: str) -> dict[str, str]:
@@ -66,7 +84,7 @@ def environment(called: Path, name: str) -> dict[str, str]:
 
 def call_all(called: Path) -> None:
     slurm = Slurm()
-    assert slurm.submit(called / "submit.sh") == "7"
+    assert slurm.submit(request(called)) == "7"
     slurm.queue()
     slurm.accounted(["7"])
     slurm.array_limit()
@@ -95,8 +113,8 @@ def test_who_relies_on_such_a_variable_is_told_once_by_which_key_to_say_it(
     monkeypatch.setenv("SLURM_CLUSTERS", "elsewhere")
     slurm = Slurm()
     with caplog.at_level(logging.WARNING):
-        slurm.submit(called / "submit.sh")
-        slurm.submit(called / "submit.sh")
+        slurm.submit(request(called))
+        slurm.submit(request(called))
     (record,) = caplog.records
     said = record.getMessage()
     for words in (
@@ -122,3 +140,107 @@ def test_a_scancel_that_is_not_answered_ends_nobody(called: Path, monkeypatch: p
     (called / "bin" / "scancel").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(scheduler, "_COMMAND_TIMEOUT_S", 0.2)
     Slurm().cancel(["7"])
+
+
+# --- what is submitted, and what sbatch says to it ------------------------------------------------------------
+
+
+def sbatch(called: Path, does: str) -> None:
+    (called / "bin" / "sbatch").write_text(f"#!/bin/sh\n{does}\n")
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_a_pickle_holds_one_name_that_stays_and_the_members_folder(called: Path, members: int) -> None:
+    """Whatever lies in a queue for weeks must be read by a later version: nothing else may be in it."""
+    assert Slurm().submit(request(called, members)) == "7"
+    jobs = [f"7_{number}" for number in range(members)] if members > 1 else ["7"]
+    for job, member in zip(jobs, request(called, members).members, strict=True):
+        raw = (called / "jobs" / pickle_of(job)).read_bytes()
+        named = {word for operation, word, _ in pickletools.genops(raw) if isinstance(word, str)}
+        ours = {word for word in named if word.startswith(("sweeps", "lightning_scalerl", "/"))}
+        assert ours == {"sweeps.executor.slurm.job", member}
+        assert "run_member" in named
+        submitted = DelayedSubmission.load(called / "jobs" / pickle_of(job))
+        assert submitted.function is job_module.run_member
+        assert (submitted.args, submitted.kwargs) == ((member,), {})
+    assert (called / "jobs" / "7_submission.sh").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("said", "later", "uncertain", "too_large"),
+    [
+        ("Invalid partition specified: nowhere", False, False, False),
+        ("AssocMaxSubmitJobLimit: job submit limit", True, False, False),
+        ("Unable to contact slurm controller", True, True, False),
+        ("Invalid job array specification", True, False, True),
+    ],
+)
+def test_a_refusal_is_read_from_what_sbatch_said(
+    called: Path, said: str, later: bool, uncertain: bool, too_large: bool
+) -> None:
+    sbatch(called, f"echo 'sbatch: error: {said}' >&2; exit 1")
+    with pytest.raises(RefusedError) as refusal:
+        Slurm().submit(request(called))
+    error = refusal.value
+    assert (str(error), error.later) == (f"sbatch: error: {said}", later)
+    assert (error.uncertain, error.too_large) == (uncertain, too_large)
+
+
+@pytest.mark.parametrize("does", ["exit 0", "echo something else", "exec sleep 9", "kill -9 $PPID; exec sleep 1"])
+def test_where_nobody_knows_whether_a_job_was_taken_it_may_have_been(
+    called: Path, does: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch(called, does)
+    monkeypatch.setattr(Request, "limit_s", 1)
+    monkeypatch.setattr(scheduler, "_COMMAND_TIMEOUT_S", 2)
+    with pytest.raises(RefusedError) as refusal:
+        Slurm().submit(request(called))
+    assert refusal.value.later and refusal.value.uncertain
+
+
+def test_sbatch_is_ended_when_it_does_not_answer(
+    called: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sbatch(called, f"echo $$ >'{called}/pid'; exec sleep 600")
+    monkeypatch.setattr(handover, "ANSWER_S", 1)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asdict(request(called)))))
+    before = signal.getsignal(signal.SIGALRM)
+    try:
+        assert handover.main() == 0
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert json.loads(capfd.readouterr().out) == {"unclear": "sbatch: no answer"}
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((called / "pid").read_text()), 0)
+
+
+def test_a_submission_goes_on_when_its_controller_is_interrupted(called: Path) -> None:
+    """Ctrl-C in the terminal while sbatch is at work: the job gets its pickle all the same."""
+    sbatch(called, f"touch '{called}/asked'; sleep 1; echo Submitted batch job 7")
+    code = (
+        "import json, sys\n"
+        "from sweeps.executor.slurm.handover import Request\n"
+        "from sweeps.executor.slurm.scheduler import Slurm\n"
+        "Slurm().submit(Request(**json.load(sys.stdin)))"
+    )
+    controller = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    )
+    assert controller.stdin is not None
+    with controller.stdin as pipe:
+        pipe.write(json.dumps(asdict(request(called))))
+    wait_until(lambda: (called / "asked").exists())
+    os.killpg(controller.pid, signal.SIGINT)
+    assert controller.wait() != 0
+    wait_until(lambda: (called / "jobs" / pickle_of("7")).exists())
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

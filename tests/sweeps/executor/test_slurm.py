@@ -19,11 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sweeps.errors import UserError
-from sweeps.executor.attempts import attempts
 from sweeps.executor.failure import BLAMES_NODE, KINDS, NEVER
 from sweeps.executor.failure import retries as retry_policy
-from sweeps.executor.settings import JobSettings
-from sweeps.executor.slurm import ClusterExecutor
+from sweeps.executor.slurm.attempts import attempts
+from sweeps.executor.slurm.executor import ClusterExecutor
+from sweeps.executor.slurm.handover import pickle_of
+from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.nodes import MOST_FREE, OUT_S
 from sweeps.launch.status import overview
@@ -51,6 +52,7 @@ from tests.sweeps.executor.fake_cluster import (
     IS_KILLED_FOR_MEMORY,
     IS_STOPPED,
     KIND,
+    LACKS_ITS_PICKLE,
     LOSES_ITS_FILES,
     LOSES_ITS_GPU,
     NEVER_BEGINS,
@@ -291,6 +293,7 @@ FATE_OF = {
     "collective": WAITS_IN_VAIN,
     "network": FINDS_NO_HUB,
     "launch": NEVER_BEGINS,
+    "half_submitted": LACKS_ITS_PICKLE,
     "lost": IS_FORGOTTEN,
     "cancelled": IS_CANCELLED,
     "stopped": IS_STOPPED,
@@ -778,6 +781,58 @@ def test_killed_while_it_submits_the_second_of_three_arrays(tmp_path: Path, faul
         assert here.cluster.started[spec.run] == 1
 
 
+@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.parametrize("gap_s", [0.0, 4.0])
+def test_a_submission_that_was_killed_in_the_middle_is_completed_by_the_next_controller(
+    tmp_path: Path, members: int, gap_s: float
+) -> None:
+    """Killed after sbatch has taken the jobs and before submitit has named their pickles."""
+    here = place(tmp_path, members=members)
+    here.cluster.faults.append("killed_between")
+    with pytest.raises(Killed):
+        here.run()
+    jobs = {job.id for job in here.cluster.jobs}
+    (folder,) = (tmp_path / "jobs").iterdir()
+    assert len(jobs) == members and not any((folder / pickle_of(job)).exists() for job in jobs)
+    here.until_done(iter(()), gap_s)
+    assert here.cluster.sizes() == [members]
+    for spec in here.specs:
+        here.finished_once(spec.run)
+        assert here.cluster.started[spec.run] == 1
+
+
+@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.parametrize("accounting", [True, False])
+def test_jobs_that_stay_without_their_pickles_are_tried_again_and_cost_nobody_an_attempt(
+    tmp_path: Path, members: int, accounting: bool
+) -> None:
+    """Nobody came in time: after the minute for which submitit waits they have failed."""
+    none = dict.fromkeys(POLICY, 0) | {"half_submitted": POLICY["half_submitted"]}
+    here = place(tmp_path, members=members, retries=none, accounting=accounting)
+    for _ in range(7):
+        here.cluster.faults.append("killed_between")
+        with pytest.raises(Killed):
+            here.run()
+        here.time.sleep(200.0)
+    here.run()
+    for spec in here.specs:
+        here.finished_once(spec.run)
+        kinds = [entry["kind"] for entry in here.events(spec.run) if entry["event"] == "retried"]
+        assert kinds == ["half_submitted"] * 7
+        assert here.cluster.started[spec.run] == 8 and here.cluster.begun[spec.run] == 1
+        assert blames(here, spec.run) == [], "no node's fault"
+
+
+def test_a_job_of_an_earlier_version_needs_no_pickle(tmp_path: Path) -> None:
+    """Its folder has a script of the name that it had then."""
+    here = place(tmp_path, {0: [LACKS_ITS_PICKLE]})
+    here.run(detach=True)
+    (folder,) = (tmp_path / "jobs").iterdir()
+    (folder / "submit.sh").touch()
+    here.run()
+    assert [e["kind"] for e in here.events(here.specs[0].run) if e["event"] == "retried"] == ["launch"]
+
+
 def test_a_retry_that_was_not_written_down_is_found_out_again(tmp_path: Path) -> None:
     for number in range(1, 12):
         for where in ("before", "after"):
@@ -958,7 +1013,10 @@ def test_whatever_happens_each_member_is_done_once_or_given_up_for_its_true_reas
         max_size=4,
     ),
     faults=st.lists(
-        st.sampled_from([None, "limit", "no_answer", "reply_lost", "late", "killed_before", "killed_after"]), max_size=8
+        st.sampled_from(
+            [None, "limit", "no_answer", "reply_lost", "late", "killed_before", "killed_between", "killed_after"]
+        ),
+        max_size=8,
     ),
     kills=kill_points,
     gap_s=st.sampled_from([0.0, 20.0, 150.0]),

@@ -19,13 +19,16 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from sweeps.errors import UserError
-from sweeps.executor import submission
 from sweeps.executor.base import Launch
 from sweeps.executor.failure import KINDS
-from sweeps.executor.settings import JobSettings
-from sweeps.executor.submission import freeze, freeze_code, harmless, new_folder
+from sweeps.executor.slurm import submission
+from sweeps.executor.slurm.handover import submit
+from sweeps.executor.slurm.settings import JobSettings
+from sweeps.executor.slurm.submission import freeze, freeze_code, harmless, new_folder
 from sweeps.run import code
 from tests.paths import ROOT
 
@@ -59,11 +62,16 @@ def _no_git(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def script_of(study: Path, given: Mapping[str, Any] | None = None, members: int = 1, title: str = "study") -> Path:
-    """Of a submission of some members."""
+    """What submitit writes for a submission of some members; no sbatch is called."""
     study.mkdir(parents=True, exist_ok=True)
     launches = [Launch(f"run{number}", study / "runs" / f"run{number}") for number in range(members)]
     folder = new_folder(study, NAME)
-    return freeze(folder, NAME, launches, JobSettings.of(dict(given or {})), "some.module:entry", 3, title)
+    request = freeze(folder, NAME, launches, JobSettings.of(dict(given or {})), "some.module:entry", 3, title)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+        patch.setattr("submitit.core.utils.CommandFunction", lambda command, verbose: lambda: "Submitted batch job 77")
+        assert submit(request) == "77"
+    return folder / "77_submission.sh"
 
 
 def options(script: Path) -> dict[str, str]:
@@ -172,8 +180,8 @@ def test_the_script_of_a_study_with_any_name_starts_its_member_and_nothing_else(
     assert node.run(script, code=0) == 0, node.said
     (call,) = node.calls("srun")
     folder = str(study.resolve() / "jobs" / NAME)
-    assert call[-6:] == [sys.executable, "-u", "-m", "sweeps", "job", folder]
-    assert call[:-6] == ["--unbuffered", "--output", f"{folder}/%j_%t_log.out"]
+    assert call[-5:] == [sys.executable, "-u", "-m", "submitit.core._submit", folder]
+    assert call[:-5] == ["--unbuffered", "--output", f"{folder}/%j_%t_log.out"]
     assert node.environment()["SCALERL_REQUEUE_FILE"] == f"{folder}/requeue-77-0"
     assert node.said == ""
     assert list(node.work.iterdir()) == [], "the name was run as a command"
@@ -254,6 +262,7 @@ def test_threads_python_and_the_users_own_commands(tmp_path: Path, node: Node) -
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:.*cpus_per_gpu.*")
 def test_a_job_that_asks_for_gpus_says_so_to_its_member(tmp_path: Path, given: dict[str, Any], gpus: bool) -> None:
     script = script_of(tmp_path, given)
     assert json.loads((script.parent / "submission.json").read_text())["gpus"] is gpus
@@ -364,6 +373,7 @@ def test_a_task_of_an_array_requeues_itself_and_no_other(tmp_path: Path, node: N
         "set -e",
         "set -u",
         "set -o pipefail",
+        "set -eE; trap 'exit 9' ERR",
     ],
 )
 def test_a_strict_shell_does_not_keep_a_job_from_its_requeue(tmp_path: Path, node: Node, setup: str) -> None:
@@ -595,3 +605,54 @@ def test_the_code_that_runs_is_written_down(tmp_path: Path, monkeypatch: pytest.
     shutil.rmtree(repository / ".git")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     assert freeze_code(folder) == {"commit": None}
+
+
+# --- hydra-submitit-launcher's name --------------------------------------------------------------------------
+
+# Keys of its SlurmQueueConf, with what somebody's configuration may say.
+STOCK = {
+    "submitit_folder": "${hydra.sweep.dir}/.submitit/%j",
+    "timeout_min": 90,
+    "cpus_per_task": 4,
+    "gpus_per_node": 1,
+    "tasks_per_node": 1,
+    "mem_gb": 8,
+    "nodes": 1,
+    "name": "mine",
+    "stderr_to_stdout": False,
+    "partition": "gpu",
+    "qos": "high",
+    "comment": "before the deadline",
+    "constraint": "a100",
+    "exclude": "n[1-3]",
+    "gres": "gpu:1",
+    "cpus_per_gpu": 2,
+    "gpus_per_task": 1,
+    "mem_per_gpu": "4G",
+    "mem_per_cpu": "2G",
+    "account": "lab",
+    "signal_delay_s": 300,
+    "max_num_timeout": 2,
+    "additional_parameters": {"reservation": "mine"},
+    "array_parallelism": 8,
+    "setup": ["module load cuda"],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*cpus_per_gpu.*")
+def test_a_configuration_for_the_stock_launcher_works_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    lines = ["# @package _global_", "defaults:", "  - override /hydra/launcher: submitit_slurm", "hydra:"]
+    own = yaml.safe_dump({"launcher": STOCK}).splitlines()
+    (tmp_path / "cluster" / "theirs.yaml").write_text("\n".join([*lines, *(f"  {line}" for line in own)]))
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        search = [f"hydra.searchpath=[{tmp_path}]", "cluster=theirs"]
+        launcher = compose("train", search, return_hydra_config=True).hydra.launcher
+    assert launcher._target_ == defaults()["_target_"]
+    given = {key: launcher[key] for key in defaults() if key not in OF_THE_LAUNCHER}
+    settings = JobSettings.of(OmegaConf.to_container(OmegaConf.create(given | {"submitit_folder": None})))
+    asked = options(script_of(tmp_path / "study", settings.given()))
+    assert asked["time"] == "90" and asked["mem"] == "8GB" and asked["signal"] == "USR2@300"
+    assert asked["gres"] == "gpu:1" and asked["account"] == "lab" and asked["reservation"] == "mine"
+    assert asked["error"].endswith(".err") and settings.max_num_timeout == 2
+    assert settings.setup == ("module load cuda",) and settings.resources["array_parallelism"] == 8

@@ -16,8 +16,8 @@ import pytest
 from sweeps.errors import UserError
 from sweeps.executor.failure import NEVER
 from sweeps.executor.failure import retries as retry_policy
-from sweeps.executor.scheduler import RefusedError
-from sweeps.executor.settings import JobSettings
+from sweeps.executor.slurm.scheduler import RefusedError
+from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, run_study
 from sweeps.launch.status import overview
@@ -150,7 +150,7 @@ def test_what_goes_wrong_before_anything_was_submitted_leaves_no_trace(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("sweeps.executor.slurm.ClusterExecutor.next_batch", fails)
+        patch.setattr("sweeps.executor.slurm.executor.ClusterExecutor.next_batch", fails)
         with pytest.raises(type(error)):
             launch(here)
     assert not list(tmp_path.iterdir())
@@ -272,7 +272,7 @@ def test_status_after_a_refused_launch_of_this_machine(tmp_path: Path) -> None:
     plan = LaunchSettings("local", "a:b", (), 1, 1, None, "x", retries=NEVER)
     with pytest.raises(UserError, match="have jobs on a cluster"):
         run_study(study, plan, accepted=lambda: plan.write(here.directory))
-    assert LaunchSettings.kind_of(here.directory) == "slurm"
+    assert LaunchSettings.read(here.directory).kind == "slurm"
     assert {view.state for view in overview(here.directory, here.cluster)} == {"ended"}
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sweeps.cli import main as cli
 from sweeps.errors import UserError
 from sweeps.executor.failure import retries as retry_policy
-from sweeps.executor.settings import JobSettings
+from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.clean import KINDS, USUAL, clean, inventory, shown_size
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.status import overview

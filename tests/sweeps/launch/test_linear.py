@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from sweeps.executor.attempts import AttemptLog
 from sweeps.executor.base import Launch
 from sweeps.executor.failure import retries
-from sweeps.executor.scheduler import JobInfo
-from sweeps.executor.settings import JobSettings
+from sweeps.executor.slurm.attempts import AttemptLog
+from sweeps.executor.slurm.handover import Request
+from sweeps.executor.slurm.scheduler import JobInfo
+from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.settings import LaunchSettings, run_study
 from sweeps.launch.status import overview
@@ -42,22 +43,22 @@ class Instant:
         self.submissions = 0
         self.failed: set[str] = set()
 
-    def submit(self, script: Path) -> str:
+    def submit(self, request: Request) -> str:
         """One array; what its jobs do is not the controller's work."""
         profile = sys.getprofile()
         sys.setprofile(None)
         try:
-            return self._run(script)
+            return self._run(Path(request.folder))
         finally:
             sys.setprofile(profile)
 
-    def _run(self, script: Path) -> str:
-        manifest = json.loads((script.parent / "submission.json").read_text())
+    def _run(self, folder: Path) -> str:
+        manifest = json.loads((folder / "submission.json").read_text())
         self.submissions += 1
         for task, run in enumerate(manifest["members"]):
             job = f"{self.submissions}_{task}" if len(manifest["members"]) > 1 else str(self.submissions)
-            (script.parent / f"started-{job}-0").touch()
-            (script.parent / f"{job}_0_log.out").write_text("srun: a line\n")
+            (folder / f"started-{job}-0").touch()
+            (folder / f"{job}_0_log.out").write_text("srun: a line\n")
             fails = task % 5 == 0 and run not in self.failed
             if fails:
                 self.failed.add(run)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.executor.settings import JobSettings
+from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.nodes import ALIKE, MOST_FREE, OUT_S, TOGETHER_S, Nodes
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 

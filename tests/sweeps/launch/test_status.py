@@ -13,8 +13,8 @@ import pytest
 from sweeps.cli import main as cli
 from sweeps.cli import study_commands
 from sweeps.errors import UserError
-from sweeps.executor.scheduler import JobInfo
-from sweeps.executor.settings import JobSettings
+from sweeps.executor.slurm.scheduler import JobInfo
+from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.status import STATES, MemberView, counts, log_tail, overview, to_json
 from sweeps.launch.study import LEASE_NAME

@@ -7,8 +7,9 @@ from collections import defaultdict
 from functools import cached_property
 from pathlib import Path
 
-from sweeps.executor.script import STARTED
-from sweeps.executor.submission import JOBS_DIR, MANIFEST_FILE
+from sweeps.executor.slurm.handover import pickle_of
+from sweeps.executor.slurm.job import MANIFEST_FILE
+from sweeps.executor.slurm.submission import JOBS_DIR, STARTED
 from sweeps.run.files import parse_json
 
 # <job>_<rank>_log.out; a task of an array has an underscore of its own.
@@ -19,12 +20,12 @@ class Remains:
     """Index of a submission's folder, listed once at first use: an array of a thousand leaves thousands of files."""
 
     def __init__(self, study: Path, submission: str) -> None:
-        self._folder = study / JOBS_DIR / submission
+        self.folder = study / JOBS_DIR / submission
 
     @cached_property
     def _names(self) -> list[str]:
         try:
-            return sorted(path.name for path in self._folder.iterdir())
+            return sorted(path.name for path in self.folder.iterdir())
         except OSError:
             return []
 
@@ -42,13 +43,13 @@ class Remains:
         found = defaultdict(list)
         for name in self._names:
             if match := _LOG.fullmatch(name):
-                found[match[1]].append(self._folder / name)
+                found[match[1]].append(self.folder / name)
         return found
 
     @cached_property
     def _places(self) -> dict[str, int]:
         try:
-            members = parse_json((self._folder / MANIFEST_FILE).read_text())["members"]
+            members = parse_json((self.folder / MANIFEST_FILE).read_text())["members"]
         except (OSError, ValueError, KeyError):
             return {}
         return {run: number for number, run in enumerate(members)}
@@ -60,6 +61,10 @@ class Remains:
     def logs(self, job: str) -> list[Path]:
         """Return the paths of the batch logs of a job, written by SLURM, the set-up commands and srun."""
         return self._logs.get(job, [])
+
+    def handed_over(self, job: str) -> bool:
+        """Return whether a job has its pickle; those of earlier versions need none, and have another script."""
+        return not self._names or pickle_of(job) in self._names or "submit.sh" in self._names
 
     def id(self) -> str | None:
         """Return the id of the job or array by the names of its logs; None if it has left none."""

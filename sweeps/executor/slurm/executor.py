@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.errors import UserError
-from sweeps.executor.attempts import Attempt, attempts, log_mark
 from sweeps.executor.base import Launch, Outcome
 from sweeps.executor.failure import KINDS, MEMORY_GROWTH
-from sweeps.executor.job import DISK_FULL_CODE
-from sweeps.executor.remains import Remains
-from sweeps.executor.scheduler import ENDED, QUEUED, JobInfo, RefusedError, Scheduler
-from sweeps.executor.settings import JobSettings
 from sweeps.executor.signs import shown_in
-from sweeps.executor.submission import freeze, new_folder
+from sweeps.executor.slurm.attempts import Attempt, attempts, log_mark
+from sweeps.executor.slurm.handover import complete
+from sweeps.executor.slurm.job import DISK_FULL_CODE
+from sweeps.executor.slurm.remains import Remains
+from sweeps.executor.slurm.scheduler import ENDED, QUEUED, JobInfo, RefusedError, Scheduler
+from sweeps.executor.slurm.settings import JobSettings
+from sweeps.executor.slurm.submission import freeze, new_folder
 from sweeps.run.interruption import ask_to_stop, stop_asked
 from sweeps.run.journal import LOG_FILE
 from sweeps.run.progress import is_done, trouble
@@ -181,17 +182,18 @@ class ClusterExecutor:
             if found is None:
                 return {}
             job = found
+            complete(folder, dict(zip(_names(job, len(members)), (each.run_dir for each in members), strict=True)))
         else:
             self._pause.over()
             self._chunk = min(self._most, 2 * (self._chunk or 1))
         return self._follow(submission, job, members)
 
     def _submit(self, folder: Path, submission: str, members: Sequence[Launch], resources: Mapping[str, Any]) -> str:
-        """Write the submission's files, submit its script and return the job's id; raise RefusedError."""
+        """Write the submission's files, submit it and return the job's id; raise RefusedError."""
         settings = replace(self.settings, resources=resources)
-        script = freeze(folder, submission, members, settings, self.entry, self.threads, self.title)
+        request = freeze(folder, submission, members, settings, self.entry, self.threads, self.title)
         try:
-            return self.scheduler.submit(script)
+            return self.scheduler.submit(request)
         except RefusedError as refusal:
             # With failed nodes excluded or memory raised no node may be left: then retry with the original request.
             if members[0].excluded and not refusal.later:
@@ -244,8 +246,8 @@ class ClusterExecutor:
 
     def _follow(self, submission: str, job: str, members: Sequence[Launch]) -> dict[str, str | None]:
         jobs: dict[str, str | None] = {}
-        for number, member in enumerate(members):
-            jobs[member.run] = name = f"{job}_{number}" if len(members) > 1 else job
+        for member, name in zip(members, _names(job, len(members)), strict=True):
+            jobs[member.run] = name
             self._followed[member.run] = _Followed(member, submission, name)
         return jobs
 
@@ -284,9 +286,11 @@ class ClusterExecutor:
                 self._abandoned.add(member.submission)
                 continue
             number, size = place
-            name = f"{job}_{number}" if size > 1 else job
+            name = _names(job, size)[number]
             if self._was_refused(queue.get(name), member):
                 continue
+            if (info := queue.get(name)) is not None and info.state in QUEUED:
+                complete(left.folder, {name: member.run_dir})  # its submission may have ended in between
             found[member.run] = name
             self._followed[member.run] = _Followed(member, member.submission, name, seen=False)
         return found
@@ -446,6 +450,7 @@ class ClusterExecutor:
             attempt,
             lambda: last_words(self._logs(each)),
             lambda: end_of_logs(self._logs(each), each.launch.run_dir, each.submission, each.job),
+            self._left(each.submission).handed_over(each.job),
         )
         if kind is None:
             # If the journal says otherwise, it cannot be read, or the job had read a budget that was raised since.
@@ -489,6 +494,7 @@ def why_ended(
     attempt: Attempt | None,
     last_words: Callable[[], str],
     logs: Callable[[], str] = lambda: "",
+    handed_over: bool = True,
 ) -> tuple[str | None, str | None]:
     """Return kind and reason of a job's failure, both None if its member finished.
 
@@ -500,6 +506,7 @@ def why_ended(
         attempt: the job's own record; None if the member never began.
         last_words: reads the last lines of the batch log; called only if needed, as `logs`.
         logs: reads the end of the logs of the batch script and of every rank.
+        handed_over: whether the job has the pickle that submitit starts from.
     """
     state = info.state if info else "UNKNOWN"
     if state == "CANCELLED":
@@ -522,6 +529,8 @@ def why_ended(
         return kind, KINDS[kind][0] + node
     if attempt is not None and attempt.outcome == "interrupted":
         return attempt.kind or "preempted", f"{attempt.reason}; the job was not requeued"
+    if attempt is None and not handed_over:
+        return "half_submitted", KINDS["half_submitted"][0]
     if info is None:
         return "lost", "the scheduler no longer knows the job, and it left no last word"
     detail = f"SLURM says {state}" + (f", exit code {info.exit_code}" if info.exit_code else "")
@@ -591,6 +600,11 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("gres",), "hydra.launcher.gres names nothing that the nodes have; `sinfo -o '%N %G'` lists it"),
     (("feature",), "hydra.launcher.constraint names a feature that no node has; `sinfo -o '%N %f'` lists them"),
 )
+
+
+def _names(job: str, members: int) -> list[str]:
+    """Return the ids of a submission's jobs: `12`, or `12_0` and so on in an array."""
+    return [f"{job}_{number}" for number in range(members)] if members > 1 else [job]
 
 
 def _ids(queue: Mapping[str, JobInfo]) -> dict[str, str]:

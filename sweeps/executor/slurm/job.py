@@ -1,9 +1,10 @@
 """Entry point on a compute node: runs one member of a submission as one SLURM task.
 
-`python -m sweeps job <folder of the submission>`, started by the batch script for each task of an array and each rank
-of a job. The signals are ours alone: SLURM's warning (SIGUSR2, sent before a time limit or a preemption) and SIGTERM
-leave a note, the run saves itself at its next clean border, and the batch script requeues the job. Lightning's own
-handler would save in the middle of a step, and requeue as well.
+submitit calls `run_member` for each task of an array and each rank of a job; batch scripts of earlier versions, which
+may wait in a queue for long, call `python -m sweeps job <folder of the submission>`. The signals are ours alone:
+SLURM's warning (SIGUSR2, sent before a time limit or a preemption) and SIGTERM leave a note, the run saves itself at
+its next clean border, and the batch script requeues the job. The handlers of submitit and of Lightning would end it in
+the middle of a step, and requeue as well.
 """
 
 from __future__ import annotations
@@ -15,23 +16,26 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sweeps.executor.attempts import Attempt, AttemptLog, attempts, log_mark
 from sweeps.executor.base import load_entry
 from sweeps.executor.failure import MAX_IDLE_ATTEMPTS, first_line, kind_of
-from sweeps.executor.script import BEGAN_VARIABLE, REQUEUE_VARIABLE
 from sweeps.executor.signs import OF_A_PEER
-from sweeps.executor.submission import MANIFEST_FILE
+from sweeps.executor.slurm.attempts import Attempt, AttemptLog, attempts, log_mark
 from sweeps.redact import redact
 from sweeps.run.activity import activity
 from sweeps.run.files import parse_json
 from sweeps.run.gpu import REQUIRED, check_gpu
 from sweeps.run.interruption import RunInterruptedError, interruption, stop_asked
 from sweeps.run.journal import LOG_FILE, covered_step
+from sweeps.run.slurm_job import array_index, job_id, length_s, node_name, rank, restart_count, submission_folder
+
+MANIFEST_FILE = "submission.json"
+REQUEUE_VARIABLE = "SCALERL_REQUEUE_FILE"
+BEGAN_VARIABLE = "SCALERL_BEGAN"
 
 # The exit code of a member that ran out of disk, and so may not be able to say it in any file.
 DISK_FULL_CODE = errno.ENOSPC
@@ -42,26 +46,55 @@ _VISIBLE_S = 60.0
 _EARLY_S = 75.0
 
 
-def main(arguments: list[str]) -> int:
-    """Run the member that this SLURM task stands for and return its exit code."""
-    began = time.time()
+def run_member(run_dir: str) -> NoReturn:
+    """Run a member in the job that submitit has started, and end the process.
+
+    Pickles of jobs that wait in a queue hold this function by its name, `sweeps.executor.slurm.job.run_member`: it is
+    never to be renamed or moved. It returns nothing for submitit to pickle; what becomes of a member is in its folder.
+    """
+    with _signals_are_ours():
+        _end_process(_run(submission_folder(), Path(run_dir)))
+
+
+def run(arguments: list[str]) -> NoReturn:
+    """Run the member that this task of an earlier version's batch script stands for, and end the process."""
+    with _signals_are_ours():
+        _end_process(_run(Path(arguments[0])))
+
+
+@contextmanager
+def _signals_are_ours() -> Iterator[None]:
+    """Note signals that ask this process to stop, in place of submitit's handlers, which would requeue the job."""
     with interruption.on_signals([signal.SIGUSR2, signal.SIGTERM]):
-        try:
-            folder = Path(arguments[0])
-            manifest = _wait_for(folder / MANIFEST_FILE)
-            run = manifest["members"][int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))]
-            run_dir = folder.parents[1] / "runs" / run
-            rank = int(os.environ.get("SLURM_PROCID", "0"))
-            _log_to(run_dir / (LOG_FILE if rank == 0 else f"log.rank{rank}.txt"))
-            print(log_mark(manifest["submission"], job_id(), restart_count()), flush=True)
-            if manifest.get("gpus"):
-                os.environ[REQUIRED] = "1"
-        except Exception as error:
-            print(f"scalerl: the member could not begin on {socket.gethostname()}: {first_line(error)}", flush=True)
-            return 1
-        if rank == 0:
-            return _lead(manifest, run_dir, began)
-        return _follow(manifest, run_dir, rank)
+        signal.signal(signal.SIGCONT, signal.SIG_DFL)
+        yield
+
+
+def _end_process(code: int) -> NoReturn:
+    """End by `os._exit`: library threads that hang at exit must not keep the allocation."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(folder: Path, run_dir: Path | None = None) -> int:
+    """Run a member of the submission in a folder, by default that of this task's index; return the exit code."""
+    began = time.time()
+    try:
+        manifest = _wait_for(folder / MANIFEST_FILE)
+        if run_dir is None:
+            run_dir = folder.parents[1] / "runs" / manifest["members"][array_index()]
+        mark = log_mark(manifest["submission"], job_id(), restart_count())
+        _log_to(run_dir / (LOG_FILE if rank() == 0 else f"log.rank{rank()}.txt"))
+        print(mark, flush=True)
+        if manifest.get("gpus"):
+            os.environ[REQUIRED] = "1"
+    except Exception as error:
+        print(f"scalerl: the member could not begin on {socket.gethostname()}: {first_line(error)}", flush=True)
+        return 1
+    if rank() == 0:
+        return _lead(manifest, run_dir, began)
+    return _follow(manifest, run_dir, rank())
 
 
 def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float) -> int:
@@ -137,9 +170,7 @@ def _end(manifest: Mapping[str, Any], began: float) -> float:
     Newer SLURM versions give start and end by slurmctld's clock, of which only the difference is used. `began` is the
     start of this process, for a batch script of an earlier version; it is later than that of the job, by its set-up.
     """
-    start, end = (os.environ.get(f"SLURM_JOB_{name}_TIME") for name in ("START", "END"))
-    length = float(end) - float(start) if start and end else manifest["timeout_min"] * 60
-    return float(os.environ.get(BEGAN_VARIABLE) or began) + length
+    return float(os.environ.get(BEGAN_VARIABLE) or began) + (length_s() or manifest["timeout_min"] * 60)
 
 
 def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int) -> int:
@@ -176,22 +207,6 @@ def checkpoint_step(run_dir: Path) -> int:
     return -1 if step is None else step
 
 
-def job_id() -> str:
-    """Return the SLURM job id of this task: `123`, or `123_4` in an array; `0` outside of SLURM."""
-    array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID", "0")
-
-
-def restart_count() -> int:
-    """Return how many times SLURM has restarted this job, from SLURM_RESTART_COUNT."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0)
-
-
-def node_name() -> str:
-    """Return the node's name as SLURM knows it, so that a later job can exclude it."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 def _check_gpu() -> None:
     """Check for a GPU before a model is loaded, if the job asks for one; training checks again with the driver."""
     if REQUIRED in os.environ:
@@ -217,11 +232,3 @@ def _log_to(path: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-
-
-def run(arguments: list[str]) -> NoReturn:
-    """Run `main`, then end by `os._exit`: library threads that hang at exit must not keep the allocation."""
-    code = main(arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

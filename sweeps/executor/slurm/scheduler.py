@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from sweeps.errors import UserError
-from sweeps.executor.settings import RESOURCES
+from sweeps.executor.slurm import handover
+from sweeps.executor.slurm.handover import Request
+from sweeps.executor.slurm.settings import RESOURCES
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +31,8 @@ _COMMAND_TIMEOUT_S = 60
 # Ids in one argument: Linux takes 128 KiB.
 _AT_A_TIME = 2000
 # Defaults of SLURM's commands. sbatch takes its own for stronger than what the script says, and hands all of them on:
-# srun, squeue and scontrol read theirs again inside the job.
-_FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_", "SCONTROL_")
+# srun, squeue and scontrol read theirs again inside the job. submitit's choose the signal that its jobs get.
+_FOREIGN = ("SUBMITIT_", "SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_", "SCONTROL_")
 # Where SLURM is, and who asks: no defaults.
 _KEPT = frozenset({"SLURM_CONF", "SLURM_JWT"})
 # Where the launcher's key has another name than SBATCH_<KEY>; None where the launcher itself says it.
@@ -89,8 +92,8 @@ class RefusedError(Exception):
 class Scheduler(Protocol):
     """Protocol of a cluster's scheduler, as far as the executor needs it."""
 
-    def submit(self, script: Path) -> str:
-        """Submit a batch script and return the job's id. Raises RefusedError."""
+    def submit(self, request: Request) -> str:
+        """Submit members as one job or one array and return its id. Raises RefusedError."""
         ...
 
     def queue(self) -> dict[str, JobInfo] | None:
@@ -138,19 +141,18 @@ class Slurm:
                 "cluster=local"
             )
 
-    def submit(self, script: Path) -> str:
-        """Submit a script with sbatch; classify a refusal by its text, see `Scheduler.submit`."""
-        ignored = [] if self._warned else _ignored(os.environ, RESOURCES, script.read_text(encoding="utf-8"))
+    def submit(self, request: Request) -> str:
+        """Submit through submitit (`handover`); classify a refusal by sbatch's text, see `Scheduler.submit`."""
+        ignored = [] if self._warned else _ignored(os.environ, RESOURCES, request.options)
         self._warned = True
         if ignored:
             _log.warning("cluster: not passed on to sbatch; say it by key instead: %s", ", ".join(ignored))
-        try:
-            done = _run(["sbatch", "--parsable", *self._where, str(script)])
-        except subprocess.TimeoutExpired as error:
-            raise RefusedError("sbatch: no answer", later=True, uncertain=True) from error
-        if done.returncode == 0 and (match := re.search(r"(?m)^(\d+)(;.*)?$", done.stdout.strip())):
-            return match[1]
-        said = " ".join((done.stderr.strip() or done.stdout.strip()).split()) or f"exit code {done.returncode}"
+        answer = _handed_over(request)
+        if "job" in answer:
+            return answer["job"]
+        said = " ".join(answer.get("refused", answer.get("unclear", "submitit ended without a word")).split())
+        if "refused" not in answer:
+            raise RefusedError(said, later=True, uncertain=True)
         if _ARRAY_TOO_LARGE.search(said):
             raise RefusedError(said, later=True, too_large=True)
         if _NEVER.search(said):
@@ -238,20 +240,47 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _ignored(environment: Mapping[str, str], keys: Collection[str], script: str) -> list[str]:
+def _handed_over(request: Request) -> dict[str, str]:
+    """Run `handover` and return its answer; empty if there was none.
+
+    In a session of its own, and left to itself when this process is interrupted: what it has begun is soon done.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-m", handover.__name__],
+        env=passed_on(os.environ),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(json.dumps(asdict(request)), timeout=request.limit_s + _COMMAND_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return {"unclear": "sbatch: no answer"}
+    try:
+        answer: dict[str, str] = json.loads(out.splitlines()[-1])
+    except (ValueError, IndexError):
+        return {"unclear": f"submitit: {(err.strip().splitlines() or ['ended without a word'])[-1]}"}
+    return answer
+
+
+def _ignored(environment: Mapping[str, str], keys: Collection[str], options: Collection[str]) -> list[str]:
     """Return variables that would have set options of sbatch but are not passed on, each with the key to use instead.
 
     Args:
         environment: environment variables of this process.
         keys: names of the launcher's keys that equal sbatch's own.
-        script: text of the batch script; options that it sets already are not listed.
+        options: those that the batch script sets already, which are not listed.
     """
     said = []
     for name in sorted(environment):
         if name not in _KEY_OF and (not name.startswith("SBATCH_") or name.startswith(_OF_A_JOB)):
             continue
         option = name.removeprefix("SBATCH_").lower()
-        if f"\n#SBATCH --{option.replace('_', '-')}" in script and name not in _KEY_OF:
+        if option.replace("_", "-") in options and name not in _KEY_OF:
             continue
         key = _KEY_OF.get(name, option if option in keys else f"additional_parameters.{option}")
         said.append(f"{name} (hydra.launcher.{key})" if key else f"{name} (the launcher's own)")

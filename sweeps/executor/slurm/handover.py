@@ -1,0 +1,133 @@
+"""Hand a submission over to SLURM by submitit: one job, or one array, that runs `job.run_member` for each member.
+
+`python -m sweeps.executor.slurm.handover` does so in a process of its own, which reads a `Request` and prints what came
+of it, both as JSON. There submitit's sbatch gets an environment without SLURM's options and a limit on its time, and
+ends what it has begun although the controller is killed.
+
+submitit calls sbatch first and gives its pickles their names afterwards. A job that was taken by a submission which
+ended in between, or whose answer was lost, is without; `complete` gives it one as long as it is in the queue. One that
+starts without waits for a minute and fails, which counts for nothing (`half_submitted`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from sweeps.executor.slurm.job import run_member
+
+# sbatch answers within this time, or is taken not to answer; files of many members take longer on a slow file system.
+ANSWER_S = 60
+_FILES_OF_A_MEMBER_S = 0.1
+
+
+@dataclass(frozen=True)
+class Request:
+    """Members that are submitted together, and the parameters of their jobs.
+
+    Attributes:
+        folder: folder of the submission, to which submitit and SLURM write.
+        members: folders of the members, in the order of the array's tasks.
+        parameters: of `submitit.SlurmExecutor.update_parameters`.
+        python: command by which a job starts Python; None for this interpreter.
+    """
+
+    folder: str
+    members: tuple[str, ...]
+    parameters: Mapping[str, Any]
+    python: str | None = None
+
+    @property
+    def limit_s(self) -> int:
+        """Seconds after which the submission counts as not answered."""
+        return ANSWER_S + int(_FILES_OF_A_MEMBER_S * len(self.members))
+
+    @property
+    def options(self) -> frozenset[str]:
+        """Options of sbatch that the batch script sets, such as `time` or `job-name`."""
+        given = {**self.parameters, **(self.parameters.get("additional_parameters") or {})}
+        return frozenset(key.replace("_", "-") for key, value in given.items() if value is not None)
+
+
+def submit(request: Request) -> str:
+    """Submit members through submitit and return the id of their job or array.
+
+    Raises:
+        submitit.core.utils.FailedJobError: sbatch has failed; its message is what sbatch said.
+    """
+    import submitit  # late: only a cluster's login node needs it, and it looks for srun
+
+    executor = submitit.SlurmExecutor(request.folder, python=request.python)
+    executor.update_parameters(**request.parameters)
+    jobs = executor.map_array(run_member, request.members)
+    script = jobs[0].paths.submission_file
+    script.chmod(0o600)  # it holds the user's own commands
+    for link in script.parent.glob(".*.sh"):  # to it, by the name that it had before; what a refusal has left
+        link.unlink()
+    return jobs[0].job_id.split("_")[0]
+
+
+def complete(folder: Path, jobs: Mapping[str, Path]) -> None:
+    """Write the pickles that jobs still lack, as submitit would have, if the disk takes them.
+
+    Args:
+        folder: folder of the submission.
+        jobs: members' folders by the ids of their jobs.
+    """
+    from submitit import SlurmJob
+    from submitit.helpers import DelayedSubmission
+
+    with suppress(OSError):  # a job that stays without one is tried again
+        for job, member in jobs.items():
+            path = SlurmJob[None](folder, job).paths.submitted_pickle
+            if not path.exists():
+                unfinished = folder / f"{uuid.uuid4().hex}.pkl"
+                DelayedSubmission(run_member, str(member)).dump(unfinished)
+                unfinished.rename(path)
+
+
+def pickle_of(job: str) -> str:
+    """Return the name that submitit gives the pickle of a job."""
+    return f"{job}_submitted.pkl"
+
+
+def main() -> int:
+    """Submit the request on stdin; print `{"job": id}`, or what sbatch said, or that nobody knows what became of it."""
+    request = Request(**json.load(sys.stdin))
+    signal.signal(signal.SIGALRM, _too_late)
+    signal.alarm(request.limit_s)
+    try:
+        answer = {"job": submit(request)}
+    except Exception as error:
+        answer = _answer(error)
+    signal.alarm(0)
+    with suppress(BrokenPipeError):  # whoever asked is gone, and finds the job by the submission's name
+        print(json.dumps(answer), flush=True)
+    return 0
+
+
+def _answer(error: Exception) -> dict[str, str]:
+    """Return what sbatch said if it has ended with an error; nobody knows what became of anything else."""
+    cause = error.__cause__
+    if isinstance(cause, subprocess.CalledProcessError):
+        return {"refused": cause.stderr or cause.output or f"exit code {cause.returncode}"}
+    return {"unclear": str(cause if isinstance(cause, TimeoutError) else error) or type(error).__name__}
+
+
+def _too_late(number: int, frame: FrameType | None) -> None:
+    """End the wait for sbatch, which submitit then kills."""
+    raise TimeoutError("sbatch: no answer")
+
+
+if __name__ == "__main__":
+    os._exit(main())

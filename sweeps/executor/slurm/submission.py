@@ -1,0 +1,198 @@
+"""A submission: members frozen together under a name that is used once, and what submitit is asked for.
+
+What a job needs lies in `<study>/jobs/<submission>/` before it is submitted, but for the pickle that submitit names
+after the job's id; `handover` says what becomes of a job without.
+
+    submission.json   members in the order of the array's tasks, the entry, limits, the code's commit
+    code.diff         what the working tree had beyond that commit
+    <job>_submission.sh   the batch script, written by submitit
+    <job>_submitted.pkl   a name, `sweeps.executor.slurm.job.run_member`, and the folder of the member
+    started-<job>-<restart>   left by the batch script each time it starts
+    <job>_<rank>_log.out   what SLURM, the set-up commands and srun had to say; members have logs of their own
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sweeps.errors import UserError
+from sweeps.executor.base import Launch
+from sweeps.executor.slurm.handover import Request
+from sweeps.executor.slurm.job import BEGAN_VARIABLE, MANIFEST_FILE, REQUEUE_VARIABLE
+from sweeps.executor.slurm.settings import JobSettings
+from sweeps.redact import redact, redact_config, redact_override
+from sweeps.run.code import checkout
+from sweeps.run.files import write_atomically
+
+JOBS_DIR = "jobs"
+DIFF_FILE = "code.diff"
+STARTED = "started-"
+
+# Our keys that SLURM, and so submitit's executor for it, calls otherwise; all others keep their names.
+_NAME_OF = {"timeout_min": "time", "mem_gb": "mem", "tasks_per_node": "ntasks_per_node"}
+
+
+def new_folder(study: Path, submission: str) -> Path:
+    """Make the folder of a submission, mode 0700, for its scripts are run as its owner.
+
+    Raises:
+        UserError: the path has a character that SLURM would interpret.
+    """
+    folder = study.resolve() / JOBS_DIR / submission
+    for mark, why in (("%", "SLURM takes for a placeholder"), ("\\", "makes SLURM take placeholders for names")):
+        if mark in str(folder):
+            raise UserError(f"output_dir: {study} has a {mark} in it, which {why}; choose another name")
+    if not str(folder).isprintable():
+        raise UserError(
+            f"output_dir: {str(study)!r} has a line break or another control character; choose another name"
+        )
+    (study / JOBS_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def freeze(
+    folder: Path,
+    submission: str,
+    members: Sequence[Launch],
+    settings: JobSettings,
+    entry: str,
+    threads: int,
+    title: str,
+) -> Request:
+    """Write what a submission's jobs need and return what is to be submitted.
+
+    Args:
+        folder: folder of the submission.
+        submission: its name, which is used once.
+        members: members in the order of the array's tasks.
+        settings: resources and limits.
+        entry: `module:function`, called with a member's directory.
+        threads: CPU threads of a member's process.
+        title: first part of the job's name, for people; see `harmless`.
+    """
+    manifest = {
+        "submission": submission,
+        "entry": entry,
+        "members": [member.run for member in members],
+        "timeout_min": settings.timeout_min,
+        "signal_delay_s": settings.signal_delay_s,
+        "max_num_timeout": settings.max_num_timeout,
+        "gpus": settings.needs_gpu,
+        "settings": redact_config(settings.given()),
+        "command": [redact_override(argument) for argument in sys.argv],
+        "code": freeze_code(folder),
+    }
+    write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1), mode=0o600)
+    # The name ends with the submission's: by that its jobs are found again in the queue (`executor`).
+    asked = parameters(folder, settings, threads, f"{harmless(title)}-{submission}")
+    return Request(str(folder), tuple(str(member.run_dir.resolve()) for member in members), asked, settings.python)
+
+
+def parameters(folder: Path, settings: JobSettings, threads: int, job_name: str) -> dict[str, Any]:
+    """Return the parameters of submitit's executor for the jobs of a submission.
+
+    Args:
+        folder: folder of the submission.
+        settings: resources, limits, the user's own commands.
+        threads: CPU threads of a member's process.
+        job_name: name of the jobs, of characters that SLURM takes.
+    """
+    given = {key: value for key, value in settings.resources.items() if value is not None}
+    several = int(given.get("nodes", 1)) * int(given.get("tasks_per_node", 1)) > 1
+    of_submitit = {_NAME_OF.get(key, key): value for key, value in given.items() if key not in ("name", "clusters")}
+    return {
+        "wckey": None,  # submitit's own would be refused where such keys are registered
+        "stderr_to_stdout": True,
+        **of_submitit,
+        **({"mem": _memory(given["mem_gb"])} if "mem_gb" in given else {}),
+        "job_name": job_name,
+        "time": settings.timeout_min,
+        "signal_delay_s": settings.signal_delay_s,
+        "additional_parameters": {
+            # Whatever signal submitit was told to use: NCCL may take USR1.
+            "signal": f"USR2@{settings.signal_delay_s}",
+            # Not every site lets a user requeue unless the job says so.
+            "requeue": True,
+            **({"clusters": settings.clusters} if settings.clusters else {}),
+            **(given.get("additional_parameters") or {}),
+        },
+        "srun_args": [
+            # One process of several that dies leaves the others waiting for it.
+            *(["--kill-on-bad-exit=1"] if several else []),
+            # A step does not inherit this from its job.
+            *([f"--cpus-per-task={given['cpus_per_task']}"] if given.get("cpus_per_task") else []),
+            *map(str, given.get("srun_args") or []),
+        ],
+        "setup": _before(folder, threads, settings.setup),
+        "teardown": _after(settings.teardown),
+    }
+
+
+def _memory(gigabytes: float) -> str:
+    """Format memory for sbatch, which takes whole numbers only: GB, or MB for a fraction."""
+    return f"{int(gigabytes)}GB" if gigabytes == int(gigabytes) else f"{int(gigabytes * 1024)}MB"
+
+
+def _before(folder: Path, threads: int, commands: Sequence[str]) -> list[str]:
+    """Return the commands of a batch script before the member starts, the user's own among them."""
+    where = shlex.quote(str(folder))
+    return [
+        # By the clock of this node, on which the first rank runs too.
+        f"export {BEGAN_VARIABLE}=$(date +%s)",
+        f"export OMP_NUM_THREADS={threads} MKL_NUM_THREADS={threads}",
+        f"export {REQUEUE_VARIABLE}={where}/requeue-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}",
+        # A task of an array by its own name: the last one bears the array's id, by which all of them would be meant.
+        "scalerl_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
+        "scalerl_job=${scalerl_job:-$SLURM_JOB_ID}",
+        # Which start of the job this is: one that ends before the member begins leaves nothing else behind.
+        f"touch {where}/{STARTED}$scalerl_job-${{SLURM_RESTART_COUNT:-0}}",
+        *commands,
+        # Whatever the user's own commands switch on, a member that fails does not end the script: a requeue is to come.
+        "set +e; trap - ERR",
+    ]
+
+
+def _after(commands: Sequence[str]) -> list[str]:
+    """Return the commands of a batch script after the member has ended: the user's own, then a requeue if asked for.
+
+    A requeue ends the script. They run on the node, outside of any container. A job that was cancelled meanwhile is no
+    longer RUNNING, and stays cancelled.
+    """
+    return [
+        "scalerl_status=$?",
+        *commands,
+        f'if [ -e "${REQUEUE_VARIABLE}" ]; then',
+        "  for scalerl_pause in 1 2 5 10 20 40; do",
+        '    if scalerl_state=$(squeue -h -j "$scalerl_job" -o %T 2>/dev/null); then',
+        '      [ "$scalerl_state" = RUNNING ] || break',
+        '      scontrol requeue "$scalerl_job" && sleep 60 && break',
+        "    fi",
+        "    sleep $scalerl_pause",
+        "  done",
+        "fi",
+        "exit $scalerl_status",
+        "",
+    ]
+
+
+def freeze_code(folder: Path) -> dict[str, Any]:
+    """Record the code's provenance: return its commit, and write uncommitted changes to `code.diff`, redacted."""
+    here = checkout()
+    if here is None:
+        return {"commit": None}
+    diff = redact(here.diff)
+    if diff:
+        write_atomically(folder / DIFF_FILE, diff, mode=0o600)
+    return {"commit": here.commit, "changed": bool(diff)}
+
+
+def harmless(name: str) -> str:
+    """Sanitize a job name to letters, digits and `_.+=-`, 1 to 60 characters."""
+    return re.sub(r"[^A-Za-z0-9_.+=-]+", "_", name).strip("._-")[:60] or "scalerl"
