@@ -1,4 +1,4 @@
-"""`python -m sweeps` is `scalerl`; `python -m sweeps job FOLDER` is what batch scripts call.
+"""`python -m sweeps` is `scalerl`; `python -m sweeps job FOLDER` is what batch scripts of earlier versions call.
 
 Scripts that wait in a queue outlive the version that wrote them: this name stays.
 """

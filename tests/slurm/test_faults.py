@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections import Counter
@@ -289,3 +290,45 @@ def test_a_larger_budget_goes_on(light: OneMember) -> None:
     assert light.launch(f"budget.steps={STEPS}") == 0, light.said()
     assert by_run(light.directory) == light.truth
     assert [attempt.step for attempt in light.attempts()] == [-1, 6]
+
+
+# sbatch as it is, but at the first time whoever has called it is gone when it has taken the job.
+KILLS = """#!/bin/sh
+{sbatch} "$@" || exit
+[ ! -e '{once}' ] || exit 0
+touch '{once}'
+read -r pid name state controller rest </proc/$PPID/stat
+kill -9 $PPID {whom}
+"""
+
+
+def killing(light: OneMember, folder: Path, whom: str) -> dict[str, str]:
+    """An environment with that sbatch."""
+    folder.mkdir()
+    path = light.lab.environment.get("PATH", os.environ["PATH"])
+    real = shutil.which("sbatch", path=path)
+    (folder / "sbatch").write_text(KILLS.format(sbatch=real, once=folder / "once", whom=whom))
+    (folder / "sbatch").chmod(0o755)
+    return {"PATH": f"{folder}:{path}"}
+
+
+def test_a_submission_killed_before_its_pickle_had_its_name_is_completed(light: OneMember, tmp_path: Path) -> None:
+    """submitit is killed between sbatch and the pickle's name; the job waits a minute for it, and finds it."""
+    assert light.launch(extra=killing(light, tmp_path / "bin", "")) == 0, light.said()
+    light.check()
+    assert [attempt.outcome for attempt in light.attempts()] == ["finished"]
+    assert len(list((light.directory / "jobs").iterdir())) == 1
+
+
+def test_a_job_that_starts_without_its_pickle_costs_the_member_nothing(light: OneMember, tmp_path: Path) -> None:
+    """The controller is killed with it, and comes back when the job has failed."""
+    assert light.launch(extra=killing(light, tmp_path / "bin", "$controller")) != 0
+    (folder,) = (light.directory / "jobs").iterdir()
+    assert not list(folder.glob("*_submitted.pkl"))
+    eventually(lambda: not light.lab.jobs(), "the end of a job that waits for its pickle")
+    assert "could not find submitted jobs" in "".join(log.read_text() for log in folder.glob("*_log.out"))
+    assert light.launch("hydra.launcher.retries.launch=0") == 0, light.said()
+    light.check()
+    entries = [json.loads(line) for line in (light.directory / "ledger.jsonl").read_text().splitlines()]
+    assert [entry["kind"] for entry in entries if entry["event"] == "retried"] == ["half_submitted"]
+    assert [attempt.outcome for attempt in light.attempts()] == ["finished"]
