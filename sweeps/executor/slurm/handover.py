@@ -2,7 +2,7 @@
 
 `python -m sweeps.executor.slurm.handover` does so in a process of its own, which reads a `Request` and prints what came
 of it, both as JSON. There submitit's sbatch gets an environment without SLURM's options and a limit on its time, and
-ends what it has begun although the controller is killed.
+what has begun is ended although the controller is killed.
 
 submitit calls sbatch first and gives its pickles their names afterwards. A job that was taken by a submission which
 ended in between, or whose answer was lost, is without; `complete` gives it one as long as it is in the queue. One that
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import uuid
@@ -21,14 +20,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from sweeps.executor.slurm.job import run_member
-
-# sbatch answers within this time, or is taken not to answer; files of many members take longer on a slow file system.
-ANSWER_S = 60
-_FILES_OF_A_MEMBER_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -46,11 +40,6 @@ class Request:
     members: tuple[str, ...]
     parameters: Mapping[str, Any]
     python: str | None = None
-
-    @property
-    def limit_s(self) -> int:
-        """Seconds after which the submission counts as not answered."""
-        return ANSWER_S + int(_FILES_OF_A_MEMBER_S * len(self.members))
 
     @property
     def options(self) -> frozenset[str]:
@@ -103,14 +92,10 @@ def pickle_of(job: str) -> str:
 
 def main() -> int:
     """Submit the request on stdin; print `{"job": id}`, or what sbatch said, or that nobody knows what became of it."""
-    request = Request(**json.load(sys.stdin))
-    signal.signal(signal.SIGALRM, _too_late)
-    signal.alarm(request.limit_s)
     try:
-        answer = {"job": submit(request)}
+        answer = {"job": submit(Request(**json.load(sys.stdin)))}
     except Exception as error:
         answer = _answer(error)
-    signal.alarm(0)
     with suppress(BrokenPipeError):  # whoever asked is gone, and finds the job by the submission's name
         print(json.dumps(answer), flush=True)
     return 0
@@ -121,12 +106,7 @@ def _answer(error: Exception) -> dict[str, str]:
     cause = error.__cause__
     if isinstance(cause, subprocess.CalledProcessError):
         return {"refused": cause.stderr or cause.output or f"exit code {cause.returncode}"}
-    return {"unclear": str(cause if isinstance(cause, TimeoutError) else error) or type(error).__name__}
-
-
-def _too_late(number: int, frame: FrameType | None) -> None:
-    """End the wait for sbatch, which submitit then kills."""
-    raise TimeoutError("sbatch: no answer")
+    return {"unclear": str(error) or type(error).__name__}
 
 
 if __name__ == "__main__":

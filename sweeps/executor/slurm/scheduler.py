@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -28,6 +29,8 @@ ENDED = frozenset(
 )
 
 _COMMAND_TIMEOUT_S = 60
+# Of a submission beyond sbatch's: two files a member, on a slow file system.
+_FILES_OF_A_MEMBER_S = 0.1
 # Ids in one argument: Linux takes 128 KiB.
 _AT_A_TIME = 2000
 # Defaults of SLURM's commands. sbatch takes its own for stronger than what the script says, and hands all of them on:
@@ -256,9 +259,10 @@ def _handed_over(request: Request) -> dict[str, str]:
         start_new_session=True,
     ) as process:
         try:
-            out, err = process.communicate(json.dumps(asdict(request)), timeout=request.limit_s + _COMMAND_TIMEOUT_S)
+            limit_s = _COMMAND_TIMEOUT_S + _FILES_OF_A_MEMBER_S * len(request.members)
+            out, err = process.communicate(json.dumps(asdict(request)), timeout=limit_s)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # sbatch with it
             return {"unclear": "sbatch: no answer"}
     try:
         answer: dict[str, str] = json.loads(out.splitlines()[-1])
