@@ -16,13 +16,16 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sweeps.executor.slurm.job import run_member
+
+if TYPE_CHECKING:
+    from submitit import SlurmExecutor
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,20 @@ def submit(request: Request) -> str:
     Raises:
         submitit.core.utils.FailedJobError: sbatch has failed; its message is what sbatch said.
     """
-    import submitit  # late: only a cluster's login node needs it, and it looks for srun
+    return _submit(_executor(request), request.members)
 
-    executor = submitit.SlurmExecutor(request.folder, python=request.python)
+
+def _executor(request: Request) -> SlurmExecutor:
+    """Return submitit's executor; what is wrong with the request is an error here, before sbatch is called."""
+    from submitit import SlurmExecutor  # late: only a cluster's login node needs it, and it looks for srun
+
+    executor = SlurmExecutor(request.folder, python=request.python)
     executor.update_parameters(**request.parameters)
-    jobs = executor.map_array(run_member, request.members)
+    return executor
+
+
+def _submit(executor: SlurmExecutor, members: Sequence[str]) -> str:
+    jobs = executor.map_array(run_member, members)
     script = jobs[0].paths.submission_file
     script.chmod(0o600)  # it holds the user's own commands
     for link in script.parent.glob(".*.sh"):  # to it, by the name that it had before; what a refusal has left
@@ -92,8 +104,10 @@ def pickle_of(job: str) -> str:
 
 def main() -> int:
     """Submit the request on stdin; print `{"job": id}`, or what sbatch said, or that nobody knows what became of it."""
+    request = Request(**json.load(sys.stdin))
+    executor = _executor(request)
     try:
-        answer = {"job": submit(Request(**json.load(sys.stdin)))}
+        answer = {"job": _submit(executor, request.members)}
     except Exception as error:
         answer = _answer(error)
     with suppress(BrokenPipeError):  # whoever asked is gone, and finds the job by the submission's name

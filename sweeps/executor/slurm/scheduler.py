@@ -153,8 +153,8 @@ class Slurm:
         answer = _handed_over(request)
         if "job" in answer:
             return answer["job"]
-        said = " ".join(answer.get("refused", answer.get("unclear", "submitit ended without a word")).split())
-        if "refused" not in answer:
+        said = " ".join("".join(answer.values()).split())
+        if "unclear" in answer:
             raise RefusedError(said, later=True, uncertain=True)
         if _ARRAY_TOO_LARGE.search(said):
             raise RefusedError(said, later=True, too_large=True)
@@ -244,7 +244,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _handed_over(request: Request) -> dict[str, str]:
-    """Run `handover` and return its answer; empty if there was none.
+    """Run `handover` and return its answer: the job's id, or words as `refused`, or as `unclear` if it may be taken.
 
     In a session of its own, and left to itself when this process is interrupted: what it has begun is soon done.
     """
@@ -267,7 +267,9 @@ def _handed_over(request: Request) -> dict[str, str]:
     try:
         answer: dict[str, str] = json.loads(out.splitlines()[-1])
     except (ValueError, IndexError):
-        return {"unclear": f"submitit: {(err.strip().splitlines() or ['ended without a word'])[-1]}"}
+        # Killed it was in the middle; an exception has ended it before it has called sbatch.
+        words = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+        return {"unclear" if process.returncode < 0 else "refused": f"submitit: {words}"}
     return answer
 
 

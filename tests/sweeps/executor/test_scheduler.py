@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -194,6 +194,14 @@ def test_where_nobody_knows_whether_a_job_was_taken_it_may_have_been(
     with pytest.raises(RefusedError) as refusal:
         Slurm().submit(request(called))
     assert refusal.value.later and refusal.value.uncertain
+
+
+def test_what_submitit_does_not_take_is_refused_before_sbatch_is_called(called: Path) -> None:
+    sbatch(called, f"touch '{called}/asked'")
+    wrong = replace(request(called), parameters={"no_such_parameter": 1})
+    with pytest.raises(RefusedError, match="submitit: ") as refusal:
+        Slurm().submit(wrong)
+    assert not refusal.value.later and not (called / "asked").exists()
 
 
 def test_sbatch_is_ended_when_it_does_not_answer(called: Path, monkeypatch: pytest.MonkeyPatch) -> None:
