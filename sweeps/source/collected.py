@@ -220,7 +220,7 @@ class Collected:
 
 def _at_peak(points: CurvePoints) -> list[float] | None:
     """Return each point's compute at the peak of the learning rate; None if no run's rate decays."""
-    if all(value is None for value in points.at_peak):
+    if points.at_peak.count(None) == len(points.at_peak):
         return None
     return [own if value is None else value for own, value in zip(points.compute, points.at_peak, strict=True)]
 

@@ -8,7 +8,7 @@ from sweeps.source.text import File
 
 # First bytes: of W&B's own log, and of the documents of Office before 2007.
 _WANDB, _OLE = b":W&B", b"\xd0\xcf\x11\xe0"
-_SPREADSHEETS = (".xlsx", ".xlsm", ".ods", ".xls")
+_SPREADSHEETS = (".ods", ".xls")
 
 
 def matches(file: File, into: Collected) -> bool:

@@ -15,14 +15,12 @@ import numpy as np
 from sweeps.curve import Array
 from sweeps.errors import UserError
 from sweeps.fit.schedule import at_peak_rate
-from sweeps.source.cells import Rows, is_empty, numbers
+from sweeps.source.cells import is_empty, numbers
 from sweeps.source.collected import ALL, Collected
+from sweeps.source.frame import Table, grouped, table_of
 from sweeps.source.text import listed, short
-from sweeps.source.vocabulary import RATE, SCALERL, STEP_NAMES, Vocabulary, first_match, vocabulary_of
+from sweeps.source.vocabulary import RATE, RUN_COLUMNS, SCALERL, STEP_NAMES, Vocabulary, first_match, vocabulary_of
 from sweeps.terminal import counted
-
-# Columns that tell the runs of one file apart, in W&B's exports of several runs.
-RUN_COLUMNS = ("run_name", "run", "name", "run_id")
 
 
 @dataclass(frozen=True)
@@ -67,62 +65,45 @@ class Column:
     summed: bool = False
 
 
-def series_of_rows(rows: Rows, steps: Array, at: Sequence[int] | None = None) -> Callable[[str], Series]:
-    """Return a reader of metrics for the rows `at` of one run, all by default; `steps` are those of all rows."""
+def series_of(table: Table, steps: Array) -> Callable[[str], Series]:
+    """Return a reader of metrics for the rows of one run, with their steps."""
 
     def series(name: str) -> Series:
-        cells = rows.cells(name)
-        if at is not None:
-            cells = [cells[i] for i in at]
-        own = steps if at is None else steps[np.asarray(at, dtype=int)]
+        cells = table.column(name)
         values = numbers(cells)
-        absent = bad = 0
-        first = ""
-        for i in np.flatnonzero(np.isnan(values)).tolist():
-            if is_empty(cells[i]):
-                absent += 1
-                continue
-            bad += 1
-            if bad == 1:
-                first = f"row {(i if at is None else at[i]) + 1}: {short(str(cells[i]), 40)!r}"
-        kept = np.isfinite(values) & np.isfinite(own)
-        return Series(own[kept], values[kept], absent, bad, first)
+        none = np.flatnonzero(np.isnan(values))
+        bad = [i for i in none.tolist() if not is_empty(cells.iloc[i])]
+        first = f"row {cells.index[bad[0]] + 1}: {short(str(cells.iloc[bad[0]]), 40)!r}" if bad else ""
+        kept = np.isfinite(values) & np.isfinite(steps)
+        return Series(steps[kept], values[kept], len(none) - len(bad), len(bad), first)
 
     return series
-
-
-def logs_of_rows(rows: Rows, name: str, step: str, asked_labels: Sequence[str]) -> tuple[list[Log], int, str | None]:
-    """Split a table of log rows into runs; return them, the number of rows without a step, and the run column.
-
-    asked_labels: columns that the user groups by; with a column that names runs, and `seed`, they part the rows.
-    """
-    steps = numbers(rows.cells(step))
-    stepless = int(np.isnan(steps).sum())
-    run_column = next((c for c in RUN_COLUMNS if c in rows.names), None)
-    labels = dict.fromkeys([run_column, "recipe", *asked_labels, "seed"])
-    parts = [c for c in labels if c is not None and c in rows.names]
-    if not parts:
-        return [Log(name, rows.names, rows.count, series_of_rows(rows, steps))], stepless, None
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for i, key in enumerate(zip(*(rows.label(part) for part in parts), strict=True)):
-        groups.setdefault(key, []).append(i)
-    logs = []
-    for key, at in groups.items():
-        values = dict(zip(parts, key, strict=True))
-        run = values[run_column] if run_column else name
-        logs.append(Log(run, rows.names, len(at), series_of_rows(rows, steps, at), tuple(rows.names), values.get))
-    return logs, stepless, run_column
 
 
 def series_of_records(records: Sequence[tuple[float, dict[str, Any]]]) -> Callable[[str], Series]:
     """Return a reader of metrics for records that each have a step."""
-    steps = np.array([step for step, _ in records], dtype=float)
+    return series_of(table_of([record for _, record in records]), np.array([step for step, _ in records], dtype=float))
 
-    def series(name: str) -> Series:
-        rows = Rows([name], len(records), lambda _: [record.get(name) for _, record in records])
-        return series_of_rows(rows, steps)(name)
 
-    return series
+def logs_of_rows(table: Table, name: str, step: str, asked_labels: Sequence[str]) -> tuple[list[Log], int, str | None]:
+    """Split a table of log rows into runs; return them, the number of rows without a step, and the run column.
+
+    asked_labels: columns that the user groups by; with a column that names runs, and `seed`, they part the rows.
+    """
+    steps = numbers(table.column(step))
+    stepless = int(np.isnan(steps).sum())
+    run_column = next((c for c in RUN_COLUMNS if c in table.names), None)
+    labels = dict.fromkeys([run_column, "recipe", *asked_labels, "seed"])
+    parts = [c for c in labels if c is not None and c in table.names]
+    if not parts:
+        return [Log(name, table.names, table.count, series_of(table, steps))], stepless, None
+    logs = []
+    for key, at in grouped([table.label(part) for part in parts]).items():
+        values = dict(zip(parts, key, strict=True))
+        run = values[run_column] if run_column else name
+        series = series_of(table.take(at), steps[at])
+        logs.append(Log(run, table.names, len(at), series, tuple(table.names), values.get))
+    return logs, stepless, run_column
 
 
 def add_logs(

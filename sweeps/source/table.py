@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.errors import UserError
-from sweeps.source.cells import Rows, read_rows
 from sweeps.source.collected import ALL, Asked, Collected
-from sweeps.source.columns import cells_of, column_named, counter_named, not_negative, strict_numbers
+from sweeps.source.columns import check_columns, column_named, counter_named, not_negative, strict_numbers
+from sweeps.source.frame import Table, grouped, read_table
 from sweeps.source.text import File, listed, short
 from sweeps.source.vocabulary import order_warning
 from sweeps.source.wide import how_wide
@@ -31,12 +30,12 @@ def matches(file: File, into: Collected) -> bool:
     return True
 
 
-def is_table(rows: Rows, into: Collected) -> bool:
+def is_table(table: Table, into: Collected) -> bool:
     """Return whether the header is a table's, not a log's: `compute` and `reward`, or a recipe column."""
-    if "_step" in rows.names:
+    if "_step" in table.names:
         return False
-    default = rows.named("compute") and rows.named("reward")
-    return bool(default or rows.named(into.asked.by or "recipe"))
+    default = table.named("compute") and table.named("reward")
+    return bool(default or table.named(into.asked.by or "recipe"))
 
 
 @dataclass
@@ -55,28 +54,28 @@ def read(file: File, into: Collected) -> None:
         UserError: no rows, a column that is missing or there twice, a cell that is no number, negative compute.
     """
     path, asked = file.path, into.asked
-    rows = read_rows(file)
-    if rows is None:
+    table = read_table(file, asked)
+    if table is None:
         raise UserError(f"{path}: the file is empty; give a table with columns and rows")
-    if rows.torn:
-        raise UserError(rows.torn)
+    if table.torn:
+        raise UserError(table.torn)
     if asked.y == ALL:
         raise UserError(f"{path}: --metric {ALL} is for runs and logs; a table has one reward column, named with --y")
-    columns = _columns(file, rows, asked)
+    columns = _columns(file, table, asked)
     used = columns.used
-    cells = cells_of(file, rows, [*used.values(), *columns.factors])
-    compute, no_compute = strict_numbers(file, rows, used["compute"], cells[used["compute"]], "another with --x")
-    reward, no_reward = strict_numbers(file, rows, used["reward"], cells[used["reward"]], "another with --y")
-    not_negative(file, rows, used["compute"], compute)
+    check_columns(file, table, [*used.values(), *columns.factors])
+    compute, no_compute = strict_numbers(file, table, used["compute"], "another with --x")
+    reward, no_reward = strict_numbers(file, table, used["reward"], "another with --y")
+    not_negative(file, table, used["compute"], compute)
     sd: list[float | None] | None = None
     if "sd" in used:
-        errors, unknown = strict_numbers(file, rows, used["sd"], cells[used["sd"]], "it values, or another name")
-        not_negative(file, rows, used["sd"], errors)
+        errors, unknown = strict_numbers(file, table, used["sd"], "it values, or another name")
+        not_negative(file, table, used["sd"], errors)
         sd = [None if none else error for error, none in zip(errors.tolist(), unknown.tolist(), strict=True)]
-    recipes = _text(cells[used["recipe"]]) if "recipe" in used else [file.run_name] * rows.count
-    seeds = _text(cells[used["seed"]]) if "seed" in used else ["0"] * rows.count
-    factors = [_text(cells[name]) for name in columns.factors]
-    bases = _text(cells[used["baseline"]]) if "baseline" in used else [""] * rows.count
+    recipes = table.label(used["recipe"]) if "recipe" in used else [file.run_name] * table.count
+    seeds = table.label(used["seed"]) if "seed" in used else ["0"] * table.count
+    factors = [table.label(name) for name in columns.factors]
+    bases = table.label(used["baseline"]) if "baseline" in used else [""] * table.count
     if asked.seed_from is not None:
         parted = [asked.parted(recipe) for recipe in recipes]
         recipes, seeds = (
@@ -85,7 +84,7 @@ def read(file: File, into: Collected) -> None:
         )
     skipped = no_compute | no_reward
     whole = not skipped.any()
-    for (recipe, base, *values), rows_of in _groups([recipes, bases, *factors]).items():
+    for (recipe, base, *values), rows_of in grouped([recipes, bases, *factors]).items():
         at = rows_of if whole else rows_of[~skipped[rows_of]]
         if not len(at):
             continue
@@ -102,10 +101,10 @@ def read(file: File, into: Collected) -> None:
             None if sd is None else [sd[i] for i in at.tolist()],
         )
     _say_skipped(file, into, no_compute, no_reward, recipes)
-    _note(file, into, columns, rows, int((~skipped).sum()))
+    _note(file, into, columns, table, int((~skipped).sum()))
 
 
-def _columns(file: File, rows: Rows, asked: Asked) -> Columns:
+def _columns(file: File, table: Table, asked: Asked) -> Columns:
     """Choose the columns by role, as the user named them or by their default names.
 
     Raises:
@@ -114,22 +113,22 @@ def _columns(file: File, rows: Rows, asked: Asked) -> Columns:
     named = {"compute": asked.x, "reward": asked.y, "recipe": asked.by, "seed": None, "sd": None, "baseline": None}
     options = {"compute": "--x", "reward": "--y", "recipe": "--by"}
     found = {
-        role: column_named(file, rows, name or role, options.get(role, "another name"), asked=name is not None)
+        role: column_named(file, table, name or role, options.get(role, "another name"), asked=name is not None)
         for role, name in named.items()
     }
-    factors = [column_named(file, rows, name, "--group", asked=True) for name in asked.factors]
+    factors = [column_named(file, table, name, "--group", asked=True) for name in asked.factors]
     fallback = False
     if found["reward"] is not None and found["compute"] is None and asked.x is None:
-        found["compute"] = counter_named(file, rows)
+        found["compute"] = counter_named(file, table)
         fallback = found["compute"] is not None
     needed = [(named[role] or role, found[role]) for role in ("compute", "reward")]
     needed += [(asked.by, found["recipe"])] if asked.by is not None else []
     needed += list(zip(asked.factors, factors, strict=True))
     missing = sorted({name for name, column in needed if column is None})
     if missing:
-        hint = how_wide(file, rows, asked)
+        hint = how_wide(file, table, asked)
         raise UserError(
-            f"{file.path}: no column {', '.join(short(m) for m in missing)}; found {listed(rows.names)}; "
+            f"{file.path}: no column {', '.join(short(m) for m in missing)}; found {listed(table.names)}; "
             f"name them with --x, --y, --by{' or --group' if asked.factors else ''}{hint}"
         )
     used = {role: name for role, name in found.items() if name is not None}
@@ -153,7 +152,7 @@ def _say_skipped(
     into.study.warnings.append(f"{file.path}: {' and '.join(parts)} were skipped{without}")
 
 
-def _note(file: File, into: Collected, columns: Columns, rows: Rows, points: int) -> None:
+def _note(file: File, into: Collected, columns: Columns, table: Table, points: int) -> None:
     """Note how the table was read; the line is shown if recipe, compute or cells were read by other than defaults."""
     used, asked = columns.used, into.asked
 
@@ -165,22 +164,9 @@ def _note(file: File, into: Collected, columns: Columns, rows: Rows, points: int
 
     optional = [f"{key} <- {used.get(key, 'none')}" for key in ("seed", "sd")]
     recipe = rule("recipe", "--by", asked.by) if "recipe" in used else "recipe <- the file's name"
-    counts = f"{counted(rows.count, 'row')}: {counted(points, 'point')}"
+    counts = f"{counted(table.count, 'row')}: {counted(points, 'point')}"
     line = (
         f"{file.path}: {NAME}; {rule('compute', '--x', asked.x)}; {rule('reward', '--y', asked.y)}; {recipe}; "
-        f"{'; '.join(optional)}; {', '.join([counts, *rows.notes])}"
+        f"{'; '.join(optional)}; {', '.join([counts, *table.notes])}"
     )
-    into.study.note(short(line, 2000), shown="recipe" not in used or columns.fallback or bool(rows.notes))
-
-
-def _text(cells: Sequence[Any]) -> list[str]:
-    return [str(cell).strip() for cell in cells]
-
-
-def _groups(labels: Sequence[Sequence[str]]) -> dict[tuple[str, ...], NDArray[np.intp]]:
-    """Return the row indices of each combination of labels, in order of first appearance."""
-    codes: dict[tuple[str, ...], int] = {}
-    code = np.fromiter((codes.setdefault(key, len(codes)) for key in zip(*labels, strict=True)), int, len(labels[0]))
-    order = np.argsort(code, kind="stable")
-    cuts = np.searchsorted(code[order], np.arange(1, len(codes)))
-    return dict(zip(codes, np.split(order, cuts), strict=True))
+    into.study.note(short(line, 2000), shown="recipe" not in used or columns.fallback or bool(table.notes))

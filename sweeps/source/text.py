@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
+import bz2
+import codecs
+import gzip
+import io
+import lzma
 import re
-from collections.abc import Iterable
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sweeps.errors import UserError
+from sweeps.errors import UserError, require
 from sweeps.run.files import parse_json
 from sweeps.source.run_names import is_bare_seed
 
 # Names that say which file this is, not which run: the run is the directory.
 _FIXED_NAMES = ("trainer_state.json", "metrics.jsonl")
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
-_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+# Of the two encodings that begin alike the longer mark comes first.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
 _BLANK = re.compile(rb"(?:\xef\xbb\xbf)?[\0\s]*")
+
+
+def _unzip(raw: bytes) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        files = [name for name in archive.namelist() if not name.endswith("/")]
+        if len(files) != 1:
+            raise ValueError(f"{len(files)} files in it")
+        return archive.read(files[0])
+
+
+def _unzstd(raw: bytes) -> bytes:
+    require("pyarrow", "a .zst file")
+    import pyarrow  # slow to import, and only this format needs it
+
+    with pyarrow.CompressedInputStream(pyarrow.BufferReader(raw), "zstd") as stream:
+        return bytes(stream.read())
+
+
+# What unpacks a file, by its ending, and what is raised of a damaged one.
+_UNPACK: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress, ".zip": _unzip, ".zst": _unzstd,
+}  # fmt: skip
+_DAMAGED = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, zipfile.BadZipFile, RuntimeError)
 
 
 class File:
@@ -37,15 +71,19 @@ class File:
 
     @property
     def suffix(self) -> str:
-        """The file's ending in lower case, dot included."""
-        return self.path.suffix.lower()
+        """The file's ending in lower case, dot included; that of the unpacked file of a compressed one."""
+        return self._unpacked.suffix.lower()
+
+    @property
+    def _unpacked(self) -> Path:
+        return self.path.with_suffix("") if self.path.suffix.lower() in _UNPACK else self.path
 
     @property
     def run_name(self) -> str:
         """Name of the run behind the file: the file's, or its directory's where every run's file is named alike."""
         if self.path.name in _FIXED_NAMES:
             return run_of(self.run_folder)
-        return run_of(self.path.resolve().with_name(self.path.stem))
+        return run_of(self.path.resolve().with_name(self._unpacked.stem))
 
     @property
     def run_folder(self) -> Path:
@@ -55,14 +93,21 @@ class File:
 
     @cached_property
     def raw(self) -> bytes:
-        """The file's bytes; UTF-16, which Excel's "Unicode text" and PowerShell write, is converted to UTF-8."""
+        """The file's bytes, unpacked; UTF-16 (Excel's "Unicode text", PowerShell) and UTF-32 are made UTF-8."""
         try:
             raw = self.path.read_bytes()
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read ({error.strerror})") from error
-        if raw.startswith(_UTF_16):
+        ending = self.path.suffix.lower()
+        if ending in _UNPACK:
+            try:
+                raw = _UNPACK[ending](raw)
+            except _DAMAGED as error:
+                raise UserError(f"{self.path}: cannot be unpacked ({short(str(error))}); unpack it first") from error
+        encoding = next((encoding for mark, encoding in _MARKS.items() if raw.startswith(mark)), None)
+        if encoding is not None:
             with suppress(UnicodeDecodeError):
-                return raw.decode("utf-16").encode() or raw
+                return raw.decode(encoding).encode() or raw
         return raw
 
     @cached_property
@@ -118,6 +163,28 @@ class File:
             return parse_json(self.content.decode("utf-8-sig"))
         except ValueError:
             return None
+
+
+def json_lines(file: File) -> tuple[list[tuple[int, Any]], str | None]:
+    """Parse a file with a JSON value a line; return them with their lines, and what is wrong with a torn last one.
+
+    Raises:
+        UserError: another line is no JSON, and none that NUL bytes cut off.
+    """
+    # Not splitlines: it also cuts at separators that may stand inside a JSON string.
+    lines = [(number, line) for number, line in enumerate(file.text.split("\n"), start=1) if line.strip()]
+    values: list[tuple[int, Any]] = []
+    for number, line in lines:
+        try:
+            values.append((number, parse_json(line)))
+        except ValueError as error:
+            said = f"{file.path}: line {number} is not JSON ({short(str(error))}); repair or remove it"
+            if number == lines[-1][0]:
+                return values, said
+            if number not in file.holed:
+                raise UserError(said) from error
+            file.cut.add(number)
+    return values, None
 
 
 def run_of(path: Path) -> str:

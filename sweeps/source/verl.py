@@ -13,14 +13,15 @@ from typing import Any
 from sweeps.errors import UserError
 from sweeps.run.files import parse_json
 from sweeps.run.journal import finite
-from sweeps.source.cells import is_parquet
 from sweeps.source.collected import Collected
+from sweeps.source.frame import is_binary
 from sweeps.source.log import Log, add_logs, series_of_records
-from sweeps.source.text import File, short
+from sweeps.source.text import File, json_lines
 from sweeps.source.vocabulary import VERL
 
 CONSOLE, JSONL = "verl console log", "verl file log"
 
+_MARK = re.compile(rb"(?:^|[\s)\0]|\x1b\[[0-9;]*m)step:\d+ - \S+:", re.MULTILINE)
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LINE = re.compile(r"(?:^|[\s)])step:(\d+) - (?=\S+:)")
 _NUMPY = re.compile(r"(?:np|numpy)\.\w+\((.*)\)")
@@ -30,9 +31,10 @@ def matches(file: File, into: Collected) -> bool:
     """Return whether the file has a console line of verl's, or begins with an object of its file backend."""
     if file.start[:1] == b"{":
         return _first_object(file)
-    if (file.start[:1] == b"[" and file.suffix == ".json") or is_parquet(file):
+    if (file.start[:1] == b"[" and file.suffix == ".json") or is_binary(file):
         return False
-    return re.search(rb"(?:^|[\s)\0]|\x1b\[[0-9;]*m)step:\d+ - \S+:", file.raw, re.MULTILINE) is not None
+    # Sought as it is first, which is done sooner in a large file.
+    return b"step:" in file.raw and _MARK.search(file.raw) is not None
 
 
 def _first_object(file: File) -> bool:
@@ -93,28 +95,13 @@ def _console(file: File) -> tuple[Records, int, list[str]]:
 
 
 def _jsonl(file: File) -> tuple[Records, int, list[str]]:
+    entries, torn = json_lines(file)
     records: Records = []
-    torn = unread = 0
-    lines = [(number, line) for number, line in enumerate(file.text.split("\n"), start=1) if line.strip()]
-    for number, line in lines:
-        try:
-            entry = parse_json(line)
-        except ValueError as error:
-            if number == lines[-1][0]:
-                torn = 1
-                break
-            if number in file.holed:
-                file.cut.add(number)
-                continue
-            raise UserError(
-                f"{file.path}: line {number} is not JSON ({short(str(error))}); repair or remove it"
-            ) from error
+    for _, entry in entries:
         step = finite(entry.get("step")) if isinstance(entry, dict) else None
-        if step is None or not isinstance(entry.get("data"), dict):
-            unread += 1
-            continue
-        records.append((step, entry["data"]))
+        if step is not None and isinstance(entry.get("data"), dict):
+            records.append((step, entry["data"]))
     notes = ["a torn last line was left out"] if torn else []
-    if unread:
-        notes.append(f"lines without step and data: {unread}")
-    return records, len(lines), notes
+    if len(records) < len(entries):
+        notes.append(f"lines without step and data: {len(entries) - len(records)}")
+    return records, len(entries) + bool(torn), notes

@@ -109,6 +109,8 @@ RATE = r"(?:train/)?learning_rate|(?:actor|optim)/lr|lr"
 # Steps of an optimizer or a tracker: an order, not compute.
 STEP_NAMES = ("_step", "step", "Step", "global_step", "training_step", "trainer/global_step", "train/global_step")
 
+# Columns that tell the runs of one file apart, in W&B's exports of several runs.
+RUN_COLUMNS = ("run_name", "run", "name", "run_id")
 
 # What people call compute in tables of their own.
 _COUNTERS = r"(?:total[ _])?(?:tokens|flops)|(?:gpu|device)[ _-]hours"

@@ -14,9 +14,10 @@ from collections.abc import Callable
 import numpy as np
 
 from sweeps.errors import UserError
-from sweeps.source.cells import Rows, numbers, read_rows
+from sweeps.source.cells import numbers
 from sweeps.source.collected import Collected
-from sweeps.source.log import Column, Log, Series, add_logs, logs_of_rows, series_of_rows
+from sweeps.source.frame import Table, read_table
+from sweeps.source.log import Column, Log, Series, add_logs, logs_of_rows, series_of
 from sweeps.source.run_names import hidden_seed, labels_in
 from sweeps.source.table import is_table
 from sweeps.source.text import File, listed, short
@@ -28,29 +29,29 @@ _EXTREME = ("__MIN", "__MAX")
 
 def matches(file: File, into: Collected) -> bool:
     """Return whether the rows are a W&B chart, or a history with a step and W&B's or a framework's names."""
-    rows = read_rows(file)
-    if rows is None or is_table(rows, into):
+    table = read_table(file, into.asked)
+    if table is None or is_table(table, into):
         return False
-    if _is_chart(rows):
+    if _is_chart(table):
         return True
-    return ("_step" in rows.names or vocabulary_of(rows.names) is not None) and _step(rows) is not None
+    return ("_step" in table.names or vocabulary_of(table.names) is not None) and _step(table) is not None
 
 
-def _is_chart(rows: Rows) -> bool:
-    pairs = [name.removesuffix("__MIN") for name in rows.names if name.endswith("__MIN")]
-    if any(" - " in name and name in rows.names for name in pairs):
+def _is_chart(table: Table) -> bool:
+    pairs = [name.removesuffix("__MIN") for name in table.names if name.endswith("__MIN")]
+    if any(" - " in name and name in table.names for name in pairs):
         return True
     # Without their ranges (a chart of points, a table put together by hand) all runs have one metric.
-    parts = [name.rpartition(" - ") for name in rows.names[1:]]
+    parts = [name.rpartition(" - ") for name in table.names[1:]]
     metrics = {metric for _, _, metric in parts}
     return len(parts) > 1 and len(metrics) == 1 and all(run for run, _, _ in parts) and hidden_seed(parts[0][2]) is None
 
 
-def _step(rows: Rows) -> str | None:
+def _step(table: Table) -> str | None:
     """Return the step column that joins the rows of a history: the framework's, else the tracker's, else None."""
-    spoken = vocabulary_of(rows.names)
+    spoken = vocabulary_of(table.names)
     preferred = (*(spoken.step if spoken else ()), *STEP_NAMES)
-    return next((name for name in preferred if name in rows.names), None)
+    return next((name for name in preferred if name in table.names), None)
 
 
 def read(file: File, into: Collected) -> None:
@@ -59,53 +60,53 @@ def read(file: File, into: Collected) -> None:
     Raises:
         UserError: no rows, or no metric that can be the reward.
     """
-    rows = read_rows(file)
-    if rows is None or not rows.count:
+    table = read_table(file, into.asked)
+    if table is None or not table.count:
         raise UserError(f"{file.path}: a header and no rows; give an export with points")
-    twice = [name for name, count in Counter(rows.names).items() if count > 1]
+    twice = [name for name, count in Counter(table.names).items() if count > 1]
     if twice:
         raise UserError(f"{file.path}: column {listed(twice)} occurs more than once; rename one")
-    if _is_chart(rows):
-        _read_chart(file, rows, into)
+    if _is_chart(table):
+        _read_chart(file, table, into)
         return
-    step = _step(rows) or ""
+    step = _step(table) or ""
     labels = [name for name in (into.asked.by, *into.asked.factors) if name is not None]
     for label in labels:
-        if label not in rows.names:
-            raise UserError(f"{file.path}: no column {short(label)}; found {listed(rows.names)}")
-    logs, stepless, run_column = logs_of_rows(rows, file.run_name, step, labels)
+        if label not in table.names:
+            raise UserError(f"{file.path}: no column {short(label)}; found {listed(table.names)}")
+    logs, stepless, run_column = logs_of_rows(table, file.run_name, step, labels)
     notes = [f"step <- {step}"]
     if stepless:
         notes.append(f"rows without {step}: {stepless}")
-    if rows.torn:
+    if table.torn:
         notes.append("a torn last line was left out")
-    spoken = vocabulary_of(rows.names)
-    reader = HISTORY if "_step" in rows.names else f"{spoken.project if spoken else 'a'} log"
+    spoken = vocabulary_of(table.names)
+    reader = HISTORY if "_step" in table.names else f"{spoken.project if spoken else 'a'} log"
     add_logs(logs, reader, str(file.path), into, spoken, run_column or "the file's name", step, notes)
 
 
-def _read_chart(file: File, rows: Rows, into: Collected) -> None:
+def _read_chart(file: File, table: Table, into: Collected) -> None:
     """Add the runs of a chart, side by side along one x axis; a cell with a range averages several steps."""
-    x = rows.names[0]
+    x = table.names[0]
     if into.asked.x not in (None, x):
         raise UserError(
             f"{file.path}: the chart was exported along {short(x)}, without {short(str(into.asked.x))}; export it "
             "again along that axis, or leave out --x"
         )
-    steps = numbers(rows.cells(x))
-    series = series_of_rows(rows, steps)
+    steps = numbers(table.column(x))
+    series = series_of(table, steps)
     runs: dict[str, list[str]] = {}
-    for name in rows.names[1:]:
+    for name in table.names[1:]:
         run, dash, metric = name.rpartition(" - ")
         if dash and not metric.endswith(_EXTREME) and not metric.startswith("_"):
             runs.setdefault(run, []).append(metric)
     logs = []
     for run, metrics in runs.items():
         labels = labels_in(run)
-        logs.append(Log(run, [x, *metrics], rows.count, _of_run(series, run, x), tuple(labels), labels.get))
+        logs.append(Log(run, [x, *metrics], table.count, _of_run(series, run, x), tuple(labels), labels.get))
     metrics = list(dict.fromkeys(metric for names in runs.values() for metric in names))
     notes = [f"rows without {short(x)}: {int(np.isnan(steps).sum())}"] if np.isnan(steps).any() else []
-    averaged = sum(any(_is_average(rows, f"{run} - {metric}") for metric in names) for run, names in runs.items())
+    averaged = sum(any(_is_average(table, f"{run} - {metric}") for metric in names) for run, names in runs.items())
     if averaged:
         notes.append(f"runs with points averaged over steps (their __MIN and __MAX differ): {averaged}")
     only = Column(metrics[0], "the chart's metric") if len(metrics) == 1 and into.asked.y is None else None
@@ -118,8 +119,8 @@ def _of_run(series: Callable[[str], Series], run: str, x: str) -> Callable[[str]
     return lambda name: series(name if name == x else f"{run} - {name}")
 
 
-def _is_average(rows: Rows, name: str) -> bool:
+def _is_average(table: Table, name: str) -> bool:
     low, high = f"{name}__MIN", f"{name}__MAX"
-    if low not in rows.names or high not in rows.names:
+    if low not in table.names or high not in table.names:
         return False
-    return bool(np.nanmax(np.append(numbers(rows.cells(high)) - numbers(rows.cells(low)), 0.0)) > 0)
+    return bool(np.nanmax(np.append(numbers(table.column(high)) - numbers(table.column(low)), 0.0)) > 0)

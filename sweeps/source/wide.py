@@ -9,19 +9,23 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sweeps.errors import UserError
-from sweeps.source.cells import Rows, is_blank, numbers, read_rows
+from sweeps.source.cells import is_blank, numbers
 from sweeps.source.collected import ALL, Asked, Collected
-from sweeps.source.columns import cells_of, column_named, counter_named, not_negative, strict_numbers
-from sweeps.source.log import RUN_COLUMNS, Log, Series, recipe_of
+from sweeps.source.columns import check_columns, column_named, counter_named, not_negative, strict_numbers
+from sweeps.source.frame import Table, read_table
+from sweeps.source.log import Log, Series, recipe_of
 from sweeps.source.run_names import is_bare_seed, labels_in
 from sweeps.source.text import File, listed, short
-from sweeps.source.vocabulary import STEP_NAMES, counters, order_warning
+from sweeps.source.vocabulary import RUN_COLUMNS, STEP_NAMES, counters, order_warning
 from sweeps.terminal import counted
+
+if TYPE_CHECKING:
+    import pandas
 
 NAME = "table with a column a run"
 
@@ -42,49 +46,49 @@ _WORDS = re.compile(
 
 def matches(file: File, into: Collected) -> bool:
     """Return whether the header has compute or a step and columns of runs, and is no table of points."""
-    rows = read_rows(file)
-    if rows is None or not rows.count or rows.torn or into.asked.y not in (None, ALL):
+    table = read_table(file, into.asked)
+    if table is None or len(table.names) < 2 or not table.count or table.torn or into.asked.y not in (None, ALL):
         return False
-    runs = run_columns(file, rows, into.asked)
+    runs = run_columns(file, table, into.asked)
     if into.asked.y == ALL:
         return bool(runs)
-    return len(runs) > 1 and not any(map(_is_metric, runs)) and _on_one_scale(rows, runs)
+    return len(runs) > 1 and not any(map(_is_metric, runs)) and _on_one_scale(table, runs)
 
 
-def run_columns(file: File, rows: Rows, asked: Asked) -> list[str]:
+def run_columns(file: File, table: Table, asked: Asked) -> list[str]:
     """Return the columns that can be runs, whose filled cells are mostly numbers; empty for a table of points."""
-    if any(rows.named(name) for name in (*_OF_POINTS, asked.by or "recipe")):
+    if any(table.named(name) for name in (*_OF_POINTS, asked.by or "recipe")):
         return []
-    compute = _compute(file, rows, asked)
+    compute = _compute(file, table, asked)
     if compute is None:
         return []
-    no_runs = {name.casefold() for name in (compute, *STEP_NAMES, *counters(rows.names))}
-    names = [name for name in rows.names if name.casefold() not in no_runs and not _BESIDE.fullmatch(name.strip())]
-    return [name for name in dict.fromkeys(names) if _is_numeric(rows.cells(name))]
+    no_runs = {name.casefold() for name in (compute, *STEP_NAMES, *counters(table.names))}
+    names = [name for name in table.names if name.casefold() not in no_runs and not _BESIDE.fullmatch(name.strip())]
+    return [name for name in dict.fromkeys(names) if _has_numbers(table.column(name))]
 
 
-def how_wide(file: File, rows: Rows, asked: Asked) -> str:
+def how_wide(file: File, table: Table, asked: Asked) -> str:
     """Return a hint for an error message on how to declare the columns as runs; "" if they cannot be."""
-    if asked.y is not None or not rows.count:
+    if asked.y is not None or len(table.names) < 2 or not table.count:
         return ""
-    if len(run_columns(file, rows, asked)) > 1:
+    if len(run_columns(file, table, asked)) > 1:
         return "; if every column is a run, give --y all"
-    if asked.x is None and len(rows.names) > 2 and _compute(file, rows, asked) is None:
-        x = next((name for name in rows.names if name), None)
-        if x is not None and len(run_columns(file, rows, replace(asked, x=x))) > 1:
+    if asked.x is None and len(table.names) > 2 and _compute(file, table, asked) is None:
+        x = next((name for name in table.names if name), None)
+        if x is not None and len(run_columns(file, table, replace(asked, x=x))) > 1:
             return "; if the others are runs, --x alone names the column of compute"
     return ""
 
 
-def _compute(file: File, rows: Rows, asked: Asked) -> str | None:
+def _compute(file: File, table: Table, asked: Asked) -> str | None:
     """Return the column of compute: the one asked for, else `compute`, else a counter or a step, else None."""
-    found = column_named(file, rows, asked.x or "compute", "--x", asked=asked.x is not None)
-    return found if found is not None or asked.x is not None else counter_named(file, rows)
+    found = column_named(file, table, asked.x or "compute", "--x", asked=asked.x is not None)
+    return found if found is not None or asked.x is not None else counter_named(file, table)
 
 
-def _is_numeric(cells: Sequence[Any]) -> bool:
-    filled = [cell for cell in cells if not is_blank(cell)]
-    return 2 * int(np.isfinite(numbers(filled)).sum()) > len(filled)
+def _has_numbers(cells: pandas.Series[Any]) -> bool:
+    """Return whether most of the filled cells are finite numbers."""
+    return 2 * int(np.isfinite(numbers(cells)).sum()) > len(cells) - sum(map(is_blank, cells.tolist()))
 
 
 def _is_metric(name: str) -> bool:
@@ -94,9 +98,9 @@ def _is_metric(name: str) -> bool:
     return all(_WORDS.fullmatch(word) or _ENDS.fullmatch(word) for word in words)
 
 
-def _on_one_scale(rows: Rows, names: Sequence[str]) -> bool:
+def _on_one_scale(table: Table, names: Sequence[str]) -> bool:
     """Return whether all columns stay within [-1, 1], or all of them leave it."""
-    inside = {bool(np.nanmax(np.abs(numbers(rows.cells(name)))) <= 1) for name in names}
+    inside = {bool(np.nanmax(np.abs(numbers(table.column(name)))) <= 1) for name in names}
     return len(inside) == 1
 
 
@@ -112,20 +116,20 @@ def read(file: File, into: Collected) -> None:
         UserError: a column there twice, a cell that is no number, negative compute.
     """
     asked = into.asked
-    rows = read_rows(file)
-    x = None if rows is None else _compute(file, rows, asked)
-    if rows is None or x is None:
+    table = read_table(file, asked)
+    x = None if table is None else _compute(file, table, asked)
+    if table is None or x is None:
         raise UserError(f"{file.path}: no column of compute; choose one with --x")
-    runs = run_columns(file, rows, asked)
-    cells = cells_of(file, rows, [x, *runs])
-    compute, no_compute = strict_numbers(file, rows, x, cells[x], "another with --x")
-    not_negative(file, rows, x, compute)
+    runs = run_columns(file, table, asked)
+    check_columns(file, table, [x, *runs])
+    compute, no_compute = strict_numbers(file, table, x, "another with --x")
+    not_negative(file, table, x, compute)
     axis = asked.x or x.casefold()
     note = None if asked.x is not None else order_warning(x)
     blank = points_read = 0
     seeds_named = False
     for run in runs:
-        reward, no_reward = strict_numbers(file, rows, run, cells[run], "it values, or leave it out")
+        reward, no_reward = strict_numbers(file, table, run, "it values, or leave it out")
         at = np.flatnonzero(~(no_compute | no_reward))
         blank += int((no_reward & ~no_compute).sum())
         if not len(at):
@@ -135,7 +139,7 @@ def read(file: File, into: Collected) -> None:
             continue
         labels = labels_in(run)
         name = f"{file.run_name}/{run}" if is_bare_seed(run) else run
-        log = Log(name, (), rows.count, _no_metrics, tuple(labels), labels.get)
+        log = Log(name, (), table.count, _no_metrics, tuple(labels), labels.get)
         recipe, factors = recipe_of(log, str(file.path), into)
         recipe, hidden = asked.parted(recipe)
         seed = labels.get("seed") or hidden
@@ -151,8 +155,8 @@ def read(file: File, into: Collected) -> None:
         raise UserError(f"{file.path}: no row has both compute and a reward; give another table")
     if no_compute.any():
         into.study.warnings.append(f"{file.path}: {no_compute.sum()} rows without compute were skipped")
-    left_out = [name for name in rows.names if name not in (x, *runs)]
-    parts = [f"{counted(rows.count, 'row')}: {counted(points_read, 'point')}", *rows.notes]
+    left_out = [name for name in table.names if name not in (x, *runs)]
+    parts = [f"{counted(table.count, 'row')}: {counted(points_read, 'point')}", *table.notes]
     parts += [f"cells without a reward: {blank}"] if blank else []
     parts += [f"columns left out: {listed(left_out)}"] if left_out else []
     how = "given by --x" if asked.x else "default" if x.casefold() == "compute" else "for want of a column compute"

@@ -1,0 +1,373 @@
+"""A table file as a pandas DataFrame, before its columns are assigned roles.
+
+pandas is imported when cells are asked for, so that journals of ours, and a file that no reader wants, do without.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sweeps.errors import UserError, require
+from sweeps.source.cells import is_empty, is_numeric, number
+from sweeps.source.collected import Asked
+from sweeps.source.text import File, json_lines, short
+from sweeps.source.vocabulary import RUN_COLUMNS
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
+_EXCEL = (".xlsx", ".xlsm")
+_LABELS = ("recipe", "seed", "baseline", *RUN_COLUMNS)
+# A whole number, or one with a decimal comma.
+_COMMA = re.compile(r"\s*[+-]?(?:\d+(?:,\d*)?|,\d+)(?:[eE][+-]?\d+)?\s*%?\s*")
+_PARTED = {"\t": "tabs", " ": "blanks"}
+
+
+@dataclass
+class Table:
+    """Header and cells of a table file.
+
+    names: the header, a repeated name as often as it occurs. load: reads the cells, a column a name; where a column
+    of a CSV file is not of finite numbers alone it holds the text of its cells, "" for none. torn: what is wrong with
+    a last line that does not parse; the line is not among the rows. place: where a row (counted from 0) stands in
+    the file. narrow: the rows with fewer cells than this. notes: how the cells were told apart, where that is not as
+    in every CSV file; complete once they are loaded.
+    """
+
+    names: list[str]
+    load: Callable[[], DataFrame]
+    torn: str | None = None
+    place: Callable[[int], str] = lambda row: f"row {row + 1}"
+    narrow: Callable[[int], list[int]] = lambda width: []
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def frame(self) -> DataFrame:
+        """The cells; the columns are numbered as the header is."""
+        return self.load()
+
+    @property
+    def count(self) -> int:
+        """The number of rows below the header."""
+        return len(self.frame)
+
+    def column(self, name: str) -> Series[Any]:
+        """Return the cells of the first column of a name."""
+        return self.frame.iloc[:, self.names.index(name)]
+
+    def named(self, wanted: str) -> list[str]:
+        """Return the distinct columns of a name, compared without case."""
+        key = wanted.strip().casefold()
+        return [name for name in dict.fromkeys(self.names) if name.strip().casefold() == key]
+
+    def label(self, name: str) -> list[str]:
+        """Return the cells of a column as stripped text."""
+        return [str(cell).strip() for cell in self.column(name).tolist()]
+
+    def take(self, rows: NDArray[np.intp]) -> Table:
+        """Return the table with only these rows, which keep their numbers."""
+        return Table(self.names, lambda: self.frame.iloc[rows])
+
+
+def table_of(records: Sequence[Mapping[str, Any]], torn: str | None = None) -> Table:
+    """Make a table from mappings; the header is every key found, in order, and None is an empty cell."""
+    names = list(dict.fromkeys(key for record in records for key in record))
+
+    def load() -> DataFrame:
+        import pandas
+
+        columns = ([record.get(name) for record in records] for name in names)
+        cells = {at: ["" if cell is None else cell for cell in column] for at, column in enumerate(columns)}
+        return pandas.DataFrame(cells, index=range(len(records)), dtype=object)
+
+    return Table(names, load, torn)
+
+
+def grouped(labels: Sequence[Sequence[str]]) -> dict[tuple[str, ...], NDArray[np.intp]]:
+    """Return the row numbers of each combination of labels, in order of first appearance."""
+    import pandas
+
+    frame = pandas.DataFrame(dict(enumerate(labels)), dtype=object)
+    return {tuple(map(str, key)): part.index.to_numpy() for key, part in frame.groupby(list(frame), sort=False)}
+
+
+def read_table(file: File, asked: Asked) -> Table | None:
+    """Read a CSV, JSONL, JSON, Excel or Parquet file, by its content and ending; None for an empty file.
+
+    Raises:
+        UserError: the file is none of them, or damaged; of a CSV file's cells when they are first asked for.
+    """
+    if "table" not in file.kept:
+        file.kept["table"] = _parse(file, asked)
+    table: Table | None = file.kept["table"]
+    return table
+
+
+def is_binary(file: File) -> bool:
+    """Return whether a file is Parquet or a sheet of Excel, by its magic bytes or its ending."""
+    return file.start.startswith(b"PAR1") or file.suffix in (".parquet", *_EXCEL)
+
+
+def _parse(file: File, asked: Asked) -> Table | None:
+    if is_binary(file):
+        return _excel(file) if file.suffix in _EXCEL else _parquet(file)
+    if file.suffix in (".jsonl", ".ndjson"):
+        return _json_lines(file)
+    if file.suffix == ".json" or file.start[:1] in (b"{", b"["):
+        return _json(file)
+    # Of a label the text counts: seed 01 is not seed 1.
+    labels = {name.casefold() for name in (asked.by, *asked.factors, *_LABELS) if name}
+    return _csv(file, labels)
+
+
+def _csv(file: File, labels: Collection[str]) -> Table | None:
+    """Parse a CSV file; blank lines are skipped, delimiter and decimal commas detected."""
+    file.wanted = "a CSV file with a header line, or a log that one of the readers knows"
+    text = _whole_lines(file)
+    lines = [line[0][:100_000] for line in islice(re.finditer(r"\S[^\r\n]*", text), 2)]
+    # Excel says in a line of its own by what the cells are parted.
+    said = re.fullmatch(r'"?sep=([,;|\t])"?\s*', lines[0]) if lines else None
+    delimiter = said[1] if said else _delimiter(lines)
+    notes = [] if delimiter == "," else [f"cells parted by {_PARTED.get(delimiter, repr(delimiter))}"]
+    if delimiter == " ":  # as many as line the columns up
+        text, delimiter = "\n".join("\t".join(line.split()) for line in text.split("\n")), "\t"
+    top = 2 if said else 1
+    handle = io.StringIO(text, newline="")
+    head = list(islice(_records(file, handle, delimiter), top))
+    if len(head) < top:
+        return None
+    names, body = [name.strip() for name in head[-1][1]], text[handle.tell() :]
+    as_text = [at for at, name in enumerate(names) if name.casefold() in labels]
+
+    def load() -> DataFrame:
+        try:
+            frame = _cells(body, delimiter, len(names), as_text)
+        except ValueError as error:  # the parser's own is one
+            raise _no_csv(file, error) from error
+        if delimiter != "," and (commas := _decimal_commas(frame)):
+            notes.append(f"decimal commas in {short(', '.join(names[at] for at in commas), 200)}")
+        return frame
+
+    def records() -> Iterator[tuple[int, list[str]]]:
+        # Read once more rather than keep a line number for every row: only messages ask.
+        return islice(_records(file, io.StringIO(text, newline=""), delimiter), top, None)
+
+    def place(row: int) -> str:
+        return next((f"line {line}" for line, _ in islice(records(), row, None)), f"row {row + 1}")
+
+    def narrow(width: int) -> list[int]:
+        return [row for row, (_, cells) in enumerate(records()) if len(cells) < width]
+
+    return Table(names, load, None, place, narrow, notes)
+
+
+def _no_csv(file: File, error: Exception) -> UserError:
+    return UserError(f"{file.path}: not a CSV file ({short(str(error).strip())}); check its quotes")
+
+
+def _records(file: File, handle: io.StringIO, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield each row of a CSV file that has a filled cell, with the line that it begins on."""
+    reader, end = csv.reader(handle, delimiter=delimiter, strict=True), 0
+    try:
+        for row in reader:
+            if any(cell and not cell.isspace() for cell in row):
+                yield end + 1, row
+            end = reader.line_num
+    except csv.Error as error:
+        raise _no_csv(file, error) from error
+
+
+def _delimiter(lines: Sequence[str]) -> str:
+    """Return what parts a header into the most names: a comma, semicolon or tab; without them a bar, or blanks.
+
+    Names with a quote in them do not count: the wrong character parts what is quoted for the right one. Blanks part
+    cells only where they part the line below as well, for they may stand in a name.
+    """
+
+    def names(delimiter: str) -> int:
+        return sum('"' not in name for line in lines[:1] for name in next(csv.reader([line], delimiter=delimiter)))
+
+    delimiter = max(",;\t", key=names)
+    delimiter = delimiter if names(delimiter) > 1 else "|"
+    if names(delimiter) > 1:
+        return delimiter
+    widths = {len(line.split()) for line in lines}
+    return " " if len(lines) > 1 and len(widths) == 1 and widths != {1} else ","
+
+
+def _cells(body: str, delimiter: str, width: int, as_text: Sequence[int]) -> DataFrame:
+    """Parse the rows below a header: a column is of finite numbers, or holds the text of its cells.
+
+    Rows without a filled cell are dropped, cells beyond the header's are passed over, and what a row lacks is "".
+
+    Args:
+        body: the rows.
+        delimiter: what parts the cells.
+        width: number of columns.
+        as_text: the columns whose text is wanted even where they are numbers.
+
+    Raises:
+        ValueError: a quote is not closed.
+    """
+    import pandas
+
+    # A header of its own, for the widest row to be as wide as it and no wider.
+    numbered = delimiter.join(map(str, range(width))) + "\n" + body
+
+    def parsed(columns: Sequence[int], text: Sequence[int]) -> DataFrame:
+        with warnings.catch_warnings():
+            # From pandas 3.1 on every number is read to the last bit, and the argument that asks for it deprecated.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            frame = pandas.read_csv(
+                io.StringIO(numbered), sep=delimiter, usecols=list(columns), index_col=False, na_filter=False,
+                dtype={str(at): object for at in text}, low_memory=False, float_precision="round_trip",
+            )  # fmt: skip
+        return frame.set_axis(list(columns), axis=1)
+
+    frame = parsed(range(width), as_text)
+    # Truth values, numbers beside inf or nan, and those too large for 64 bits stay as they are written.
+    odd = [at for at in range(width) if _is_odd(frame[at])]
+    if odd:
+        frame[odd] = parsed(odd, odd)
+    if not any(is_numeric(frame[at]) for at in range(width)):
+        frame = _without_blank_rows(frame).reset_index(drop=True)
+    return frame
+
+
+def _is_odd(cells: Series[Any]) -> bool:
+    if is_numeric(cells):
+        return not np.isfinite(cells).all()
+    return len(cells) > 0 and not isinstance(cells.iloc[0], str)
+
+
+def _decimal_commas(frame: DataFrame) -> list[int]:
+    """Replace decimal commas by points in the frame, in place; return the columns concerned.
+
+    A column with any decimal point stays as it is: its commas may separate thousands.
+    """
+    found = []
+    for at in range(frame.shape[1]):
+        cells = [] if is_numeric(frame[at]) else frame[at].tolist()
+        if not any("," in cell and _COMMA.fullmatch(cell) for cell in cells):
+            continue
+        if any("." in cell and not math.isnan(number(cell.replace(",", ""))) for cell in cells):
+            continue
+        found.append(at)
+        frame[at] = [cell.replace(",", ".") if _COMMA.fullmatch(cell) else cell for cell in cells]
+    return found
+
+
+def _whole_lines(file: File) -> str:
+    """Return a CSV file's text without lines that held NUL bytes: a cut-off cell looks like a whole one."""
+    text = file.text
+    if not file.holed:
+        return text
+    lines = text.split("\n")
+    for line in file.holed:
+        if lines[line - 1].strip():
+            file.cut.add(line)
+        lines[line - 1] = ""
+    return "\n".join(lines)
+
+
+def _json_lines(file: File) -> Table | None:
+    """Rows of a file with a JSON object a line."""
+    file.wanted = "a JSON object a line"
+    records, torn = json_lines(file)
+    for line, record in records:
+        if not isinstance(record, dict):
+            raise UserError(f"{file.path}: line {line} is not a JSON object; give one object a line")
+    if torn and not records:
+        raise UserError(torn)
+    if not records:
+        return None
+    return replace(table_of([record for _, record in records], torn), place=lambda row: f"line {records[row][0]}")
+
+
+def _json(file: File) -> Table | None:
+    """Rows of a JSON list of objects; a file that is no single document is read as an object a line."""
+    document = file.document
+    if document is None:
+        if not file.start:
+            return None
+        if file.start[:1] == b"[":
+            raise UserError(f"{file.path}: not JSON, or cut off; give a list of objects, or an object a line")
+        return _json_lines(file)
+    if isinstance(document, dict) and not any(isinstance(value, dict | list) for value in document.values()):
+        document = [document]
+    if not isinstance(document, list):
+        raise UserError(
+            f"{file.path}: a JSON object with {short(', '.join(map(str, document)))}; give TRL's trainer state "
+            "(it has log_history), a list of rows, or an object a line"
+        )
+    for entry, record in enumerate(document, start=1):
+        if not isinstance(record, dict):
+            raise UserError(f"{file.path}: entry {entry} of the list is not a JSON object; give a list of objects")
+    return replace(table_of(document), place=lambda row: f"entry {row + 1}") if document else None
+
+
+def _parquet(file: File) -> Table:
+    """Rows of a Parquet file."""
+    require("pyarrow", f"{file.path} (Parquet)")
+    import pyarrow.parquet  # slow to import, and only this format needs it
+
+    try:
+        table = pyarrow.parquet.read_table(io.BytesIO(file.raw))
+        # Every column there is, an index that pandas wrote as well; whole numbers stay whole beside nulls.
+        frame = table.to_pandas(ignore_metadata=True, integer_object_nulls=True)
+    except Exception as error:  # whatever the reader makes of a damaged file
+        raise UserError(f"{file.path}: not a readable Parquet file ({short(str(error))})") from error
+    return Table([str(name) for name in frame.columns], lambda: _filled(frame))
+
+
+def _excel(file: File) -> Table | None:
+    """Rows of the first sheet of an Excel file; rows without a filled cell are passed over."""
+    require("openpyxl", f"{file.path} (Excel)", "'lightning-scalerl[excel]'")
+    import pandas
+
+    try:
+        sheets = pandas.read_excel(
+            io.BytesIO(file.raw), sheet_name=None, header=None, dtype=object, na_filter=False, engine="openpyxl"
+        )
+    except Exception as error:  # whatever the reader makes of a damaged file
+        raise UserError(
+            f"{file.path}: a spreadsheet, which is not read; save its sheet as CSV (UTF-8) and give that file "
+            f"({short(str(error))})"
+        ) from error
+    sheet, frame = next(iter(sheets.items()))
+    frame = _without_blank_rows(frame)
+    if not len(frame):
+        return None
+    names, body = [str(cell).strip() for cell in frame.iloc[0]], frame.iloc[1:]
+    notes = [f"sheet {short(str(sheet))}, the first of {len(sheets)}"] if len(sheets) > 1 else []
+    return Table(
+        names,
+        lambda: _filled(body.reset_index(drop=True)),
+        place=lambda row: f"row {body.index[row] + 1}",
+        notes=notes,
+    )
+
+
+def _without_blank_rows(frame: DataFrame) -> DataFrame:
+    return frame[~frame.map(is_empty).all(axis=1)]
+
+
+def _filled(frame: DataFrame) -> DataFrame:
+    """Return the frame with "" for nulls, and for what pandas wrote for them, its columns numbered."""
+    frame = frame.set_axis(range(frame.shape[1]), axis=1)
+    for at, column in frame.items():
+        if not is_numeric(column) or column.isna().any():
+            frame[at] = column.astype(object).where(column.notna(), "")
+    return frame

@@ -1,0 +1,147 @@
+"""Truths about how a table may be packed, coded and parted: it gives the curves of the plain CSV."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pandas
+import pyarrow
+import pytest
+
+from sweeps.errors import UserError
+from sweeps.source import LoadedStudy, load
+from tests.paths import LOGS, ROOT
+
+ROWS = [
+    ["recipe", "seed", "compute", "reward"],
+    ["a", "01", "1", "0.25"],
+    ["a", "01", "2.5", "0.5"],
+    ["b", "2", "3", "1"],
+]
+PLAIN = "\n".join(map(",".join, ROWS)) + "\n"
+
+
+def is_plain(study: LoadedStudy) -> bool:
+    """The curves are those of the rows, to the text of a seed."""
+    read = [(c.recipe, c.seed.tolist(), c.compute.tolist(), c.reward.tolist()) for c in study.curves]
+    return read == [("a", ["01", "01"], [1, 2.5], [0.25, 0.5]), ("b", ["2"], [3], [1])]
+
+
+def packed(path: Path, raw: bytes) -> Path:
+    """The bytes, packed as the file's ending says."""
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("curves.csv", raw)
+    elif path.suffix == ".zst":
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as stream:
+            stream.write(raw)
+    else:
+        path.write_bytes({".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[path.suffix](raw))
+    return path
+
+
+@pytest.mark.parametrize("ending", ["gz", "bz2", "xz", "zst", "zip"])
+def test_a_packed_table_is_read_and_a_damaged_one_refused(tmp_path: Path, ending: str) -> None:
+    path = packed(tmp_path / f"curves.csv.{ending}", PLAIN.encode())
+    assert is_plain(load([path]))
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(UserError, match=rf"curves.csv.{ending}: cannot be unpacked \(") as caught:
+        load([path])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_packed_log_is_read_as_the_log_and_named_as_it(tmp_path: Path) -> None:
+    for name in ("verl_grpo.log", "verl_dapo.jsonl", "open_instruct_history.csv"):
+        (plain,), (curve,) = (
+            load([LOGS / name]).curves,
+            load([packed(tmp_path / f"{name}.bz2", (LOGS / name).read_bytes())]).curves,
+        )
+        assert curve.recipe == plain.recipe and curve.reward.tolist() == plain.reward.tolist()
+
+
+def test_an_archive_holds_one_file(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
+        archive.writestr("a.csv", PLAIN)
+        archive.writestr("b.csv", PLAIN)
+    with pytest.raises(UserError, match="2 files in it"):
+        load([tmp_path / "two.zip"])
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "utf-8-sig"]
+)
+def test_a_table_in_any_encoding_with_a_mark(tmp_path: Path, encoding: str) -> None:
+    mark = "\ufeff" if encoding.endswith(("le", "be")) else ""
+    (tmp_path / "curves.csv").write_bytes((mark + PLAIN).encode(encoding))
+    assert is_plain(load([tmp_path / "curves.csv"]))
+
+
+@pytest.mark.parametrize(("parted", "said"), [(";", "';'"), ("\t", "tabs"), ("|", "'|'"), ("   ", "blanks")])
+@pytest.mark.parametrize("comma", [False, True])
+def test_what_parts_the_cells_and_decimal_commas(tmp_path: Path, parted: str, said: str, comma: bool) -> None:
+    rows = [[cell.replace(".", ",") if comma else cell for cell in row] for row in ROWS]
+    path = tmp_path / "curves.txt"
+    path.write_text("\n".join(map(parted.join, rows)))
+    study = load([path])
+    assert is_plain(study) and f"cells parted by {said}" in study.shown[0]
+    assert ("decimal commas in compute, reward" in study.shown[0]) == comma
+    path.write_text(path.read_text() + "\n\n" + parted.join(["b", "2", "4", "x"]))
+    with pytest.raises(UserError, match=r"first at line 6 \('x'\)"):
+        load([path])
+
+
+def test_blanks_in_names_do_not_part_them(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("my reward\n1\n")
+    with pytest.raises(UserError, match="found my reward;"):
+        load([tmp_path / "t.csv"])
+
+
+def sheets(path: Path, *frames: pandas.DataFrame, above: int = 0) -> Path:
+    with pandas.ExcelWriter(path, engine="openpyxl") as writer:
+        for number, frame in enumerate(frames):
+            frame.to_excel(writer, sheet_name=f"sheet {number}", index=False, startrow=above)
+    return path
+
+
+def test_the_first_sheet_of_an_excel_file_is_read(tmp_path: Path) -> None:
+    frame = pandas.DataFrame(ROWS[1:], columns=ROWS[0]).astype({"compute": float, "reward": float})
+    assert is_plain(load([sheets(tmp_path / "one.xlsx", frame)]))
+    study = load([sheets(tmp_path / "two.xlsx", frame, frame.iloc[:1], above=3)])
+    assert is_plain(study) and "sheet sheet 0, the first of 2" in study.shown[0]
+    frame.loc[1, "compute"] = None
+    study = load([sheets(tmp_path / "blank.xlsx", frame)])
+    assert study.curves[0].compute.tolist() == [1] and "1 rows without compute were skipped" in study.warnings[0]
+    frame = frame.astype({"compute": object})
+    frame.loc[1, "compute"] = "far"
+    with pytest.raises(
+        UserError, match=r"column compute is not a finite number in 1 of 3 rows, first at row 6 \('far'\)"
+    ):
+        load([sheets(tmp_path / "text.xlsx", frame, above=3)])
+    with pytest.raises(UserError, match="the file is empty"):
+        load([sheets(tmp_path / "empty.xlsx", pandas.DataFrame())])
+
+
+def test_whole_numbers_of_a_sheet_are_seeds_without_a_point(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"seed": [0, 1], "compute": [1, 2], "reward": [0.5, 0.25]})
+    (curve,) = load([sheets(tmp_path / "grpo.xlsx", frame)]).curves
+    assert (curve.recipe, curve.seed.tolist()) == ("grpo", ["0", "1"])
+
+
+def test_without_openpyxl_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openpyxl", None)
+    (tmp_path / "t.xlsx").write_bytes(b"PK")
+    with pytest.raises(UserError, match=r"openpyxl, which is not installed; pip install 'lightning-scalerl\[excel\]'"):
+        load([tmp_path / "t.xlsx"])
+
+
+@pytest.mark.parametrize(("source", "imported"), [("examples/curves.csv", True), ("examples/study", False)])
+def test_pandas_is_imported_for_tables_and_not_for_journals(source: str, imported: bool) -> None:
+    code = "import sys; from sweeps.source import load; load(sys.argv[1:]); sys.exit('pandas' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, source], cwd=ROOT, check=False)
+    assert done.returncode == imported
