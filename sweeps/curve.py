@@ -118,7 +118,7 @@ def make_curve(
         UserError: no points, unequal lengths, or a compute, reward or error that is negative, not finite or too large.
     """
     c, y = np.asarray(compute, dtype=float), np.asarray(reward, dtype=float)
-    s = np.full(len(c), "0") if seed is None else np.asarray([str(label) for label in seed])
+    s = np.full(len(c), "0") if seed is None else np.asarray(seed, dtype=str)
     e = None if sd is None else np.asarray(sd, dtype=float)
     if not len(c):
         raise UserError(f"recipe {recipe!r}: no points; give a source with evaluations")

@@ -43,7 +43,7 @@ def number(cell: Any) -> float:
     if isinstance(cell, str):
         try:
             text = cell.rstrip()
-            return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+            return math.nan if not text else float(text[:-1]) / 100 if text.endswith("%") else float(text)
         except ValueError:
             return math.nan
     value = finite(cell)
@@ -54,7 +54,7 @@ def mixed_percent(cells: Series[Any], values: Array) -> tuple[int, int] | None:
     """Find an ambiguous column: return its first cell with a percent sign and its first above 1 without, else None."""
     if is_numeric(cells):
         return None
-    signed = np.array([isinstance(cell, str) and cell.rstrip().endswith("%") for cell in cells], dtype=bool)
+    signed = np.array([isinstance(cell, str) and "%" in cell for cell in cells.tolist()], dtype=bool)
     plain = ~signed & (values > 1)
     return (int(signed.argmax()), int(plain.argmax())) if signed.any() and plain.any() else None
 

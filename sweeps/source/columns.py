@@ -76,18 +76,18 @@ def strict_numbers(file: File, table: Table, name: str, option: str) -> tuple[Ar
     cells = table.column(name)
     values = numbers(cells)
     none = np.isnan(values)
-    at: list[int] = np.flatnonzero(none).tolist()
-    bad = [i for i in at if not is_blank(cells.iloc[i])]
-    if bad:
-        cell = str(cells.iloc[bad[0]])
+    unread = cells[none]
+    bad = unread[~unread.map(is_blank).to_numpy(bool)]
+    if len(bad):
+        cell = str(bad.iloc[0])
         remedy = "correct them, or leave the cells empty"
         if "," in cell:
             remedy += "; decimal commas are read if ';' or tabs part the cells and no number has a point"
         raise UserError(
             f"{file.path}: column {short(name)} is not a finite number in {len(bad)} of {len(cells)} rows, "
-            f"first at {table.place(bad[0])} ({short(cell)!r}); {remedy}"
+            f"first at {table.place(int(bad.index[0]))} ({short(cell)!r}); {remedy}"
         )
-    if len(at) == len(cells):
+    if none.all():
         raise UserError(f"{file.path}: column {short(name)} is blank in all {len(cells)} rows; give {option}")
     mixed = mixed_percent(cells, values)
     if mixed is not None:

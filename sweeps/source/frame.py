@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 _EXCEL = (".xlsx", ".xlsm")
+_JSON_LINES = (".jsonl", ".ndjson")
+_JSON = (".json", *_JSON_LINES)
 _LABELS = ("recipe", "seed", "baseline", *RUN_COLUMNS)
+_LONGEST_HEADER = 10_000_000
 # A whole number, or one with a decimal comma.
 _COMMA = re.compile(r"\s*[+-]?(?:\d+(?:,\d*)?|,\d+)(?:[eE][+-]?\d+)?\s*%?\s*")
 _PARTED = {"\t": "tabs", " ": "blanks"}
@@ -74,7 +77,11 @@ class Table:
 
     def label(self, name: str) -> list[str]:
         """Return the cells of a column as stripped text."""
-        return [str(cell).strip() for cell in self.column(name).tolist()]
+        cells = self.column(name).tolist()
+        if not set(map(type, cells)) <= {str}:
+            return [str(cell).strip() for cell in cells]
+        stripped = {cell: cell.strip() for cell in set(cells)}  # a few labels in a million rows
+        return [stripped[cell] for cell in cells]
 
     def take(self, rows: NDArray[np.intp]) -> Table:
         """Return the table with only these rows, which keep their numbers."""
@@ -88,9 +95,8 @@ def table_of(records: Sequence[Mapping[str, Any]], torn: str | None = None) -> T
     def load() -> DataFrame:
         import pandas
 
-        columns = ([record.get(name) for record in records] for name in names)
-        cells = {at: ["" if cell is None else cell for cell in column] for at, column in enumerate(columns)}
-        return pandas.DataFrame(cells, index=range(len(records)), dtype=object)
+        columns = [["" if (cell := record.get(name)) is None else cell for record in records] for name in names]
+        return pandas.DataFrame(dict(enumerate(columns)), index=range(len(records)), dtype=object)
 
     return Table(names, load, torn)
 
@@ -123,12 +129,10 @@ def is_binary(file: File) -> bool:
 def _parse(file: File, asked: Asked) -> Table | None:
     if is_binary(file):
         return _excel(file) if file.suffix in _EXCEL else _parquet(file)
-    if file.suffix in (".jsonl", ".ndjson"):
-        return _json_lines(file)
-    if file.suffix == ".json" or file.start[:1] in (b"{", b"["):
+    if file.suffix in _JSON or file.start[:1] in (b"{", b"["):
         return _json(file)
     # Of a label the text counts: seed 01 is not seed 1.
-    labels = {name.casefold() for name in (asked.by, *asked.factors, *_LABELS) if name}
+    labels = {name.strip().casefold() for name in (asked.by, *asked.factors, *_LABELS) if name}
     return _csv(file, labels)
 
 
@@ -144,7 +148,7 @@ def _csv(file: File, labels: Collection[str]) -> Table | None:
     if delimiter == " ":  # as many as line the columns up
         text, delimiter = "\n".join("\t".join(line.split()) for line in text.split("\n")), "\t"
     top = 2 if said else 1
-    handle = io.StringIO(text, newline="")
+    handle = io.StringIO(text[:_LONGEST_HEADER], newline="")
     head = list(islice(_records(file, handle, delimiter), top))
     if len(head) < top:
         return None
@@ -282,40 +286,31 @@ def _whole_lines(file: File) -> str:
     return "\n".join(lines)
 
 
-def _json_lines(file: File) -> Table | None:
-    """Rows of a file with a JSON object a line."""
-    file.wanted = "a JSON object a line"
-    records, torn = json_lines(file)
-    for line, record in records:
-        if not isinstance(record, dict):
-            raise UserError(f"{file.path}: line {line} is not a JSON object; give one object a line")
-    if torn and not records:
-        raise UserError(torn)
-    if not records:
-        return None
-    return replace(table_of([record for _, record in records], torn), place=lambda row: f"line {records[row][0]}")
-
-
 def _json(file: File) -> Table | None:
-    """Rows of a JSON list of objects; a file that is no single document is read as an object a line."""
-    document = file.document
-    if document is None:
-        if not file.start:
-            return None
-        if file.start[:1] == b"[":
-            raise UserError(f"{file.path}: not JSON, or cut off; give a list of objects, or an object a line")
-        return _json_lines(file)
+    """Read a JSON list of objects; a file that is no single document is read as an object a line."""
+    file.wanted = "a JSON object a line"
+    document = None if file.suffix in _JSON_LINES else file.document
+    if document is None and file.start[:1] == b"[" and file.suffix not in _JSON_LINES:
+        raise UserError(f"{file.path}: not JSON, or cut off; give a list of objects, or an object a line")
     if isinstance(document, dict) and not any(isinstance(value, dict | list) for value in document.values()):
         document = [document]
-    if not isinstance(document, list):
+    if document is not None and not isinstance(document, list):
         raise UserError(
             f"{file.path}: a JSON object with {short(', '.join(map(str, document)))}; give TRL's trainer state "
             "(it has log_history), a list of rows, or an object a line"
         )
-    for entry, record in enumerate(document, start=1):
+    if document is None:
+        records, lines, torn = json_lines(file)
+        where, of, what = "line", "", "one object a line"
+    else:
+        records, lines, torn = document, range(1, len(document) + 1), None
+        where, of, what = "entry", " of the list", "a list of objects"
+    for at, record in zip(lines, records, strict=True):
         if not isinstance(record, dict):
-            raise UserError(f"{file.path}: entry {entry} of the list is not a JSON object; give a list of objects")
-    return replace(table_of(document), place=lambda row: f"entry {row + 1}") if document else None
+            raise UserError(f"{file.path}: {where} {at}{of} is not a JSON object; give {what}")
+    if torn and not records:
+        raise UserError(torn)
+    return replace(table_of(records, torn), place=lambda row: f"{where} {lines[row]}") if records else None
 
 
 def _parquet(file: File) -> Table:
@@ -361,7 +356,10 @@ def _excel(file: File) -> Table | None:
 
 
 def _without_blank_rows(frame: DataFrame) -> DataFrame:
-    return frame[~frame.map(is_empty).all(axis=1)]
+    blank = frame
+    for at in frame:  # nearly all rows have a filled cell in the first column
+        blank = blank[blank[at].map(is_empty).to_numpy(bool)]
+    return frame.drop(blank.index)
 
 
 def _filled(frame: DataFrame) -> DataFrame:

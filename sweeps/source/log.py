@@ -71,9 +71,9 @@ def series_of(table: Table, steps: Array) -> Callable[[str], Series]:
     def series(name: str) -> Series:
         cells = table.column(name)
         values = numbers(cells)
-        none = np.flatnonzero(np.isnan(values))
-        bad = [i for i in none.tolist() if not is_empty(cells.iloc[i])]
-        first = f"row {cells.index[bad[0]] + 1}: {short(str(cells.iloc[bad[0]]), 40)!r}" if bad else ""
+        none = cells[np.isnan(values)]
+        bad = none[~none.map(is_empty).to_numpy(bool)]
+        first = f"row {bad.index[0] + 1}: {short(str(bad.iloc[0]), 40)!r}" if len(bad) else ""
         kept = np.isfinite(values) & np.isfinite(steps)
         return Series(steps[kept], values[kept], len(none) - len(bad), len(bad), first)
 

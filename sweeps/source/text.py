@@ -10,7 +10,7 @@ import lzma
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -165,26 +165,28 @@ class File:
             return None
 
 
-def json_lines(file: File) -> tuple[list[tuple[int, Any]], str | None]:
-    """Parse a file with a JSON value a line; return them with their lines, and what is wrong with a torn last one.
+def json_lines(file: File) -> tuple[list[Any], Sequence[int], str | None]:
+    """Parse a file with a JSON value a line; return them, their lines, and what is wrong with a torn last one.
 
     Raises:
         UserError: another line is no JSON, and none that NUL bytes cut off.
     """
     # Not splitlines: it also cuts at separators that may stand inside a JSON string.
     lines = [(number, line) for number, line in enumerate(file.text.split("\n"), start=1) if line.strip()]
-    values: list[tuple[int, Any]] = []
+    values: list[Any] = []
+    numbers: list[int] = []
     for number, line in lines:
         try:
-            values.append((number, parse_json(line)))
+            values.append(parse_json(line))
+            numbers.append(number)
         except ValueError as error:
             said = f"{file.path}: line {number} is not JSON ({short(str(error))}); repair or remove it"
             if number == lines[-1][0]:
-                return values, said
+                return values, numbers, said
             if number not in file.holed:
                 raise UserError(said) from error
             file.cut.add(number)
-    return values, None
+    return values, numbers, None
 
 
 def run_of(path: Path) -> str:

@@ -95,9 +95,9 @@ def _console(file: File) -> tuple[Records, int, list[str]]:
 
 
 def _jsonl(file: File) -> tuple[Records, int, list[str]]:
-    entries, torn = json_lines(file)
+    entries, _, torn = json_lines(file)
     records: Records = []
-    for _, entry in entries:
+    for entry in entries:
         step = finite(entry.get("step")) if isinstance(entry, dict) else None
         if step is not None and isinstance(entry.get("data"), dict):
             records.append((step, entry["data"]))
