@@ -21,11 +21,11 @@ from sweeps.executor.slurm.submission import JOBS_DIR
 from sweeps.launch.ledger import RUNS_DIR, Ledger, MemberState
 from sweeps.launch.study import LEASE_NAME
 from sweeps.run.journal import LOG_FILE
-from sweeps.run.lease import Lease, LeaseHeldError, alive, held
+from sweeps.run.lease import Lease, LeaseHeldError, beating
 from sweeps.run.progress import is_done
 from sweeps.run.rollouts import ROLLOUTS_FILE
 from sweeps.run.spec import budget_of
-from sweeps.run.writer import BEAT_S, EXPIRY_S
+from sweeps.run.writer import BEAT_S
 
 # In words, by kind.
 KINDS: Mapping[str, str] = {
@@ -89,7 +89,7 @@ def inventory(study: Path, keep: int = 0, sleep: Callable[[float], None] = time.
     Args:
         study: the study's folder.
         keep: number of the newest checkpoints that stay, of each finished member.
-        sleep: waits so many seconds, to see whether members that were killed or are on another machine still beat.
+        sleep: waits so many seconds, to see whether holders of whom this machine cannot tell still beat.
 
     Raises:
         UserError: no study there.
@@ -100,7 +100,8 @@ def inventory(study: Path, keep: int = 0, sleep: Callable[[float], None] = time.
     if (study / RUNS_DIR).is_symlink():
         told.linked.append(study / RUNS_DIR)
         return told
-    busy = _at_work([member.run_dir for member in members if not member.run_dir.is_symlink()], sleep)
+    own = [member.run_dir for member in members if not member.run_dir.is_symlink()]
+    busy = beating(own, "writer", _LOOK_S, sleep)
     for member in members:
         told.finished += member.done
         told.others += not member.done
@@ -166,16 +167,6 @@ def _members(study: Path, states: Mapping[str, MemberState]) -> list[Member]:
         done = steps is not None and is_done(run_dir, steps, run)
         members.append(Member(run_dir, done, state is not None and state.state in ("submitting", "started")))
     return members
-
-
-def _at_work(run_dirs: Iterable[Path], sleep: Callable[[float], None]) -> set[Path]:
-    """Runs that a process is writing: by the lock on this machine, else by a changed heartbeat, no clocks compared."""
-    holders = {run_dir: facts for run_dir in run_dirs if (facts := alive(run_dir)) is not None}
-    busy = {run_dir for run_dir in holders if held(run_dir, "writer", EXPIRY_S)}
-    doubtful = {run_dir: facts for run_dir, facts in holders.items() if run_dir not in busy}
-    if doubtful:
-        sleep(_LOOK_S)
-    return busy | {run_dir for run_dir, facts in doubtful.items() if alive(run_dir) not in (None, facts)}
 
 
 def _of_member(member: Member, keep: int, told: Inventory) -> None:

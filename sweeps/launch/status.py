@@ -21,12 +21,14 @@ from sweeps.launch.study import LEASE_NAME
 from sweeps.redact import redact
 from sweeps.run.code import said
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs
-from sweeps.run.lease import alive, beaten_at, held
+from sweeps.run.lease import BEAT_S, alive, beaten_at, beating
 from sweeps.run.progress import is_done, journal_or_none, last_metrics, looks_whole, trouble
 from sweeps.run.spec import budget_of
 
 # In the order in which people look for them.
 STATES = ("failed", "cancelled", "stopped", "ended", "running", "queued", "waiting", "finished")
+# Long enough for two heartbeats of a controller.
+_LOOK_S = 2 * BEAT_S + 1
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,11 @@ def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView
             raise UserError(f"{study}: no study here; give the folder that a --multirun wrote to (outputs/<study>)")
         return views
     queue = scheduler.queue() if scheduler is not None else None
-    controlled = held(study, LEASE_NAME)
-    return [_view(study, state, queue, controlled) for state in Ledger(study).fold().values()]
+    states = Ledger(study).fold().values()
+    # Asked only where a member's state depends on it: a controller on another machine has to be watched for a beat.
+    asked = any(state.job is None and state.state in ("submitting", "started") for state in states)
+    controlled = asked and bool(beating([study], LEASE_NAME, _LOOK_S))
+    return [_view(study, state, queue, controlled) for state in states]
 
 
 def counts(views: Sequence[MemberView]) -> str:

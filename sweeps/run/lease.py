@@ -6,6 +6,9 @@ beats: every few seconds it writes into a small file, and a contender takes over
 for `expiry_s` of its own clock (no clocks are compared). Each holder has a term of its own. Of several that would take
 over, one has the next: whoever makes its claim file, which a file system lets only one do. The holder checks, before
 each durable write, that the lease's file still names it.
+
+`filelock.SoftFileLease` (4.2) does not do: it takes over by an exchange of two names (`RENAME_EXCHANGE`), which NFS
+refuses. There the lease of a holder that died would stay held until somebody removes its file.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +35,7 @@ BEAT_S = 5.0
 EXPIRY_S = 30.0
 TOLD_S = 60.0  # who waits longer says so
 _READS, _READ_PAUSE_S = 20, 0.25
+_LOOKS = 5
 # A file system that has no flock, or none at the moment, says one of these.
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL})
 _ANOTHERS = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
@@ -418,21 +422,39 @@ def beaten_at(directory: Path, name: str = "writer") -> float:
         return 0.0
 
 
-def held(directory: Path, name: str, expiry_s: float = EXPIRY_S) -> bool:
-    """Return whether a lease is held, as far as can be told without waiting for a heartbeat."""
+def held(directory: Path, name: str) -> bool | None:
+    """Return whether a lease is held, as the operating system tells; None if only a heartbeat can, see `beating`."""
     facts = alive(directory, name)
     if facts is None:
         return False
-    if _same_machine(facts):
-        taken = _Flock(directory / f".{name}.lock").taken() if facts.get("flock", True) else None
-        if taken is not None:
-            return taken
-        if _ended(facts):
-            return False
-    try:
-        return time.time() - (directory / f".{name}.json").stat().st_mtime < 2 * expiry_s
-    except OSError:
-        return False
+    if not _same_machine(facts):
+        return None
+    taken = _Flock(directory / f".{name}.lock").taken() if facts.get("flock", True) else None
+    return False if taken is None and _ended(facts) else taken
+
+
+def beating(
+    directories: Iterable[Path], name: str, look_s: float, sleep: Callable[[float], None] = time.sleep
+) -> set[Path]:
+    """Return the directories whose lease is held, watching for heartbeats where the operating system cannot tell.
+
+    Clocks are not compared: the age of a file on a server says nothing where the clocks of two machines differ.
+
+    Args:
+        directories: folders that may be leased.
+        name: name of the lease.
+        look_s: longest time to watch, in seconds; two beats of its holders.
+        sleep: waits so many seconds.
+    """
+    told = {directory: held(directory, name) for directory in directories}
+    seen = {directory: alive(directory, name) for directory, taken in told.items() if taken is None}
+    found = {directory for directory, taken in told.items() if taken}
+    for _ in range(_LOOKS):
+        if not seen.keys() - found:
+            break
+        sleep(look_s / _LOOKS)
+        found |= {directory for directory, facts in seen.items() if alive(directory, name) not in (None, facts)}
+    return found
 
 
 def _term(facts: Mapping[str, Any]) -> int:

@@ -10,7 +10,10 @@ import errno
 import fcntl
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +24,9 @@ from typing import Any
 import pytest
 
 from sweeps.errors import UserError
-from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError, alive, held
+from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError, alive, beating, held
 from sweeps.run.slurm_job import node_name
+from tests.paths import ROOT
 
 BEAT_S = 0.05
 EXPIRY_S = 0.6
@@ -84,18 +88,23 @@ def elsewhere(beat: int = 0, token: str = "theirs") -> str:
 
 
 class Elsewhere:
-    """A holder on another machine: beats until told to stop."""
+    """A holder on another machine: beats until told to stop, by a file server's clock that may differ from ours."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, ahead_s: float = 0.0) -> None:
         self._directory = directory
+        self._ahead_s = ahead_s
         self._stop = threading.Event()
-        write(directory, elsewhere())
+        self._write(0)
+
+    def _write(self, beat: int) -> None:
+        write(self._directory, elsewhere(beat))
+        os.utime(file_of(self._directory), (time.time() + self._ahead_s,) * 2)
 
     def _beat(self) -> None:
         beat = 0
         while not self._stop.wait(BEAT_S):
             beat += 1
-            write(self._directory, elsewhere(beat))
+            self._write(beat)
 
     def __enter__(self) -> Elsewhere:
         self._thread = threading.Thread(target=self._beat)
@@ -105,6 +114,10 @@ class Elsewhere:
     def __exit__(self, *nothing: object) -> None:
         self._stop.set()
         self._thread.join()
+
+
+def is_beating(directory: Path) -> bool:
+    return bool(beating([directory], "writer", EXPIRY_S))
 
 
 # --- on one machine ------------------------------------------------------------------------------------------
@@ -250,7 +263,7 @@ def test_a_holder_elsewhere_that_beats_keeps_it(tmp_path: Path) -> None:
         with pytest.raises(LeaseHeldError, match="process 7 on another-machine"):
             lease(tmp_path).acquire(wait_s=2 * EXPIRY_S)
         assert time.monotonic() - begin >= 2 * EXPIRY_S
-        assert held(tmp_path, "writer", EXPIRY_S)
+        assert is_beating(tmp_path) and held(tmp_path, "writer") is None
 
 
 def test_a_holder_elsewhere_that_fell_silent_is_followed_after_its_time_and_not_before(tmp_path: Path) -> None:
@@ -275,6 +288,37 @@ def test_how_old_a_holders_file_is_does_not_matter(tmp_path: Path) -> None:
         assert time.monotonic() - begin >= EXPIRY_S
         mine.release()
         write(tmp_path, elsewhere())
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0], ids=["behind", "ahead"])
+def test_whether_a_holder_elsewhere_is_alive_is_told_by_its_beat_and_by_no_clock(
+    tmp_path: Path, ahead_s: float
+) -> None:
+    with Elsewhere(tmp_path, ahead_s):
+        assert is_beating(tmp_path)
+        with pytest.raises(LeaseHeldError, match="process 7 on another-machine"):
+            lease(tmp_path).acquire()
+    assert not is_beating(tmp_path)
+    assert held(tmp_path, "writer") is None, "without watching nobody knows"
+
+
+def test_all_are_watched_at_once_and_no_longer_than_needed(tmp_path: Path) -> None:
+    one, other, gone, own = (tmp_path / name for name in ("one", "other", "gone", "own"))
+    write(gone, elsewhere())
+    slept: list[float] = []
+
+    def sleep(length_s: float) -> None:
+        slept.append(length_s)
+        time.sleep(4 * BEAT_S)
+
+    with Elsewhere(one), Elsewhere(other), lease(own) as mine:
+        mine.acquire()
+        assert beating([own, tmp_path / "nowhere"], "writer", 10.0, sleep) == {own} and not slept
+        assert beating([one, other, own], "writer", 10.0, sleep) == {one, other, own}
+        assert 0 < sum(slept) < 10
+        slept.clear()
+        assert beating([one, gone], "writer", 10.0, sleep) == {one}
+        assert sum(slept) == pytest.approx(10.0)
 
 
 def test_a_holder_elsewhere_that_releases_is_followed_at_once(tmp_path: Path) -> None:
@@ -566,11 +610,11 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_without_locks_a_holder_keeps_it_and_who_is_killed_is_followed_at_once(tmp_path: Path) -> None:
     with process(holds(tmp_path)) as pid:
         until((tmp_path / "held").exists)
-        assert held(tmp_path, "writer", EXPIRY_S)
+        assert is_beating(tmp_path)
         with pytest.raises(LeaseHeldError, match=rf"job 41, process {pid} on .* is at work here"):
             lease(tmp_path).acquire(wait_s=2 * EXPIRY_S)
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not held(tmp_path, "writer", PATIENCE_S))
+        until(lambda: held(tmp_path, "writer") is False)
         begin = time.monotonic()
         with lease(tmp_path) as mine:
             mine.acquire()
@@ -597,6 +641,48 @@ def test_without_locks_the_number_of_a_process_elsewhere_proves_nothing(tmp_path
     with lease(tmp_path) as mine:
         mine.acquire()
         assert time.monotonic() - begin >= EXPIRY_S
+
+
+_IN_A_CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+@pytest.mark.skipif(
+    subprocess.run([*_IN_A_CONTAINER, "true"], capture_output=True).returncode != 0, reason="no namespaces here"
+)
+@pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks"])
+def test_a_holder_in_a_container_of_the_same_hostname_is_no_process_of_ours(tmp_path: Path, locks: bool) -> None:
+    """Its process 1 is not ours, and is alive; where the file system has locks they reach into it."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "no locks")
+
+    code = [
+        "import errno, pathlib, sys, time",
+        "from sweeps.run import lease",
+        "" if locks else "lease.fcntl.flock = lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSYS, 'no locks'))",
+        f"mine = lease.Lease(pathlib.Path(sys.argv[1]), beat_s={BEAT_S}, expiry_s={EXPIRY_S})",
+        "mine.acquire()",
+        f"time.sleep({PATIENCE_S})",
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        if not locks:
+            patch.setattr("sweeps.run.lease.fcntl.flock", flock)
+        container = subprocess.Popen([*_IN_A_CONTAINER, sys.executable, "-c", "\n".join(code), str(tmp_path)], cwd=ROOT)
+        try:
+            until(lambda: alive(tmp_path) is not None)
+            facts = alive(tmp_path)
+            assert facts is not None and (facts["host"], facts["pid"]) == (node_name(), 1)
+            assert is_beating(tmp_path)
+            with pytest.raises(LeaseHeldError, match=rf"process 1 on {re.escape(node_name())} is at work here"):
+                lease(tmp_path).acquire(wait_s=2 * EXPIRY_S)
+        finally:
+            container.kill()
+            container.wait()
+        until(lambda: not is_beating(tmp_path))
+        begin = time.monotonic()
+        with lease(tmp_path) as mine:
+            mine.acquire()
+            assert (time.monotonic() - begin < EXPIRY_S) == locks, "the end of a process there is not seen from here"
 
 
 @pytest.mark.usefixtures("no_locks")
