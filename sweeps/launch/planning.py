@@ -16,15 +16,19 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.process import BaseProcess
+from threading import Thread
 
 from sweeps.errors import UserError
 from sweeps.executor.base import Outcome, load_entry
 from sweeps.executor.local import die_with_parent, forkserver
 from sweeps.run.spec import RunSpec
 
+# The process has got the Ctrl-C as well, unless that was sent to this one alone: first its own clean-up.
+_AFTER_CTRL_C = ((2.0, signal.SIGINT), (3.0, signal.SIGKILL))
 _EXIT_S = 30.0  # after its answer, for what the libraries that it loaded do at the end
 EXIT_CTRL_C = 130
 
@@ -47,8 +51,9 @@ class Planner:
 
     def __init__(self, planner: str, folders: Sequence[str], preload: Sequence[str] | None = None) -> None:
         self._planner, self._folders, self._preload = planner, list(folders), preload
-        self._child: Any = None  # a process of a context whose class depends on the context
-        self._line: Connection | None = None
+        self._pool: ProcessPoolExecutor | None = None
+        self._child: BaseProcess | None = None
+        self._ending: Thread | None = None
 
     def __enter__(self) -> Planner:
         return self
@@ -63,57 +68,57 @@ class Planner:
             PlannerLostError: the process was killed, or ended without an answer.
             Exception: whatever the planner raises; a note says where.
         """
-        line = self._started()
-        try:
-            with suppress(BrokenPipeError):  # it is gone: how, is told below
-                line.send_bytes(pickle.dumps((self._planner, [list(each) for each in override_lists], self._folders)))
-            raw = line.recv_bytes()
-        except (EOFError, ConnectionResetError):
-            code = _ended(self._child)
-            self.close()
-            raise PlannerLostError(
-                f"planner: its process ended without an answer ({Outcome('', code).how}); what it printed is above, "
-                "and if it was killed for its memory, launch where there is more"
-            ) from None
-        except BaseException:
-            _end(self._child)
-            self.close()
-            raise
-        specs, error, told = pickle.loads(raw)
-        if error is not None:
-            error.add_note(told)
-            raise error
-        planned: list[RunSpec] = specs
-        return planned
-
-    def _started(self) -> Connection:
-        """Return the connection to the child process, started at first use."""
-        if self._line is None:
+        if self._pool is None:
             context = multiprocessing.get_context("spawn") if self._preload is None else forkserver(self._preload)
-            ours, theirs = context.Pipe()
-            try:
-                child = context.Process(target=_answer, args=(theirs,), name="planner")  # type: ignore[attr-defined]
-                child.start()
-            except BaseException:
-                ours.close()
-                raise
-            finally:
-                theirs.close()
-            self._child, self._line = child, ours
-        return self._line
+            self._pool = ProcessPoolExecutor(1, context, initializer=_begin)
+        others = multiprocessing.active_children()
+        try:
+            answer = self._pool.submit(_answer, self._planner, [list(each) for each in override_lists], self._folders)
+            # The pool tells neither its process nor how that ended.
+            if self._child is None:
+                self._child = next((each for each in multiprocessing.active_children() if each not in others), None)
+            error = answer.exception()
+        except BrokenProcessPool as lost:  # it was killed since the last request
+            error = lost
+        except BaseException:
+            self._end(*_AFTER_CTRL_C)
+            raise
+        if isinstance(error, BrokenProcessPool):
+            self._pool.shutdown()
+            code = self._child.exitcode if self._child is not None else None
+            how = "at once" if code is None else Outcome("", code).how
+            self._pool = self._child = None
+            raise PlannerLostError(
+                f"planner: its process ended without an answer ({how}); what it printed is above, and if it was killed "
+                "for its memory, launch where there is more"
+            )
+        if error is not None:
+            raise error from None
+        return answer.result()
 
     def close(self) -> None:
-        """Close the connection, by which the process ends, and wait for it."""
-        child, line = self._child, self._line
-        self._child = self._line = None
-        if child is None or line is None:
-            return
-        line.close()
+        """Let the process end, and wait for it."""
         try:
-            _ended(child)
+            self._end((_EXIT_S, signal.SIGKILL))  # a thread that nobody has ended
         except BaseException:
-            _end(child)
+            self._end(*_AFTER_CTRL_C)
             raise
+
+    def _end(self, *signals: tuple[float, signal.Signals]) -> None:
+        """Let the process end; after so many seconds each, send it the next signal."""
+        if self._pool is None:
+            return
+        # Awaited to its end: semaphores of a pool that is left before are complained of when the interpreter ends.
+        if self._ending is None:
+            self._ending = Thread(target=self._pool.shutdown, daemon=True)
+            self._ending.start()
+        for timeout_s, number in signals:
+            self._ending.join(timeout_s)
+            if self._ending.is_alive() and self._child is not None and self._child.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(self._child.pid, number)
+        self._ending.join()
+        self._pool = self._child = self._ending = None
 
 
 def plan_apart(
@@ -127,60 +132,28 @@ def plan_apart(
         return ask(override_lists)
 
 
-def _answer(line: Connection) -> None:
-    """Serve requests in the child: answer each with specs or an exception, until the parent hangs up."""
+def _begin() -> None:
+    """Prepare the child: it ends with its parent, and only a request can be interrupted, not the wait for one."""
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _answer(planner: str, override_lists: list[list[str]], folders: list[str]) -> list[RunSpec]:
+    """Serve a request in the child; an exception that cannot be unpickled becomes a RuntimeError."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        while True:
-            try:
-                planner, override_lists, folders = pickle.loads(line.recv_bytes())
-            except (EOFError, ConnectionResetError):
-                return
-            answer: tuple[list[RunSpec] | None, BaseException | None, str]
-            try:
-                answer = load_entry(planner)(override_lists, folders), None, ""
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                answer = None, error, "in the planner's process:\n" + traceback.format_exc()
-            sys.stdout.flush()
-            with suppress(BrokenPipeError):
-                line.send_bytes(_packed(answer))
+        planned: list[RunSpec] = load_entry(planner)(override_lists, folders)
+        return planned
     except KeyboardInterrupt:  # whoever started this process says so
         os._exit(EXIT_CTRL_C)
-
-
-def _packed(answer: tuple[Any, BaseException | None, str]) -> bytes:
-    """Pickle an answer; an exception that cannot be unpickled becomes a RuntimeError. Specs keep their shared parts."""
-    specs, error, told = answer
-    if error is None:
-        return pickle.dumps((specs, None, ""))
-    try:
-        raw = pickle.dumps((None, error, told))
-        pickle.loads(raw)
-    except Exception:
-        raw = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), told))
-    return raw
-
-
-def _ended(child: Any) -> int:
-    """Return the exit code, once it has ended by itself or was made to."""
-    child.join(_EXIT_S)
-    if child.exitcode is None:  # a thread that nobody has ended
-        child.kill()
-        child.join()
-    return int(child.exitcode)
-
-
-def _end(child: Any) -> None:
-    """End the child after Ctrl-C: wait for its own clean-up, then SIGINT after 2 s, SIGKILL after 3 more.
-
-    It has got the Ctrl-C as well, unless that was sent to this process alone.
-    """
-    for patience_s, number in ((2.0, signal.SIGINT), (3.0, signal.SIGKILL)):
-        child.join(patience_s)
-        if child.exitcode is not None:
-            return
-        with suppress(ProcessLookupError):
-            os.kill(child.pid, number)
-    child.join()
+    except BaseException as error:
+        told = "in the planner's process:\n" + traceback.format_exc()
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        error.add_note(told)
+        raise error from None
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        sys.stdout.flush()

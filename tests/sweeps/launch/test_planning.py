@@ -117,7 +117,7 @@ def test_a_debugger_sees_the_planner_in_its_own_process() -> None:
 def begun(code: str, marker: Path) -> tuple[subprocess.Popen[bytes], int]:
     """A process that plans, and the number of the one that it plans in."""
     # What a shell starts in the background inherits that Ctrl-C is ignored; the tests may have been started so.
-    code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {code}"
+    code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n{code}"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
     while not marker.exists() or not marker.read_text():
@@ -150,11 +150,43 @@ def test_ctrl_c_ends_both_and_lets_the_planner_clean_up(tmp_path: Path) -> None:
     assert is_gone(child) and (tmp_path / "cleaned").exists()
 
 
+def test_ctrl_c_between_two_requests_is_told_once(tmp_path: Path) -> None:
+    marker = tmp_path / "pid"
+    code = [
+        "import pathlib, time",
+        "from sweeps.launch.planning import Planner",
+        f"with Planner({PLANNER!r}, []) as ask:",
+        "    process = ask([['a']])[0].config['loss']['process']",
+        f"    pathlib.Path({str(marker)!r}).write_text(str(process))",
+        "    time.sleep(60)",
+    ]
+    parent, child = begun("\n".join(code), marker)
+    os.kill(child, signal.SIGINT)  # to both, as a terminal does
+    parent.send_signal(signal.SIGINT)
+    _, said = parent.communicate(timeout=30)
+    assert said.count(b"Traceback") == 1 and parent.returncode == -signal.SIGINT
+    assert is_gone(child)
+
+
 def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     parent, child = begun(planning_code(tmp_path / "pid"), tmp_path / "pid")
     parent.kill()
     parent.wait()
     assert is_gone(child)
+
+
+@pytest.mark.parametrize("word", every(3, ["a", "user", "die"]))
+def test_nothing_is_left_to_an_interpreter_that_cleans_nothing_up(word: str) -> None:
+    """Semaphores that a pool still holds then are complained of on standard error."""
+    code = [
+        "import os",
+        "from sweeps.launch.planning import plan_apart",
+        f"try: plan_apart({PLANNER!r}, [[{word!r}]], [])",
+        "except Exception as error: kept = error",
+        "os._exit(0)",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(code)], cwd=ROOT, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_libraries_that_never_end_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
