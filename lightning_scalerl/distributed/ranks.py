@@ -105,6 +105,14 @@ class Ranks:
         send(encoded, self.hosts)
         return result
 
+    def on_leader(self, work: Callable[[], T]) -> T | None:
+        """Do the work on rank 0 and return its result there, None elsewhere; fail on every rank as `share` does."""
+
+        def lean(result: T | None) -> None:
+            """Leave the result where it is: it need not be plain data."""
+
+        return self.share(work, lean)
+
     def share_batch(self, work: Callable[[], TrainBatch | None]) -> TrainBatch | None:
         """Make a batch, or None, on rank 0 and return it on every rank; the other ranks get it without its groups."""
         return self.share(work, lambda batch: batch and replace(batch, groups=[]))

@@ -46,6 +46,10 @@ class Policy(nn.Module):
             return nullcontext()
         return torch.autocast(device, dtype=dtype)
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return the model's weights by name, as generators are sent them; the tensors are not copied."""
+        return dict(self.model.state_dict())
+
     @property
     def shares_prompts(self) -> bool:
         """Return whether a prompt goes through the model once for all of its completions.

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -183,6 +184,14 @@ class PromptSet:
     prompts: Sequence[Prompt]
     tokens: Sequence[list[int]]
     dropped: int = 0
+
+    @cached_property
+    def _tokens_by_id(self) -> dict[str, list[int]]:
+        return {prompt.prompt_id: ids for prompt, ids in zip(self.prompts, self.tokens, strict=True)}
+
+    def tokens_of(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of one of the prompts."""
+        return self._tokens_by_id[prompt.prompt_id]
 
     def describes(self, name: str) -> str:
         """Return one line on the prompts' number and lengths."""
