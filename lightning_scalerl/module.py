@@ -8,30 +8,60 @@ prompts -> generator -> length control -> reward                       (rollout_
 
 With several ranks, rank 0 does what stands in other files and hands the batch to all; each trains on its rows of
 it, and their gradients add up to the batch's (distributed).
+
+What a run under Lightning's Trainer needs besides (set-up, data path, checkpoints, records) is in `session`; the hooks
+by which Lightning asks for it are at the end of the class.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
-from lightning_scalerl.callbacks.evaluate import Evaluate, evaluation_of
-from lightning_scalerl.callbacks.trainer import count_from
-from lightning_scalerl.lifecycle import Lifecycle
+from lightning_scalerl.callbacks.trainer import refuse_pytorch_lightning
+from lightning_scalerl.distributed.ranks import Follower, Ranks
+from lightning_scalerl.generator.base import Generator
+from lightning_scalerl.measure.compute_meter import ComputeMeter
+from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.measure.probe import check_probe, logprob_gaps, probe_metrics
 from lightning_scalerl.measure.step_metrics import Pass, step_metrics
-from lightning_scalerl.rollout import Part, Scored, TrainBatch, whole
+from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
+from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.model.value import ValueModel
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.rollout import Part, Rollout, Scored, TrainBatch, whole
+from lightning_scalerl.session.checkpoint_state import load_state, save_state
+from lightning_scalerl.session.continuation import Continuation
+from lightning_scalerl.session.data_path import DataPath
+from lightning_scalerl.session.export import export
+from lightning_scalerl.session.fit import begin_fit, begin_training, close_engines, end_fit, fail, stop_between_steps
+from lightning_scalerl.session.models import Reference, make
+from lightning_scalerl.session.records import Records, validate
+from lightning_scalerl.session.sampling import Sampling
+from lightning_scalerl.session.setup import build_optimizer, learning_rates, set_up, supplied_choices
+from lightning_scalerl.stream.drivers import Driver
+from lightning_scalerl.stream.prompts import PromptSet, PromptSource
+from lightning_scalerl.stream.rollout_stream import RolloutStream
+from lightning_scalerl.task.base import Task
 from lightning_scalerl.update.before import scored_before
-from lightning_scalerl.update.health import at_the_limit
+from lightning_scalerl.update.health import HealthWatch, at_the_limit
+from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
+from lightning_scalerl.update.terms import Term
 from lightning_scalerl.update.token_credit import token_credit
+from lightning_scalerl.verify.grade import Sample
+from lightning_scalerl.verify.verification import Verifiers
+from sweeps.run.interruption import interruption
 
 
-class ScaleRL(Lifecycle):
+class ScaleRL(LightningModule):
     """RL post-training with verifiable rewards; every design choice is a callback.
 
     The recipe supplies a choice for each axis that no callback of the Trainer claims. With several ranks only rank 0
@@ -51,13 +81,65 @@ class ScaleRL(Lifecycle):
             for another one.
     """
 
+    # Set by `setup`, on rank 0 alone but for the stream: elsewhere a stand-in for it counts the steps.
+    stream: RolloutStream
+    sampling: Sampling
+    prompts: PromptSource
+    generator: Generator
+    driver: Driver
+    mechanism: MechanismCounters
+    alarm: TruncationAlarm
+    # Set by `setup`, on every rank.
+    meter: ComputeMeter
+    sigterm_handler: Any
+
+    def __init__(
+        self,
+        model: str | nn.Module | None = None,
+        recipe: str | Recipe | None = "scalerl",
+        overrides: Sequence[str] = (),
+        tokenizer: Any = None,
+        config_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        refuse_pytorch_lightning(ScaleRL)
+        self.automatic_optimization = False
+        made = make(model, recipe, overrides, tokenizer, config_dir)
+        self.recipe, self.tokenizer, self.stop_tokens = made.recipe, made.tokenizer, made.stop_tokens
+        self.arguments = made.arguments
+        # Models that are trained and saved. The reference is neither, and hidden from `nn.Module`.
+        self.policy = made.policy
+        self.critic: ValueModel | None = None
+        self.reference_model = Reference(made.arguments.get("model"))
+        # What `setup` settles anew for every fit.
+        self.choices = made.recipe.choices
+        self.ranks = Ranks()
+        self.stream = Follower()  # type: ignore[assignment]  # no step is completed yet
+        self.data_path: DataPath | None = None
+        self.terms: list[Term] = []
+        self.loss_scale = LossScale(acts=False)
+        self.skipped = SkippedUpdates()
+        self.health = HealthWatch(self.recipe.health, self.recipe.reward.incorrect)
+        self.optimizer: torch.optim.Optimizer | None = None
+        # What outlasts a fit.
+        self.continuation = Continuation()
+        self.records = Records()
+        self.save_hyperparameters(self.arguments)
+
+    # --- the path of one training step -------------------------------------------------------------------
+
     def next_batch(self) -> TrainBatch:
         """Generate until a batch is due: on rank 0, for all."""
         # Before the step begins, so that whoever looks at its beginning (LearningRateMonitor) sees its own rate.
         self._set_learning_rate()
         with self.meter.phase("generate"):
             batch = self.ranks.share_batch(lambda: self.driver.next_batch(lambda: self.stop_reason is not None))
-        return batch if batch is not None else self._stop_between_steps()
+        return batch if batch is not None else stop_between_steps(self)
+
+    def _set_learning_rate(self) -> None:
+        factor = self.recipe.schedule.factor(self.completed_steps)
+        for group, rate in zip(self.optimizers().param_groups, learning_rates(self), strict=True):  # type: ignore[union-attr]
+            group["lr"] = rate * factor
 
     def training_step(self, batch: TrainBatch, batch_index: int) -> None:
         """Take one training step: as many updates of the weights on one batch as axis `epochs` says."""
@@ -83,7 +165,9 @@ class ScaleRL(Lifecycle):
             optimizer.step()  # type: ignore[union-attr]
             self.meter.trained(batch, self.choices.passes)
         self.stream.step_completed()
-        recorded = self.record("train", lambda: {**self._step_metrics(batch, passes), **probe_metrics(gaps)})
+        recorded = self.records.record(
+            self, "train", lambda: {**self._step_metrics(batch, passes), **probe_metrics(gaps)}
+        )
         check_probe(recorded, self.choices.precision, self.completed_steps - 1)
         self.health.check(recorded, self.completed_steps)
 
@@ -155,22 +239,121 @@ class ScaleRL(Lifecycle):
             **self.mechanism.metrics(),
         }
 
+    # --- what callbacks and scripts ask of a run ---------------------------------------------------------
+
+    @property
+    def task(self) -> Task:
+        """Task of the datamodule, whose prompts are trained on."""
+        task: Task = self.trainer.datamodule.task  # type: ignore[attr-defined]
+        return task
+
+    @property
+    def seed(self) -> int:
+        """Seed of the datamodule, for prompt order and sampling."""
+        return int(self.trainer.datamodule.seed)  # type: ignore[attr-defined]
+
+    @property
+    def completed_steps(self) -> int:
+        """Number of optimizer steps done, which is the version of the weights."""
+        return self.stream.completed_steps
+
+    @property
+    def reference(self) -> Policy | None:
+        """Frozen reference model of axis `kl`, or None; kept out of the module's own parameters."""
+        return self.reference_model.policy if self.choices.kl.where else None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Reason to stop at the next clean border, from the launcher or a signal to Lightning; None without one."""
+        return interruption.reason or ("SIGTERM" if self.trainer.received_sigterm else None)
+
+    @property
+    def eval_sets(self) -> dict[str, PromptSet]:
+        """Held-out prompts that are evaluated, by the name of their set."""
+        return self.sampling.eval_sets
+
+    @property
+    def began(self) -> list[str]:
+        """Lines to show once at the start of a fit: prompt lengths, a prompt as it is read, the verifier's trial."""
+        return [] if self.data_path is None else self.data_path.began
+
+    def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
+        """Return a completion in the form that a grader takes."""
+        return self.sampling.rendering.sample(prompt, rollout, self.completed_steps)
+
+    def generating(self) -> AbstractContextManager[Generator]:
+        """Lend the run's generator with nothing in flight, for other work than training; rollouts in flight wait."""
+        return self.sampling.generating()
+
+    def verifying(self) -> AbstractContextManager[Verifiers]:
+        """Open the verifiers that grade completions: the driver's in a fit, new ones for `Trainer.validate`."""
+        return self.sampling.verifying()
+
+    def save_pretrained(self, directory: str | Path, dtype: str = "fp32") -> Path:
+        """Write the policy as a folder that `AutoModelForCausalLM.from_pretrained` loads, with tokenizer and a card.
+
+        All ranks call it, and rank 0 writes. A critic stays behind.
+
+        Args:
+            directory: new or empty.
+            dtype: of the saved weights: "fp32", "bf16" or "fp16".
+
+        Raises:
+            ConfigurationError: something is there already, or the type is unknown.
+        """
+        return export(self, directory, dtype)
+
+    # --- Lightning's hooks, in the order in which they are called ----------------------------------------
+
+    def configure_callbacks(self) -> Sequence[Callback]:
+        """Return the recipe's choices for axes that the Trainer's callbacks leave open; the same ones each time."""
+        return supplied_choices(self)
+
+    def setup(self, stage: str) -> None:
+        """Resolve the choices and build the data path; every mistake surfaces here, before any compute."""
+        set_up(self, stage)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the run from a checkpoint in `fit`; elsewhere its weights alone are taken."""
+        load_state(self, checkpoint)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the recipe's optimizer, that of the last fit if there was one; the schedule is applied in the step."""
+        if self.optimizer is None:
+            self.optimizer = build_optimizer(self)
+        return self.optimizer
+
+    def on_fit_start(self) -> None:
+        """Check that all ranks resume at the same step; make an evaluation after the last step that is still due."""
+        begin_fit(self)
+
+    def on_train_start(self) -> None:
+        """Start the compute meter; publish the current weights to the generator of a fresh run."""
+        begin_training(self)
+
     def validation_step(self, sets: list[str], batch_index: int) -> None:
         """Evaluate all held-out sets, for `Evaluate` in a fit or for `Trainer.validate`."""
-        evaluation = evaluation_of(self.trainer)
-        if evaluation is None:
-            evaluation = Evaluate()
-            evaluation.follow(self.recipe.evaluation)
-        if self.trainer.state.fn == "fit":
-            metrics = evaluation.measure(self)
-            self.record("eval", lambda: metrics)
-            return
-        metrics = evaluation.measure(self, in_fit=False)
-        count_from(self.trainer, self.completed_steps)
-        several = self.ranks.count > 1
-        self.log_dict(metrics, batch_size=1, sync_dist=several, rank_zero_only=several)
+        validate(self)
 
-    def _set_learning_rate(self) -> None:
-        factor = self.recipe.schedule.factor(self.completed_steps)
-        for group, rate in zip(self.optimizers().param_groups, self.learning_rates, strict=True):  # type: ignore[union-attr]
-            group["lr"] = rate * factor
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the run beside its weights. All ranks call it."""
+        save_state(self, checkpoint)
+
+    def on_fit_end(self) -> None:
+        """Stop the compute meter; time between two fits is not charged."""
+        end_fit(self)
+
+    def failed(self, error: BaseException) -> None:
+        """Stop the meter after an error; unless it was a clean interruption, the next fit needs a checkpoint."""
+        fail(self, error)
+
+    def teardown(self, stage: str) -> None:
+        """Close generators with processes or memory of their own; another fit starts them again."""
+        if stage == "fit":
+            close_engines(self)
+
+    def test_step(self, *args: Any) -> None:
+        """Do nothing: `setup` refuses Trainer.test and names what to use instead."""
+
+    def predict_step(self, *args: Any) -> None:
+        """Do nothing: `setup` refuses Trainer.predict and names what to use instead."""

@@ -37,7 +37,7 @@ FLOORS = {
         {"composition", "measure"},
         {"composer", "run"},
         {"callbacks"},
-        {"data", "lifecycle"},
+        {"data", "session"},
         {"module"},
         {"member"},
         {"train"},

@@ -200,7 +200,7 @@ class StepHooks(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Check that the run can resume, before any other callback writes."""
-        pl_module.check_goes_on()
+        pl_module.continuation.check_checkpoint(trainer.ckpt_path)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Disable the monitoring callbacks at the end of Lightning's epoch: they have seen that step already."""

@@ -6,10 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import nn
-
 from lightning_scalerl.checks import ConfigurationError, whole_number
-from lightning_scalerl.distributed.start import devices_beside
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.generator.channel import WeightChannel
 from lightning_scalerl.generator.fleet import Fleet
@@ -31,12 +28,6 @@ class Virtual:
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "Virtual"}
     # Generators on devices that the run pays for beside the trainer's.
     generators: ClassVar[int] = 0
-
-    def generator(
-        self, factory: Callable[..., Generator], model: nn.Module, arguments: dict[str, Any], ranks: int = 1
-    ) -> Generator:
-        """Build the generator in this process; `ranks` is not used."""
-        return factory(model=model, **arguments)
 
     def driver(
         self,
@@ -80,20 +71,6 @@ class Live:
                 raise ConfigurationError(
                     f"driver.{field}: {getattr(self, field)!r} must be a number of seconds above 0"
                 )
-
-    def generator(
-        self, factory: Callable[..., Generator], model: nn.Module, arguments: dict[str, Any], ranks: int = 1
-    ) -> Generator:
-        """Start a fleet of generators behind one protocol; `ranks` train on this node."""
-        return Fleet(
-            factory,
-            model,
-            arguments,
-            generators=self.generators,
-            silence_s=self.silence_s,
-            start_s=self.start_s,
-            devices=self.devices or devices_beside(ranks),
-        )
 
     def driver(
         self,

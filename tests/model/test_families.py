@@ -136,7 +136,7 @@ def check_exported(folder: Path, trained: Any, before: Path) -> None:
 def check_read(module: ScaleRL, family: Family) -> None:
     """One first token if there is any, whoever writes it; and every token that ends a turn ends a completion."""
     style, tokenizer = family.style, module.tokenizer
-    prompts = module._sets["training"].tokens
+    prompts = module.sampling.sets["training"].tokens
     assert len({len(ids) for ids in prompts}) > 1  # else all rollouts would decode at one place
     bos = tokenizer.bos_token_id
     if style.adds_bos or "bos_token" in (style.template or ""):
@@ -297,9 +297,9 @@ def test_thinking_is_switched_off_where_the_template_can(place: Place) -> None:
     model = place.model(FAMILIES["Qwen3"], "Qwen3")
     module = script(place, model, "chat.thinking=false", "length_control=none", steps=1)
     prompt = module.task.train_prompts()[0]
-    assert module._rendering.text(prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert module.sampling.rendering.text(prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert "enable_thinking=False" in module.began[2]
-    assert module._rendering._answer(prompt, [], "It is \\boxed{5}.") == "It is \\boxed{5}."
+    assert module.sampling.rendering._answer(prompt, [], "It is \\boxed{5}.") == "It is \\boxed{5}."
     said = refused(place, place.model(FAMILIES["Llama"], "Llama"), "chat.thinking=false")
     assert "the model's chat template knows no enable_thinking" in said
 
@@ -309,9 +309,9 @@ def test_a_template_that_opens_the_thinking(place: Place) -> None:
     """DeepSeek's: a completion that never ends it has no answer."""
     module = script(place, place.model(FAMILIES["DeepSeek-V3"], "DeepSeek-V3"), steps=1)
     prompt = module.task.train_prompts()[0]
-    assert module._rendering.text(prompt).endswith("<think>\n")
-    assert module._rendering._answer(prompt, [], "It is \\boxed{5}.") == ""
-    assert module._rendering._answer(prompt, [], "Well.</think>It is \\boxed{5}.") == "It is \\boxed{5}."
+    assert module.sampling.rendering.text(prompt).endswith("<think>\n")
+    assert module.sampling.rendering._answer(prompt, [], "It is \\boxed{5}.") == ""
+    assert module.sampling.rendering._answer(prompt, [], "Well.</think>It is \\boxed{5}.") == "It is \\boxed{5}."
 
 
 def test_contexts_that_a_model_cannot_have(place: Place) -> None:

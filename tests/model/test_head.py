@@ -66,7 +66,7 @@ def test_completions_stop_at_every_end_of_the_generation_configuration(tiny_mode
             return super().reward(prompt, completion)
 
     module = fit(str(tmp_path), steps=2, task=Watching())
-    assert module.stop_tokens == [2, 14] and module._rendering.decode([5, 6, 2]) == "45"
+    assert module.stop_tokens == [2, 14] and module.sampling.rendering.decode([5, 6, 2]) == "45"
     # Token 2 is the digit 1: it can only have been the end.
     assert any(len(text) < 9 for text in seen) and not any("1" in text for text in seen)
 

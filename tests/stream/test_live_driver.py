@@ -306,7 +306,7 @@ def test_bad_settings_are_refused(given: dict[str, Any], says: str) -> None:
 
 def test_what_cannot_be_sent_is_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot be sent to another process .* use driver=virtual"):
-        Live().generator(lambda **arguments: None, Weights(Size()), {})
+        Fleet(lambda **arguments: None, Weights(Size()), {}, generators=1, silence_s=60, start_s=60)
 
 
 @pytest.mark.slow

@@ -1,0 +1,88 @@
+"""State of a run in a checkpoint, beside the weights, optimizer and callbacks that Lightning saves.
+
+    scalerl             rank 0's data path (`DataPath.state`): prompts, stream, driver, generator, meter, counters
+    scalerl_run         identity of the run, by which another run's checkpoint is refused
+    scalerl_followers   random state of the other ranks
+    scalerl_update      loss scale, skipped updates, health, and the reference's fingerprint
+    scalerl_metrics     the last value of every metric, which callbacks may monitor
+
+In comes a module or a checkpoint, out goes the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_scalerl.callbacks.checkpoint_file import IDENTITY
+from lightning_scalerl.callbacks.checkpointing import check_whole
+from lightning_scalerl.callbacks.trainer import count_from
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.distributed.ranks import Follower
+from lightning_scalerl.session.continuation import check_identity, identity
+from lightning_scalerl.session.parts import Parts
+from lightning_scalerl.state import TorchRandomState
+
+
+def save_state(module: Parts, checkpoint: dict[str, Any]) -> None:
+    """Save the state of rank 0's data path and the random state of the other ranks. All ranks call it."""
+    _, *others = module.ranks.gather(TorchRandomState().state_dict())
+    if module.data_path is None:
+        return
+    with module.driver.quiet():
+        checkpoint["scalerl"] = module.data_path.state.state_dict()
+    checkpoint[IDENTITY] = identity(module)
+    checkpoint["scalerl_followers"] = others
+    checkpoint["scalerl_update"] = {
+        "loss_scale": module.loss_scale.state_dict(),
+        "skipped": module.skipped.state_dict(),
+        "health": module.health.state_dict(),
+        "reference": None if module.reference is None else module.reference_model.fingerprint(),
+    }
+    checkpoint["scalerl_metrics"] = dict(module.records.latest)
+
+
+def load_state(module: Parts, checkpoint: dict[str, Any]) -> None:
+    """Restore the run from a checkpoint; a rank that the saved run did not have keeps fresh random state.
+
+    `Trainer.fit(ckpt_path=...)` goes on with the run. `load_from_checkpoint` and `Trainer.validate` take its weights
+    alone, and a later fit begins with them.
+
+    Raises:
+        ConfigurationError: the file is not whole, holds no run, or holds another run than this one.
+    """
+    trainer = module._trainer
+    check_whole(None if trainer is None else trainer.ckpt_path)
+    if module.critic is None:
+        # The critic's weights are of no use to an evaluation, or to a new run that begins with this policy.
+        weights = checkpoint["state_dict"]
+        for name in [name for name in weights if name.startswith("critic.")]:
+            del weights[name]
+    if trainer is None or trainer.state.fn != "fit":
+        module.continuation.meaning = None
+        steps = checkpoint.get("scalerl", {}).get("stream", {}).get("completed_steps", 0)
+        module.stream = Follower(steps)  # type: ignore[assignment]
+        return
+    if "scalerl" not in checkpoint:
+        raise ConfigurationError(
+            "ckpt_path: this checkpoint holds no run to go on with; begin one with its weights: "
+            "ScaleRL.load_from_checkpoint(path)"
+        )
+    check_identity(identity(module), checkpoint.get(IDENTITY), trainer.ckpt_path)
+    module.records.latest = dict(checkpoint.get("scalerl_metrics", {}))
+    steps = checkpoint["scalerl"]["stream"]["completed_steps"]
+    # Lightning restores its own counters later, and an evaluation that is still owed asks for the step before.
+    count_from(trainer, steps)
+    update = checkpoint.get("scalerl_update")
+    if update is not None:
+        module.loss_scale.load_state_dict(update["loss_scale"])
+        module.skipped.load_state_dict(update["skipped"])
+        module.health.load_state_dict(update["health"])
+        device = trainer.strategy.root_device
+        module.reference_model.restore(update.get("reference"), module.policy, module.choices, device)
+    if module.data_path is not None:
+        module.data_path.state.load_state_dict(checkpoint["scalerl"])
+        return
+    module.stream.completed_steps = steps
+    states = checkpoint.get("scalerl_followers", [])
+    if module.ranks.number <= len(states):
+        TorchRandomState().load_state_dict(states[module.ranks.number - 1])

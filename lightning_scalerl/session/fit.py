@@ -1,0 +1,92 @@
+"""A fit from its start to its end, around the training steps: probe, first weights, compute meter, stop and failure.
+
+In comes a module that is set up; out goes one whose meter has stopped and whose engines are closed, with a note of how
+the fit ended.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NoReturn
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
+from lightning_scalerl.callbacks.evaluate import owed, validate_now
+from lightning_scalerl.measure.probe import start_probe
+from lightning_scalerl.session.parts import Parts
+from lightning_scalerl.session.sampling import TRAINING, generator_arguments
+from sweeps.run.interruption import RunInterruptedError
+
+
+def begin_fit(module: Parts) -> None:
+    """Check that all ranks resume at the same step; make an evaluation after the last step that is still due."""
+    trainer, steps = module.trainer, module.completed_steps
+    module.ranks.check_alike("checkpoint: completed steps", steps)
+    module.records.begin(trainer)
+    if steps >= trainer.max_steps and owed(trainer, steps):
+        module.meter.start()
+        if not validate_now(trainer):
+            # Nothing new to save; and Lightning's counters are not restored yet.
+            raise RunInterruptedError(f"step {steps}: {module.stop_reason}")
+
+
+def begin_training(module: Parts) -> None:
+    """Probe the generator, publish the current weights to that of a fresh run, and start the compute meter."""
+    # The model's own dropout would make trainer and generator two policies.
+    module.policy.train(module.recipe.optimizer.dropout)
+    if module.critic is not None:
+        module.critic.train(False)
+    for part in module.policy.modules():
+        # Layers that recompute their activations do so in training mode only; what is in them stays as it is.
+        part.training = part.training or bool(getattr(part, "gradient_checkpointing", False))
+    module.ranks.share(partial(_probe, module))
+    if module.ranks.leads and module.completed_steps == 0 and module.trainer.ckpt_path is None:
+        module.generator.publish(module.policy.weights(), 0)
+    module.ranks.restore_sigterm(module.sigterm_handler)
+    module.meter.start()
+    module.continuation.fit_began()
+
+
+def _probe(module: Parts) -> None:
+    """Check that trainer and generator compute the same, before any compute is counted."""
+    given = generator_arguments(module.sampling.inputs)
+    tokens = module.sampling.sets[TRAINING].tokens[0]
+    interruption = (given["phrase"], given["thinking_ended"])
+    with module.sampling.generating() as generator:
+        start_probe(generator, module.policy, tokens, module.completed_steps, *interruption)
+
+
+def stop_between_steps(module: Any) -> NoReturn:
+    """Save the stream in the middle of a generation, and end the run.
+
+    Raises:
+        RunInterruptedError: the run can be continued from there.
+        SIGTERMException: Lightning's own way, where the run keeps no checkpoints that could be continued.
+    """
+    for callback in module.trainer.callbacks:
+        if isinstance(callback, ResumableCheckpoint):
+            callback.stop_between_steps(module.trainer, module)
+    if module.trainer.received_sigterm:
+        raise SIGTERMException
+    raise RunInterruptedError(f"step {module.completed_steps}: {module.stop_reason}")
+
+
+def end_fit(module: Parts) -> None:
+    """Stop the compute meter; time between two fits is not charged."""
+    module.meter.stop()
+    module.continuation.fit_ended()
+
+
+def close_engines(module: Parts) -> None:
+    """Close generators and verifiers with processes or memory of their own; another fit starts them again."""
+    if module.data_path is not None:
+        module.data_path.driver.close()
+
+
+def fail(module: Parts, error: BaseException) -> None:
+    """Stop the meter and close the engines after an error, which may have come before there were any."""
+    if hasattr(module, "meter"):
+        module.meter.stop()
+    close_engines(module)
+    module.continuation.fit_ended(error)

@@ -1,0 +1,92 @@
+"""Records of a run: what is measured goes to every logger, `Recorder` and monitoring callback of the Trainer.
+
+In come metrics that rank 0 measures, out they go with all compute axes, under the completed steps that they are of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_scalerl.callbacks.base import Recorder
+from lightning_scalerl.callbacks.evaluate import Evaluate, evaluation_of
+from lightning_scalerl.callbacks.trainer import count_from
+
+if TYPE_CHECKING:
+    from lightning_scalerl.session.parts import Parts
+
+
+class Records:
+    """Writer of a run's records. `latest` is the last value of every metric, which a checkpoint holds."""
+
+    def __init__(self) -> None:
+        self.latest: dict[str, float] = {}
+        self._logged: tuple[int, set[str]] = (-1, set())
+
+    def begin(self, trainer: Trainer) -> None:
+        """Let the callbacks of a new fit monitor what was measured last."""
+        self._logged = (-1, set())
+        trainer.callback_metrics.update(_tensors(self.latest))
+
+    def record(self, module: Parts, kind: str, measure: Callable[[], dict[str, Any]]) -> dict[str, float]:
+        """Measure on rank 0, send that with all compute axes to every logger and `Recorder`, and return it.
+
+        All ranks call it: every rank's callbacks may monitor what was measured. Lightning's own `log` would write at
+        the end of its epoch what was true at its beginning.
+
+        Args:
+            module: that is trained.
+            kind: "train" or "eval".
+            measure: the metrics by name, called on rank 0 only.
+        """
+        values = module.ranks.share(partial(self._measure_and_write, module, kind, measure))
+        self.latest |= values
+        tensors = _tensors(values)
+        module.trainer.callback_metrics.update(tensors)
+        module.trainer.logged_metrics.update(tensors)
+        return values
+
+    def _measure_and_write(self, module: Parts, kind: str, measure: Callable[[], dict[str, Any]]) -> dict[str, float]:
+        trainer, step = module.trainer, module.completed_steps
+        compute = {**measure(), **module.meter.metrics(), **module.driver.metrics()}
+        values = {name: float(value) for name, value in compute.items()}
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Recorder):
+                callback.on_record(kind, step, values)
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if kind == "eval" or (every and step % every == 0):
+            # The train and eval records of a step both hold the compute axes; a logger gets each metric once a step.
+            self._logged = self._logged if self._logged[0] == step else (step, set())
+            fresh = {name: value for name, value in values.items() if name not in self._logged[1]}
+            self._logged[1].update(fresh)
+            for logger in trainer.loggers:
+                logger.log_metrics(fresh, step)
+                logger.save()
+        return values
+
+
+def validate(module: Parts) -> None:
+    """Evaluate all held-out sets: a record of the run in a fit, Lightning's own metrics for `Trainer.validate`."""
+    trainer = module.trainer
+    evaluation = evaluation_of(trainer)
+    if evaluation is None:
+        evaluation = Evaluate()
+        evaluation.follow(module.recipe.evaluation)
+    if trainer.state.fn == "fit":
+        metrics = evaluation.measure(module)
+        module.records.record(module, "eval", lambda: metrics)
+        return
+    metrics = evaluation.measure(module, in_fit=False)
+    count_from(trainer, module.completed_steps)
+    several = module.ranks.count > 1
+    module.log_dict(metrics, batch_size=1, sync_dist=several, rank_zero_only=several)
+
+
+def _tensors(values: dict[str, float]) -> dict[str, Tensor]:
+    """Convert metrics to FP64 tensors, as Lightning's callbacks expect them, without rounding."""
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}

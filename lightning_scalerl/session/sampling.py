@@ -1,0 +1,160 @@
+"""Sampling of completions and their grading: prompts as the model reads them, a generator, verifiers.
+
+In come a stage's settled choices, task and policy (`Inputs`); out go prompts that fit the context, and engines that the
+data path of a fit is built from, or that an evaluation borrows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choices import Choices
+from lightning_scalerl.distributed.start import devices_beside
+from lightning_scalerl.generator.base import EndOfThinking, Generator
+from lightning_scalerl.generator.fleet import Fleet
+from lightning_scalerl.model.chat import Rendering, StopTexts
+from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.stream.drivers import Driver, Live
+from lightning_scalerl.stream.prompts import PromptSet, fitting
+from lightning_scalerl.task.base import Task, passes
+from lightning_scalerl.verify.verification import Verifiers, check_verifiers
+
+TRAINING = "training"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Settled choices and parts of a stage, from which prompts, generator and verifiers follow.
+
+    `ranks` is how many ranks train on this node; `held_out` at most how many prompts of each held-out set are
+    evaluated, None for all.
+    """
+
+    recipe: Recipe
+    choices: Choices
+    task: Task
+    seed: int
+    tokenizer: Any
+    stop_tokens: list[int]
+    policy: Policy
+    ranks: int
+    held_out: int | None
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenize a text without adding special tokens."""
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return tokens
+
+
+class Sampling:
+    """Prompts of a stage, rendered, tokenised and measured; and who samples and grades completions of them.
+
+    All prompts are measured before any compute: one that is too long would else end the run when it is drawn, and every
+    resume of it.
+
+    Args:
+        inputs: of the stage.
+        training: whether the prompts that are trained on are needed, or the held-out ones alone.
+
+    Raises:
+        ConfigurationError: prompts that do not fit into the context, or that cannot be rendered.
+    """
+
+    def __init__(self, inputs: Inputs, *, training: bool) -> None:
+        self.inputs = inputs
+        # In a fit there is one engine, with one copy of weights and cache; it is set once it is built.
+        self.driver: Driver | None = None
+        sets = {TRAINING: inputs.task.train_prompts()} if training else {}
+        sets |= {f"held-out ({name})": some[: inputs.held_out] for name, some in inputs.task.eval_sets().items()}
+        context, control = inputs.recipe.context, inputs.choices.length_control.end_of_thinking
+        self.rendering = Rendering(inputs.tokenizer, inputs.recipe.chat, inputs.stop_tokens, control)
+        tokens = self.rendering.encode_all(sets)
+        self.sets = fitting(sets, tokens, context.max_prompt_tokens, context.too_long)
+
+    @property
+    def eval_sets(self) -> dict[str, PromptSet]:
+        """Held-out prompts that are evaluated, by the name of their set."""
+        return {name: self.sets[f"held-out ({name})"] for name in self.inputs.task.eval_sets()}
+
+    @contextmanager
+    def generating(self) -> Iterator[Generator]:
+        """Lend the fit's generator with nothing in flight, or a new one where there is no fit."""
+        if self.driver is not None:
+            with self.driver.quiet(), self.driver.generator.aside():
+                yield self.driver.generator
+            return
+        generator = new_generator(self.inputs)
+        try:
+            yield generator
+        finally:
+            generator.close()
+
+    @contextmanager
+    def verifying(self) -> Iterator[Verifiers]:
+        """Lend the fit's verifiers, or new ones where there is no fit."""
+        if self.driver is not None:
+            yield self.driver.verifiers
+            return
+        verifiers, _ = new_verifiers(self.inputs)
+        try:
+            yield verifiers
+        finally:
+            verifiers.close()
+
+
+def new_verifiers(inputs: Inputs) -> tuple[Verifiers, str]:
+    """Start the verifiers that grade completions and try them on known answers; return a line on the trial too."""
+    verifiers = inputs.recipe.verify.verifiers(inputs.task.grader(), inputs.task.trusted)
+    try:
+        tried = check_verifiers(verifiers, inputs.task.known(), partial(passes, inputs.task))
+    except BaseException:
+        verifiers.close()
+        raise
+    return verifiers, tried
+
+
+def new_generator(inputs: Inputs) -> Generator:
+    """Build a generator with a copy of the current weights: in this process, or in those that the driver asks for."""
+    factory, driver = inputs.recipe.generator, inputs.recipe.driver
+    model, arguments = inputs.policy.model, generator_arguments(inputs)
+    if not isinstance(driver, Live):
+        return factory(model=model, **arguments)
+    return Fleet(
+        factory,
+        model,
+        arguments,
+        generators=driver.generators,
+        silence_s=driver.silence_s,
+        start_s=driver.start_s,
+        devices=driver.devices or devices_beside(inputs.ranks),
+    )
+
+
+def generator_arguments(inputs: Inputs) -> dict[str, Any]:
+    """Return the arguments of a generator besides the model.
+
+    Raises:
+        ConfigurationError: the phrase that ends thinking does not fit into a completion.
+    """
+    control, context = inputs.choices.length_control, inputs.recipe.context
+    phrase = inputs.encode(control.phrase) if control.phrase else []
+    problem = control.check_limit(context.max_new_tokens, len(phrase))
+    if problem:
+        raise ConfigurationError(problem)
+    stop = tuple(inputs.recipe.chat.stop)
+    return {
+        **({"stop_text": StopTexts(inputs.tokenizer, stop)} if stop else {}),
+        "precision": inputs.choices.precision,
+        "max_prompt_tokens": context.max_prompt_tokens,
+        "max_new_tokens": context.max_new_tokens,
+        "stop_tokens": inputs.stop_tokens,
+        "temperature": context.temperature,
+        "phrase": phrase,
+        "thinking_ended": EndOfThinking(inputs.tokenizer, control.end_of_thinking),
+    }

@@ -1,0 +1,177 @@
+"""Set-up of a stage, top to bottom: the hooks that Lightning calls before a fit or a validation.
+
+In come the module's recipe and a Trainer with callbacks and data module; out goes a module whose choices are resolved,
+whose models are on their device, and which can generate, train and evaluate. Every mistake surfaces here, before any
+compute.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+
+from lightning_scalerl.callbacks.evaluate import evaluation_of
+from lightning_scalerl.callbacks.trainer import STAGES, check_trainer, count_from, prepare_trainer
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choice import DesignChoice
+from lightning_scalerl.choices import Choices, by_axis
+from lightning_scalerl.distributed.meeting import meet
+from lightning_scalerl.distributed.ranks import Follower, Ranks
+from lightning_scalerl.measure.compute_meter import ComputeMeter
+from lightning_scalerl.measure.flops import FlopModel
+from lightning_scalerl.measure.semantics import resolved_choices
+from lightning_scalerl.session.data_path import DataPath, build_data_path
+from lightning_scalerl.session.models import make_critic
+from lightning_scalerl.session.parts import Parts
+from lightning_scalerl.session.sampling import Inputs, Sampling
+from lightning_scalerl.task.base import check_curriculum
+from lightning_scalerl.update.health import HealthWatch
+from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
+from lightning_scalerl.update.terms import terms
+
+
+def supplied_choices(module: Parts) -> Sequence[Callback]:
+    """Check and prepare the Trainer; return the recipe's choices for axes that its callbacks leave open.
+
+    They are the same instances each time.
+    """
+    trainer, recipe = module.trainer, module.recipe
+    evaluation = evaluation_of(trainer)
+    if evaluation is not None:
+        evaluation.follow(recipe.evaluation)
+    check_trainer(trainer)
+    meet(trainer)
+    if trainer.state.fn == "fit":
+        prepare_trainer(trainer)
+    # Trainer.validate after a fit uses the choices of that fit, whatever callbacks this Trainer has.
+    after_fit = module.continuation.meaning is not None and trainer.state.fn != "fit"
+    base = module.choices if after_fit else recipe.choices
+    own = {*map(id, recipe.choices), *map(id, base)}
+    claimed = by_axis(choice for choice in _choices_among(trainer) if id(choice) not in own)
+    return [choice for axis, choice in base.items() if axis not in claimed]
+
+
+def build_optimizer(module: Parts) -> torch.optim.Optimizer:
+    """Build the recipe's optimizer over policy and critic, each at its learning rate."""
+    models = [module.policy] if module.critic is None else [module.policy, module.critic]
+    rates = zip(models, learning_rates(module), strict=True)
+    return module.recipe.optimizer.build([{"params": list(model.parameters()), "lr": rate} for model, rate in rates])
+
+
+def learning_rates(module: Parts) -> list[float]:
+    """Return the learning rates of the policy and, if there is one, of the critic, before the schedule's factor."""
+    rate = module.recipe.optimizer.lr
+    own = getattr(module.choices.critic, "lr", None)
+    return [rate] if module.critic is None else [rate, rate if own is None else own]
+
+
+def set_up(module: Parts, stage: str) -> None:
+    """Resolve the choices, place the models, and build what the stage needs.
+
+    Raises:
+        ConfigurationError: choices, settings, task or model that do not go together, or a stage that there is not.
+    """
+    if stage in STAGES:
+        raise ConfigurationError(STAGES[stage])
+    trainer, recipe = module.trainer, module.recipe
+    # As it was before Lightning's own handler, which comes after this hook.
+    module.sigterm_handler = signal.getsignal(signal.SIGTERM)
+    choices = Choices.of(_choices_among(trainer))
+    recipe.check(choices)
+    module.choices = choices
+    module.policy.precision = choices.precision
+    # Lightning warns of modules that are not; what they train in is decided in `fit.begin_training`.
+    module.policy.train()
+    if module.critic is not None:
+        module.critic.train()
+    # Lightning moves the module to its device after this hook; the generator copies it in this one.
+    module.policy.to(trainer.strategy.root_device)
+    resolved = {**resolved_choices(recipe, choices), **module.arguments, "seed": module.seed}
+    module.save_hyperparameters(resolved)
+    devices = trainer.world_size + recipe.driver.generators
+    module.meter = ComputeMeter(FlopModel.of(module.policy.model), devices=devices)
+    module.ranks = Ranks.of(trainer)
+    evaluation = evaluation_of(trainer)
+    inputs = Inputs(
+        recipe=recipe,
+        choices=choices,
+        task=module.task,
+        seed=module.seed,
+        tokenizer=module.tokenizer,
+        stop_tokens=module.stop_tokens,
+        policy=module.policy,
+        ranks=trainer.num_devices,
+        held_out=None if evaluation is None else evaluation.prompts,
+    )
+    if stage == "validate":
+        # Evaluation asks the stream for the step alone; what a fit has left behind stays for the next one.
+        sampling = module.ranks.on_leader(partial(Sampling, inputs, training=False))
+        if sampling is not None:
+            module.sampling = sampling
+        return
+    _set_up_fit(module, inputs, resolved)
+
+
+def _set_up_fit(module: Parts, inputs: Inputs, resolved: dict[str, Any]) -> None:
+    """Build what a fit needs beside its policy, and go on where the last fit of this module ended, if it may."""
+    check_curriculum(inputs.task, inputs.choices.curriculum)
+    prompts = [(prompt.prompt_id, prompt.text) for prompt in inputs.task.train_prompts()]
+    meaning = {**resolved, "task": (type(inputs.task).__name__, prompts)}
+    steps = module.completed_steps
+    goes_on = module.continuation.goes_on(meaning, steps)
+    # A copy, before the parts that it is the state of are replaced.
+    state = module.data_path.state.state_dict() if goes_on and module.data_path is not None else {}
+    if not goes_on:
+        _begin_anew(module)
+    # Every rank has models and loss; what makes the batches is built on rank 0, after all that can be refused cheaply.
+    choices, device = inputs.choices, module.trainer.strategy.root_device
+    if choices.critic.has_values and module.critic is None:
+        module.critic = make_critic(module.policy, choices, device)
+    if choices.kl.where:
+        module.reference_model.begin_with(module.policy, choices, device)
+    module.terms = terms(choices)
+    _take(module, module.ranks.on_leader(partial(build_data_path, inputs, module.meter)))
+    # Only now: a fit whose set-up failed has not changed what the module goes on with.
+    module.continuation.meaning = meaning
+    if not goes_on:
+        module.optimizer = None
+        return
+    if module.data_path is not None:
+        module.data_path.state.load_state_dict(state)
+    module.stream.completed_steps = steps
+    count_from(module.trainer, steps)
+
+
+def _begin_anew(module: Parts) -> None:
+    """Discard what an earlier fit of this module has left behind, on all ranks."""
+    module.critic = None
+    if module.continuation.failure is None:  # else the run resumes from a checkpoint, and keeps its reference
+        module.reference_model.forget()
+    for row in (module.choices, module.recipe.choices):
+        row.normalization.forget()
+    module.loss_scale = LossScale(acts=module.choices.precision.policy == "fp16")
+    module.skipped = SkippedUpdates()
+    module.health = HealthWatch(module.recipe.health, module.recipe.reward.incorrect)
+
+
+def _take(module: Parts, path: DataPath | None) -> None:
+    """Give the module its data path, part by part; on the ranks that only train there is none."""
+    module.data_path = path
+    if path is None:
+        module.stream = Follower()  # type: ignore[assignment]  # all that is asked of it is to count
+        # One seed for all ranks would give dropout the same masks on different rows.
+        torch.manual_seed((torch.initial_seed() + module.ranks.number) % 2**63)
+        return
+    module.sampling, module.prompts, module.stream = path.sampling, path.prompts, path.stream
+    module.generator, module.driver = path.generator, path.driver
+    module.mechanism, module.alarm = path.mechanism, path.alarm
+
+
+def _choices_among(trainer: Any) -> list[DesignChoice]:
+    """Return the design choices among a Trainer's callbacks."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, DesignChoice)]
