@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_scalerl.callbacks.trainer import refuse_pytorch_lightning
 from lightning_scalerl.distributed.ranks import Follower, Ranks
+from lightning_scalerl.distributed.sharded import whole_tensor
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.mechanism import MechanismCounters
@@ -43,7 +44,7 @@ from lightning_scalerl.session.continuation import Continuation
 from lightning_scalerl.session.data_path import DataPath
 from lightning_scalerl.session.export import export
 from lightning_scalerl.session.fit import begin_fit, begin_training, close_engines, end_fit, fail, stop_between_steps
-from lightning_scalerl.session.models import Reference, make
+from lightning_scalerl.session.models import Reference, make, shard_models
 from lightning_scalerl.session.records import Records, validate
 from lightning_scalerl.session.sampling import Sampling
 from lightning_scalerl.session.setup import build_optimizer, learning_rates, set_up, supplied_choices
@@ -56,6 +57,7 @@ from lightning_scalerl.update.health import HealthWatch, at_the_limit
 from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
 from lightning_scalerl.update.terms import Term
 from lightning_scalerl.update.token_credit import token_credit
+from lightning_scalerl.update.trained import TrainedPolicy
 from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.verification import Verifiers
 from sweeps.run.interruption import interruption
@@ -114,6 +116,7 @@ class ScaleRL(LightningModule):
         # What `setup` settles anew for every fit.
         self.choices = made.recipe.choices
         self.ranks = Ranks()
+        self.trained = TrainedPolicy(self.policy, lambda: self.ranks)
         self.stream = Follower()  # type: ignore[assignment]  # no step is completed yet
         self.data_path: DataPath | None = None
         self.terms: list[Term] = []
@@ -156,12 +159,10 @@ class ScaleRL(LightningModule):
                 done = self._backward(batch, rows)
                 passes.append(done)
                 if number == 0:
-                    gaps = self._gaps(batch, done)
+                    gaps = self.ranks.share(lambda: self._gaps(batch, passes[0]))
                 if number + 1 < self.choices.epochs.count:
                     self.optimizers(use_pl_optimizer=False).step()  # type: ignore[union-attr]  # Lightning counts batches
-            if self.ranks.leads and self.mechanism.axes:
-                last, first = (whole(batch, each.parts)[0] for each in (passes[-1], passes[0]))
-                self.mechanism.observe(batch, last, first)
+            self.ranks.share(lambda: self._count_mechanisms(batch, passes))
             optimizer.step()  # type: ignore[union-attr]
             self.meter.trained(batch, self.choices.passes)
         self.stream.step_completed()
@@ -174,7 +175,7 @@ class ScaleRL(LightningModule):
     def _credited(self, rows: TrainBatch) -> TrainBatch:
         """Return the rows with per-token credit, after the forward passes before the first update."""
         size = self.recipe.batch.a_pass
-        rows = scored_before(rows, self.choices, self.policy, self.reference, self.critic, size)
+        rows = scored_before(rows, self.choices, self.policy, self.reference, self.critic, size, self.ranks)
         return token_credit(rows, self.choices, self.ranks.sum, remember=True)
 
     def _backward(self, batch: TrainBatch, rows: TrainBatch) -> Pass:
@@ -182,23 +183,24 @@ class ScaleRL(LightningModule):
         parts: list[Part] = []
         totals = torch.zeros(len(self.terms), device=self.device)
         with self.ranks.unsynchronized():
-            for micro_batch in rows.micro_batches(self.recipe.batch.a_pass):
+            for numbers, micro_batch in self.ranks.passes(rows, self.recipe.batch.a_pass):
                 logprobs, entropies = self.policy(micro_batch, entropy_gradient=self.choices.entropy.acts)
                 values = None if self.critic is None else self.critic(micro_batch)
                 scored = Scored(micro_batch, logprobs, entropies, values)
                 losses = torch.stack([term.reduce(scored) for term in self.terms])
                 self.manual_backward(self.loss_scale.scaled(losses.sum()))
                 totals += losses.detach()
-                parts.append((micro_batch, logprobs.detach(), entropies.detach()))
+                if numbers.numel():  # else a pass beside other ranks' of a sharded model, which weighs nothing
+                    parts.append((micro_batch, logprobs.detach(), entropies.detach()))
         self.ranks.sum_gradients(self.parameters())
         totals = self.ranks.sum(totals)
         gathered = self.ranks.gather_parts(batch, parts)
         self.loss_scale.unscale(self.parameters())
         # Without a clip the bound is infinite: the norm is measured, and the gradient stays as it is.
         clip = math.inf if self.recipe.optimizer.clip_norm is None else self.recipe.optimizer.clip_norm
-        norms = {"gradient_norm": nn.utils.clip_grad_norm_(self.policy.parameters(), clip)}
+        norms = {"gradient_norm": whole_tensor(nn.utils.clip_grad_norm_(self.policy.parameters(), clip))}
         if self.critic is not None:
-            norms["value_gradient_norm"] = nn.utils.clip_grad_norm_(self.critic.parameters(), clip)
+            norms["value_gradient_norm"] = whole_tensor(nn.utils.clip_grad_norm_(self.critic.parameters(), clip))
         finite = bool(torch.stack([totals.sum(), *norms.values()]).isfinite().all())
         self.skipped.observe(finite, self.loss_scale, self.completed_steps)
         if not finite:
@@ -207,12 +209,18 @@ class ScaleRL(LightningModule):
 
     def _gaps(self, batch: TrainBatch, done: Pass) -> Tensor:
         """Return the gaps between trainer and generator before the first update, on rank 0."""
-        if not self.ranks.leads or not done.finite:  # an update that is left out says nothing of the generator
+        if not done.finite:  # an update that is left out says nothing of the generator
             return torch.zeros(0)
         trainer_logprobs, _ = whole(batch, done.parts)
         asked = self.generator if self.driver.may_probe else None
         size = self.recipe.batch.a_pass
-        return logprob_gaps(batch, trainer_logprobs, self.policy, self.completed_steps, size, asked, self._asking)
+        return logprob_gaps(batch, trainer_logprobs, self.trained, self.completed_steps, size, asked, self._asking)
+
+    def _count_mechanisms(self, batch: TrainBatch, passes: Sequence[Pass]) -> None:
+        """Count the departures from the recipe that act in this step, on rank 0."""
+        if self.mechanism.axes:
+            last, first = (whole(batch, each.parts)[0] for each in (passes[-1], passes[0]))
+            self.mechanism.observe(batch, last, first)
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -312,6 +320,10 @@ class ScaleRL(LightningModule):
     def setup(self, stage: str) -> None:
         """Resolve the choices and build the data path; every mistake surfaces here, before any compute."""
         set_up(self, stage)
+
+    def configure_model(self) -> None:
+        """Shard the models over the ranks, where the strategy does that."""
+        shard_models(self)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the run from a checkpoint in `fit`; elsewhere its weights alone are taken."""

@@ -241,6 +241,22 @@ class TrainBatch:
             values[entry.name] = value
         return TrainBatch(**values)
 
+    def blank(self) -> TrainBatch:
+        """Return a batch of one row of one completion token that weighs nothing, its loss and gradient exactly zero."""
+        values: dict[str, Any] = {"groups": [], "denominators": self.denominators}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, Tensor):
+                columns = 2 if entry.name == "tokens" else 1
+                values[entry.name] = value.new_zeros((1, columns) if value.dim() == 2 else (1,))
+        values["lengths"] += 2
+        values["completion_start"] += 1
+        # Aggregations divide by them.
+        values["sample_tokens"] += 1
+        values["group_tokens"] += 1
+        values["row"] -= 1
+        return TrainBatch(**values)
+
     def cut(self, size: PassSize) -> Iterator[Tensor]:
         """Yield the row numbers of micro-batches of at most this size.
 

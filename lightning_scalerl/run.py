@@ -20,6 +20,7 @@ from lightning_scalerl.rollout import Rollout
 from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import Task
+from lightning_scalerl.update.trained import TrainedPolicy
 from lightning_scalerl.verify.grade import Sample
 from lightning_scalerl.verify.verification import Verifiers
 
@@ -30,6 +31,7 @@ class Run(Protocol):
     recipe: Recipe
     choices: Choices
     policy: Policy
+    trained: TrainedPolicy
     ranks: Ranks
     meter: ComputeMeter
     mechanism: MechanismCounters

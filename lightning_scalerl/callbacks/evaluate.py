@@ -125,7 +125,7 @@ class Evaluate(Callback):
         """Evaluate on rank 0 while the others wait. Return None if the run is asked to stop meanwhile."""
         # Training's rollouts in flight are set aside, and the current weights are published first.
         with run.meter.phase("evaluate"), run.generating() as generator, run.verifying() as verifiers:
-            generator.publish(run.policy.weights(), run.completed_steps)
+            generator.publish(run.trained.weights(), run.completed_steps)
             metrics = {"eval/weight_version": float(run.completed_steps)}
             before = run.meter.evaluation_flops
             for number, (name, prompts) in enumerate(run.eval_sets.items()):

@@ -26,6 +26,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_scalerl.distributed.sharded import ShardedStrategy
 from lightning_scalerl.rollout import Denominators, TrainBatch
 from sweeps.run import slurm_job
 
@@ -51,7 +52,7 @@ def meet(trainer: Trainer) -> None:
         DistNetworkError: rank 0 cannot listen there.
     """
     strategy = trainer.strategy
-    if trainer.world_size == 1 or dist.is_initialized() or not isinstance(strategy, DDPStrategy):
+    if trainer.world_size == 1 or dist.is_initialized() or not isinstance(strategy, DDPStrategy | ShardedStrategy):
         return
     environment = strategy.cluster_environment
     if not isinstance(environment, LightningEnvironment | SLURMEnvironment) or strategy.accelerator is None:

@@ -32,13 +32,16 @@ from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.distributed.meeting import all_gather, encode, receive, send
-from lightning_scalerl.rollout import BEFORE_UPDATE, Part, TrainBatch, whole
+from lightning_scalerl.distributed.sharded import ShardedStrategy
+from lightning_scalerl.rollout import BEFORE_UPDATE, Part, PassSize, TrainBatch, whole
 from sweeps.run.interruption import interruption
 
 T = TypeVar("T")
 
 # Timeout of ranks that wait for rank 0 to generate, evaluate or save.
 PATIENCE = timedelta(hours=24)
+# First entry of what rank 0 sends to ranks that wait for its work: the result, or a request before it.
+_RESULT, _REQUEST = "result", "request"
 # Gradients are summed in buffers of about this many numbers (128 MB in FP32).
 BUFFER = 2**25
 
@@ -54,30 +57,44 @@ class Ranks:
     """This process among those that train the run; by default the only one.
 
     `number` counts from 0 and `count` is how many there are. `hosts` is the process group that waits for rank 0,
-    None with one rank; `strategy` is the trainer's, if it is DDP.
+    None with one rank; `strategy` is the trainer's, if there are several. `answer` is what the other ranks do with a
+    request of rank 0, see `ask`.
     """
 
     number: int = 0
     count: int = 1
     hosts: Any = None
-    strategy: DDPStrategy | None = None
+    strategy: DDPStrategy | ShardedStrategy | None = None
+    answer: Callable[[Any], None] | None = None
 
     @classmethod
-    def of(cls, trainer: Trainer) -> Ranks:
-        """Build the ranks of a trainer whose strategy is set up. All ranks must call it: it makes a process group."""
-        strategy = trainer.strategy if isinstance(trainer.strategy, DDPStrategy) else None
+    def of(cls, trainer: Trainer, answer: Callable[[Any], None] | None = None) -> Ranks:
+        """Build the ranks of a trainer whose strategy is set up. All ranks must call it: it makes a process group.
+
+        Args:
+            trainer: whose ranks these are.
+            answer: what another rank does with a request that rank 0 sends by `ask`.
+        """
+        strategy = trainer.strategy if isinstance(trainer.strategy, DDPStrategy | ShardedStrategy) else None
         hosts = dist.new_group(backend="gloo", timeout=PATIENCE) if trainer.world_size > 1 else None
-        return cls(trainer.global_rank, trainer.world_size, hosts, strategy)
+        return cls(trainer.global_rank, trainer.world_size, hosts, strategy, answer)
 
     @property
     def leads(self) -> bool:
         """Return True on rank 0, the one with the rollout stream and the journal."""
         return self.number == 0
 
+    @property
+    def sharded(self) -> bool:
+        """Return whether no rank has the whole model: whatever passes through it passes on all ranks together."""
+        return isinstance(self.strategy, ShardedStrategy)
+
     # --- on the hosts ------------------------------------------------------------------------------------
 
     def share(self, work: Callable[[], T], lean: Callable[[T], T] = lambda result: result) -> T:
         """Do the work on rank 0 and return its result on every rank, or fail on every rank.
+
+        Meanwhile the other ranks answer what rank 0 asks of them (`ask`).
 
         Args:
             work: called on rank 0 only; its result is plain data, see `meeting`.
@@ -89,7 +106,10 @@ class Ranks:
         if self.count == 1:
             return work()
         if not self.leads:
-            failure, received = receive(self.hosts)
+            while (message := receive(self.hosts))[0] == _REQUEST:
+                assert self.answer is not None
+                self.answer(message[1])
+            failure, received = message[1:]
             if failure is not None:
                 raise LeaderFailedError(f"rank 0 failed: {failure}")
             result: T = received
@@ -97,10 +117,10 @@ class Ranks:
         try:
             result = work()
             # Within the `try`: a result that is no plain data has to fail on the waiting ranks as well.
-            encoded = encode((None, lean(result)))
+            encoded = encode((_RESULT, None, lean(result)))
         except Exception as error:
             with suppress(RuntimeError):  # ranks that are gone need no news
-                send(encode((f"{type(error).__name__}: {error}", None)), self.hosts)
+                send(encode((_RESULT, f"{type(error).__name__}: {error}", None)), self.hosts)
             raise
         send(encoded, self.hosts)
         return result
@@ -112,6 +132,15 @@ class Ranks:
             """Leave the result where it is: it need not be plain data."""
 
         return self.share(work, lean)
+
+    def ask(self, request: Any) -> None:
+        """Have the other ranks do something together with rank 0, in the middle of its work in `share`.
+
+        Args:
+            request: plain data, see `meeting`; each of them hands it to its `answer`.
+        """
+        if self.count > 1:
+            send(encode((_REQUEST, request)), self.hosts)
 
     def share_batch(self, work: Callable[[], TrainBatch | None]) -> TrainBatch | None:
         """Make a batch, or None, on rank 0 and return it on every rank; the other ranks get it without its groups."""
@@ -163,9 +192,36 @@ class Ranks:
         order = torch.argsort(batch.lengths, descending=True, stable=True)
         return batch.select(order[self.number :: self.count])
 
+    def passes(self, rows: TrainBatch, size: PassSize) -> Iterator[tuple[Tensor, TrainBatch]]:
+        """Yield micro-batches of this rank's rows, with the numbers of their rows; if sharded, as many on every rank.
+
+        Layers are gathered in lockstep: a rank that has fewer rows than others goes through the model with blank ones,
+        whose number of rows is none (`TrainBatch.blank`).
+        """
+        cuts = list(rows.cut(size))
+        most = -self._least(-len(cuts))
+        for number in range(most):
+            if number < len(cuts):
+                yield cuts[number], rows.select(cuts[number])
+            else:
+                yield rows.row.new_zeros(0), rows.blank()
+
+    def all_would(self, choice: bool) -> bool:
+        """Return whether the ranks of a sharded model all have chosen so; that of this rank alone where it is whole."""
+        return bool(self._least(choice))
+
+    def _least(self, value: int) -> int:
+        """Return the smallest of the ranks' numbers if they share a sharded model, else this rank's."""
+        if not self.sharded:
+            return value
+        assert isinstance(self.strategy, ShardedStrategy)
+        least = torch.tensor(int(value), device=self.strategy.root_device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least)
+
     def unsynchronized(self) -> AbstractContextManager[None]:
         """Suppress DDP's averaging in backward passes inside: ranks differ in how many micro-batches they have."""
-        return nullcontext() if self.strategy is None else self.strategy.block_backward_sync()
+        return self.strategy.block_backward_sync() if isinstance(self.strategy, DDPStrategy) else nullcontext()
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -173,7 +229,7 @@ class Ranks:
 
         A parameter without a gradient counts as zeros where another rank has one, and stays without where none has.
         """
-        if self.count == 1:
+        if self.count == 1 or self.sharded:  # FSDP2 has summed them in the backward passes
             return
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         # A rank without rows has no gradients and yet must sum the same buffers: which there are is agreed on first.
@@ -253,14 +309,14 @@ class Follower:
 
 
 def check_strategy(strategy: Any) -> None:
-    """Refuse strategies other than a single device and plain data parallelism.
+    """Refuse strategies other than a single device, plain data parallelism and FSDP2.
 
     Raises:
         ConfigurationError: another strategy.
     """
-    if isinstance(strategy, SingleDeviceStrategy):
+    if isinstance(strategy, SingleDeviceStrategy | ShardedStrategy):
         return
-    remedy = 'use strategy="ddp" in a script (or under torchrun or srun), or devices=1'
+    remedy = 'use strategy="ddp" or, sharded, "fsdp2" in a script (or under torchrun or srun), or devices=1'
     if type(strategy) is not DDPStrategy:
         raise ConfigurationError(f"strategy: {type(strategy).__name__} is not supported; {remedy}")
     if strategy._start_method != "popen":

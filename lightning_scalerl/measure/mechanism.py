@@ -17,12 +17,12 @@ from torch import Tensor
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.stream.credit import assemble, remember
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.update.terms import loss_weights
 from lightning_scalerl.update.token_credit import token_credit
+from lightning_scalerl.update.trained import TrainedPolicy
 
 THRESHOLD = 1e-3
 # Far above FP32's rounding of a weight, far below BF16's (1e-3 in norm) and FP16's (2e-4).
@@ -38,7 +38,7 @@ class MechanismCounters:
         choices: the run's.
         recipe_choices: the recipe's own.
         stream: where the batches come from.
-        policy: what is trained.
+        trained: the policy that is trained.
         decode: tokens to text, special tokens included.
     """
 
@@ -47,12 +47,12 @@ class MechanismCounters:
         choices: Choices,
         recipe_choices: Choices,
         stream: RolloutStream,
-        policy: Policy,
+        trained: TrainedPolicy,
         decode: Callable[[list[int]], str],
     ) -> None:
         self._choices = choices
         self._stream = stream
-        self._policy = policy
+        self._trained = trained
         self._decode = decode
         self._departures = departures(choices, recipe_choices)
         self._acted = dict.fromkeys(self.axes, 0)
@@ -73,7 +73,7 @@ class MechanismCounters:
         """
         self._steps += 1
         anchor = trainer_logprobs if first is None else first
-        step = _Step(batch, trainer_logprobs, anchor, self._choices, self._stream, self._policy, self._decode)
+        step = _Step(batch, trainer_logprobs, anchor, self._choices, self._stream, self._trained, self._decode)
         for ours, theirs in self._departures:
             self._acted[ours.axis] += ours.differs(theirs, step)
 
@@ -125,7 +125,7 @@ class _Step:
     first_logprobs: Tensor
     choices: Choices
     stream: RolloutStream
-    policy: Policy
+    trained: TrainedPolicy
     decode: Callable[[list[int]], str]
 
     @property
@@ -155,13 +155,11 @@ class _Step:
     def histories(self) -> Sequence[Sequence[float]]:
         return list(self.stream.prompts.histories())
 
-    @torch.no_grad()
     def probe_logprobs(self, precision: Precision) -> Tensor:
         if self.batch.rollouts == 0:
             return torch.zeros(0, 0)
         rows = torch.arange(min(PROBE_ROLLOUTS, self.batch.rollouts), device=self.batch.tokens.device)
-        logprobs, _ = self.policy(self.batch.select(rows), precision=precision)
-        return logprobs  # type: ignore[no-any-return]
+        return self.trained.logprobs(self.batch.select(rows), precision)
 
     def loss_weights_differ(self, theirs: DesignChoice, rounding: bool = False) -> bool:
         other = self.choices.having(theirs)

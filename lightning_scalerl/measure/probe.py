@@ -12,23 +12,22 @@ all of them, as asynchrony does, the generator is asked what it would record now
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, cast
 
 import torch
 from scipy.special import bdtrc
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import Generator, GroupRequest
-from lightning_scalerl.model.head import eval_mode
-from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.rollout import Group, PassSize, Rollout, TrainBatch
 from lightning_scalerl.stream.credit import lay_out
 from lightning_scalerl.stream.random_streams import PROBE_STREAM
+from lightning_scalerl.update.trained import TrainedPolicy
 
 # Rollouts to score again where the batch itself has none to compare.
 PROBE_ROLLOUTS = 8
@@ -60,15 +59,13 @@ class Scorer(Protocol):
         ...
 
 
-# Start probe: rollouts and tokens to sample, and the noise on weights as a share of their own size. With this much, a
-# layer's effect on a log-probability changes by more than any rounding.
+# Start probe: rollouts and tokens to sample.
 START_ROLLOUTS, START_TOKENS, INTERRUPTED_AT = 4, 8, 2
-MOVE, LEAST_SIZE = 0.3, 0.05
 
 
 def start_probe(
     generator: Generator,
-    policy: Policy,
+    trained: TrainedPolicy,
     prompt_tokens: Sequence[int],
     version: int,
     phrase: Sequence[int] = (),
@@ -78,7 +75,7 @@ def start_probe(
 
     Args:
         generator: with nothing in flight; it ends with the policy's own weights.
-        policy: the trainer's. Its weights are moved and put back, bit for bit.
+        trained: the trainer's policy. Its weights are moved and put back, bit for bit.
         prompt_tokens: to sample from.
         version: of the weights.
         phrase: that ends thinking by force; empty if nothing is interrupted.
@@ -87,31 +84,31 @@ def start_probe(
     Raises:
         ConfigurationError: they differ, or weights do not arrive (with their names), or the phrase does not bind.
     """
+    policy = trained.policy
     slack = _slack(policy.precision, version)
-    parameters = dict(policy.model.named_parameters())
-    ours = dict(policy.model.state_dict())
+    names = [name for name, _ in policy.model.named_parameters()]
     for again in (False, True):
-        generator.publish(ours, version)
-        gaps = _sampled_gaps(generator, policy, prompt_tokens)
+        generator.publish(trained.weights(), version)
+        gaps = _sampled_gaps(generator, trained, prompt_tokens)
         said = "published a second time, the same weights give others" if again else "under the same weights"
         _check(probe_metrics(gaps), policy.precision, said, slack)
-    with _moved(parameters):
-        generator.publish(ours, version)
-        gaps = _sampled_gaps(generator, policy, prompt_tokens)
+    with trained.moved(names):
+        generator.publish(trained.weights(), version)
+        gaps = _sampled_gaps(generator, trained, prompt_tokens)
     if _beyond(probe_metrics(gaps), policy.precision, slack):
         lost = []
-        for name, parameter in parameters.items():
-            with _moved({name: parameter}):
-                generator.publish(ours, version)
-                if _beyond(probe_metrics(_sampled_gaps(generator, policy, prompt_tokens)), policy.precision, slack):
+        for name in names:
+            with trained.moved([name]):
+                generator.publish(trained.weights(), version)
+                if _beyond(probe_metrics(_sampled_gaps(generator, trained, prompt_tokens)), policy.precision, slack):
                     lost.append(name)
-        generator.publish(ours, version)
+        generator.publish(trained.weights(), version)
         named = f"{', '.join(lost[:5])}{' and others' if len(lost) > 5 else ''}" if lost else "all of them together"
         raise ConfigurationError(
             f"generator: it computes what the trainer does, but not with other weights: published, {named} did not "
             "change it as they change the trainer; adapters, frozen copies and tied weights are where to look"
         )
-    generator.publish(ours, version)
+    generator.publish(trained.weights(), version)
     if phrase:
         limit = INTERRUPTED_AT + len(phrase) + 1
         for rollout in _sample(generator, prompt_tokens, limit, (INTERRUPTED_AT,) * START_ROLLOUTS):
@@ -138,39 +135,18 @@ def _sample(
     return found
 
 
-def _sampled_gaps(generator: Generator, policy: Policy, prompt_tokens: Sequence[int]) -> Tensor:
+def _sampled_gaps(generator: Generator, trained: TrainedPolicy, prompt_tokens: Sequence[int]) -> Tensor:
     """Return |trainer's - generator's| log-probability of rollouts that are sampled now."""
     rollouts = _sample(generator, prompt_tokens, START_TOKENS)
     group = Group(0, Prompt("probe", "", ""), list(prompt_tokens), rollouts)
-    device = next(policy.parameters()).device
-    ours = _trainer_logprobs([(group, rollout) for rollout in rollouts], policy, device, PassSize(START_ROLLOUTS))
+    ours = _trainer_logprobs([(group, rollout) for rollout in rollouts], trained, PassSize(START_ROLLOUTS))
     return _gaps(ours, [torch.tensor(rollout.generator_logprobs) for rollout in rollouts])
-
-
-@contextmanager
-def _moved(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Add noise to the weights, each tensor by `MOVE` of its own size, and restore them bit for bit."""
-    device = next(iter(parameters.values())).device
-    noise = torch.Generator(device).manual_seed(0)
-    before = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
-    try:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                # At least `LEAST_SIZE`, so that zero weights (a bias, half of an adapter) move as well.
-                size = before[name].square().mean().sqrt().clamp(min=LEAST_SIZE)
-                drawn = torch.randn(parameter.shape, generator=noise, device=device)
-                parameter.add_(drawn.to(parameter.dtype), alpha=MOVE * float(size))
-        yield
-    finally:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(before[name])
 
 
 def logprob_gaps(
     batch: TrainBatch,
     trainer_logprobs: Tensor,
-    policy: Policy,
+    trained: TrainedPolicy,
     version: int,
     size: PassSize,
     generator: object = None,
@@ -182,7 +158,7 @@ def logprob_gaps(
     policy that trains with dropout, is judged on a few rollouts that go through the policy once more, in passes of at
     most `size`. A `generator` is asked within `asking`. Call it before the optimizer step.
     """
-    if not policy.training:
+    if not trained.policy.training:
         column = torch.arange(batch.generator_logprobs.shape[1], device=batch.tokens.device)
         real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
         fresh = real & ((batch.weight_versions == version) | ~real).all(1, keepdim=True)
@@ -192,7 +168,7 @@ def logprob_gaps(
     sampled = [(group, rollout) for group in batch.groups for rollout in group.sampled]
     found = [each for each in sampled if set(each[1].weight_versions) == {version}][:PROBE_ROLLOUTS]
     if found:
-        ours = _trainer_logprobs(found, policy, batch.tokens.device, size)
+        ours = _trainer_logprobs(found, trained, size)
         gaps = _gaps(ours, [torch.tensor(rollout.generator_logprobs) for _, rollout in found])
         return gaps[~torch.cat([torch.tensor(rollout.forced) for _, rollout in found])]
     scorer = cast(Scorer, generator)
@@ -202,7 +178,7 @@ def logprob_gaps(
             theirs = _scored(scorer, found)
         if theirs is None:
             return torch.zeros(0)
-        ours = _trainer_logprobs(found, policy, batch.tokens.device, size)
+        ours = _trainer_logprobs(found, trained, size)
         # Tokens of older weights may be very unlikely now, where a 16-bit type has large errors: left out.
         return _gaps(ours, theirs)[torch.cat(theirs) > math.log(LIKELY)]
     return torch.zeros(0)
@@ -222,15 +198,11 @@ def _scored(scorer: Scorer, found: Sequence[tuple[Group, Rollout]]) -> list[Tens
     return scores
 
 
-def _trainer_logprobs(
-    found: Sequence[tuple[Group, Rollout]], policy: Policy, device: torch.device, size: PassSize
-) -> list[Tensor]:
-    rows: list[Any] = [(group, rollout, 0.0, 0, row) for row, (group, rollout) in enumerate(found)]
-    batch = lay_out(rows).to(device)
+def _trainer_logprobs(found: Sequence[tuple[Group, Rollout]], trained: TrainedPolicy, size: PassSize) -> list[Tensor]:
+    batch = lay_out([(group, rollout, 0.0, 0, row) for row, (group, rollout) in enumerate(found)])
     logprobs: dict[int, Tensor] = {}
-    with torch.no_grad(), eval_mode(policy):
-        for cut in batch.cut(size):
-            logprobs.update(zip(cut.tolist(), policy(batch.select(cut))[0].cpu(), strict=True))
+    for cut in batch.cut(size):
+        logprobs.update(zip(cut.tolist(), trained.logprobs(batch.select(cut)).cpu(), strict=True))
     return [logprobs[row] for row in range(len(found))]
 
 

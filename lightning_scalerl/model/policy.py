@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,6 +38,8 @@ class Policy(nn.Module):
         self.precision = precision
         self.temperature = temperature
         self._shares: bool | None = None
+        # Ranks that share a sharded policy gather its layers in lockstep, and agree on each pass's way through them.
+        self.agree: Callable[[bool], bool] | None = None
 
     def autocast(self, precision: Precision) -> AbstractContextManager[Any]:
         """Return the policy type's autocast on this policy's device; a null context for FP32."""
@@ -45,10 +48,6 @@ class Policy(nn.Module):
         if dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device, dtype=dtype)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the model's weights by name, as generators are sent them; the tensors are not copied."""
-        return dict(self.model.state_dict())
 
     @property
     def shares_prompts(self) -> bool:
@@ -84,6 +83,8 @@ class Policy(nn.Module):
         # The state at a token predicts the next one. Prompts and padding are left out: no logits are made for them.
         position = (batch.completion_start.unsqueeze(1) - 1 + column)[real]
         share = self.shares_prompts and worthwhile(batch)
+        if self.agree is not None:
+            share = self.agree(share and width > 1)  # one token of a shared prompt takes one pass, more take two
         with self.autocast(precision):
             if share:
                 hidden = completion_states(self.model, batch)[real]

@@ -19,6 +19,7 @@ from lightning_scalerl.callbacks.trainer import count_from
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.distributed.ranks import Follower
 from lightning_scalerl.session.continuation import check_identity, identity
+from lightning_scalerl.session.models import made_on, shard_models
 from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.state import TorchRandomState
 
@@ -77,8 +78,8 @@ def load_state(module: Parts, checkpoint: dict[str, Any]) -> None:
         module.loss_scale.load_state_dict(update["loss_scale"])
         module.skipped.load_state_dict(update["skipped"])
         module.health.load_state_dict(update["health"])
-        device = trainer.strategy.root_device
-        module.reference_model.restore(update.get("reference"), module.policy, module.choices, device)
+        module.reference_model.restore(update.get("reference"), module.policy, module.choices, made_on(module))
+        shard_models(module)  # a reference that was loaded just now
     if module.data_path is not None:
         module.data_path.state.load_state_dict(checkpoint["scalerl"])
         return

@@ -85,10 +85,10 @@ def build_data_path(inputs: Inputs, meter: ComputeMeter) -> DataPath:
     except BaseException:
         verifiers.close()
         raise
-    channel = DirectChannel(inputs.policy.weights, generator)
+    channel = DirectChannel(inputs.trained.weights, generator)
     driver = recipe.driver.driver(stream, generator, channel, recipe.cost_model, verifiers, [meter.on_event])
     sampling.driver = driver
-    mechanism = MechanismCounters(choices, recipe.choices, stream, inputs.policy, inputs.tokenizer.decode)
+    mechanism = MechanismCounters(choices, recipe.choices, stream, inputs.trained, inputs.tokenizer.decode)
     alarm = TruncationAlarm()
     state = StateRegistry()
     state.register("prompts", prompts)

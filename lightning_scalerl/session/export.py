@@ -17,5 +17,9 @@ def export(module: Parts, directory: str | Path, dtype: str) -> Path:
     card["choices"] = ", ".join(f"{axis}: {name}" for axis, name in choices.items())
     rendering = Rendering(module.tokenizer, module.recipe.chat)
     card |= told_of(rendering)
-    module.ranks.share(lambda: str(save_model(module.policy.model, rendering.to_save(), directory, dtype, card)))
+
+    def write() -> str:
+        return str(save_model(module.trained.whole_model(), rendering.to_save(), directory, dtype, card))
+
+    module.ranks.share(write)
     return Path(directory)

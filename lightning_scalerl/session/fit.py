@@ -41,8 +41,8 @@ def begin_training(module: Parts) -> None:
         # Layers that recompute their activations do so in training mode only; what is in them stays as it is.
         part.training = part.training or bool(getattr(part, "gradient_checkpointing", False))
     module.ranks.share(partial(_probe, module))
-    if module.ranks.leads and module.completed_steps == 0 and module.trainer.ckpt_path is None:
-        module.generator.publish(module.policy.weights(), 0)
+    if module.completed_steps == 0 and module.trainer.ckpt_path is None:
+        module.ranks.share(lambda: module.generator.publish(module.trained.weights(), 0))
     module.ranks.restore_sigterm(module.sigterm_handler)
     module.meter.start()
     module.continuation.fit_began()
@@ -54,7 +54,7 @@ def _probe(module: Parts) -> None:
     tokens = module.sampling.sets[TRAINING].tokens[0]
     interruption = (given["phrase"], given["thinking_ended"])
     with module.sampling.generating() as generator:
-        start_probe(generator, module.policy, tokens, module.completed_steps, *interruption)
+        start_probe(generator, module.trained, tokens, module.completed_steps, *interruption)
 
 
 def stop_between_steps(module: Any) -> NoReturn:

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,12 +18,16 @@ from torch import nn
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composer import load_recipe
+from lightning_scalerl.distributed.sharded import NAME, is_sharded, shard
 from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.load import check_weights, fingerprint, load_model, load_tokenizer, stop_tokens
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.task.arithmetic_base import is_arithmetic_base
+
+if TYPE_CHECKING:
+    from lightning_scalerl.session.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -148,3 +152,40 @@ class Reference:
         self._fingerprint = None
         frozen = Policy(model, choices.precision, policy.temperature)
         self.policy = frozen.requires_grad_(False).eval().to(device)
+
+
+def made_on(module: Parts) -> torch.device:
+    """Return the device on which a model of the run is made whole: the host where it is to be sharded."""
+    return torch.device("cpu") if module.ranks.sharded else module.trainer.strategy.root_device
+
+
+def place(module: Parts) -> None:
+    """Move the policy to this rank's device: Lightning does so after `setup`, and the generator copies it before.
+
+    A model that is to be sharded stays on the host: each rank moves its own part (`shard_models`).
+
+    Raises:
+        ConfigurationError: an earlier Trainer has sharded the policy, and this one does not.
+    """
+    if is_sharded(module.policy) and not module.ranks.sharded:
+        raise ConfigurationError(
+            "strategy: an earlier fit has sharded this module's model over the ranks of its Trainer; go on under "
+            f'strategy="{NAME}", or from a checkpoint with another module'
+        )
+    if not is_sharded(module.policy):
+        module.policy.to(made_on(module))
+
+
+def shard_models(module: Parts) -> None:
+    """Shard policy, critic and reference over the ranks, those that are not yet, where the strategy does that."""
+    if not module.ranks.sharded:
+        return
+    mesh = module.device_mesh["data_parallel"]
+    if module.reference is not None:
+        module.reference_model.fingerprint()  # while it is whole: a checkpoint asks for it on rank 0 alone
+    for root in (module.policy, module.critic, module.reference):
+        if root is None or is_sharded(root):
+            continue
+        shard(root, mesh)
+        if isinstance(root, Policy):
+            root.agree = module.ranks.all_would

@@ -66,6 +66,11 @@ class Parts(Run, Protocol):
         ...
 
     @property
+    def device_mesh(self) -> Any:
+        """Mesh of the ranks of a strategy that shards or splits the model."""
+        ...
+
+    @property
     def reference(self) -> Policy | None:
         """Frozen reference model of axis `kl`, or None."""
         ...

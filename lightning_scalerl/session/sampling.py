@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.start import devices_beside
 from lightning_scalerl.generator.base import EndOfThinking, Generator
 from lightning_scalerl.generator.fleet import Fleet
 from lightning_scalerl.model.chat import Rendering, StopTexts
-from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.stream.drivers import Driver, Live
 from lightning_scalerl.stream.prompts import PromptSet, fitting
 from lightning_scalerl.task.base import Task, passes
+from lightning_scalerl.update.trained import TrainedPolicy
 from lightning_scalerl.verify.verification import Verifiers, check_verifiers
 
 TRAINING = "training"
@@ -42,7 +44,8 @@ class Inputs:
     seed: int
     tokenizer: Any
     stop_tokens: list[int]
-    policy: Policy
+    trained: TrainedPolicy
+    device: torch.device
     ranks: int
     held_out: int | None
 
@@ -122,7 +125,7 @@ def new_verifiers(inputs: Inputs) -> tuple[Verifiers, str]:
 def new_generator(inputs: Inputs) -> Generator:
     """Build a generator with a copy of the current weights: in this process, or in those that the driver asks for."""
     factory, driver = inputs.recipe.generator, inputs.recipe.driver
-    model, arguments = inputs.policy.model, generator_arguments(inputs)
+    model, arguments = inputs.trained.whole_model(inputs.device), generator_arguments(inputs)
     if not isinstance(driver, Live):
         return factory(model=model, **arguments)
     return Fleet(

@@ -26,7 +26,7 @@ from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.session.data_path import DataPath, build_data_path
-from lightning_scalerl.session.models import make_critic
+from lightning_scalerl.session.models import made_on, make_critic, place
 from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.session.sampling import Inputs, Sampling
 from lightning_scalerl.task.base import check_curriculum
@@ -89,13 +89,12 @@ def set_up(module: Parts, stage: str) -> None:
     module.policy.train()
     if module.critic is not None:
         module.critic.train()
-    # Lightning moves the module to its device after this hook; the generator copies it in this one.
-    module.policy.to(trainer.strategy.root_device)
     resolved = {**resolved_choices(recipe, choices), **module.arguments, "seed": module.seed}
     module.save_hyperparameters(resolved)
     devices = trainer.world_size + recipe.driver.generators
     module.meter = ComputeMeter(FlopModel.of(module.policy.model), devices=devices)
-    module.ranks = Ranks.of(trainer)
+    module.ranks = Ranks.of(trainer, module.trained.answer)
+    place(module)
     evaluation = evaluation_of(trainer)
     inputs = Inputs(
         recipe=recipe,
@@ -104,7 +103,8 @@ def set_up(module: Parts, stage: str) -> None:
         seed=module.seed,
         tokenizer=module.tokenizer,
         stop_tokens=module.stop_tokens,
-        policy=module.policy,
+        trained=module.trained,
+        device=trainer.strategy.root_device,
         ranks=trainer.num_devices,
         held_out=None if evaluation is None else evaluation.prompts,
     )
@@ -129,7 +129,8 @@ def _set_up_fit(module: Parts, inputs: Inputs, resolved: dict[str, Any]) -> None
     if not goes_on:
         _begin_anew(module)
     # Every rank has models and loss; what makes the batches is built on rank 0, after all that can be refused cheaply.
-    choices, device = inputs.choices, module.trainer.strategy.root_device
+    choices = inputs.choices
+    device = made_on(module)
     if choices.critic.has_values and module.critic is None:
         module.critic = make_critic(module.policy, choices, device)
     if choices.kl.where:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_scalerl.choices import Choices
+from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.rollout import PassSize, TrainBatch
@@ -21,6 +22,7 @@ def scored_before(
     reference: Policy | None,
     critic: ValueModel | None,
     size: PassSize,
+    ranks: Ranks,
 ) -> TrainBatch:
     """Return `rows` with `anchor_logprobs`, `reference_logprobs` and `values`, each where a choice needs it.
 
@@ -31,6 +33,7 @@ def scored_before(
         reference: the frozen reference policy; None without a KL penalty.
         critic: the value model; None without a critic.
         size: upper limits of one forward pass.
+        ranks: those that train together; with a sharded model all make as many passes.
     """
     passes = {
         "anchor_logprobs": (lambda part: policy(part)[0]) if choices.needs_anchor else None,
@@ -40,10 +43,10 @@ def scored_before(
     found: dict[str, Any] = {
         name: torch.zeros_like(rows.generator_logprobs) for name, ask in passes.items() if ask is not None
     }
-    for cut in rows.cut(size) if found else ():
-        part = rows.select(cut)
+    for cut, part in ranks.passes(rows, size) if found else ():
         for name, into in found.items():
             values = passes[name](part)  # type: ignore[misc]
-            # A micro-batch is cut to its own longest completion (`TrainBatch.select`).
-            into[cut, : values.shape[1]] = values
+            if cut.numel():
+                # A micro-batch is cut to its own longest completion (`TrainBatch.select`).
+                into[cut, : values.shape[1]] = values
     return replace(rows, **found)

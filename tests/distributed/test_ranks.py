@@ -58,6 +58,7 @@ def fit(
     recipe: str = "scalerl",
     dropout: float = 0.0,
     logger: Any = False,
+    strategy: Any = "ddp",
 ) -> ScaleRL:
     torch.manual_seed(7)
     model = load_model(model_path)
@@ -71,7 +72,7 @@ def fit(
         [*SMALL, "precision=fp32", f"optimizer.dropout={dropout > 0}", *overrides],
         load_tokenizer(model_path),
     )
-    several: dict[str, Any] = {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
+    several: dict[str, Any] = {"devices": ranks, "strategy": strategy} if ranks > 1 else {}
     directory = run_dir / "checkpoints"
     trainer = Trainer(
         max_steps=steps,
@@ -389,7 +390,7 @@ def test_one_rank_is_handed_through() -> None:
     ranks, batch = Ranks(), batch_of()
     assert ranks.leads and ranks.rows(batch) is batch and ranks.share_batch(lambda: batch) is batch
     assert ranks.gather(3) == [3] and ranks.agree(None) is None and ranks.agree("x") == "x"
-    assert dataclasses.asdict(ranks) == {"number": 0, "count": 1, "hosts": None, "strategy": None}
+    assert dataclasses.asdict(ranks) == {"number": 0, "count": 1, "hosts": None, "strategy": None, "answer": None}
 
 
 # --- how processes are started -------------------------------------------------------------------------------

@@ -39,11 +39,13 @@ from lightning_scalerl.axes.normalization import (
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.choice import DesignChoice
 from lightning_scalerl.choices import Choices
+from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollout import Group, TrainBatch
 from lightning_scalerl.stream.credit import assemble, remember
 from lightning_scalerl.update.token_credit import token_credit
+from lightning_scalerl.update.trained import TrainedPolicy
 from tests.helpers import fit, make_group, row
 from tests.test_module import Keep
 
@@ -340,7 +342,7 @@ def test_counts_survive_a_stop() -> None:
 
 
 def of_precision(model: Any, ours: Precision, theirs: Precision, *others: DesignChoice, **options: Any) -> float:
-    policy = Policy(model, ours)
+    policy = TrainedPolicy(Policy(model, ours), Ranks)
     return acted((ours, *others), (theirs, *others), policy=policy, **options)["precision"]
 
 

@@ -68,7 +68,7 @@ class Wrong(Callback):
 
         pl_module.generator.publish = publish
         if self.from_step == 0:
-            publish(pl_module.policy.weights(), 0)
+            publish(pl_module.trained.weights(), 0)
 
 
 @pytest.mark.parametrize("task", [CountingTask(), Constant()], ids=["kept", "nothing kept"])

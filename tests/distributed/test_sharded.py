@@ -1,0 +1,124 @@
+"""A model sharded over ranks (FSDP2) trains as a whole one does, and its checkpoints fit any strategy."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from lightning_scalerl import RolloutDataModule, ScaleRL
+from lightning_scalerl.axes.aggregation import TokenAggregation
+from lightning_scalerl.axes.loss import DAPO
+from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
+from lightning_scalerl.distributed.sharded import gathered
+from lightning_scalerl.model.load import load_model
+from sweeps.run.journal import read_journal
+from tests.distributed.test_ranks import check_same_curve, fit, on_ranks, one_thread  # noqa: F401
+from tests.helpers import CountingTask, quiet
+
+# A critic, a reference and an anchor: all that can be sharded beside the policy.
+EVERYTHING = (
+    "advantage=gae",
+    "critic=value_network",
+    "filter=none",
+    "kl=fixed",
+    "entropy=fixed",
+    "correction=proximal",
+)
+
+
+def weights(module: ScaleRL) -> str:
+    """Digest of all weights, gathered on every rank."""
+    digest = hashlib.sha256()
+    for tensor in gathered(module.policy.state_dict(), keep=True).values():
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def callbacks() -> list[Callback]:
+    return [DAPO(clip_low=0.05, clip_high=0.05), TokenAggregation()]
+
+
+def test_two_shards_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
+    """The same rollouts, loss, gradient norm, entropies, clipping and mechanism counters; half of the weights each."""
+    fit(tiny_model_path, tmp_path / "one", 1, callbacks=callbacks())
+
+    def work(rank: int) -> str:
+        module = fit(tiny_model_path, tmp_path / "two", 2, callbacks=callbacks(), strategy="fsdp2")
+        whole = sum(parameter.numel() for parameter in module.policy.parameters())
+        mine = sum(parameter.to_local().numel() for parameter in module.policy.parameters())  # type: ignore[attr-defined]
+        assert mine < 0.6 * whole
+        return weights(module)
+
+    said = on_ranks(2, work)
+    assert said[0] == said[1] and len(said[0]) == 64, said
+    view = read_journal(tmp_path / "two")
+    assert view.status == "finished"
+    check_same_curve(read_journal(tmp_path / "one"), view, steps=4)
+    assert any(record.metrics["mechanism/loss"] for record in view.of_kind("train"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({"overrides": EVERYTHING}, id="a critic and a reference"),
+        pytest.param(
+            {"recipe": "scalerl_core", "overrides": ["batch.prompts=1", "batch.completions=3"]}, id="few rows"
+        ),
+        pytest.param({"overrides": ["batch.micro_batch=1", "epochs.count=2"]}, id="passes of one row, two epochs"),
+    ],
+)
+def test_shards_of_everything(given: dict[str, Any], tiny_model_path: str, tmp_path: Path) -> None:
+    fit(tiny_model_path, tmp_path / "one", 1, **given)
+    said = on_ranks(2, lambda rank: weights(fit(tiny_model_path, tmp_path / "two", 2, strategy="fsdp2", **given)))
+    assert said[0] == said[1] and len(said[0]) == 64, said
+    check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategies", [("one", "fsdp2", "ddp"), ("fsdp2", "one")], ids="-".join)
+def test_a_run_goes_on_under_another_strategy(strategies: Sequence[str], tiny_model_path: str, tmp_path: Path) -> None:
+    """Two steps under each: one curve, and in the end the weights of one process."""
+    given: dict[str, Any] = {"overrides": EVERYTHING}
+    whole = fit(tiny_model_path, tmp_path / "one", 1, steps=2 * len(strategies), **given)
+    run = tmp_path / "moved"
+    for number, strategy in enumerate(strategies):
+        on = {"steps": 2 * (number + 1), "resume": number > 0, **given}
+        if strategy == "one":
+            fit(tiny_model_path, run, 1, **on)
+            continue
+        said = on_ranks(2, lambda rank, on=on, by=strategy: weights(fit(tiny_model_path, run, 2, strategy=by, **on)))  # type: ignore[misc]
+        assert said[0] == said[1] and len(said[0]) == 64, said
+    check_same_curve(read_journal(tmp_path / "one"), read_journal(run), steps=2 * len(strategies))
+    saved = torch.load(newest_checkpoint(run / "checkpoints").path, weights_only=True)["state_dict"]
+    for name, tensor in whole.state_dict().items():
+        assert saved[name].allclose(tensor, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.slow
+def test_what_follows_a_sharded_fit(tiny_model_path: str, tmp_path: Path) -> None:
+    """The model is exported whole, evaluated by `Trainer.validate`, and trained further by another `Trainer.fit`."""
+    whole = fit(tiny_model_path, tmp_path / "one", 1, steps=2)
+
+    def work(rank: int) -> str:
+        module = fit(tiny_model_path, tmp_path / "two", 2, steps=2, strategy="fsdp2")
+        module.save_pretrained(tmp_path / "exported")
+        trainer = module.trainer
+        rates = trainer.validate(module, datamodule=trainer.datamodule, verbose=False)
+        trainer = Trainer(max_steps=4, strategy="fsdp2", devices=2, **quiet())
+        trainer.fit(module, datamodule=RolloutDataModule(CountingTask()))
+        assert module.completed_steps == 4
+        return f"{weights(module)} {sorted(rates[0])[:1]}"
+
+    said = on_ranks(2, work)
+    assert said[0] == said[1] and "eval/" in said[0], said
+    exported, trained = load_model(str(tmp_path / "exported")).state_dict(), whole.policy.model.state_dict()
+    assert exported.keys() == trained.keys()
+    assert all(exported[name].allclose(trained[name], rtol=1e-4, atol=1e-5) for name in trained)
+    assert load_model(str(tmp_path / "exported")).generation_config.eos_token_id is not None
