@@ -21,22 +21,28 @@ from lightning_scalerl.update.health import Health
 from lightning_scalerl.update.terms import terms
 from lightning_scalerl.verify.verification import Verification
 
+# Beyond this many parameters the activations of one long row take more memory than all states of the model.
+RECOMPUTE_FROM = 2**28
+
 
 @dataclass(frozen=True)
 class BatchSettings:
     """Size of one optimizer step: `prompts` groups (P) of `completions` rollouts (G), `micro_batch` rollouts a pass.
 
     With `rollouts`, the step's total, `prompts` becomes `rollouts / completions`, whatever value it was given. With
-    `micro_tokens` a pass has at most so many tokens too, padding included; a rollout that is longer goes alone.
+    `micro_tokens` a pass has at most so many tokens too, padding included; a rollout that is longer goes alone. With
+    `recompute` a layer's activations are computed again in the backward pass instead of kept (gradient checkpointing);
+    None for models of `RECOMPUTE_FROM` parameters or more.
     """
 
-    added: ClassVar[Mapping[str, Any]] = {"rollouts": None, "micro_tokens": None}
+    added: ClassVar[Mapping[str, Any]] = {"rollouts": None, "micro_tokens": None, "recompute": None}
 
     prompts: int
     completions: int
     micro_batch: int
     rollouts: int | None = None
     micro_tokens: int | None = None
+    recompute: bool | None = None
 
     def __post_init__(self) -> None:
         for field in ("prompts", "completions", "micro_batch"):
@@ -51,6 +57,10 @@ class BatchSettings:
                     f"{self.completions}"
                 )
             object.__setattr__(self, "prompts", self.rollouts // self.completions)
+
+    def recomputes(self, parameters: int) -> bool:
+        """Return whether the activations of a model of this size are recomputed."""
+        return parameters >= RECOMPUTE_FROM if self.recompute is None else self.recompute
 
     @property
     def a_pass(self) -> PassSize:

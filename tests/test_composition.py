@@ -215,6 +215,7 @@ def with_recipe(folder: Path, name: str, **choices: str) -> Path:
                 (["variant=loss_dapo", "loss.clip_high=true"], "loss.clip_high: true must be a number"),
                 (["rollouts.groups=true"], "rollouts.groups: True must be a whole number, 0 or more"),
                 (["launch.threads=true"], "launch.threads: True must be a whole number"),
+                (["strategy.name=fsdp1"], "strategy.name: 'fsdp1' is unknown; valid: ddp, fsdp2"),
                 (["mlflow.uri=1e999"], "mlflow.uri: inf must be an address"),
                 (["+optimizer.clip=1"], "optimizer.clip: no such setting; did you mean optimizer.clip_norm\\?"),
                 (["budget=3"], "budget: 3 must be a group of settings; give budget.steps=..."),

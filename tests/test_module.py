@@ -25,15 +25,17 @@ from lightning_scalerl.axes.resampling import UniformResampling
 from lightning_scalerl.axes.truncated import KeepTruncated
 from lightning_scalerl.callbacks.base import Recorder
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint
+from lightning_scalerl.composer import load_recipe
 from lightning_scalerl.generator.base import GroupRequest
 from lightning_scalerl.generator.torch_generator import TorchGenerator
-from lightning_scalerl.model.load import load_model
+from lightning_scalerl.model import policy
+from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.rollout import Rollout
 from lightning_scalerl.stream.random_streams import EVALUATION_STREAM
 from lightning_scalerl.verify.verification import RewardError
 from sweeps.run.journal import read_journal
 from tests.examples import every
-from tests.helpers import SMALL, CountingTask, fit
+from tests.helpers import SMALL, CountingTask, fit, quiet
 from tests.measure.test_compute_meter import check_hours
 
 
@@ -101,6 +103,41 @@ def test_micro_batches_change_nothing(tiny_model_path: str, size: str, aggregati
     # Adam divides by the gradient's size, so compare weights loosely against a step of 3e-3.
     expected, actual = one_step("micro_batch=5"), one_step(size)
     assert all(torch.allclose(expected[name], actual[name], atol=2e-5) for name in expected)
+
+
+def test_recomputed_activations_change_nothing(tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer runs twice a pass, to the same weights; a model without gradient checkpointing is refused."""
+    runs: list[int] = []
+
+    class Counting(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            layer = pl_module.policy.model.model.layers[0]
+            runs.append(0)
+            layer.self_attn.register_forward_hook(lambda *_: runs.append(runs.pop() + torch.is_grad_enabled()))
+
+    monkeypatch.setattr(policy, "worthwhile", lambda batch: False)  # a shared prompt would be a run of its own
+    overrides = ["batch.micro_batch=12", "precision=fp32"]
+    kept = weights_of(fit(tiny_model_path, steps=1, callbacks=[Counting()], overrides=overrides))
+    again = weights_of(
+        fit(tiny_model_path, steps=1, callbacks=[Counting()], overrides=[*overrides, "batch.recompute=true"])
+    )
+    assert runs == [1, 2]
+    assert all(torch.allclose(kept[name], again[name], atol=2e-5) for name in kept)
+
+
+def test_activations_of_large_models_are_recomputed_unless_told_otherwise(tiny_model_path: str) -> None:
+    batch = load_recipe("scalerl").batch
+    assert batch.recompute is None and not batch.recomputes(2**28 - 1) and batch.recomputes(2**28)
+    assert not load_recipe("scalerl", ["batch.recompute=false"]).batch.recomputes(2**40)
+
+    class Without(type(load_model(tiny_model_path))):  # type: ignore[misc]
+        supports_gradient_checkpointing = False
+
+    model = load_model(tiny_model_path)
+    model.__class__ = Without
+    with pytest.raises(ConfigurationError, match=r"^batch\.recompute: Without has no gradient checkpointing"):
+        module = ScaleRL(model, overrides=[*SMALL, "batch.recompute=true"], tokenizer=load_tokenizer(tiny_model_path))
+        Trainer(max_steps=1, **quiet()).fit(module, datamodule=RolloutDataModule(CountingTask()))
 
 
 def test_choices_are_callbacks(tiny_model_path: str) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.distributed.sharded import ShardedStrategy
 from sweeps.run import slurm_job
 from sweeps.run.gpu import REMEDY, REQUIRED, NoGpuError
 
@@ -27,12 +29,18 @@ def process_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def trainer_settings() -> dict[str, Any]:
+STRATEGIES: dict[str, Callable[[], Strategy]] = {"ddp": DDPStrategy, "fsdp2": ShardedStrategy}
+
+
+def trainer_settings(strategy: str = "ddp") -> dict[str, Any]:
     """Return arguments of `Trainer` that name the run's devices, from how this process was started.
 
     One task, under SLURM or not, trains on one device, whatever the job has been given. Tasks that one `srun` (or
     `torchrun`) has started together train one run, one device each; ask SLURM for GPUs by node, not by task, since
     every task picks its own among those of its node. Where the ranks meet is said in `meeting`.
+
+    Args:
+        strategy: how several ranks share the model, a name of `STRATEGIES`.
 
     Raises:
         ConfigurationError: nodes with different numbers of tasks, a node with fewer GPUs than tasks, or a job that asks
@@ -44,7 +52,7 @@ def trainer_settings() -> dict[str, Any]:
         tasks, tasks_a_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         if tasks == 1:
             return {"accelerator": "auto", "devices": 1}
-        return _several(tasks // tasks_a_node, tasks_a_node)
+        return _several(tasks // tasks_a_node, tasks_a_node, strategy)
     tasks = slurm_job.step_tasks()
     if tasks == 1:
         # Lightning would take SLURM's variables for several tasks, and its signals for requests to requeue the job.
@@ -62,7 +70,7 @@ def trainer_settings() -> dict[str, Any]:
     if nodes == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(_port()))
-    return {**_several(nodes, tasks // nodes), "plugins": [SLURMEnvironment(auto_requeue=False)]}
+    return {**_several(nodes, tasks // nodes, strategy), "plugins": [SLURMEnvironment(auto_requeue=False)]}
 
 
 def _check_gpu() -> None:
@@ -95,14 +103,14 @@ def devices_beside(ranks: int) -> list[str]:
     return visible[ranks:]
 
 
-def _several(nodes: int, tasks_a_node: int) -> dict[str, Any]:
+def _several(nodes: int, tasks_a_node: int, strategy: str) -> dict[str, Any]:
     visible = torch.cuda.device_count() if torch.cuda.is_available() else tasks_a_node
     if visible < tasks_a_node:
         raise ConfigurationError(
             f"devices: {tasks_a_node} ranks on this node see {visible} GPUs; give every task all of the node's "
             "(SLURM: --gpus-per-node, not --gpus-per-task)"
         )
-    return {"accelerator": "auto", "devices": tasks_a_node, "num_nodes": nodes, "strategy": DDPStrategy()}
+    return {"accelerator": "auto", "devices": tasks_a_node, "num_nodes": nodes, "strategy": STRATEGIES[strategy]()}
 
 
 def _port() -> int:

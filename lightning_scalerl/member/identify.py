@@ -40,6 +40,8 @@ _WHOLE_NUMBERS = {
     "launch.max_parallel": 1,
     "launch.threads": 1,
 }
+# As in `distributed.start`, which imports torch.
+STRATEGIES = ("ddp", "fsdp2")
 # Settings whose classes import torch at most: seconds less to say what is wrong with them.
 _WITHOUT_LIGHTNING = ("reward", "health", "verify", "optimizer", "schedule")
 DEFAULT_RECIPE = "scalerl"  # as in conf/train.yaml
@@ -143,6 +145,8 @@ def _check_settings(config: Mapping[str, Any]) -> None:
     strict = _setting(config, "launch.strict_code")
     if not isinstance(strict, bool | None):
         raise ConfigurationError(f"launch.strict_code: {strict!r} must be true or false")
+    if "strategy" in config and (name := _setting(config, "strategy.name")) not in STRATEGIES:
+        raise ConfigurationError(f"strategy.name: {shown(name)} is unknown; valid: {', '.join(STRATEGIES)}")
     address = _setting(config, "mlflow.uri")
     if not isinstance(address, str | None):
         raise ConfigurationError(

@@ -37,9 +37,10 @@ def begin_training(module: Parts) -> None:
     module.policy.train(module.recipe.optimizer.dropout)
     if module.critic is not None:
         module.critic.train(False)
-    for part in module.policy.modules():
-        # Layers that recompute their activations do so in training mode only; what is in them stays as it is.
-        part.training = part.training or bool(getattr(part, "gradient_checkpointing", False))
+    for model in (module.policy, module.critic):
+        for part in () if model is None else model.modules():
+            # Layers that recompute their activations do so in training mode only; what is in them stays as it is.
+            part.training = part.training or bool(getattr(part, "gradient_checkpointing", False))
     module.ranks.share(partial(_probe, module))
     if module.completed_steps == 0 and module.trainer.ckpt_path is None:
         module.ranks.share(lambda: module.generator.publish(module.trained.weights(), 0))

@@ -154,6 +154,25 @@ class Reference:
         self.policy = frozen.requires_grad_(False).eval().to(device)
 
 
+def recompute_activations(module: Parts) -> None:
+    """Turn gradient checkpointing on where the recipe asks for it; a model that has it already keeps it.
+
+    Raises:
+        ConfigurationError: it is asked for, and the model's class has none.
+    """
+    model: Any = module.policy.model
+    asked = module.recipe.batch.recompute
+    if not module.recipe.batch.recomputes(sum(parameter.numel() for parameter in model.parameters())):
+        return
+    if getattr(model, "supports_gradient_checkpointing", False):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif asked:
+        raise ConfigurationError(
+            f"batch.recompute: {type(model).__name__} has no gradient checkpointing; leave it out, and lower "
+            "batch.micro_tokens where memory is short"
+        )
+
+
 def made_on(module: Parts) -> torch.device:
     """Return the device on which a model of the run is made whole: the host where it is to be sharded."""
     return torch.device("cpu") if module.ranks.sharded else module.trainer.strategy.root_device

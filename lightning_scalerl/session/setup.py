@@ -26,7 +26,7 @@ from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.session.data_path import DataPath, build_data_path
-from lightning_scalerl.session.models import made_on, make_critic, place
+from lightning_scalerl.session.models import made_on, make_critic, place, recompute_activations
 from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.session.sampling import Inputs, Sampling
 from lightning_scalerl.task.base import check_curriculum
@@ -94,6 +94,7 @@ def set_up(module: Parts, stage: str) -> None:
     devices = trainer.world_size + recipe.driver.generators
     module.meter = ComputeMeter(FlopModel.of(module.policy.model), devices=devices)
     module.ranks = Ranks.of(trainer, module.trained.answer)
+    recompute_activations(module)
     place(module)
     evaluation = evaluation_of(trainer)
     inputs = Inputs(

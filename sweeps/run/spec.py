@@ -40,7 +40,7 @@ _CURVE = re.compile(r'^ "curve": "([^"\\]*)",$', re.MULTILINE)
 # Top-level keys of the configuration that say how, where or how long, not what.
 OPERATIONAL_KEYS = frozenset(
     {"budget", "checkpoint", "rollouts", "study", "output_dir", "launch", "mlflow", "label", "hydra", "seed"}
-    | {"scaled_for", "race"}
+    | {"scaled_for", "race", "strategy"}
 )
 
 

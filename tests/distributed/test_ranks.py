@@ -31,7 +31,9 @@ from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint, newes
 from lightning_scalerl.callbacks.evaluate import Evaluate
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.distributed.ranks import LeaderFailedError, Ranks, check_strategy
-from lightning_scalerl.distributed.start import devices_beside, process_rank, trainer_settings
+from lightning_scalerl.distributed.sharded import ShardedStrategy
+from lightning_scalerl.distributed.start import STRATEGIES, devices_beside, process_rank, trainer_settings
+from lightning_scalerl.member.identify import STRATEGIES as KNOWN
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.rollout import whole
 from lightning_scalerl.verify.verification import RewardError
@@ -512,6 +514,8 @@ def test_torchrun(launched: Any) -> None:
     settings = trainer_settings()
     assert (settings["devices"], settings["num_nodes"]) == (2, 2)
     assert process_rank() == 3
+    assert type(settings["strategy"]) is DDPStrategy
+    assert type(trainer_settings("fsdp2")["strategy"]) is ShardedStrategy and set(STRATEGIES) == set(KNOWN)
 
 
 def test_too_few_gpus_for_the_tasks(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:

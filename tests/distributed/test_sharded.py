@@ -72,6 +72,7 @@ def test_two_shards_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
             {"recipe": "scalerl_core", "overrides": ["batch.prompts=1", "batch.completions=3"]}, id="few rows"
         ),
         pytest.param({"overrides": ["batch.micro_batch=1", "epochs.count=2"]}, id="passes of one row, two epochs"),
+        pytest.param({"overrides": [*EVERYTHING, "batch.recompute=true"]}, id="activations recomputed"),
     ],
 )
 def test_shards_of_everything(given: dict[str, Any], tiny_model_path: str, tmp_path: Path) -> None:
