@@ -81,19 +81,24 @@ def row(*given: DesignChoice) -> Choices:
 
 
 def make_group(
-    rewards: Sequence[float], admission: int = 0, version: int = 0, seed: int = 0, prompt_length: int = 4
+    rewards: Sequence[float],
+    admission: int = 0,
+    version: int = 0,
+    seed: int = 0,
+    prompt_length: int = 4,
+    length: int | None = None,
 ) -> Group:
-    """A group of random lengths and log-probabilities, with given rewards."""
+    """A group of random lengths, unless one is given, and log-probabilities, with given rewards."""
     source = random.Random(f"{seed} {admission}")
     rollouts = []
     for reward in rewards:
-        length = source.randint(1, 7)
+        tokens = source.randint(1, 7) if length is None else length
         rollouts.append(
             Rollout(
-                tokens=[source.randint(1, 15) for _ in range(length)],
-                generator_logprobs=[-source.uniform(0.05, 3.0) for _ in range(length)],
-                weight_versions=[version] * length,
-                forced=[False] * length,
+                tokens=[source.randint(1, 15) for _ in range(tokens)],
+                generator_logprobs=[-source.uniform(0.05, 3.0) for _ in range(tokens)],
+                weight_versions=[version] * tokens,
+                forced=[False] * tokens,
                 finish_reason="stop",
                 reward=reward,
                 correct=reward >= 1,

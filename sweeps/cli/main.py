@@ -316,6 +316,17 @@ def _showing(command: Command) -> None:
 
 
 def _studying(command: Command) -> None:
+    memory = command(
+        "memory",
+        _later("memory_command", "memory_command"),
+        "say what a run takes on each device, by part, before compute is spent",
+        "scalerl memory scale=0.6b model.width=256 --devices 8 --gib 80",
+    )
+    memory.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for scalerl train")
+    memory.add_argument("--devices", type=_count, default=1, metavar="N", help="that train; default: %(default)s")
+    memory.add_argument("--gib", type=_number, metavar="G", help="of a device: refuse what does not fit, with a remedy")
+    memory.add_argument("--json", action="store_true", help="print a JSON object, in bytes")
+
     status = command(
         "status",
         _later("study_commands", "status_command"),

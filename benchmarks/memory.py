@@ -1,0 +1,91 @@
+"""What fits where: memory of models from 0.6 to 70 billion parameters on 1, 8 and 64 devices, as `scalerl memory` says.
+
+    python benchmarks/memory.py
+
+Writes the table of docs/guide/large_models.md between its marks; some minutes of one core. Nothing is trained and
+nothing downloaded: the models are made of their published configurations, without data.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import nn
+
+from lightning_scalerl.composer import load_recipe
+from lightning_scalerl.measure.memory import foretell
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "large_models.md"
+GIB = 2**30
+DEVICE_GIB = 80
+# Devices, how they share the model; with several, the generator has devices of its own.
+PLACES = ((1, "ddp"), (8, "fsdp2"), (64, "fsdp2"))
+
+
+def qwen3(hidden: int, inner: int, layers: int, heads: int, key_heads: int = 8, tied: bool = False) -> dict[str, Any]:
+    """Return sizes of a dense Qwen3 (the configurations published with the models)."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": tied,
+    }
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-0.6B": ("Qwen3", qwen3(1024, 3072, 28, 16, tied=True)),
+    "Qwen3-1.7B": ("Qwen3", qwen3(2048, 6144, 28, 16, tied=True)),
+    "Qwen3-8B": ("Qwen3", qwen3(4096, 12288, 36, 32)),
+    "Qwen3-32B": ("Qwen3", qwen3(5120, 25600, 64, 64)),
+    "Llama-3.1-70B": (
+        "Llama",
+        {
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+    ),
+}
+
+
+def model(family: str, sizes: dict[str, Any]) -> nn.Module:
+    """Make a model of its configuration."""
+    made: nn.Module = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
+    return made
+
+
+def cell(family: str, sizes: dict[str, Any], tokens: int, devices: int, strategy: str) -> str:
+    """Return GiB of the fullest device, bold where it fits."""
+    context = (f"context.max_prompt_tokens={tokens // 8}", f"context.max_new_tokens={tokens - tokens // 8}")
+    recipe = load_recipe("scalerl", ["scale=8b", *context, "batch.micro_batch=1", "batch.recompute=true"])
+    # One device generates as well, 32 rollouts at a time.
+    needed = foretell(partial(model, family, sizes), recipe, devices, strategy, 32 if devices == 1 else 0).peak / GIB
+    return f"**{needed:.0f}**" if needed <= DEVICE_GIB else f"{needed:.0f}"
+
+
+def main() -> None:
+    """Write the table into the page."""
+    columns = [(tokens, *place) for tokens in (4096, 16384) for place in PLACES]
+    heads = [f"{tokens // 1024}k tokens, {devices} x {strategy}" for tokens, devices, strategy in columns]
+    rows = ["| model | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for name, (family, sizes) in MODELS.items():
+        rows.append(f"| {name} | " + " | ".join(cell(family, sizes, *place) for place in columns) + " |")
+        print(rows[-1], flush=True)
+    text = PAGE.read_text()
+    before, rest = text.split("<!-- memory -->\n")
+    after = rest.split("<!-- /memory -->\n")[1]
+    PAGE.write_text(before + "<!-- memory -->\n" + "\n".join(rows) + "\n<!-- /memory -->\n" + after)
+
+
+if __name__ == "__main__":
+    main()

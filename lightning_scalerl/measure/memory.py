@@ -1,0 +1,217 @@
+"""Memory that a run takes on each device, foretold before compute is spent: a step is gone through without any data.
+
+Models and one step are made of tensors that have a shape and no content (torch's `FakeTensorMode`), so a model of 70
+billion parameters is measured in seconds on a laptop. What is alive at the same time is counted at every operation: the
+peak is that of the project's own forward pass, head, backward pass and optimizer, whatever the architecture.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.distributed.sharded import blocks
+from lightning_scalerl.generator.memory import cache_gib
+from lightning_scalerl.model.head import backbone
+from lightning_scalerl.model.place import load_options, model_path
+from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.task.arithmetic_base import new_model
+
+GIB = 2**30
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts bytes of all tensor storages that are alive, at every operation; `peak` is the most since `reset`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def reset(self) -> None:
+        """Let the peak begin anew at what is alive now."""
+        self.peak = self.now
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+    def watch(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, once, until it is freed."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.watch(leaf)
+        return result
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a run in bytes, by part: on each training device, on rank 0's beside that, and on its host.
+
+    `tokens` is the size of the pass that was gone through, rows x (prompt and completion); `row` one row of it.
+    """
+
+    device: Mapping[str, int]
+    leader: Mapping[str, int]
+    host: Mapping[str, int]
+    parameters: int
+    tokens: int
+    row: int
+
+    @property
+    def peak(self) -> int:
+        """Most that any device needs: rank 0's, which generates as well."""
+        return sum(self.device.values()) + sum(self.leader.values())
+
+
+def foretell(skeleton: Any, recipe: Recipe, ranks: int = 1, strategy: str = "ddp", slots: int = 0) -> Memory:
+    """Return the memory that training takes, with rows of full length.
+
+    Args:
+        skeleton: makes the language model, with FP32 weights; called without memory for them.
+        recipe: gives precision, batch, context, and whether there are critic and reference.
+        ranks: devices that train the run.
+        strategy: how they share the model: "ddp" or "fsdp2".
+        slots: rollouts that rank 0 generates at a time; 0 if the generator has devices of its own.
+
+    Raises:
+        ConfigurationError: a model whose step cannot be gone through without data.
+    """
+    choices, context = recipe.choices, recipe.context
+    length = context.max_prompt_tokens + context.max_new_tokens
+    size = recipe.batch.a_pass
+    rows = size.rollouts if size.tokens is None else max(1, min(size.rollouts, size.tokens // length))
+    rows = min(rows, recipe.batch.prompts * recipe.batch.completions)
+    try:
+        with FakeTensorMode():
+            model = skeleton()
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            if recipe.batch.recomputes(parameters) and getattr(model, "supports_gradient_checkpointing", False):
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+                model.train()
+                for module in model.modules():
+                    module.training = bool(getattr(module, "gradient_checkpointing", False))
+            policy = Policy(model, choices.precision, context.temperature)
+            passing = _pass_bytes(policy, rows, context.max_prompt_tokens, context.max_new_tokens)
+            cache = round(cache_gib(model, choices.precision.policy_dtype, slots * length) * GIB) if slots else 0
+            body = _bytes(backbone(model))
+            layers = [_bytes(block) for block in blocks(model)]
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise ConfigurationError(f"model: its memory cannot be foretold ({said(error)})") from error
+    weights = 4 * parameters
+    share = ranks if strategy == "fsdp2" else 1
+    device = {
+        "weights, FP32": -(-weights // share),
+        "gradients": -(-weights // share),
+        "Adam's moments": -(-2 * weights // share),
+        "activations of a pass": passing,
+    }
+    if choices.kl.where:
+        device["reference"] = -(-weights // share)
+    if choices.critic.has_values:
+        device["critic, its gradients and moments"] = -(-4 * body // share)
+    if share > 1:
+        # The root's weights and two layers' at a time, whole, and the gradients of as many before they are parted.
+        largest = sorted(layers)[-1] if layers else 0
+        device["layers made whole"] = 2 * (weights - sum(layers)) + 4 * largest
+    elif ranks > 1:
+        device["gradients on their way"] = min(weights, 4 * 2**25)
+    width = torch.finfo(choices.precision.policy_dtype).bits // 8
+    leader = {"the generator's weights": width * parameters, "its keys and values": cache} if slots else {}
+    host = {"weights on their way to the generator": weights} if share > 1 else {}
+    return Memory(device, leader, host, parameters, rows * length, length)
+
+
+def _bytes(module: nn.Module) -> int:
+    """Return the FP32 bytes of a module's parameters."""
+    return 4 * sum(parameter.numel() for parameter in module.parameters())
+
+
+def _pass_bytes(policy: Policy, rows: int, prompt: int, completion: int) -> int:
+    """Return the most that is alive in a forward and backward pass beyond weights and gradients, in bytes."""
+    model: nn.Module = policy.model
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    live = LiveBytes()
+    for tensor in [*model.parameters(), *model.buffers(), *(parameter.grad for parameter in model.parameters())]:
+        if tensor is not None:
+            live.watch(tensor)
+    with live:
+        live.reset()
+        before = live.now
+        tokens = torch.zeros(rows, prompt + completion, dtype=torch.int64)
+        with policy.autocast(policy.precision):
+            hidden = backbone(model)(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
+        states = hidden[:, prompt - 1 :].reshape(-1, hidden.shape[-1])
+        logprobs, _ = policy._score(states, tokens[:, prompt:].reshape(-1), policy.precision, False)
+        logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        return live.peak - before
+
+
+def from_config(path: str) -> Callable[[], nn.Module]:
+    """Return a function that makes the model of a folder or hub id from its configuration alone.
+
+    Raises:
+        ConfigurationError: there is no configuration of a causal language model.
+    """
+    options, path = load_options(path), model_path(path)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"model.path: {path!r} holds no readable configuration ({said(error)})") from error
+    return partial(AutoModelForCausalLM.from_config, config, dtype=torch.float32)
+
+
+def of_arithmetic(width: int, layers: int) -> nn.Module:
+    """Make a model of the arithmetic task's kind, without its training."""
+    model: nn.Module = new_model(width, layers, seed=0)
+    return model
+
+
+def advice(skeleton: Any, recipe: Recipe, ranks: int, strategy: str, slots: int, limit: int) -> str:
+    """Return the nearest setting with which a run fits into a device of `limit` bytes, in one line.
+
+    Tried in this order: activations recomputed, a pass of one row, fewer rollouts at a time, the model sharded, more
+    devices.
+    """
+    once = replace(recipe, batch=replace(recipe.batch, recompute=True))
+    length = recipe.context.max_prompt_tokens + recipe.context.max_new_tokens
+    one_row = replace(once, batch=replace(once.batch, micro_tokens=length))
+    tries: list[tuple[str, Recipe, int, str, int]] = [
+        ("batch.recompute=true", once, ranks, strategy, slots),
+        (f"batch.recompute=true batch.micro_tokens={length}", one_row, ranks, strategy, slots),
+    ]
+    if slots > 1:
+        fewer = max(1, slots // 4)
+        words = f"batch.recompute=true batch.micro_tokens={length} generator.slots={fewer}"
+        tries.append((words, one_row, ranks, strategy, fewer))
+    words = f"batch.recompute=true batch.micro_tokens={length} strategy=fsdp2 driver=live"
+    more = [ranks, *(count for count in (2, 4, 8, 16, 32, 64, 128, 256) if count > ranks)]
+    tries += [(f"{words} on {count} devices", one_row, count, "fsdp2", 0) for count in more if count > 1]
+    for text, other, devices, by, at_a_time in tries:
+        if foretell(skeleton, other, devices, by, at_a_time).peak <= limit:
+            return f"it would with {text}"
+    return "it would not on 256 devices either: lower context.max_new_tokens, or take a smaller model"
