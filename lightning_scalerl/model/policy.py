@@ -47,7 +47,12 @@ class Policy(nn.Module):
         dtype = precision.policy_dtype
         if dtype == torch.float32:
             return nullcontext()
-        return torch.autocast(device, dtype=dtype)
+        # The cache keeps the 16-bit copies of all weights to the end of the pass. Where layers are whole, or have
+        # activations, for a moment only, that would be most of the memory, and no layer is used twice.
+        momentary = self.agree is not None or any(
+            getattr(part, "gradient_checkpointing", False) for part in self.modules()
+        )
+        return torch.autocast(device, dtype=dtype, cache_enabled=not momentary)
 
     @property
     def shares_prompts(self) -> bool:
