@@ -52,7 +52,7 @@ AXES = {"flops": FLOPS, "virtual_device_hours": VIRTUAL_HOURS}
 # Means over a run's steps that say whether a mechanism could act at all.
 SEEN = ("train/clip_fraction", "train/logprob_gap", "train/truncated", "train/zero_variance", "train/staleness_mean")
 _FAR = f"{BASE}+async_mode=ppo_off_policy+async_mode.k=32"
-_SHORT = f"{BASE}+context.max_new_tokens=16+thinking.interrupt_from=9+thinking.interrupt_to=11"
+_SHORT = f"{BASE}+context.max_new_tokens=12+thinking.interrupt_from=5+thinking.interrupt_to=7"
 
 
 def _variant(name: str) -> str:
@@ -80,7 +80,9 @@ class Finding:
 
 _DAPO, _GSPO, _REINFORCE = (_variant(f"loss={name}") for name in ("dapo", "gspo", "reinforce"))
 _PPO_8, _ON_POLICY = (_variant(f"async_mode={name}") for name in ("ppo_off_policy", "on_policy"))
-_FEW, _MANY = (_variant(f"batch.prompts={prompts}") for prompts in (4, 64))
+_FEW, _MANY = (
+    _variant(f"batch.prompts={prompts}+evaluation.every_n_steps={every}") for prompts, every in ((4, 20), (64, 3))
+)
 _TWO, _THIRTY_TWO = (_variant(f"batch.rollouts=128+batch.completions={count}") for count in (2, 32))
 _SMALL, _LARGE = (_variant(f"model.width={width}") for width in (32, 128))
 _PROMPT, _UNIFORM = _variant("normalization=prompt"), _variant("resampling=uniform")
@@ -90,7 +92,7 @@ FINDINGS = (
     Finding("CISPO ends higher than DAPO's loss", "3.2", BASE, _DAPO, HIGHER),
     Finding("CISPO ends higher than DAPO's loss: 32 updates off-policy", "3.2", _FAR, f"{_FAR}+loss=dapo", HIGHER),
     Finding("GSPO ends higher than DAPO's loss", "3.2", _GSPO, _DAPO, HIGHER),
-    Finding("the head in FP32 ends higher", "3.2", BASE, _variant("precision=bf16_head"), HIGHER),
+    Finding("the head in FP32 ends higher", "3.2", _variant("precision=bf16"), _variant("precision=bf16_head"), HIGHER),
     Finding("prompt average ends higher than sample average", "3.2", BASE, _variant("aggregation=sample"), HIGHER),
     Finding("prompt average ends higher than token average", "3.2", BASE, _variant("aggregation=token"), HIGHER),
     Finding("without groups of no variance it ends higher", "3.2", BASE, _variant("filter=none"), HIGHER),
@@ -100,7 +102,7 @@ FINDINGS = (
     Finding("PipelineRL-8 has the ceiling of PPO-off-policy-8", "3.1", BASE, _PPO_8, SAME, _HOURS),
     Finding("a larger batch ends higher: 16 prompts, 4", "4", BASE, _FEW, HIGHER),
     Finding("a larger batch ends higher: 64 prompts, 16", "4", _MANY, BASE, HIGHER),
-    Finding("a longer context ends higher: 24 tokens, 16", "4", BASE, _SHORT, HIGHER),
+    Finding("a longer context ends higher: 16 tokens, 12", "4", BASE, _SHORT, HIGHER),
     Finding("a larger model ends higher: width 64, 32", "4", BASE, _SMALL, HIGHER),
     Finding("a larger model ends higher: width 128, 64", "4", _LARGE, BASE, HIGHER),
     Finding("completions a prompt are second order: 8, 2", "4", BASE, _TWO, SAME),
@@ -110,7 +112,7 @@ FINDINGS = (
     Finding("without solved prompts it is faster", "5", BASE, _UNIFORM, FASTER),
     Finding("normalization by batch is faster than by prompt", "5", BASE, _PROMPT, FASTER),
     Finding("a smaller batch is faster: 16 prompts, 64", "4", BASE, _MANY, FASTER),
-    Finding("a shorter context is faster: 16 tokens, 24", "4", _SHORT, BASE, FASTER),
+    Finding("a shorter context is faster: 12 tokens, 16", "4", _SHORT, BASE, FASTER),
 )
 OURS = (
     Finding("PipelineRL-8 is faster than on-policy", "", BASE, _ON_POLICY, FASTER, _HOURS),
