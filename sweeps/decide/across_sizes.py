@@ -171,7 +171,7 @@ def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | 
             line.append(lines)
             offs.append(off)
     schedules = tuple(fit.draws.schedule for fit in fits if fit.draws is not None)
-    return AcrossSizes(sizes, np.stack(own), np.stack(line), np.stack(offs), schedules)
+    return AcrossSizes(sizes=sizes, own=np.stack(own), line=np.stack(line), off=np.stack(offs), schedules=schedules)
 
 
 def _logarithms(fit: Fit) -> Array:

@@ -93,7 +93,16 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
     if undecided is not None:
         told = f"with {seeds} seed{'' if seeds == 1 else 's'} about {undecided:.0f} of {recipes - 1} comparisons"
         text = f"{told} with the best will stay undecided: {text}"
-    return Foresight(recipes - 1, undecided, smallest, margin, needed, spread, source, text)
+    return Foresight(
+        comparisons=recipes - 1,
+        undecided=undecided,
+        smallest=smallest,
+        margin=margin,
+        seeds_needed=needed,
+        spread=spread,
+        source=source,
+        sentence=text,
+    )
 
 
 def _undecided(recipes: int, spread: float, error: float) -> float:

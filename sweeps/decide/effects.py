@@ -154,19 +154,27 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
         on_compute = _solve(design.of_cells(timed), logs.mean(1), np.diag(logs.var(1)), _LOG)
     rows = [
         Effect(
-            axis, level, against,
-            _interval(on_a.draws[n]),
-            None if on_compute is None else _interval(np.exp(on_compute.draws[n])),
-            float((on_a.draws[n] > 0).mean()),
-            sum(all(cell[a] == b for a, b in zip(axis.split(":"), level.split(":"), strict=True)) for cell in cells),
+            axis=axis,
+            level=level,
+            against=against,
+            A=_interval(on_a.draws[n]),
+            compute=None if on_compute is None else _interval(np.exp(on_compute.draws[n])),
+            p_positive=float((on_a.draws[n] > 0).mean()),
+            cells=sum(
+                all(cell[a] == b for a, b in zip(axis.split(":"), level.split(":"), strict=True)) for cell in cells
+            ),
         )
         for n, (axis, level, against) in enumerate(design.contrasts)
-    ]  # fmt: skip
+    ]
     error = float(np.median(np.diag(np.atleast_2d(np.cov(drawn)))))
     return Effects(
-        tuple(rows), tuple(_next(cells, axes, interactions, on_a, error)), on_a.own, len(known), left,
-        tuple(_notes(design, axes)),
-    )  # fmt: skip
+        effects=tuple(rows),
+        next=tuple(_next(cells=cells, axes=axes, interactions=interactions, solved=on_a, error=error)),
+        own=on_a.own,
+        cells=len(known),
+        left=left,
+        notes=tuple(_notes(design, axes)),
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -319,7 +319,14 @@ def settle(choice: Choice, limit: float | None = None) -> Settlement:
 
 
 def _settlement(standing: Standing, steps: Sequence[Step], sentence: str, settled: bool) -> Settlement:
-    return Settlement(standing.leader, standing.p_wrong, standing.margin, tuple(steps), sentence, settled)
+    return Settlement(
+        leader=standing.leader,
+        p_wrong=standing.p_wrong,
+        margin=standing.margin,
+        steps=tuple(steps),
+        sentence=sentence,
+        settled=settled,
+    )
 
 
 def _options(fit: Fit, limit: float | None) -> list[Step]:
@@ -329,10 +336,13 @@ def _options(fit: Fit, limit: float | None) -> list[Step]:
     targets = {factor * end for factor in _FACTORS}
     if fit.C_mid.value is not None and 1.1 * end < 4 * fit.C_mid.value < _FACTORS[-1] * end:
         targets.add(4 * fit.C_mid.value)
-    found = [Step(fit.recipe, "extend", to, None, (to - end) * fit.seeds, "") for to in sorted(targets)]
+    found = [
+        Step(recipe=fit.recipe, action="extend", compute=to, expected_gain=None, cost=(to - end) * fit.seeds, reason="")
+        for to in sorted(targets)
+    ]
     if fit.verdict != "pre_inflection":
         # Another run that ends before the bend, too, would say nothing of where the curve goes.
-        found.append(Step(fit.recipe, "seed", end, None, end, ""))
+        found.append(Step(recipe=fit.recipe, action="seed", compute=end, expected_gain=None, cost=end, reason=""))
     return [step for step in found if limit is None or step.cost <= limit]
 
 
@@ -348,7 +358,14 @@ def _judged(fit: Fit, step: Step, gain: float) -> Step:
     if fit.verdict == "pre_inflection" and step.action == "extend":
         what = _cure(fit).reason
         note = f"; to {step.compute / fit.window[1]:.2g} x at first"
-    return Step(step.recipe, step.action, step.compute, max(gain, 0.0), step.cost, what + note)
+    return Step(
+        recipe=step.recipe,
+        action=step.action,
+        compute=step.compute,
+        expected_gain=max(gain, 0.0),
+        cost=step.cost,
+        reason=what + note,
+    )
 
 
 def _best_step(future: _Future, i: int, limit: float | None) -> Step | None:
@@ -370,7 +387,14 @@ def _cure(fit: Fit) -> Step:
     """Return the step that would make a refused recipe's asymptote identifiable; its gain is not known."""
     end = fit.window[1] if fit.window is not None else float(fit.curve.compute.max())
     if fit.verdict == "decreasing":
-        return Step(fit.recipe, "seed", end, None, end, f"{fit.verdict}: {fit.reason}")
+        return Step(
+            recipe=fit.recipe,
+            action="seed",
+            compute=end,
+            expected_gain=None,
+            cost=end,
+            reason=f"{fit.verdict}: {fit.reason}",
+        )
     factor = 2.0
     if fit.verdict == "pre_inflection" and fit.C_mid.value is not None:
         factor = float(np.clip(2 * fit.C_mid.value / end, 1.5, _FACTORS[-1]))
@@ -378,7 +402,14 @@ def _cure(fit: Fit) -> Step:
         reason = f"needs {more} x the compute so far: the bend is not in the window"
     else:
         reason = f"{fit.verdict}: {fit.reason}"
-    return Step(fit.recipe, "extend", factor * end, None, (factor - 1) * end * fit.seeds, reason)
+    return Step(
+        recipe=fit.recipe,
+        action="extend",
+        compute=factor * end,
+        expected_gain=None,
+        cost=(factor - 1) * end * fit.seeds,
+        reason=reason,
+    )
 
 
 def split_budget(choice: Choice, budget: float) -> Split:
@@ -422,7 +453,7 @@ def split_budget(choice: Choice, budget: float) -> Split:
     loss = standing.losses[leader.recipe] if leader is not None else np.inf
     steps = {fits[i].recipe: step for i, step in taken.items()}
     if loss <= standing.margin:
-        return _split(fits, leader, steps, budget, left, "")
+        return _split(fits=fits, winner=leader, taken=steps, budget=budget, left=left, sentence="")
     kept = f"keep the rest ({left:.4g}) until the results are in, then plan again" if left > 0 else "nothing is left"
     if leader is None:
         why = "no recipe has a curve that rises to what it comes to"
@@ -435,7 +466,14 @@ def split_budget(choice: Choice, budget: float) -> Split:
             kept = (
                 f"nothing that this pays for is expected to change that: keep it ({left:.4g}) for seeds or more of it"
             )
-    return _split(fits, None, steps, budget, left, f"no recipe is committed to: {why}; {kept}")
+    return _split(
+        fits=fits,
+        winner=None,
+        taken=steps,
+        budget=budget,
+        left=left,
+        sentence=f"no recipe is committed to: {why}; {kept}",
+    )
 
 
 def _split_cures(fits: Sequence[Fit], budget: float) -> Split:
@@ -447,7 +485,7 @@ def _split_cures(fits: Sequence[Fit], budget: float) -> Split:
             left -= step.cost
     sentence = "no recipe has a curve yet, so there is none to commit to"
     sentence += f": keep the rest ({left:.4g}) until the results are in" if left > 0 else ""
-    return _split(fits, None, taken, budget, left, sentence)
+    return _split(fits=fits, winner=None, taken=taken, budget=budget, left=left, sentence=sentence)
 
 
 def _split(
@@ -472,8 +510,17 @@ def _split(
                 f"{start:.4g} to {to:.4g} (the same run with a larger budget)"
             )
             reason = "the rest" if step is None else f"{reason}; then the rest"
-        shares.append(Share(fit.recipe, cost, to if cost else None, reward_at(fit, to), reason))
+        shares.append(
+            Share(recipe=fit.recipe, compute=cost, to=to if cost else None, R=reward_at(fit, to), reason=reason)
+        )
     if winner is not None and left <= 0:
         sentence = f"nothing is left to commit to a winner; as it stands that is {winner.recipe}"
     steps = tuple(taken.values())
-    return Split(budget, tuple(shares), steps, winner.recipe if winner else None, commit, sentence)
+    return Split(
+        budget=budget,
+        shares=tuple(shares),
+        steps=steps,
+        winner=winner.recipe if winner else None,
+        commit=commit,
+        sentence=sentence,
+    )

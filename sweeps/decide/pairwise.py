@@ -142,30 +142,54 @@ def compare(
     def pairing(one: str, two: str, compute: float) -> Pairing | None:
         return pairing_of_two(one, two, near(compute), scale)
 
-    drawn = [_drawn(by_name[one], by_name[two], pairing, asymptotes, budget, passes) for one, two in pairs]
-    rewards = _bounds([each.reward for each in drawn])
-    on_prompts, at_budget, asymptote, ratio = (
-        _bounds_where(values)
-        for values in (
-            [each.on_prompts for each in drawn],
-            [each.at_budget for each in drawn],
-            [each.asymptote for each in drawn],
-            [each.ratio for each in drawn],
+    drawn = [
+        _drawn(
+            one=by_name[one], two=by_name[two], pairing_at=pairing, asymptotes=asymptotes, budget=budget, passes=passes
         )
-    )
+        for one, two in pairs
+    ]
+    rewards = _bounds([draws.reward for draws in drawn])
+    on_prompts = _bounds_where([draws.on_prompts for draws in drawn])
+    at_budget = _bounds_where([draws.at_budget for draws in drawn])
+    asymptote = _bounds_where([draws.asymptote for draws in drawn])
+    ratio = _bounds_where([draws.ratio for draws in drawn])
     rows = []
-    for n, ((one, two), each) in enumerate(zip(pairs, drawn, strict=True)):
+    for n, ((one, two), draws) in enumerate(zip(pairs, drawn, strict=True)):
         seeds = min(by_name[one].informing, by_name[two].informing)
-        needed = seeds_needed(each.reward, seeds, margin)
+        needed = seeds_needed(draws.reward, seeds, margin)
         told = _told(rewards[n], margin)
+        sentence = _sentence(
+            one=one,
+            two=two,
+            compute=draws.compute,
+            reward=rewards[n],
+            ratio=ratio[n],
+            told=told,
+            needed=needed,
+            seeds=seeds,
+            margin=margin,
+        )
         rows.append(
             Difference(
-                one, two, each.compute, rewards[n], on_prompts[n], at_budget[n], asymptote[n], ratio[n],
-                float((each.reward > 0).mean() + 0.5 * (each.reward == 0).mean()), seeds, each.paired, needed, told,
-                _sentence(one, two, each.compute, rewards[n], ratio[n], told, needed, seeds, margin),
+                recipe=one,
+                other=two,
+                compute=draws.compute,
+                R=rewards[n],
+                R_on_prompts=on_prompts[n],
+                R_at_budget=at_budget[n],
+                A=asymptote[n],
+                ratio=ratio[n],
+                p_higher=float((draws.reward > 0).mean() + 0.5 * (draws.reward == 0).mean()),
+                seeds=seeds,
+                paired=draws.paired,
+                seeds_needed=needed,
+                told=told,
+                sentence=sentence,
             )
-        )  # fmt: skip
-    return Comparisons(margin, budget, len(pairs) > 1, tuple(rows), tuple(_notes(rows, fits)))
+        )
+    return Comparisons(
+        margin=margin, budget=budget, simultaneous=len(pairs) > 1, rows=tuple(rows), notes=tuple(_notes(rows, fits))
+    )
 
 
 def _check(pair: tuple[str, str], by_name: Mapping[str, Fit]) -> None:
@@ -202,13 +226,13 @@ def _drawn(
     ahead = budget is not None and within(one, budget) and within(two, budget)
     rises = not {one.verdict, two.verdict} & {"flat", "decreasing"}
     return _Drawn(
-        compute,
-        reward,
-        on_prompts,
-        apart(one, two, budget, pairing) if ahead and budget is not None else None,
-        asymptotes[one.recipe] - asymptotes[two.recipe] if rises else None,
-        compute_ratio(one, two, compute),
-        tuple(name for name, known in (("seed", pairing is not None), ("prompt", between is not None)) if known),
+        compute=compute,
+        reward=reward,
+        on_prompts=on_prompts,
+        at_budget=apart(one, two, budget, pairing) if ahead and budget is not None else None,
+        asymptote=asymptotes[one.recipe] - asymptotes[two.recipe] if rises else None,
+        ratio=compute_ratio(one, two, compute),
+        paired=tuple(name for name, known in (("seed", pairing is not None), ("prompt", between is not None)) if known),
     )
 
 

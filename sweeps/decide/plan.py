@@ -141,7 +141,10 @@ def make_plan(
     if factors.size is not None:
         more = [parse_size(text) for text in factors.more_sizes]
         by_recipe = sized(fits, factors.size)
-        sizes = tuple(compare_sizes(group, recipe, budget, target, more) for recipe, group in by_recipe.items())
+        sizes = tuple(
+            compare_sizes(by_size=group, recipe=recipe, budget=budget, target=target, more=more)
+            for recipe, group in by_recipe.items()
+        )
     rollouts: tuple[RolloutPlan, ...] = ()
     if factors.rollouts is not None and budget is not None:
         rollouts = tuple(best_rollouts(fits, budget, factors.rollouts, factors.difficulty))
@@ -151,22 +154,57 @@ def make_plan(
         choice = choice_of(fits, margin)
         split = split_budget(choice, budget)
         rows = tuple(_share_row(fit, split) for fit in fits)
-        return Plan(None, budget, unit, rows, split.steps, (settle(choice, budget),), split, sizes, rollouts)
+        return Plan(
+            target=None,
+            budget=budget,
+            unit=unit,
+            rows=rows,
+            next=split.steps,
+            settlements=(settle(choice, budget),),
+            split=split,
+            sizes=sizes,
+            rollouts=rollouts,
+        )
     settlements = tuple(settle(choice_of(group, margin)) for group in comparable(fits, apart_from=factors.rollouts))
     steps = tuple(step for settlement in settlements for step in settlement.steps)
     rows = tuple(_reach_row(fit, target) if target is not None else _budget_row(fit, budget) for fit in fits)
-    return Plan(target, budget, unit, rows, steps, settlements, None, sizes, rollouts)
+    return Plan(
+        target=target,
+        budget=budget,
+        unit=unit,
+        rows=rows,
+        next=steps,
+        settlements=settlements,
+        split=None,
+        sizes=sizes,
+        rollouts=rollouts,
+    )
 
 
 def _reach_row(fit: Fit, target: float) -> Row:
     reach = compute_to_reach(fit, target)
-    return Row(fit.recipe, reach.compute, None, reach.reason, near_asymptote(fit), reach)
+    return Row(
+        recipe=fit.recipe,
+        compute=reach.compute,
+        R=None,
+        reason=reach.reason,
+        asymptote=near_asymptote(fit),
+        reach=reach,
+    )
 
 
 def _share_row(fit: Fit, split: Split) -> Row:
     share = next(share for share in split.shares if share.recipe == fit.recipe)
     given = Interval(share.compute, share.compute, share.compute)
-    return Row(fit.recipe, given, share.R, share.reason, near_asymptote(fit), None, share.to)
+    return Row(
+        recipe=fit.recipe,
+        compute=given,
+        R=share.R,
+        reason=share.reason,
+        asymptote=near_asymptote(fit),
+        reach=None,
+        to=share.to,
+    )
 
 
 def _budget_row(fit: Fit, budget: float | None) -> Row:
@@ -175,4 +213,12 @@ def _budget_row(fit: Fit, budget: float | None) -> Row:
     reason = "one run of the budget"
     if reward is None:
         reason += f"; its reward cannot be named there ({fit.verdict}): {fit.reason}"
-    return Row(fit.recipe, Interval(budget, budget, budget), reward, reason, near_asymptote(fit), None, budget)
+    return Row(
+        recipe=fit.recipe,
+        compute=Interval(budget, budget, budget),
+        R=reward,
+        reason=reason,
+        asymptote=near_asymptote(fit),
+        reach=None,
+        to=budget,
+    )

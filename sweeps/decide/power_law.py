@@ -198,7 +198,9 @@ def _points(fits: Sequence[Fit]) -> _Points:
     known = known and bool(sd.size) and float(np.median(sd)) > 0
     # An evaluation whose samples all agree reports no error; it is not infinitely precise.
     error = np.maximum(sd, 0.5 * float(np.median(sd))) if known else None
-    return _Points(log_x, log_l, error, size.astype(np.intp), np.concatenate(runs), left_out)
+    return _Points(
+        log_x=log_x, log_l=log_l, sd=error, size=size.astype(np.intp), run=np.concatenate(runs), left_out=left_out
+    )
 
 
 def _lines(points: _Points, weight: Array, count: int, reference: float) -> _Lines:
@@ -210,7 +212,9 @@ def _lines(points: _Points, weight: Array, count: int, reference: float) -> _Lin
     w = total(weight)
     xm, ym = total(weight * x) / w, total(weight * y) / w
     dx, dy = x - xm[points.size], y - ym[points.size]
-    return _Lines(w, xm, ym, total(weight * dx * dx), total(weight * dx * dy), total(weight * dy * dy))
+    return _Lines(
+        weight=w, x=xm, y=ym, xx=total(weight * dx * dx), xy=total(weight * dx * dy), yy=total(weight * dy * dy)
+    )
 
 
 def _given_n0(lines: _Lines, h: Array) -> tuple[Array, Array, Array]:
@@ -294,10 +298,17 @@ def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
     dof = max(n / inflation - parameters, 3.0)
     squares = float(weight @ residual**2) / max(n - parameters, 1)
     scale = max(squares, 1e-12 if points.sd is None else 1.0) * inflation
-    lines = _between_seeds(_lines(points, weight, len(sizes), reference), points, weight, fitted, fits, scale)
+    lines = _between_seeds(
+        lines=_lines(points, weight, len(sizes), reference),
+        points=points,
+        weight=weight,
+        fitted=fitted,
+        fits=fits,
+        scale=scale,
+    )
     best = _best(lines, sizes, grid)
     rng = np.random.default_rng(zlib.crc32(recipe.encode()))
-    k_max, n_0, level = _draw(lines, sizes, grid, scale, dof, rng)
+    k_max, n_0, level = _draw(lines=lines, sizes=sizes, grid=grid, scale=scale, dof=dof, rng=rng)
     level += _seed_sd(fits) * _at_end(fits) * rng.standard_normal(level.shape)
     # Where N_0 runs into an edge of the search the data bound it, and k_max with it, on one side only.
     small, large = _open(np.log(n_0) < grid[0] + 0.1), _open(np.log(n_0) > grid[-1] - 0.1)

@@ -164,34 +164,34 @@ def rank(
             reason = "highest A" if gap <= 0 else f"A lower than the best by {gap:.3f}"
         entries.append(
             Ranked(
-                fit.recipe,
-                place,
-                standing.p_best[fit.recipe],
-                standing.losses[fit.recipe],
-                refitted is not None,
-                fit.A,
-                fit.A_total,
-                None if refitted is None else refitted.B,
-                None if refitted is None else refitted.C_mid,
-                None if budget is None else reward_at(fit, budget),
-                fit.verdict,
-                reason,
+                recipe=fit.recipe,
+                rank=place,
+                p_best=standing.p_best[fit.recipe],
+                expected_loss=standing.losses[fit.recipe],
+                tied_with_best=refitted is not None,
+                A=fit.A,
+                A_total=fit.A_total,
+                B_at_shared_A=None if refitted is None else refitted.B,
+                C_mid_at_shared_A=None if refitted is None else refitted.C_mid,
+                R_at_budget=None if budget is None else reward_at(fit, budget),
+                verdict=fit.verdict,
+                reason=reason,
             )
         )
     entries += [
         Ranked(
-            fit.recipe,
-            None,
-            standing.p_best[fit.recipe],
-            standing.losses[fit.recipe],
-            False,
-            fit.A,
-            fit.A_total,
-            None,
-            None,
-            None if budget is None else reward_at(fit, budget),
-            fit.verdict,
-            fit.reason,
+            recipe=fit.recipe,
+            rank=None,
+            p_best=standing.p_best[fit.recipe],
+            expected_loss=standing.losses[fit.recipe],
+            tied_with_best=False,
+            A=fit.A,
+            A_total=fit.A_total,
+            B_at_shared_A=None,
+            C_mid_at_shared_A=None,
+            R_at_budget=None if budget is None else reward_at(fit, budget),
+            verdict=fit.verdict,
+            reason=fit.reason,
         )
         for fit in refused
     ]
@@ -200,19 +200,19 @@ def rank(
     between = {fit.recipe: fit.seed_spread if pairing is None else pairing.spread for fit in ordered}
     contrasts = () if baseline is None else tuple(_leave_one_out(fits, between, baseline, margin))
     return Ranking(
-        baseline,
-        margin,
-        budget,
-        not standing.decided,
-        standing.leader,
-        standing.sentence,
-        shared_a,
-        tuple(entries),
-        contrasts,
-        pairing,
-        comparisons,
-        rewards(fits, budget),
-        resolve(fits, standing.leader, margin),
+        baseline=baseline,
+        margin=margin,
+        budget=budget,
+        undecided=not standing.decided,
+        leader=standing.leader,
+        sentence=standing.sentence,
+        shared_a=shared_a,
+        ranking=tuple(entries),
+        leave_one_out=contrasts,
+        pairing=pairing,
+        comparisons=comparisons,
+        rewards=rewards(fits, budget),
+        resolution=resolve(fits, standing.leader, margin),
     )
 
 

@@ -104,11 +104,27 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
     reached = raw.high is not None and raw.high <= end
     if raw.value == 0.0:
         met = f"met before training (R0 {float(np.median(ahead[:, 0])):.3f})"
-        return Reach(fit.recipe, target, Interval(0.0, 0.0, raw.high), met, new_run, p_never, True)
+        return Reach(
+            recipe=fit.recipe,
+            target=target,
+            compute=Interval(0.0, 0.0, raw.high),
+            reason=met,
+            new_run=new_run,
+            p_never=p_never,
+            reached=True,
+        )
     if raw.value is None:
         reason = f"never: {chance(p_never)} that its runs do not reach it within {limit / end:g} x their compute"
-        return Reach(fit.recipe, target, None, reason, new_run, p_never)
-    return Reach(fit.recipe, target, raw, _reach_reason(fit, raw, p_never, reached), new_run, p_never, reached)
+        return Reach(recipe=fit.recipe, target=target, compute=None, reason=reason, new_run=new_run, p_never=p_never)
+    return Reach(
+        recipe=fit.recipe,
+        target=target,
+        compute=raw,
+        reason=_reach_reason(fit, raw, p_never, reached),
+        new_run=new_run,
+        p_never=p_never,
+        reached=reached,
+    )
 
 
 def first_above(ahead: Array, grid: Array, target: float) -> Array:
@@ -157,7 +173,13 @@ def near_asymptote(fit: Fit) -> Asymptote:
     identifiable A; that a run is not near can be sure without one.
     """
     if fit.draws is None or fit.window is None or fit.verdict not in _RISING:
-        return Asymptote(fit.recipe, "unknown", _NOTHING, _NOTHING, f"{fit.verdict}: {fit.reason}")
+        return Asymptote(
+            recipe=fit.recipe,
+            verdict="unknown",
+            share=_NOTHING,
+            gain_2x=_NOTHING,
+            reason=f"{fit.verdict}: {fit.reason}",
+        )
     end, draws = fit.window[1], fit.draws
     ahead = np.log(draws.C_mid) - np.log(draws.at_peak(np.array(end)))
     shares = 1 / (1 + np.exp(np.clip(draws.B * ahead, -700, 700)))
@@ -175,7 +197,7 @@ def near_asymptote(fit: Fit) -> Asymptote:
         if fit.verdict == "pre_inflection":
             reason, gain = f"{fit.verdict}: {fit.reason}", _NOTHING
         share = Interval(None, share.low, None if share.high >= 1 - 1e-6 else share.high)
-    return Asymptote(fit.recipe, verdict, share, gain, reason)
+    return Asymptote(recipe=fit.recipe, verdict=verdict, share=share, gain_2x=gain, reason=reason)
 
 
 def check_target(fits: Sequence[Fit], target: float) -> None:

@@ -72,9 +72,24 @@ def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolutio
     noise = _noise(known)
     source = ", ".join(sorted(sources))
     return Resolution(
-        compute, smallest, seeds, seeds_for_margin, told, len(others), source, noise,
-        _sentence(compute, smallest, seeds, seeds_for_margin, margin, source, noise),
-    )  # fmt: skip
+        compute=compute,
+        smallest=smallest,
+        seeds=seeds,
+        seeds_needed=seeds_for_margin,
+        told=told,
+        of=len(others),
+        source=source,
+        noise=noise,
+        sentence=_sentence(
+            compute=compute,
+            smallest=smallest,
+            seeds=seeds,
+            needed=seeds_for_margin,
+            margin=margin,
+            source=source,
+            noise=noise,
+        ),
+    )
 
 
 def _noise(fits: Sequence[Fit]) -> float | None:

@@ -102,13 +102,13 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
         values = ahead[i]
         rows.append(
             RewardRow(
-                fit.recipe,
-                quantiles(at_end[i]),
-                p_best[i],
-                quantiles(times[i]) if times else None,
-                took,
-                None if values is None else quantiles(values),
-                p_ahead.get(i),
+                recipe=fit.recipe,
+                R=quantiles(at_end[i]),
+                p_best=p_best[i],
+                C=quantiles(times[i]) if times else None,
+                ratio=took,
+                R_at_budget=None if values is None else quantiles(values),
+                p_best_at_budget=p_ahead.get(i),
             )
         )
     order = sorted(range(len(rows)), key=lambda i: (-(rows[i].R.value or 0.0), rows[i].recipe))
@@ -117,7 +117,9 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
     known_time = fastest is not None and quantiles(times[fastest]).value is not None
     first = known[fastest].recipe if fastest is not None and known_time else None
     sentence = _sentence(ordered, compute, reward, first)
-    return Rewards(compute, reward if times else None, budget, sentence, ordered, first)
+    return Rewards(
+        compute=compute, reward=reward if times else None, budget=budget, sentence=sentence, rows=ordered, fastest=first
+    )
 
 
 def _at_budget(fit: Fit, budget: float | None) -> Array | None:

@@ -111,19 +111,27 @@ def _plan(recipe: str, difficulty: str | None, by_value: dict[int, Fit], budget:
         for value, fit in by_value.items()
     )
     if not readable:
-        return RolloutPlan(recipe, difficulty, None, values, f"undecided: no fit can be read at {budget:.4g}")
+        return RolloutPlan(
+            recipe=recipe,
+            difficulty=difficulty,
+            best=None,
+            values=values,
+            sentence=f"undecided: no fit can be read at {budget:.4g}",
+        )
     best = max(readable, key=lambda value: p_best[value])
     if len(by_value) == 1:
-        return RolloutPlan(recipe, difficulty, None, values, f"undecided: only {best} was run")
+        return RolloutPlan(
+            recipe=recipe, difficulty=difficulty, best=None, values=values, sentence=f"undecided: only {best} was run"
+        )
     if len(readable) < len(by_value):
         missing = ", ".join(str(value) for value in by_value if value not in readable)
         sentence = f"undecided: {missing} cannot be read at {budget:.4g}; of the rest {best} ({chance(p_best[best])})"
-        return RolloutPlan(recipe, difficulty, None, values, sentence)
+        return RolloutPlan(recipe=recipe, difficulty=difficulty, best=None, values=values, sentence=sentence)
     if p_best[best] < CONFIDENCE:
         sentence = f"undecided: {best} is most likely best ({chance(p_best[best])}), the intervals do not separate"
-        return RolloutPlan(recipe, difficulty, None, values, sentence)
+        return RolloutPlan(recipe=recipe, difficulty=difficulty, best=None, values=values, sentence=sentence)
     sentence = f"{best} rollouts a prompt ({chance(p_best[best])} among those run)"
-    return RolloutPlan(recipe, difficulty, best, values, sentence)
+    return RolloutPlan(recipe=recipe, difficulty=difficulty, best=best, values=values, sentence=sentence)
 
 
 def _at(fit: Fit, budget: float) -> Array:

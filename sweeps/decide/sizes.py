@@ -173,12 +173,25 @@ def compare_sizes(
     frontier = () if joint is None else joint.frontier(_start(by_size), _end(by_size))
     compared = held_out(by_size)
     unseen = sorted({size for size in more if not law.seen(size)})
-    choices = () if budget is None else best_size(law, joint, list(by_size), budget, unseen)
-    reach = () if target is None else _reach(law, joint, by_size, target, unseen)
+    choices = (
+        () if budget is None else best_size(law=law, joint=joint, seen=list(by_size), budget=budget, unseen=unseen)
+    )
+    reach = () if target is None else _reach(law=law, joint=joint, by_size=by_size, target=target, unseen=unseen)
     sentence = _sentence(choices, budget, compared) if choices else ""
-    notes = _warnings(law, joint, by_size, compared, budget, unseen)
+    notes = _warnings(law=law, joint=joint, by_size=by_size, compared=compared, budget=budget, unseen=unseen)
     crossed = crossovers(law, joint, by_size)
-    return Sizes(recipe, law, joint, frontier, crossed, compared, choices, reach, sentence, notes)
+    return Sizes(
+        recipe=recipe,
+        law=law,
+        joint=joint,
+        frontier=frontier,
+        crossovers=crossed,
+        held_out=compared,
+        choices=choices,
+        reach=reach,
+        sentence=sentence,
+        warnings=notes,
+    )
 
 
 def _end(by_size: Mapping[float, Fit]) -> float:
@@ -207,11 +220,11 @@ def crossovers(law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float,
             reason = _crossing_reason(power_law, by_sigmoid, grid)
             found.append(
                 Crossover(
-                    smaller,
-                    larger,
-                    None if power_law.value is None else power_law,
-                    None if by_sigmoid is None or by_sigmoid.value is None else by_sigmoid,
-                    reason,
+                    smaller=smaller,
+                    larger=larger,
+                    power_law=None if power_law.value is None else power_law,
+                    sigmoid=None if by_sigmoid is None or by_sigmoid.value is None else by_sigmoid,
+                    reason=reason,
                 )
             )
     return tuple(found)
@@ -320,12 +333,12 @@ def best_size(
         own_law, own_sigmoid = -law.log_loss(size, at)[:, 0], None if joint is None else joint.curve(size, at)[:, 0]
         choices.append(
             SizeChoice(
-                size,
-                size in unseen,
-                law.reward(size, budget),
-                _p_best(own_law, by_law),
-                None if own_sigmoid is None else quantiles(own_sigmoid),
-                None if own_sigmoid is None else _p_best(own_sigmoid, by_sigmoid),
+                size=size,
+                extrapolation=size in unseen,
+                R=law.reward(size, budget),
+                p_best=_p_best(own_law, by_law),
+                R_sigmoid=None if own_sigmoid is None else quantiles(own_sigmoid),
+                p_best_sigmoid=None if own_sigmoid is None else _p_best(own_sigmoid, by_sigmoid),
             )
         )
     return tuple(choices)

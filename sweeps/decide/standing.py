@@ -267,22 +267,33 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
     if leader in tied:
         ordered = [leader, *(fit for fit in ordered if fit is not leader)]
     p_wrong = None if leader is None or len(fits) < 2 else wrong[leader.recipe]
-    decided, sentence = _outcome(fits, leader, ordered, tied, losses, p_best, p_wrong, at_shared, rivals, margin)
+    decided, sentence = _outcome(
+        fits=fits,
+        leader=leader,
+        ordered=ordered,
+        tied=tied,
+        losses=losses,
+        p_best=p_best,
+        p_wrong=p_wrong,
+        at_shared=at_shared,
+        rivals=rivals,
+        margin=margin,
+    )
     return Standing(
-        margin,
-        None if leader is None else leader.recipe,
-        losses,
-        p_best,
-        p_wrong,
-        tuple(fit.recipe for fit in ordered),
-        tuple(fit.recipe for fit in ordered if fit in tied),
-        shared_a,
-        at_shared,
-        rivals,
-        decided,
-        sentence,
-        pairing_of(ranked),
-        tuple(drawn),
+        margin=margin,
+        leader=None if leader is None else leader.recipe,
+        losses=losses,
+        p_best=p_best,
+        p_wrong=p_wrong,
+        ranked=tuple(fit.recipe for fit in ordered),
+        tied=tuple(fit.recipe for fit in ordered if fit in tied),
+        shared_a=shared_a,
+        at_shared=at_shared,
+        rivals=rivals,
+        decided=decided,
+        sentence=sentence,
+        pairing=pairing_of(ranked),
+        drawn=tuple(drawn),
     )
 
 

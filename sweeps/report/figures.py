@@ -34,7 +34,7 @@ def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     with rc_context(STYLE):
         figure, panels = multiples(order, fits[0].curve.unit, "reward less the curve")
         reach = max(
-            _draw_residuals(panel, by_recipe[recipe], left, right, colour[recipe])
+            _draw_residuals(panel=panel, fit=by_recipe[recipe], left=left, right=right, colour=colour[recipe])
             for recipe, panel in zip(order, panels, strict=True)
         )
         # Room for the note below the points.
@@ -53,7 +53,7 @@ def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: st
         note = f"sd {fit.noise.sd:.4f}, lag 1: {fit.noise.correlation(spacing(fit)):.2f}"
         panel.text(0.97, 0.03, note, transform=panel.transAxes, ha="right", fontsize=8.5)
     residual = points.reward - fitted(fit, points.compute)
-    draw_points(panel, points.compute, residual, points.seed, left, colour)
+    draw_points(panel=panel, compute=points.compute, y=residual, seed=points.seed, left=left, colour=colour)
     return max(float(np.abs(residual).max()), 1e-6)
 
 
@@ -186,10 +186,12 @@ def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking
             log_axis(panel, left, right)
             base = by_recipe.get(ranking.baseline or "")
             if base is not None and base.recipe != recipe:
-                _draw_fit(panel, base, left, right, REFUSED, ghost=True)
-            _draw_fit(panel, by_recipe[recipe], left, right, colour[recipe], ghost=False)
+                _draw_fit(panel=panel, fit=base, left=left, right=right, colour=REFUSED, ghost=True)
+            _draw_fit(panel=panel, fit=by_recipe[recipe], left=left, right=right, colour=colour[recipe], ghost=False)
             curve = points[recipe]
-            draw_points(panel, curve.compute, curve.reward, curve.seed, left, colour[recipe])
+            draw_points(
+                panel=panel, compute=curve.compute, y=curve.reward, seed=curve.seed, left=left, colour=colour[recipe]
+            )
     return figure
 
 

@@ -31,7 +31,7 @@ def overlay_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Rankin
         figure = Figure(figsize=(11.0, max(4.2, 0.36 * len(order) + 1.6)), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=False, width_ratios=(1.25, 1.0))
         _draw_curves(left, order, by_recipe, points)
-        _draw_ranking(right, order, by_recipe, points, ranking)
+        _draw_ranking(panel=right, order=order, fits=by_recipe, points=points, ranking=ranking)
     return figure
 
 

@@ -71,7 +71,7 @@ def publish(sources: Sequence[str], uri: str, ranked: Callable[[Ranking], None] 
             with tracker.reaching("removing a tag"):
                 tracker.remove_tag(member.mlflow_run_id, STOPPED_TAG)
     ranking = rank(fits, margin=LaunchSettings.margin_of(directory))
-    link = publish_into(tracker, sweep, loaded, fits, ranking)
+    link = publish_into(tracker=tracker, sweep=sweep, loaded=loaded, fits=fits, ranking=ranking)
     ranked(ranking)
     print(link)
 
@@ -95,7 +95,13 @@ def member_of(run_dir: Path) -> Member:
     header = read_journal(run_dir).header
     # Runs of scripts have no identity of their own.
     run = header["run"] if (run_dir / SPEC_FILE).is_file() else f"{header['run']}-{run_dir.name}"
-    return Member(run, header["recipe"], int(header["seed"]), run_dir, header.get("baseline"))
+    return Member(
+        run=run,
+        recipe=header["recipe"],
+        seed=int(header["seed"]),
+        run_dir=run_dir,
+        baseline=header.get("baseline"),
+    )
 
 
 def summary(fit: Fit, p_best: float | None) -> FitSummary:
