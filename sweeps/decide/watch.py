@@ -21,8 +21,9 @@ from sweeps.errors import UserError, require
 from sweeps.fit.fit import FitOptions
 from sweeps.fit.history import GROWTH, Snapshot, _history, departure
 from sweeps.run.files import append_lines, parse_lines
-from sweeps.run.journal import JOURNAL_FILE, JournalError, find_runs, read_journal
+from sweeps.run.journal import JOURNAL_FILE, JournalError, read_journal
 from sweeps.source import LoadedStudy
+from sweeps.source.places import Kind, Place
 
 FITS_FILE = "fits.jsonl"
 
@@ -132,18 +133,14 @@ def _size(curve: Curve) -> tuple[int, float]:
 
 def default_path(sources: Sequence[str | Path]) -> Path | None:
     """`fits.jsonl` in the run or sweep directory, if the source is one; None for a table or several sources."""
-    if len(sources) != 1:
-        return None
-    path = Path(sources[0])
-    if path.name == JOURNAL_FILE:
-        path = path.parent
-    return path / FITS_FILE if _is_dir(path) else None
+    folder = Place(sources[0]).folder if len(sources) == 1 else None
+    return None if folder is None else folder / FITS_FILE
 
 
 def waiting(sources: Sequence[str | Path]) -> bool:
     """Return whether all sources are runs or sweeps that have no evaluation yet, which is no error."""
     for source in sources:
-        runs = find_runs(source) if _is_dir(Path(source)) else []
+        runs = Place(source).run_folders
         if not runs:
             return False
         for run in runs:
@@ -157,22 +154,17 @@ def waiting(sources: Sequence[str | Path]) -> bool:
     return True
 
 
-def _is_dir(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # a name too long, or with a NUL in it
-        return False
-
-
 def _state(sources: Sequence[str | Path]) -> object:
     """Return sizes and modification times of the files behind the sources, to detect changes; None if not known."""
     files: list[Path] = []
     for source in sources:
-        path = Path(source)
-        found = [run / JOURNAL_FILE for run in find_runs(path)] if _is_dir(path) else [path]
-        if not found:
+        place = Place(source)  # anew at every poll: a sweep gains runs
+        if place.kind is not Kind.FOLDER:
+            files.append(place.path)
+        elif place.run_folders:
+            files += [run / JOURNAL_FILE for run in place.run_folders]
+        else:
             return None
-        files += found
     try:
         return [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     except (OSError, ValueError):

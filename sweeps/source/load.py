@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from sweeps.errors import UserError
-from sweeps.run.journal import JOURNAL_FILE, JournalView, find_runs, read_journal
+from sweeps.run.journal import JournalView, read_journal
 from sweeps.source import event_files, journals, mlflow_runs
 from sweeps.source.collected import Asked, Collected, LoadedStudy
+from sweeps.source.places import Kind, Place
 from sweeps.source.readers import READERS
-from sweeps.source.text import File, short
+from sweeps.source.text import File
 from sweeps.terminal import counted
+
+# A source that is no run of ours: what tells whether it was given twice, and what adds its points.
+_Reading = tuple[str | Path, Callable[[Collected], None]]
 
 
 def load(
@@ -48,28 +53,29 @@ def load(
         UserError: a source is missing or unusable, the pattern is no pattern, or two sources do not share an axis.
     """
     run_dirs: list[Path] = []
-    files: list[File | tuple[Path, list[Path]] | str] = []
+    readings: list[_Reading] = []
     for source in sources:
-        if mlflow_runs.matches_text(str(source)):
-            files.append(str(source))
-        else:
-            _find(Path(source), run_dirs, files)
+        place = Place(source)
+        place.check()
+        run_dirs += place.runs
+        readings += _readings(place)
     study = LoadedStudy()
-    named = y if y is not None or run_dirs else metric
-    into = Collected(Asked(metric, x, named, by, tuple(dict.fromkeys(factors)), _pattern(seed_from)), study)
-    known: set[object] = set()
-    for file in files:
-        key = file if isinstance(file, str) else (file.path if isinstance(file, File) else file[0]).resolve()
+    asked = Asked(
+        metric=metric,
+        x=x,
+        y=y if y is not None or run_dirs else metric,
+        by=by,
+        factors=tuple(dict.fromkeys(factors)),
+        seed_from=_pattern(seed_from),
+    )
+    into = Collected(asked, study)
+    known: set[str | Path] = set()
+    for key, add in readings:
         if key in known:
             study.warnings.append(f"{key}: given twice, read once")
             continue
         known.add(key)
-        if isinstance(file, str):
-            mlflow_runs.read_experiment(file, into)
-        elif isinstance(file, tuple):
-            event_files.read_directory(*file, into)
-        else:
-            _read(file, into)
+        add(into)
     if run_dirs:
         journals.read_runs(run_dirs, into, read)
     study.curves = into.curves()
@@ -78,6 +84,15 @@ def load(
         reasons = f" ({study.warnings[0]})" if study.warnings else ""
         raise UserError(f"{listed}: no evaluations to fit{reasons}; wait for the first, or give another source")
     return study
+
+
+def _readings(place: Place) -> list[_Reading]:
+    """Return how to read what a place holds besides runs of ours."""
+    if place.kind is Kind.EXPERIMENT:
+        return [(place.text, partial(mlflow_runs.read_experiment, place.text))]
+    if place.event_files:
+        return [(place.path.resolve(), partial(event_files.read_directory, place.path, place.event_files))]
+    return [(path.resolve(), partial(_read, File(path))) for path in place.files]
 
 
 def _read(file: File, into: Collected) -> None:
@@ -104,37 +119,3 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
             f"--seed-from {text!r}: has {counted(pattern.groups, 'group')}; put what is the seed in one: 'ppo-s(\\d+)'"
         )
     return pattern
-
-
-def _find(path: Path, run_dirs: list[Path], files: list[File | tuple[Path, list[Path]] | str]) -> None:
-    """Add what a path holds to `run_dirs` or `files`: our runs, event files, or one file for a reader."""
-    if not _exists(path):
-        raise UserError(
-            f"{short(str(path), 400)}: no such file or directory; give a run, a sweep, a table (CSV, JSONL, Parquet), "
-            "a log, or mlflow:URI#experiment"
-        )
-    if not path.is_dir():
-        if path.name == JOURNAL_FILE and journals.is_journal(path):
-            run_dirs.append(path.parent)
-        else:
-            files.append(File(path))
-        return
-    found = find_runs(path)
-    ours = [run for run in found if journals.is_journal(run / JOURNAL_FILE)]
-    run_dirs += ours
-    files += [File(run / JOURNAL_FILE) for run in found if run not in ours]
-    if not found:
-        events = event_files.event_files(path)
-        if not events:
-            raise UserError(
-                f"{path}: no run in this directory (no metrics.jsonl, no TensorBoard event file); "
-                "give a run, a sweep or a file"
-            )
-        files.append((path, events))
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name too long, or with a NUL in it
-        return False

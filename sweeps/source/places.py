@@ -1,0 +1,109 @@
+"""What kind of thing a source is, decided here alone: an MLflow experiment, a folder of runs, a journal, a file.
+
+A command makes one `Place` per word of the user; loading, watching and the report's title ask it, not the path.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+
+from sweeps.errors import UserError
+from sweeps.run.journal import JOURNAL_FILE, find_runs
+from sweeps.source import event_files, journals, mlflow_runs
+from sweeps.source.text import short
+
+
+class Kind(Enum):
+    """Kinds of sources that a user can give."""
+
+    EXPERIMENT = "mlflow:URI#experiment"
+    FOLDER = "a directory"
+    JOURNAL = "the journal of one of our runs"
+    FILE = "a file for one of the readers"
+    MISSING = "nothing that is there"
+
+
+class Place:
+    """One source as the user gave it; what lies there is looked up at first use and kept.
+
+    Args:
+        source: a path or `mlflow:URI#experiment`.
+    """
+
+    def __init__(self, source: str | Path) -> None:
+        self.text = str(source)
+        self.path = Path(source)
+
+    @cached_property
+    def kind(self) -> Kind:
+        """What the source is; a name that no file can have is missing, too."""
+        if mlflow_runs.matches_text(self.text):
+            return Kind.EXPERIMENT
+        try:
+            if self.path.is_dir():
+                return Kind.FOLDER
+            if not self.path.exists():
+                return Kind.MISSING
+        except (OSError, ValueError):  # a name too long, or with a NUL in it
+            return Kind.MISSING
+        if self.path.name == JOURNAL_FILE and journals.is_journal(self.path):
+            return Kind.JOURNAL
+        return Kind.FILE
+
+    @property
+    def folder(self) -> Path | None:
+        """The directory of a run or sweep, also where its `metrics.jsonl` was given; None for anything else."""
+        if self.kind is Kind.FOLDER:
+            return self.path
+        named_journal = self.path.name == JOURNAL_FILE and self.kind is not Kind.EXPERIMENT
+        return Place(self.path.parent).folder if named_journal else None
+
+    @cached_property
+    def run_folders(self) -> list[Path]:
+        """Folders in a directory that hold a `metrics.jsonl`, of ours or of another framework; sorted."""
+        return find_runs(self.path) if self.kind is Kind.FOLDER else []
+
+    @cached_property
+    def runs(self) -> list[Path]:
+        """Folders of our own runs."""
+        if self.kind is Kind.JOURNAL:
+            return [self.path.parent]
+        return [run for run in self.run_folders if journals.is_journal(run / JOURNAL_FILE)]
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """Files for the readers: the source itself, or the `metrics.jsonl` of other frameworks in a directory."""
+        if self.kind is Kind.FILE:
+            return [self.path]
+        return [run / JOURNAL_FILE for run in self.run_folders if run not in self.runs]
+
+    @cached_property
+    def event_files(self) -> list[Path]:
+        """TensorBoard's event files in a directory without a run."""
+        if self.kind is not Kind.FOLDER or self.run_folders:
+            return []
+        return event_files.event_files(self.path)
+
+    @property
+    def title(self) -> str:
+        """Name for the study behind the source: the experiment's, or the file's or folder's."""
+        return self.text.rpartition("#")[2] if self.kind is Kind.EXPERIMENT else self.path.resolve().stem
+
+    def check(self) -> None:
+        """Check that there is something to read.
+
+        Raises:
+            UserError: nothing is there, or a directory holds nothing that a reader knows.
+        """
+        if self.kind is Kind.MISSING:
+            raise UserError(
+                f"{short(self.text, 400)}: no such file or directory; give a run, a sweep, a table (CSV, JSONL, "
+                "Parquet), a log, or mlflow:URI#experiment"
+            )
+        if self.kind is Kind.FOLDER and not self.run_folders and not self.event_files:
+            raise UserError(
+                f"{self.path}: no run in this directory (no metrics.jsonl, no TensorBoard event file); "
+                "give a run, a sweep or a file"
+            )
