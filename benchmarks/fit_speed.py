@@ -87,11 +87,11 @@ def parts(path: Path, compared: int) -> dict[str, Any]:
     """CPU seconds of the command's parts in this process, and per curve of both procedures, side by side."""
     start = time.process_time()
     # What the command imports on its way: the words and the sources first, what fits and prints once they are read.
-    import sweeps.cli.curve_commands
+    import sweeps.cli.fitting_commands
     import sweeps.cli.main
     import sweeps.fit.compare
     import sweeps.fit.sensitivity
-    import sweeps.report.text  # noqa: F401
+    import sweeps.report.fit_text  # noqa: F401
     from sweeps.fit.fit import fit_curve, fit_curves
     from sweeps.source import load
 

@@ -153,7 +153,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _fitting(command: Command) -> None:
     fit = command(
         "fit",
-        _later("curve_commands", "fit_command"),
+        _later("fitting_commands", "fit_command"),
         "fit a compute curve per recipe: A, B, C_mid with intervals, and a verdict",
         "scalerl fit examples/curves.csv --max-compute 8000",
     )
@@ -183,7 +183,7 @@ def _fitting(command: Command) -> None:
 def _deciding(command: Command) -> None:
     ranking = command(
         "rank",
-        _later("curve_commands", "rank_command"),
+        _later("deciding_commands", "rank_command"),
         "rank recipes by asymptote, ties by efficiency; says undecided when the data do not decide",
         "scalerl rank examples/curves.csv --budget 16000",
     )
@@ -201,7 +201,7 @@ def _deciding(command: Command) -> None:
 
     planning = command(
         "plan",
-        _later("curve_commands", "plan_command"),
+        _later("deciding_commands", "plan_command"),
         "say what a target, a budget or a launch takes: compute, what to run next to settle the choice, model size",
         "scalerl plan examples/curves.csv --target 0.6",
     )
@@ -212,7 +212,7 @@ def _deciding(command: Command) -> None:
 
     compare = command(
         "compare",
-        _later("curve_commands", "compare_command"),
+        _later("deciding_commands", "compare_command"),
         "hold two recipes against each other, or all against one: reward at matched compute, compute, asymptote",
         "scalerl compare examples/curves.csv scalerl scalerl+loss=dapo",
     )
@@ -228,7 +228,7 @@ def _deciding(command: Command) -> None:
 
     effects = command(
         "effects",
-        _later("curve_commands", "effects_command"),
+        _later("deciding_commands", "effects_command"),
         "say what each axis of a grid does to asymptote and compute, over the whole grid, and which cells to run next",
         "scalerl effects examples/curves.csv",
     )
@@ -246,7 +246,7 @@ def _deciding(command: Command) -> None:
 
     race = command(
         "race",
-        _later("curve_commands", "race_command"),
+        _later("deciding_commands", "race_command"),
         "say which recipes need not be run to the budget, look by look; stops nothing itself",
         "scalerl race examples/curves.csv --budget 16000",
     )
@@ -274,7 +274,7 @@ def _deciding(command: Command) -> None:
 def _showing(command: Command) -> None:
     report = command(
         "report",
-        _later("curve_commands", "report_command"),
+        _later("showing_commands", "report_command"),
         "write one self-contained HTML page, with figures and ranking.csv beside it",
         "scalerl report examples/study -o report.html",
     )
@@ -290,7 +290,7 @@ def _showing(command: Command) -> None:
 
     watch = command(
         "watch",
-        _later("curve_commands", "watch_command"),
+        _later("showing_commands", "watch_command"),
         "re-fit as evaluations come: A over time, forecasts against what came, a warning on departure",
         "scalerl watch examples/curves.csv --once",
     )
@@ -307,7 +307,7 @@ def _showing(command: Command) -> None:
 
     publish = command(
         "publish",
-        _later("curve_commands", "publish_command"),
+        _later("showing_commands", "publish_command"),
         "put fits, bands and figures into MLflow and print the link to the chart",
         "scalerl publish examples/study --mlflow sqlite:///mlflow.db",
     )

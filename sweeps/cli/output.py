@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sweeps.errors import UserError
-from sweeps.report.plain import one_line, table
+from sweeps.report.plain import one_line
 
 if TYPE_CHECKING:
     from sweeps.decide.rank import Ranking
@@ -49,19 +49,10 @@ def show_chart(study: Path, tracking: str) -> None:
 
 
 def print_ranking(ranking: Ranking) -> None:
-    """Print the ranking's sentence, its resolution if undecided, and the tables by reward and by asymptote."""
-    from sweeps.report.text import ranking_rows, reward_rows
+    """Print a ranking as the end of a study shows it."""
+    from sweeps.report.ranking_text import ranking_text
 
-    print(one_line(ranking.sentence))
-    if ranking.undecided and ranking.resolution is not None:
-        print(one_line(ranking.resolution.sentence))
-    if ranking.rewards is not None and len(ranking.rewards.rows) > 1:
-        print(f"{one_line(ranking.rewards.sentence)}\n")
-        print(table(*reward_rows(ranking.rewards)))
-        print("\nby asymptote:")
-    else:
-        print()
-    print(table(*ranking_rows(ranking)))
+    print(ranking_text(ranking))
 
 
 def show_ranking(study: Path) -> None:

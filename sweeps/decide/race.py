@@ -25,6 +25,7 @@ from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curves
 from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import chance, quantiles, within
+from sweeps.run.journal import JournalView
 from sweeps.terminal import counted
 
 # Tolerance on a compute: sums of steps' compute may fall short of a level by rounding.
@@ -177,9 +178,47 @@ def run_race(
     # Of a recipe that has failed its furthest run counts: looks judge it up to there, and none waits for more.
     reached |= {curve.recipe: float(curve.compute.max()) for curve in curves if curve.recipe in failed}
     looks: list[Look] = []
-    while isinstance(found := next_look(curves, rules, reached, looks, options, workers, failed), Look):
+    while isinstance(
+        found := next_look(
+            curves=curves, rules=rules, reached=reached, looks=looks, options=options, workers=workers, failed=failed
+        ),
+        Look,
+    ):
         looks.append(found)
     return _told(curves, rules, looks, found)
+
+
+@dataclass(frozen=True)
+class RunStates:
+    """How the runs behind the curves stand, as far as a race needs to know.
+
+    Attributes:
+        ended: recipes of which no run goes on.
+        failed: recipes whose runs have all failed.
+        lost: seeds whose runs have failed, by recipe.
+    """
+
+    ended: tuple[str, ...]
+    failed: tuple[str, ...]
+    lost: Mapping[str, Sequence[str]]
+
+
+def run_states(curves: Sequence[Curve], runs: Sequence[JournalView]) -> RunStates:
+    """Return how the runs behind the curves stand; curves of sources without journals have ended."""
+    by_label: dict[str, dict[str, str]] = {}  # by recipe and seed, the run's status
+    for view in runs:
+        by_label.setdefault(str(view.header.get("recipe")), {})[str(view.header.get("seed"))] = view.status
+    recipes = [curve.recipe for curve in curves]
+    # With --size and --group a label goes on behind the recipe's.
+    states = {recipe: by_label.get(recipe, by_label.get(recipe.split(" ")[0], {})) for recipe in recipes}
+    return RunStates(
+        ended=tuple(recipe for recipe, by_seed in states.items() if "running" not in by_seed.values()),
+        failed=tuple(recipe for recipe, by_seed in states.items() if set(by_seed.values()) == {"failed"}),
+        lost={
+            recipe: [seed for seed, status in by_seed.items() if status == "failed"]
+            for recipe, by_seed in states.items()
+        },
+    )
 
 
 def next_look(
@@ -223,7 +262,7 @@ def next_look(
         if looks and not any(_between(curve, last, level) for curve in known):
             continue  # nothing new: it would count what was seen already a second time
         below = {each.recipe: each.below for each in looks[-1].chances} if looks else {}
-        return look_at(known, level, rules, options, below, workers)
+        return look_at(curves=known, level=level, rules=rules, options=options, below=below, workers=workers)
     return ()
 
 
@@ -239,7 +278,7 @@ def result(curves: Sequence[Curve], rules: Rules, stopped: Mapping[str, Look]) -
     names: list[str] = []
     if curves:
         fits = fit_curves(curves, regions=False)
-        look = judged(rules.budget, fits, joint_rewards(fits, rules.budget), rules, {})
+        look = judged(level=rules.budget, fits=fits, draws=joint_rewards(fits, rules.budget), rules=rules, below={})
         order = sorted(look.chances, key=lambda each: -each.p_best)
         names = [each.recipe for each in order if each.p_ahead is None or each.p_ahead >= rules.p_ahead]
         lines += [
@@ -290,7 +329,7 @@ def look_at(
     # Cut, not only fitted in a window: how far seeds lie apart is told from all points of a curve.
     seen = [each.take(each.compute <= level) for each in curves if _between(each, options.min_compute or 0.0, level)]
     fits = fit_curves(seen, options, workers, regions=False)
-    return judged(level, fits, joint_rewards(fits, rules.budget), rules, below or {})
+    return judged(level=level, fits=fits, draws=joint_rewards(fits, rules.budget), rules=rules, below=below or {})
 
 
 def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rules, below: Mapping[str, int]) -> Look:
@@ -305,7 +344,16 @@ def judged(level: float, fits: Sequence[Fit], draws: Sequence[Array], rules: Rul
         p_ahead = None if at == first else float((values > draws[first]).mean())
         small = p_ahead is not None and p_ahead < rules.p_ahead
         row = below.get(fit.recipe, 0) + 1 if small else 0
-        chances.append(Chance(fit.recipe, p_best[at], p_ahead, quantiles(values), fit.verdict, row))
+        chances.append(
+            Chance(
+                recipe=fit.recipe,
+                p_best=p_best[at],
+                p_ahead=p_ahead,
+                R=quantiles(values),
+                verdict=fit.verdict,
+                below=row,
+            )
+        )
     stopped = tuple(each.recipe for each in chances if each.below >= rules.looks)
     return Look(level, fits[first].recipe, tuple(chances), stopped)
 
@@ -326,7 +374,17 @@ def _told(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits_fo
         sentence += f"({saved / full:.0%})"
     if waits_for:
         sentence += f"; the next look waits for {', '.join(waits_for[:4])}{', ...' if len(waits_for) > 4 else ''}"
-    return Race(rules, curves[0].unit, tuple(looks), tuple(runners), leader, full, saved, waits_for, sentence)
+    return Race(
+        rules=rules,
+        unit=curves[0].unit,
+        looks=tuple(looks),
+        runners=tuple(runners),
+        leader=leader,
+        full=full,
+        saved=saved,
+        waits_for=waits_for,
+        sentence=sentence,
+    )
 
 
 def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], last: Look | None) -> Runner:
@@ -336,12 +394,30 @@ def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], last: Look | None
     ends = [float(curve.compute[curve.seed == label].max()) for label in np.unique(curve.seed)]
     spent = sum(min(end, limit) for end in ends)
     if not mine:
-        return Runner(curve.recipe, None, None, None, None, spent, "no look yet")
+        return Runner(
+            recipe=curve.recipe, stopped_at=None, p_best=None, p_ahead=None, R=None, spent=spent, reason="no look yet"
+        )
     at = mine[-1].of(curve.recipe)
     if last is None:
         reason = f"in the race: {chance(at.p_best)} of being best at {rules.budget:.4g}"
-        return Runner(curve.recipe, None, at.p_best, at.p_ahead, at.R, spent, reason)
-    return Runner(curve.recipe, last.compute, at.p_best, at.p_ahead, at.R, spent, last.why(curve.recipe, rules))
+        return Runner(
+            recipe=curve.recipe,
+            stopped_at=None,
+            p_best=at.p_best,
+            p_ahead=at.p_ahead,
+            R=at.R,
+            spent=spent,
+            reason=reason,
+        )
+    return Runner(
+        recipe=curve.recipe,
+        stopped_at=last.compute,
+        p_best=at.p_best,
+        p_ahead=at.p_ahead,
+        R=at.R,
+        spent=spent,
+        reason=last.why(curve.recipe, rules),
+    )
 
 
 def _shown(reward: Interval) -> str:

@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from sweeps.decide.across_sizes import AcrossSizes, Frontier
+from sweeps.decide.plan import Plan
+from sweeps.decide.power_law import sized
+from sweeps.errors import UserError
 from sweeps.fit.fit import Fit
 from sweeps.fit.least_squares import Array
-from sweeps.report.drawing import COLOURS, INK, STYLE, draw_points, limits, log_axis
+from sweeps.report.drawing import COLOURS, INK, STYLE, draw_points, limits, log_axis, write_figure
+
+
+def write_frontier(path: Path, plan: Plan, fits: Sequence[Fit], column: str) -> None:
+    """Draw the best model size over budgets, for the plan's only recipe; `column` names the sizes.
+
+    Raises:
+        UserError: there are several recipes, or no sigmoid across the sizes, or the file cannot be written.
+    """
+    if len(plan.sizes) != 1:
+        names = ", ".join(sizes.recipe for sizes in plan.sizes)
+        raise UserError(f"{path}: the figure is of one recipe's sizes, and there are {names}; give a source with one")
+    sizes = plan.sizes[0]
+    if sizes.joint is None:
+        raise UserError(
+            f"{path}: no figure, for a size of {sizes.recipe} has too few points for a curve; evaluate more"
+        )
+    by_size = sized(fits, column)[sizes.recipe]
+    write_figure(frontier_figure(sizes.joint, sizes.frontier, list(by_size.values())), path)
 
 
 def frontier_figure(joint: AcrossSizes, frontier: Sequence[Frontier], fits: Sequence[Fit]) -> Figure:
@@ -35,7 +57,14 @@ def frontier_figure(joint: AcrossSizes, frontier: Sequence[Frontier], fits: Sequ
             panel.set_xlabel(f"compute of one run ({fits[0].curve.unit})")
         for index, (size, fit) in enumerate(zip(joint.sizes.tolist(), fits, strict=True)):
             colour = COLOURS[index % len(COLOURS)]
-            draw_points(rewards, fit.curve.compute, fit.curve.reward, fit.curve.seed, left, colour)
+            draw_points(
+                panel=rewards,
+                compute=fit.curve.compute,
+                y=fit.curve.reward,
+                seed=fit.curve.seed,
+                left=left,
+                colour=colour,
+            )
             rewards.plot(compute, np.median(joint.curve(size, compute), 0), color=colour, label=f"{size:.3g}")
         best = _ends([each.R.value for each in frontier])
         for part, dash in ((seen, "-"), (~seen, (0, (2, 2)))):

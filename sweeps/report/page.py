@@ -21,7 +21,7 @@ from sweeps.fit.fit import Fit
 from sweeps.fit.history import Snapshot, departure
 from sweeps.fit.sensitivity import MAIN, Row, signed, summary
 from sweeps.report.drawing import colours, inline_svg
-from sweeps.report.text import gain
+from sweeps.report.plan_text import gain
 from sweeps.run.health import code_changes, idle_variants, mechanism_counters, truncation_alarms
 from sweeps.run.journal import JournalView
 from sweeps.run.rollouts import Shown

@@ -14,7 +14,7 @@ from sweeps.curve import Curve
 from sweeps.decide.next_run import choice_of, comparable, settle
 from sweeps.decide.rank import Ranking
 from sweeps.errors import UserError, require
-from sweeps.fit.compare import Comparison
+from sweeps.fit.compare import Comparison, compare
 from sweeps.fit.constants import MIN_COMPUTES
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.history import GROWTH, Snapshot, history
@@ -83,14 +83,14 @@ def write_report(
     steps = [step for settlement in settlements for step in settlement.steps]
     commands = [(step, command(step, runs, curves[0].axis)) for step in steps]
     findings = Findings(
-        {fit.recipe: sensitivity(fit.curve, fit.options) for fit in fits if fit.verdict in NAMED},
-        settlements,
-        comparisons or ranking.comparisons,
-        histories or {},
-        mapping,
-        {step: line for step, line in commands if line is not None},
-        a_few((str(view.header.get("recipe", "")), view.path.parent) for view in runs),
-        _races(runs),
+        sensitivity={fit.recipe: sensitivity(fit.curve, fit.options) for fit in fits if fit.verdict in NAMED},
+        settlements=settlements,
+        comparisons=comparisons or ranking.comparisons,
+        histories=histories or {},
+        mapping=mapping,
+        commands={step: line for step, line in commands if line is not None},
+        rollouts=a_few((str(view.header.get("recipe", "")), view.path.parent) for view in runs),
+        races=_races(runs),
     )
     figures = {
         "overlay": overlay_figure(curves, fits, ranking),
@@ -102,7 +102,16 @@ def write_report(
     }
     drawn = {name: figure for name, figure in figures.items() if figure is not None}
     documents = {name: svg(figure) for name, figure in drawn.items()}
-    html = render(title or page.stem, curves, fits, ranking, runs, documents, warnings, findings)
+    html = render(
+        title=title or page.stem,
+        curves=curves,
+        fits=fits,
+        ranking=ranking,
+        runs=runs,
+        documents=documents,
+        warnings=warnings,
+        findings=findings,
+    )
     files: dict[Path, bytes] = {page: html.encode("utf-8", errors="replace")}
     for name, figure in drawn.items():
         files[page.with_name(f"{page.stem}_{name}.svg")] = documents[name].encode("utf-8", errors="replace")
@@ -117,6 +126,12 @@ def _races(runs: Sequence[JournalView]) -> list[RaceRecord]:
     studies = dict.fromkeys(view.path.parent.parent.parent for view in runs)
     found = [RaceRecord.read(study) for study in studies]
     return [record for record in found if record.looks or record.pruned]
+
+
+def all_comparisons(fits: Sequence[Fit], ranking: Ranking) -> list[Comparison]:
+    """Compare the families on every recipe whose A has a value; those that the ranking holds are not made again."""
+    known = {comparison.recipe: comparison for comparison in ranking.comparisons}
+    return [known.get(fit.recipe) or compare(fit.curve, fit.options) for fit in fits if fit.A.value is not None]
 
 
 def histories(fits: Sequence[Fit]) -> dict[str, list[Snapshot]]:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.cli import curve_commands
 from sweeps.cli import main as cli
+from sweeps.cli import showing_commands
 from sweeps.fit.family import FAMILIES
 from sweeps.fit.names import FAMILY_NAMES
 from sweeps.run.rollouts import write_groups
@@ -108,7 +108,7 @@ def test_where_no_report_can_be_written_nothing_is_fitted_for_it(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "is_a_folder").mkdir()
     (tmp_path / "a_file").touch()
-    monkeypatch.setattr(curve_commands, "_fitted", None)
+    monkeypatch.setattr(showing_commands, "fitted", None)
     code, out, err = run(capsys, "report", EXAMPLE, "-o", place)
     assert code == 1 and out == "" and "cannot be written" in err and err.count("\n") == 1
 

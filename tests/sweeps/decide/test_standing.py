@@ -15,7 +15,7 @@ from sweeps.decide.rank import rank
 from sweeps.decide.reward import RewardRow, Rewards, rewards
 from sweeps.decide.standing import joint, stand
 from sweeps.fit.fit import Interval, fit_curve, fit_curves
-from sweeps.report.text import reward_rows
+from sweeps.report.ranking_text import reward_rows
 from tests.examples import every
 from tests.sweeps.fit.simulate import curve, law
 

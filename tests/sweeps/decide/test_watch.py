@@ -445,7 +445,7 @@ def test_it_waits_for_the_first_evaluation_and_for_more(
         elif turn == 7:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("sweeps.cli.curve_commands.time.sleep", sleep)
+    monkeypatch.setattr("sweeps.cli.showing_commands.time.sleep", sleep)
     assert cli.main(["watch", str(tmp_path), "--interval", "7"]) == 0
     captured = capsys.readouterr()
     assert slept == [7.0] * 7
@@ -490,7 +490,7 @@ def test_what_is_said_of_the_sources_is_said_once(
         os.utime(tmp_path / "a" / "metrics.jsonl", ns=(0, 0))
         (tmp_path / "b" / "metrics.jsonl").touch()
 
-    monkeypatch.setattr("sweeps.cli.curve_commands.time.sleep", sleep)
+    monkeypatch.setattr("sweeps.cli.showing_commands.time.sleep", sleep)
     assert cli.main(["watch", str(tmp_path)]) == 0
     assert capsys.readouterr().err.count("no evaluation yet") == 1
 
@@ -498,7 +498,7 @@ def test_what_is_said_of_the_sources_is_said_once(
 def test_a_run_without_evaluations_is_an_error_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sweeps.cli.curve_commands.time.sleep", None)
+    monkeypatch.setattr("sweeps.cli.showing_commands.time.sleep", None)
     open_journal(tmp_path / "run").close()
     assert cli.main(["watch", str(tmp_path / "run"), "--once"]) == 1
     assert "no evaluations to fit" in capsys.readouterr().err

@@ -1,22 +1,27 @@
-"""Fits, rankings and plans as text for a terminal."""
+"""A plan as text for a terminal: `scalerl plan`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from sweeps.decide.by_axis import ByAxis
 from sweeps.decide.plan import Plan
-from sweeps.decide.rank import Ranking
-from sweeps.decide.reward import Rewards
 from sweeps.decide.rollout_counts import RolloutPlan
 from sweeps.decide.sizes import Sizes
 from sweeps.fit.fit import shown
-from sweeps.fit.sensitivity import Row as SensitivityRow
-from sweeps.fit.sensitivity import signed
+from sweeps.report.plain import one_line, table
 from sweeps.terminal import counted
 
 # A heading, the head of a table and its rows; a table without rows is a line of text.
 Section = tuple[str, list[str], list[list[str]]]
+
+
+def plan_text(plan: Plan, commands: Sequence[str | None]) -> str:
+    """Format a plan, and below it the commands that run its next steps, each on a line to paste."""
+    blocks = [one_line(heading) + ("\n" + table(head, rows) if rows else "") for heading, head, rows in sections(plan)]
+    if any(commands):
+        # Not in a table: a line to paste must stay whole.
+        blocks.append("\n".join(["to paste:", *(f"  {one_line(line)}" for line in commands if line)]))
+    return "\n\n".join(blocks)
 
 
 def sections(plan: Plan) -> Iterator[Section]:
@@ -141,65 +146,3 @@ def _rollout_section(plan: RolloutPlan) -> Section:
         for v in plan.values
     ]
     return f"{where}: {plan.sentence}", head, rows
-
-
-def refit_row(row: SensitivityRow) -> list[str]:
-    """Format a refit as a row of the table of `fit --sensitivity`."""
-    return [
-        row.setting,
-        shown(row.A, ".3f"),
-        "-" if row.shift is None else signed(row.shift),
-        shown(row.B, ".3g"),
-        shown(row.C_mid, ".4g"),
-        str(row.n),
-        row.verdict,
-    ]
-
-
-def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of rewards at common compute and budget."""
-    head = ["recipe", f"R at {rewards.compute:.4g}", "P(highest)"]
-    if rewards.reward is not None:
-        head += [f"compute to {rewards.reward:.3f}", "times the least"]
-    if rewards.budget is not None:
-        head += [f"R at {rewards.budget:.4g}", "P(highest)"]
-    rows = []
-    for entry in rewards.rows:
-        row = [entry.recipe, shown(entry.R, ".3f"), f"{entry.p_best:.2f}"]
-        if rewards.reward is not None:
-            row += [shown(entry.C, ".4g"), rewards.times_the_least(entry)]
-        if rewards.budget is not None:
-            p = "-" if entry.p_best_at_budget is None else f"{entry.p_best_at_budget:.2f}"
-            row += [shown(entry.R_at_budget, ".3f"), p]
-        rows.append(row)
-    return head, rows
-
-
-def axis_rows(sided: ByAxis) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a ranking on several axes: each recipe's place, reward and chance of the highest."""
-    head = ["recipe", *(f"at {column.compute:.4g} {column.name}" for column in sided.columns)]
-    rows = []
-    for recipe in sided.recipes:
-        places = [column.row(recipe) for column in sided.columns]
-        rows.append(
-            [recipe, *("-" if at is None else f"{at[0]}. {at[1].R.value:.3f} (P {at[1].p_best:.2f})" for at in places)]
-        )
-    return head, rows
-
-
-def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the ranking's table."""
-    head = ["rank", "recipe", "P(best)", "A", "B at shared A"]
-    head.append("why")
-    rows = []
-    for entry in ranking.ranking:
-        named = entry.rank is not None
-        row = [
-            str(entry.rank) if named else "-",
-            entry.recipe,
-            "-" if entry.p_best is None else f"{entry.p_best:.2f}",
-            shown(entry.A if named else None, ".3f"),
-            shown(entry.B_at_shared_A, ".3g"),
-        ]
-        rows.append([*row, entry.reason if named else f"{entry.verdict}: {entry.reason}"])
-    return head, rows

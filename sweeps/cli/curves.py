@@ -1,0 +1,143 @@
+"""The way that all commands about curves share: check the options, read the sources, fit every recipe once.
+
+Sources are read before anything that fits, ranks or draws is imported, so that a wrong file fails at once. This is
+where a command enters `sweeps.fit` to fit; what it decides and prints is computed from the fits returned here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sweeps.errors import UserError
+from sweeps.fit.names import METHOD
+from sweeps.report.plain import one_line
+from sweeps.run.journal import JournalView, read_journal
+from sweeps.source import LoadedStudy, load
+
+if TYPE_CHECKING:
+    from sweeps.curve import Curve
+    from sweeps.fit.fit import Fit
+    from sweeps.fit.points import FitOptions
+
+
+def check_window(options: argparse.Namespace) -> None:
+    """Check the compute window of the command line before any data are read.
+
+    Raises:
+        UserError: the window is empty.
+    """
+    low, high = options.min_compute, options.max_compute
+    if low is not None and high is not None and low >= high:
+        raise UserError(f"--min-compute {low:g} is not below --max-compute {high:g}; nothing lies between them")
+
+
+def check_place(path: Path) -> None:
+    """Check before the fits that the output file can be written; the probe file and folders are removed again.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    made: list[Path] = []
+    try:
+        if path.exists():
+            if path.is_dir() or path.is_file():  # a pipe is opened once, when there is something to say
+                path.open("ab").close()
+            return
+        made = [folder for folder in path.parents if not folder.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+        path.unlink()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from error
+    finally:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def check_figure(options: argparse.Namespace) -> Path | None:
+    """Check before the fits that the figure of `-o` has a known format and can be written; None without one.
+
+    Raises:
+        UserError: an unknown format, or a place that cannot be written.
+    """
+    if options.output is None:
+        return None
+    from sweeps.report.drawing import check_format
+
+    path = Path(options.output)
+    check_format(path)
+    check_place(path)
+    return path
+
+
+def fit_options(options: argparse.Namespace) -> FitOptions:
+    """Return the options of every fit of a command."""
+    from sweeps.fit.points import FitOptions
+
+    return FitOptions(
+        r0=options.r0,
+        min_compute=options.min_compute,
+        max_compute=options.max_compute,
+        family=getattr(options, "family", "sigmoid").replace("all", "sigmoid"),
+        robust=options.robust,
+    )
+
+
+def load_sources(
+    options: argparse.Namespace, x: str | None = None, read: Callable[[Path], JournalView] = read_journal
+) -> LoadedStudy:
+    """Read the sources of a command, along another compute axis than `--x` if one is given."""
+    factors = [name for name in (options.size, *options.group) if name is not None]
+    return load(
+        options.sources,
+        metric=options.metric,
+        x=options.x if x is None else x,
+        y=options.y,
+        by=options.by,
+        factors=factors,
+        seed_from=options.seed_from,
+        read=read,
+    )
+
+
+def shown_study(options: argparse.Namespace) -> LoadedStudy:
+    """Check the window, read the sources, and print how those were read that are not ours."""
+    check_window(options)
+    study = load_sources(options)
+    for line in study.shown:
+        print(f"source: {one_line(line)}", file=sys.stderr)
+    return study
+
+
+def fit_all(curves: Sequence[Curve], options: argparse.Namespace, regions: bool = False) -> list[Fit]:
+    """Fit every recipe; `regions`, about a megabyte per recipe, are needed only by figures."""
+    if getattr(options, "method", "posterior") == METHOD:
+        from sweeps.fit.published import fit_literal
+
+        return [fit_literal(curve, fit_options(options)) for curve in curves]
+    from sweeps.fit.fit import fit_curves
+    from sweeps.parallel import cores
+
+    return fit_curves(curves, fit_options(options), workers=cores(), regions=regions)
+
+
+def fitted(options: argparse.Namespace, regions: bool = False) -> tuple[LoadedStudy, list[Fit]]:
+    """Read the sources and fit every recipe once, for all that the command then computes."""
+    study = shown_study(options)
+    return study, fit_all(study.curves, options, regions)
+
+
+def margin(options: argparse.Namespace) -> float | None:
+    """Return `--margin`, else the margin that the only source was launched with; None where neither is known."""
+    if options.margin is not None or len(options.sources) != 1:
+        given: float | None = options.margin
+        return given
+    from sweeps.launch.settings import LaunchSettings
+
+    return LaunchSettings.margin_of(Path(options.sources[0]))

@@ -1,0 +1,257 @@
+"""Commands that decide between recipes: rank, plan, compare, effects, race.
+
+Each reads and fits (`sweeps.cli.curves`), lets `sweeps.decide` compute one result, and prints it as JSON or as the text
+that `sweeps.report` makes of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sweeps.cli.curves import check_figure, fit_all, fit_options, fitted, load_sources, margin, shown_study
+from sweeps.cli.output import print_json, warn
+from sweeps.errors import UserError
+from sweeps.source import LoadedStudy
+from sweeps.source.places import Kind, Place
+
+if TYPE_CHECKING:
+    from sweeps.decide.by_axis import ByAxis
+    from sweeps.fit.fit import Fit
+
+
+def rank_command(options: argparse.Namespace) -> int:
+    """Rank recipes by asymptote, ties by efficiency, and print the tables (`scalerl rank`)."""
+    _check_axes(options)
+    study, fits = fitted(options)
+    from sweeps.decide.rank import rank
+    from sweeps.parallel import cores
+    from sweeps.report.ranking_text import rank_text
+    from sweeps.run.health import code_changes, idle_variants
+
+    axes = _axes(options, study)
+    ranking = rank(
+        fits,
+        margin=margin(options),
+        budget=options.budget,
+        baseline=options.baseline,
+        workers=cores(),
+        brief=not options.json,
+    )
+    ranks_by_axis = None if axes is None else _by_axis(options, axes, fits)
+    warn([*study.warnings, *code_changes(study.runs)])
+    if options.json:
+        print_json({**ranking.to_json(), "by_axis": None if ranks_by_axis is None else ranks_by_axis.to_json()})
+        return 0
+    print(rank_text(ranking, ranks_by_axis))
+    warn(idle_variants(study.runs))
+    return 0
+
+
+def _check_axes(options: argparse.Namespace) -> None:
+    """Check `--axes`, `--rate` and the compute window against each other before any data are read."""
+    if options.axes is None and options.rate is not None:
+        raise UserError(f"--rate {options.rate:g}: a price of device hours, for --axes")
+    if options.rate is not None and not 0 < options.rate < float("inf"):
+        raise UserError(f"--rate {options.rate:g}: must be a positive price of a device hour")
+    if options.axes is not None and (options.min_compute is not None or options.max_compute is not None):
+        raise UserError("--axes: a window on one axis cuts no other; leave out --min-compute and --max-compute")
+
+
+def _axes(options: argparse.Namespace, study: LoadedStudy) -> list[str] | None:
+    """Return the compute axes to rank along; None if `--axes` was not given."""
+    from sweeps.source.journals import axes_of
+
+    if options.axes is None:
+        return None
+    named = [axis.strip() for axis in options.axes.split(",") if axis.strip()]
+    axes = list(dict.fromkeys(named)) or (axes_of(study.runs) if study.runs else [])
+    if not axes:
+        raise UserError("--axes: a source that is no study of ours says no axes; name its columns: --axes step,hours")
+    return axes
+
+
+def _by_axis(options: argparse.Namespace, axes: Sequence[str], fits: Sequence[Fit]) -> ByAxis:
+    """Rank on every axis; `fits` are reused for the axis that they are along, the others are fitted here."""
+    from sweeps.decide.by_axis import by_axis
+
+    own = fits[0].curve.axis
+    fits_by_axis = {
+        axis: fits if axis == own else fit_all(load_sources(options, x=axis).curves, options) for axis in axes
+    }
+    return by_axis(fits_by_axis, options.rate)
+
+
+def plan_command(options: argparse.Namespace) -> int:
+    """Print the compute that a target or budget takes and the next runs, or a study's design (`scalerl plan`)."""
+    if options.design is not None:
+        return _design(options)
+    if not options.sources:
+        options.refuse("give a SOURCE, or --design with the overrides of a study to come")
+    if options.target is None and options.budget is None:
+        options.refuse("one of the arguments --target --budget --design is required")
+    if options.like is not None or options.rate is not None:
+        options.refuse("--like and --rate: of a study to come; give --design")
+    if options.output is not None and options.size is None:
+        options.refuse("-o: the figure is of model sizes; name their column with --size")
+    figure = check_figure(options)
+    options.group = [name for name in (options.rollouts, options.difficulty, *options.group) if name is not None]
+    study, fits = fitted(options)
+    from sweeps.decide.plan import Factors, make_plan
+    from sweeps.launch.again import command
+
+    factors = Factors(
+        size=options.size,
+        rollouts=options.rollouts,
+        difficulty=options.difficulty,
+        more_sizes=tuple(text for text in options.sizes.split(",") if text.strip()),
+    )
+    plan = make_plan(fits, target=options.target, budget=options.budget, margin=margin(options), factors=factors)
+    commands = [command(step, study.runs, fits[0].curve.axis) for step in plan.next]
+    warn(study.warnings)
+    if figure is not None:
+        from sweeps.report.frontier import write_frontier
+
+        write_frontier(figure, plan, fits, options.size)
+    if options.json:
+        entry = plan.to_json()
+        for step, line in zip(entry["next"], commands, strict=True):
+            step["command"] = line
+        print_json(entry)
+        return 0
+    from sweeps.report.plan_text import plan_text
+
+    print(plan_text(plan, commands))
+    for sizes in plan.sizes:
+        warn([f"{sizes.recipe}: {note}" for note in sizes.warnings])
+    return 0
+
+
+def _design(options: argparse.Namespace) -> int:
+    """Replace this process by `scalerl train --multirun` with `launch.design` set, which only prints the cost."""
+    from sweeps.cli.study_commands import train_command
+
+    if options.sources:
+        options.refuse(f"--design: {options.sources[0]} is a source; an earlier study is named with --like")
+    words = [*options.design, f"launch.design={'json' if options.json else 'text'}"]
+    for name in ("like", "rate", "margin"):
+        if (value := getattr(options, name)) is not None:
+            text = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'" if isinstance(value, str) else value
+            words.append(f"launch.{name}={text}")
+    return train_command(["--multirun", *words])
+
+
+def compare_command(options: argparse.Namespace) -> int:
+    """Print differences of pairs of recipes in reward, asymptote and compute (`scalerl compare`)."""
+    options.sources, named = _sources_and_recipes(options.sources)
+    study, fits = fitted(options)
+    from sweeps.decide.pairwise import compare
+    from sweeps.report.comparison_text import comparisons_text
+    from sweeps.source.held_out import passes_by
+
+    curve = fits[0].curve
+    comparisons = compare(
+        fits,
+        _pairs(named, fits),
+        budget=options.budget,
+        margin=margin(options),
+        passes=passes_by(study.runs, curve.axis, curve.metric),
+    )
+    warn(study.warnings)
+    if options.json:
+        print_json(comparisons.to_json())
+        return 0
+    print(comparisons_text(comparisons, curve))
+    warn(comparisons.notes)
+    return 0
+
+
+def _sources_and_recipes(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the words into sources and up to two recipes after them: words that are no existing path and no URL."""
+    sources = list(words)
+    named: list[str] = []
+    while len(sources) > 1 and len(named) < 2 and _is_recipe(sources[-1]):
+        named.insert(0, sources.pop())
+    return sources, named
+
+
+def _is_recipe(word: str) -> bool:
+    return Place(word).kind is Kind.MISSING and "://" not in word
+
+
+def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
+    """Return the pairs to compare: the two named, else all others against the one named or against the baseline.
+
+    Raises:
+        UserError: there is no recipe to compare with.
+    """
+    from sweeps.decide.rank import baseline_of
+
+    if len(named) == 2:
+        return [(named[0], named[1])]
+    recipes = [fit.recipe for fit in fits]
+    against = named[0] if named else baseline_of(fits) or recipes[0]
+    if against not in recipes:
+        raise UserError(f"{against}: no such source, and no such recipe; the sources have {', '.join(recipes)}")
+    if len(recipes) < 2:
+        raise UserError(f"{recipes[0]}: the only recipe; give a source with another one to compare it with")
+    return [(recipe, against) for recipe in recipes if recipe != against]
+
+
+def effects_command(options: argparse.Namespace) -> int:
+    """Print the effect of each axis of a grid on asymptote and compute, over the whole grid (`scalerl effects`)."""
+    figure = check_figure(options)
+    study, fits = fitted(options)
+    from sweeps.decide.effects import effects
+
+    grid = effects(fits, options.interaction)
+    warn(study.warnings)
+    if figure is not None:
+        from sweeps.report.drawing import write_figure
+        from sweeps.report.forest import forest_figure
+
+        write_figure(forest_figure(grid), figure)
+    if options.json:
+        print_json(grid.to_json())
+        return 0
+    from sweeps.report.comparison_text import effects_text
+
+    print(effects_text(grid))
+    warn([*grid.notes, *(f"{recipe}: nothing can be read off it; left out" for recipe in grid.left)])
+    return 0
+
+
+def race_command(options: argparse.Namespace) -> int:
+    """Replay a race over the sources: print which recipes need not run to the budget (`scalerl race`)."""
+    from sweeps.decide.rules import Rules
+
+    rules = Rules(
+        budget=options.budget,
+        p_ahead=options.p_ahead,
+        looks=options.looks,
+        first=options.first,
+        growth=options.growth,
+    )
+    study = shown_study(options)
+    from sweeps.decide.race import run_race, run_states
+    from sweeps.parallel import cores
+
+    states = run_states(study.curves, study.runs)
+    race = run_race(
+        study.curves,
+        rules,
+        options=fit_options(options),
+        ended=states.ended,
+        workers=cores(),
+        failed=states.failed,
+        lost=states.lost,
+    )
+    warn(study.warnings)
+    if options.json:
+        print_json(race.to_json())
+        return 0
+    from sweeps.report.comparison_text import race_text
+
+    print(race_text(race))
+    return 0

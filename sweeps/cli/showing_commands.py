@@ -1,0 +1,120 @@
+"""Commands that show a study: report, watch, publish."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sweeps.cli.curves import check_place, check_window, fit_options, fitted, load_sources, margin
+from sweeps.cli.output import warn
+from sweeps.errors import UserError
+from sweeps.report.plain import one_line
+from sweeps.source import LoadedStudy
+from sweeps.source.places import Place
+
+if TYPE_CHECKING:
+    from sweeps.decide.watch import News
+
+
+def report_command(options: argparse.Namespace) -> int:
+    """Write the HTML report with its figures and `ranking.csv` (`scalerl report`)."""
+    page = Path(options.output)
+    check_place(page)
+    study, fits = fitted(options, regions=True)
+    # Matplotlib takes a second to import: only where something is drawn.
+    from sweeps.decide.rank import rank
+    from sweeps.report.write import all_comparisons, histories, write_ranking_csv, write_report
+
+    ranking = rank(fits, margin=margin(options), budget=options.budget, baseline=options.baseline)
+    written = write_report(
+        page,
+        curves=study.curves,
+        fits=fits,
+        ranking=ranking,
+        runs=study.runs,
+        title=options.title or Place(options.sources[0]).title,
+        warnings=study.warnings,
+        comparisons=all_comparisons(fits, ranking),
+        mapping=study.mapping,
+        histories=histories(fits) if options.history else None,
+    )
+    written.append(write_ranking_csv(page.with_name("ranking.csv"), fits, ranking))
+    warn(study.warnings)
+    print(one_line(ranking.sentence))
+    for path in written:
+        print(path)
+    return 0
+
+
+def watch_command(options: argparse.Namespace) -> int:
+    """Fit again as evaluations arrive, and print a line for each new snapshot until interrupted (`scalerl watch`)."""
+    from sweeps.decide.watch import Watch, default_path, waiting
+    from sweeps.run.tail import Tails
+
+    if not options.interval > 0:
+        raise UserError(f"--interval {options.interval:g}: must be positive; give seconds")
+    path = default_path(options.sources) if options.out is None else Path(options.out)
+    noted: set[str] = set()
+    journals = Tails({"train": sys.maxsize})  # only evaluations are fitted
+
+    def read() -> LoadedStudy:
+        """Load the sources; print each note about them once, not at every poll."""
+        study = load_sources(options, read=journals)
+        for note in (*(f"source: {line}" for line in study.shown), *(f"warning: {note}" for note in study.warnings)):
+            if note not in noted:
+                noted.add(note)
+                print(one_line(note), file=sys.stderr)
+        return study
+
+    check_window(options)
+    watch = Watch(read, options.sources, fit_options(options), path)
+    last_warning: str | None = None
+    started = False
+    try:
+        while True:
+            try:
+                if options.once or started or not waiting(options.sources):
+                    for news in watch.poll():
+                        _print_news(news, options.json)
+                    started, last_warning = True, None
+                elif last_warning is None:
+                    last_warning = "no evaluation yet; waiting for the first"
+                    warn([last_warning])
+            except UserError as error:
+                # What could be read once may be unreadable while it is rewritten; at the start it is a mistake.
+                if options.once or not started:
+                    raise
+                if str(error) != last_warning:
+                    last_warning = str(error)
+                    warn([last_warning])
+            if options.once:
+                return 0
+            time.sleep(options.interval)
+    except KeyboardInterrupt:
+        # How one stops watching.
+        return 0
+
+
+def _print_news(news: News, as_json: bool) -> None:
+    """Print one snapshot on one line and flush, for stdout may be a pipe."""
+    from sweeps.report.fit_text import snapshot_line
+
+    if as_json:
+        print(json.dumps({**news.snapshot.to_json(), "warning": news.warning}, allow_nan=False), flush=True)
+    else:
+        print(snapshot_line(news.snapshot), flush=True)
+    if news.warning:
+        warn([f"{news.snapshot.recipe}: {news.warning}"])
+
+
+def publish_command(options: argparse.Namespace) -> int:
+    """Log fits, bands and figures to MLflow and print the link to the chart (`scalerl publish`)."""
+    # MLflow is slow to import and not needed elsewhere.
+    from sweeps.report.publish import publish
+
+    publish(options.sources, options.mlflow)
+    return 0

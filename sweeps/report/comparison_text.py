@@ -1,0 +1,87 @@
+"""Pairs, effects and races as text for a terminal: `scalerl compare`, `scalerl effects`, `scalerl race`."""
+
+from __future__ import annotations
+
+from sweeps.curve import Curve
+from sweeps.decide.effects import Effects
+from sweeps.decide.pairwise import Comparisons
+from sweeps.decide.race import Race
+from sweeps.fit.fit import shown
+from sweeps.report.plain import one_line, table
+
+
+def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
+    """Format differences of pairs of recipes: a table, the units (those of `curve`), a sentence for each pair."""
+    pairs = comparisons.rows
+    columns = {
+        "recipe": [row.recipe for row in pairs],
+        "against": [row.other for row in pairs],
+        "compute": [f"{row.compute:.4g}" for row in pairs],
+        "reward": [shown(row.R, "+.3f") for row in pairs],
+    }
+    if any("prompt" in row.paired for row in pairs):
+        columns["on other prompts"] = [shown(row.R_on_prompts, "+.3f") for row in pairs]
+    if comparisons.budget is not None:
+        columns[f"at {comparisons.budget:.4g}"] = [shown(row.R_at_budget, "+.3f") for row in pairs]
+    columns["asymptote"] = [shown(row.A, "+.3f") for row in pairs]
+    columns["times the compute"] = [shown(row.ratio, ".2f") for row in pairs]
+    together = f"; bounds hold for all {len(pairs)} together" if comparisons.simultaneous else ""
+    lines = [
+        table(list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]),
+        "",
+        f"compute: {curve.unit}; reward: {curve.metric}; 95% intervals, over all seeds{together}",
+        *(one_line(row.sentence) for row in pairs),
+    ]
+    return "\n".join(lines)
+
+
+def effects_text(effects: Effects) -> str:
+    """Format the effects of a grid's axes, and the cells to run next."""
+    head = ["axis", "choice", "against", "recipes", "asymptote", "P(raises it)", "times the compute to half"]
+    rows = [
+        [
+            effect.axis,
+            effect.level,
+            effect.against,
+            str(effect.cells),
+            shown(effect.A, "+.3f"),
+            f"{effect.p_positive:.2f}",
+            shown(effect.compute, ".2f"),
+        ]
+        for effect in effects.effects
+    ]
+    blocks = [
+        table(head, rows),
+        f"on average over {effects.cells} recipes, drawn to zero as far as the others are small; 95% intervals; "
+        f"recipes differ by {effects.own:.3f} beyond that",
+    ]
+    if effects.next:
+        axes = list(effects.next[0].levels)
+        cells = table([*axes, "gain"], [[*cell.levels.values(), f"{cell.gain:.0%}"] for cell in effects.next])
+        blocks.append(f"to run next, by what of the main effects' variance goes:\n{cells}")
+    return "\n\n".join(blocks)
+
+
+def race_text(race: Race) -> str:
+    """Format a race: where each recipe stopped with its chances, why, and what the race saved."""
+    head = ["recipe", "stopped at", "best", "ahead", f"reward at {race.rules.budget:.4g}", "spent"]
+    rows = [
+        [
+            runner.recipe,
+            "-" if runner.stopped_at is None else f"{runner.stopped_at:.4g}",
+            "-" if runner.p_best is None else f"{runner.p_best:.2f}",
+            "-" if runner.p_ahead is None else f"{runner.p_ahead:.2f}",
+            "-" if runner.R is None else shown(runner.R, ".3f"),
+            f"{runner.spent:.4g}",
+        ]
+        for runner in race.runners
+    ]
+    lines = [
+        table(head, rows),
+        "",
+        f"compute: {race.unit}; best, ahead: chance of being best and of ending ahead of the favourite, at the last "
+        "look that the recipe was part of",
+        *(f"{one_line(runner.recipe)}: {one_line(runner.reason)}" for runner in race.runners),
+        one_line(race.sentence),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""Fits as text for a terminal: `scalerl fit`, its options, and `scalerl watch`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sweeps.fit.compare import Comparison
+from sweeps.fit.family import FAMILIES
+from sweeps.fit.fit import Fit, shown
+from sweeps.fit.history import Snapshot
+from sweeps.fit.sensitivity import Row as SensitivityRow
+from sweeps.fit.sensitivity import signed, summary
+from sweeps.report.plain import one_line, table
+from sweeps.terminal import counted
+
+
+def fits_table(fits: Sequence[Fit]) -> str:
+    """Format one row per recipe: verdict, parameters with intervals, error and numbers of points and seeds."""
+    # All shape parameters of the family, also those that no fit could identify.
+    names = list(FAMILIES[fits[0].family].names)
+    head = ["recipe", "verdict", "A", *names, "R0", "rmse", "n", "seeds"]
+    rows = [
+        [
+            fit.recipe,
+            fit.verdict,
+            shown(fit.A, ".3f"),
+            *(shown(fit.shape.get(name), ".4g") for name in names),
+            "-" if fit.R0 is None else f"{fit.R0:.3f}",
+            "-" if fit.rmse is None else f"{fit.rmse:.4f}",
+            str(fit.n),
+            str(fit.seeds),
+        ]
+        for fit in fits
+    ]
+    return table(head, rows)
+
+
+def units_line(fit: Fit, bounds: str) -> str:
+    """Format the units of compute and reward, and what the bounds are."""
+    return f"compute: {fit.curve.unit}; reward: {fit.curve.metric}; {bounds}"
+
+
+def verdict_line(fit: Fit) -> str:
+    """Format the reason of a fit's verdict, and how A and B change with a shifted R0 if A is identifiable."""
+    line = f"{one_line(fit.recipe)}: {fit.reason}"
+    effect = fit.R0_effect
+    if effect is None or not fit.identifiable:
+        return line
+    sides = zip(("lower", "higher"), effect.A, effect.B, strict=True)
+    moved = [f"{side} A {a:.3f}, B {b:.3g}" for side, a, b in sides if a is not None and b is not None]
+    return f"{line}; with R0 {effect.step:g} {'; '.join(moved)}" if moved else line
+
+
+def families_text(comparison: Comparison) -> str:
+    """Format how every family compares on one recipe: a sentence and a table."""
+    head = ["family", "A", "AICc above least", "error on later compute", "R^2"]
+    rows = [
+        [
+            row.family,
+            "-" if row.A is None else f"{row.A:.3f}",
+            f"{row.delta_aicc:.1f}",
+            "-" if row.held_out is None else f"{row.held_out:.4f}",
+            "-" if row.r2 is None else f"{row.r2:.4f}",
+        ]
+        for row in comparison.rows
+    ]
+    return f"{one_line(comparison.recipe)}: {comparison.sentence}\n{table(head, rows)}"
+
+
+def sensitivity_text(recipe: str, refits: Sequence[SensitivityRow]) -> str:
+    """Format the refits of one recipe with other settings: a sentence and a table."""
+    head = ["setting", "A", "shift", "B", "C_mid", "n", "verdict"]
+    return f"{one_line(recipe)}: {summary(refits)}\n{table(head, [_refit_row(row) for row in refits])}"
+
+
+def _refit_row(row: SensitivityRow) -> list[str]:
+    """Format a refit as a row of the table."""
+    return [
+        row.setting,
+        shown(row.A, ".3f"),
+        "-" if row.shift is None else signed(row.shift),
+        shown(row.B, ".3g"),
+        shown(row.C_mid, ".4g"),
+        str(row.n),
+        row.verdict,
+    ]
+
+
+def snapshot_line(snapshot: Snapshot) -> str:
+    """Format a snapshot of a running study on one line, with the check of the forecast before it."""
+    parts = [counted(snapshot.n, "evaluation"), snapshot.verdict, f"A {shown(snapshot.A, '.3f')}"]
+    check = snapshot.check
+    if check is not None:
+        parts.append(
+            f"came {check.actual:.3f}, predicted {check.predicted:.3f} [{check.low:.3f}, {check.high:.3f}] "
+            f"at {check.made_at:.4g}{'' if check.inside else ', outside'}"
+        )
+    return one_line(f"{snapshot.recipe}: compute {snapshot.compute_end:.4g}, {', '.join(parts)}")

@@ -1,0 +1,90 @@
+"""A ranking as text for a terminal: `scalerl rank`, and the end of a study."""
+
+from __future__ import annotations
+
+from sweeps.decide.by_axis import ByAxis
+from sweeps.decide.rank import Ranking
+from sweeps.decide.reward import Rewards
+from sweeps.fit.fit import shown
+from sweeps.report.plain import one_line, table
+
+
+def ranking_text(ranking: Ranking) -> str:
+    """Format the ranking's sentence, its resolution if undecided, and the tables by reward and by asymptote."""
+    lines = [one_line(ranking.sentence)]
+    if ranking.undecided and ranking.resolution is not None:
+        lines.append(one_line(ranking.resolution.sentence))
+    if ranking.rewards is not None and len(ranking.rewards.rows) > 1:
+        lines += [one_line(ranking.rewards.sentence), "", table(*reward_rows(ranking.rewards)), "", "by asymptote:"]
+    else:
+        lines.append("")
+    return "\n".join([*lines, table(*ranking_rows(ranking))])
+
+
+def rank_text(ranking: Ranking, by_axis: ByAxis | None = None) -> str:
+    """Format all that `scalerl rank` prints: the ranking, the ranks on other axes, the variants by the baseline."""
+    blocks = [ranking_text(ranking)]
+    if by_axis is not None:
+        blocks += [one_line(by_axis.sentence), table(*axis_rows(by_axis))]
+    if ranking.leave_one_out:
+        heading = f"against {one_line(ranking.baseline or '')}:"
+        blocks.append(f"{heading}\n{table(*leave_one_out_rows(ranking))}")
+    return "\n\n".join(blocks)
+
+
+def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the ranking's table."""
+    head = ["rank", "recipe", "P(best)", "A", "B at shared A", "why"]
+    rows = []
+    for entry in ranking.ranking:
+        named = entry.rank is not None
+        row = [
+            str(entry.rank) if named else "-",
+            entry.recipe,
+            "-" if entry.p_best is None else f"{entry.p_best:.2f}",
+            shown(entry.A if named else None, ".3f"),
+            shown(entry.B_at_shared_A, ".3g"),
+        ]
+        rows.append([*row, entry.reason if named else f"{entry.verdict}: {entry.reason}"])
+    return head, rows
+
+
+def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of rewards at common compute and budget."""
+    head = ["recipe", f"R at {rewards.compute:.4g}", "P(highest)"]
+    if rewards.reward is not None:
+        head += [f"compute to {rewards.reward:.3f}", "times the least"]
+    if rewards.budget is not None:
+        head += [f"R at {rewards.budget:.4g}", "P(highest)"]
+    rows = []
+    for entry in rewards.rows:
+        row = [entry.recipe, shown(entry.R, ".3f"), f"{entry.p_best:.2f}"]
+        if rewards.reward is not None:
+            row += [shown(entry.C, ".4g"), rewards.times_the_least(entry)]
+        if rewards.budget is not None:
+            p = "-" if entry.p_best_at_budget is None else f"{entry.p_best_at_budget:.2f}"
+            row += [shown(entry.R_at_budget, ".3f"), p]
+        rows.append(row)
+    return head, rows
+
+
+def axis_rows(by_axis: ByAxis) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a ranking on several axes: each recipe's place, reward and chance of the highest."""
+    head = ["recipe", *(f"at {column.compute:.4g} {column.name}" for column in by_axis.columns)]
+    rows = []
+    for recipe in by_axis.recipes:
+        places = [column.row(recipe) for column in by_axis.columns]
+        rows.append(
+            [recipe, *("-" if at is None else f"{at[0]}. {at[1].R.value:.3f} (P {at[1].p_best:.2f})" for at in places)]
+        )
+    return head, rows
+
+
+def leave_one_out_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of variants against the baseline."""
+    head = ["variant", "delta A", "delta B at shared A", "note"]
+    rows = [
+        [entry.recipe, shown(entry.delta_a, "+.3f"), shown(entry.delta_b, "+.3g"), entry.reason]
+        for entry in ranking.leave_one_out
+    ]
+    return head, rows
