@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from sweeps.as_json import AsJson
 from sweeps.decide.standing import Standing, stand
+from sweeps.decide.wording import outcome_sentence
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.least_squares import Array
@@ -307,9 +308,9 @@ def settle(choice: Choice, limit: float | None = None) -> Settlement:
         # What is settled needs no more of the recipes compared; those without a curve may still change it.
         # Which to choose is known though its asymptote is not: "settled" would say both.
         named = standing.leader in standing.ranked
-        said = "settled" if named else "no further run is needed to choose"
-        return _settlement(standing, cures, f"{said}: {standing.sentence}", settled=True)
-    sentence = f"not settled: {standing.sentence.removeprefix('undecided: ')}"
+        state = "settled" if named else "no further run is needed to choose"
+        return _settlement(standing, cures, f"{state}: {outcome_sentence(standing)}", settled=True)
+    sentence = f"not settled: {outcome_sentence(standing).removeprefix('undecided: ')}"
     steps = [_best_step(choice.future, list(fits).index(fit), limit) for fit in contenders]
     chosen = sorted((s for s in steps if s is not None), key=lambda s: (-(s.expected_gain or 0) / s.cost, s.recipe))
     if max((step.expected_gain or 0.0 for step in chosen), default=0.0) < choice.future.worth:

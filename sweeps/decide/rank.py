@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +21,8 @@ from sweeps.as_json import AsJson
 from sweeps.curve import Curve
 from sweeps.decide.resolution import Resolution, resolve
 from sweeps.decide.reward import Rewards, rewards
-from sweeps.decide.standing import at_shared_a, margin_of, named_a, stand
+from sweeps.decide.standing import Standing, at_shared_a, margin_of, named_a, stand
+from sweeps.decide.wording import contrast_reason, outcome_sentence, place_reason
 from sweeps.errors import UserError
 from sweeps.fit.compare import Comparison, compare
 from sweeps.fit.fit import Fit, Interval
@@ -94,6 +95,7 @@ class Ranking(AsJson):
         pairing: seeds by which recipes were compared pairwise; None unless they all have the same ones.
         comparisons: forecasts of every family for each identifiable recipe; empty if brief.
         rewards: comparison that needs no asymptote. resolution: smallest difference that the study can detect.
+        standing: the posterior that all of it is read from, for what else is computed of the same fits; not printed.
     """
 
     baseline: str | None
@@ -109,8 +111,9 @@ class Ranking(AsJson):
     comparisons: tuple[Comparison, ...] = ()
     rewards: Rewards | None = None
     resolution: Resolution | None = None
+    standing: Standing | None = field(default=None, compare=False, repr=False)
 
-    JSON: ClassVar = {"shared_a": "shared_A", "pairing": "paired", "comparisons": "forecasts"}
+    JSON: ClassVar = {"shared_a": "shared_A", "pairing": "paired", "comparisons": "forecasts", "standing": None}
 
 
 def rank(
@@ -146,78 +149,74 @@ def rank(
     standing = stand(fits, margin)
     by_recipe = {fit.recipe: fit for fit in fits}
     ordered = [by_recipe[recipe] for recipe in standing.ranked]
+    refused = sorted((fit for fit in fits if not fit.identifiable), key=lambda fit: fit.recipe)
     comparisons: tuple[Comparison, ...] = ()
     if not brief:
         comparisons = tuple(mapped(_compared, [(fit.curve, fit.options) for fit in ordered], workers))
-    refused = sorted((fit for fit in fits if not fit.identifiable), key=lambda fit: fit.recipe)
-    shared_a, at_shared = standing.shared_a, standing.at_shared
     best = max((named_a(fit) for fit in ordered), default=0.0)
+    entries = [_ranked(fit, place, best, standing, budget) for place, fit in enumerate(ordered, start=1)]
+    entries += [_refused(fit, standing, budget) for fit in refused]
     baseline = baseline_of(fits, baseline)
-    entries = []
-    for place, fit in enumerate(ordered, start=1):
-        refitted = at_shared.get(fit.recipe)
-        gap = best - named_a(fit)
-        if refitted is not None and shared_a is not None:
-            b = "unknown" if refitted.B.value is None else f"{refitted.B.value:.3g}"
-            reason = f"A within {margin:g} of the best; B {b} at the shared A {shared_a:.3f}"
-        else:
-            reason = "highest A" if gap <= 0 else f"A lower than the best by {gap:.3f}"
-        entries.append(
-            Ranked(
-                recipe=fit.recipe,
-                rank=place,
-                p_best=standing.p_best[fit.recipe],
-                expected_loss=standing.losses[fit.recipe],
-                tied_with_best=refitted is not None,
-                A=fit.A,
-                A_total=fit.A_total,
-                B_at_shared_A=None if refitted is None else refitted.B,
-                C_mid_at_shared_A=None if refitted is None else refitted.C_mid,
-                R_at_budget=None if budget is None else reward_at(fit, budget),
-                verdict=fit.verdict,
-                reason=reason,
-            )
-        )
-    entries += [
-        Ranked(
-            recipe=fit.recipe,
-            rank=None,
-            p_best=standing.p_best[fit.recipe],
-            expected_loss=standing.losses[fit.recipe],
-            tied_with_best=False,
-            A=fit.A,
-            A_total=fit.A_total,
-            B_at_shared_A=None,
-            C_mid_at_shared_A=None,
-            R_at_budget=None if budget is None else reward_at(fit, budget),
-            verdict=fit.verdict,
-            reason=fit.reason,
-        )
-        for fit in refused
-    ]
     pairing = standing.pairing
     # Where recipes share their seeds, what a seed does to all of them alike is no error of their difference.
     between = {fit.recipe: fit.seed_spread if pairing is None else pairing.spread for fit in ordered}
-    contrasts = () if baseline is None else tuple(_leave_one_out(fits, between, baseline, margin))
     return Ranking(
         baseline=baseline,
         margin=margin,
         budget=budget,
         undecided=not standing.decided,
         leader=standing.leader,
-        sentence=standing.sentence,
-        shared_a=shared_a,
+        sentence=outcome_sentence(standing),
+        shared_a=standing.shared_a,
         ranking=tuple(entries),
-        leave_one_out=contrasts,
+        leave_one_out=() if baseline is None else tuple(_leave_one_out(fits, between, baseline, margin)),
         pairing=pairing,
         comparisons=comparisons,
         rewards=rewards(fits, budget),
         resolution=resolve(fits, standing.leader, margin),
+        standing=standing,
     )
 
 
-def _compared(asked: tuple[Curve, FitOptions]) -> Comparison:
-    return compare(*asked)
+def _ranked(fit: Fit, place: int, best: float, standing: Standing, budget: float | None) -> Ranked:
+    """Return the entry of an identifiable recipe; `best` is the highest A of all."""
+    refitted = standing.at_shared.get(fit.recipe)
+    return Ranked(
+        recipe=fit.recipe,
+        rank=place,
+        p_best=standing.p_best[fit.recipe],
+        expected_loss=standing.losses[fit.recipe],
+        tied_with_best=refitted is not None,
+        A=fit.A,
+        A_total=fit.A_total,
+        B_at_shared_A=None if refitted is None else refitted.B,
+        C_mid_at_shared_A=None if refitted is None else refitted.C_mid,
+        R_at_budget=None if budget is None else reward_at(fit, budget),
+        verdict=fit.verdict,
+        reason=place_reason(best - named_a(fit), refitted, standing.shared_a, standing.margin),
+    )
+
+
+def _refused(fit: Fit, standing: Standing, budget: float | None) -> Ranked:
+    """Return the entry of a recipe whose A is not identifiable: no place, and the verdict's reason."""
+    return Ranked(
+        recipe=fit.recipe,
+        rank=None,
+        p_best=standing.p_best[fit.recipe],
+        expected_loss=standing.losses[fit.recipe],
+        tied_with_best=False,
+        A=fit.A,
+        A_total=fit.A_total,
+        B_at_shared_A=None,
+        C_mid_at_shared_A=None,
+        R_at_budget=None if budget is None else reward_at(fit, budget),
+        verdict=fit.verdict,
+        reason=fit.reason,
+    )
+
+
+def _compared(curve_and_options: tuple[Curve, FitOptions]) -> Comparison:
+    return compare(*curve_and_options)
 
 
 def baseline_of(fits: Sequence[Fit], asked: str | None = None) -> str | None:
@@ -243,28 +242,25 @@ def _leave_one_out(
     variants = [fit for fit in others if fit.curve.baseline == baseline] or others
     if baseline not in between:
         why = f"the baseline's A is not identifiable ({base.verdict})"
-        return [Contrast(fit.recipe, None, None, why) for fit in variants]
+        return [Contrast(recipe=fit.recipe, delta_a=None, delta_b=None, reason=why) for fit in variants]
     named = [fit for fit in variants if fit.recipe in between]
     # Of two A that differ by the margin exactly, rounding must not decide.
     close = [fit for fit in named if abs(named_a(fit) - named_a(base)) <= margin + 1e-12]
     # At the mean A of the baseline and of what is close to it, which need not be that of the ranking's tie.
     _, at_shared = at_shared_a([base, *close])
-    table = []
+    contrasts = []
     for fit in variants:
-        if fit not in named:
-            table.append(Contrast(fit.recipe, None, None, f"{fit.verdict}: {fit.reason}"))
-            continue
-        ours_a, theirs_a = (total_draws(one, spread=between[one.recipe]) for one in (fit, base))
-        delta_a = _difference(named_a(fit) - named_a(base), ours_a, theirs_a)
-        delta_b = None
-        reason = f"A differs by more than {margin:g}, so B is not comparable"
+        delta_a = delta_b = None
+        if fit in named:
+            variant_a, base_a = (total_draws(one, spread=between[one.recipe]) for one in (fit, base))
+            delta_a = _difference(named_a(fit) - named_a(base), variant_a, base_a)
         if fit in close:
-            ours, theirs = at_shared[fit.recipe], at_shared[baseline]
-            reason = f"A within {margin:g}: compared on B"
-            if ours.draws and theirs.draws and ours.B.value is not None and theirs.B.value is not None:
-                delta_b = _difference(ours.B.value - theirs.B.value, ours.draws.B, theirs.draws.B)
-        table.append(Contrast(fit.recipe, delta_a, delta_b, reason))
-    return table
+            variant, against = at_shared[fit.recipe], at_shared[baseline]
+            if variant.draws and against.draws and variant.B.value is not None and against.B.value is not None:
+                delta_b = _difference(variant.B.value - against.B.value, variant.draws.B, against.draws.B)
+        reason = contrast_reason(fit, fit in close, margin)
+        contrasts.append(Contrast(recipe=fit.recipe, delta_a=delta_a, delta_b=delta_b, reason=reason))
+    return contrasts
 
 
 def _difference(value: float, ours: Array, theirs: Array) -> Interval:

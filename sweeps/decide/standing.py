@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from sweeps.fit.grid import by_weight
 from sweeps.fit.least_squares import Array
 from sweeps.fit.mixture import PRIOR, shared_prior
 from sweeps.fit.outlook import DRAWS
-from sweeps.fit.predict import asymptote_draws, chance, paths_over_seeds, readable, seed_offsets, within
+from sweeps.fit.predict import asymptote_draws, paths_over_seeds, readable, seed_offsets, within
 from sweeps.fit.seeds import Pairing, paired_seed_spread
 
 # A choice counts as decided from this probability on.
@@ -58,6 +59,23 @@ class Drawn:
         return self.values if margin is not None and self.spread <= margin else self.values + self.offsets
 
 
+class Outcome(Enum):
+    """How a choice between recipes stands; `sweeps.decide.wording` puts it into words."""
+
+    UNKNOWN = "nothing is known of any recipe, or the only one is not identifiable"
+    ALONE = "there is but one recipe, and nothing to compare it with"
+    HIGHEST = "the leader's A is surely within the margin of the best"
+    BEST_SO_FAR = "the leader's A may fall short of the best by more than the margin"
+    MOST_EFFICIENT = "some are tied in A, and of these the leader surely has the highest efficiency"
+    TIED = "some are tied in A, and efficiency does not separate them: none is a wrong choice"
+    TIED_UNSURE = "some are tied in A, and they may fall short of the best by more than the margin"
+
+    @property
+    def decided(self) -> bool:
+        """Whether the data decide the choice."""
+        return self in (Outcome.ALONE, Outcome.HIGHEST, Outcome.MOST_EFFICIENT, Outcome.TIED)
+
+
 @dataclass(frozen=True, eq=False)
 class Standing:
     """The choice between recipes as the data leave it; mappings are by recipe.
@@ -74,7 +92,10 @@ class Standing:
         tied: those whose A, and whose expected loss, lie within the margin of the best, the most efficient first.
         shared_a, at_shared: mean A of the tied recipes, and their refits with A fixed there; None and empty if no tie.
         rivals: unranked recipes that are best with a probability above `COULD_WIN`.
-        decided, sentence: whether the data decide the choice, and the outcome in words.
+        outcome: how the choice stands.
+        p_most_efficient: probability that the leader's B is the highest of the tied ones, at the shared A; None where
+            it is not one of several tied recipes.
+        verdicts: verdict of every recipe's fit.
         pairing: seeds by which identifiable recipes are paired; None where they do not share them.
         drawn: the draws that all this is computed from, one entry per fit.
     """
@@ -89,10 +110,16 @@ class Standing:
     shared_a: float | None
     at_shared: dict[str, Fit]
     rivals: tuple[str, ...]
-    decided: bool
-    sentence: str
+    outcome: Outcome
+    p_most_efficient: float | None
+    verdicts: dict[str, str]
     pairing: Pairing | None
     drawn: tuple[Drawn, ...]
+
+    @property
+    def decided(self) -> bool:
+        """Whether the data decide the choice."""
+        return self.outcome.decided
 
 
 def margin_of(fits: Sequence[Fit], margin: float | None) -> float:
@@ -267,18 +294,10 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
     if leader in tied:
         ordered = [leader, *(fit for fit in ordered if fit is not leader)]
     p_wrong = None if leader is None or len(fits) < 2 else wrong[leader.recipe]
-    decided, sentence = _outcome(
-        fits=fits,
-        leader=leader,
-        ordered=ordered,
-        tied=tied,
-        losses=losses,
-        p_best=p_best,
-        p_wrong=p_wrong,
-        at_shared=at_shared,
-        rivals=rivals,
-        margin=margin,
-    )
+    p_most_efficient = None
+    if leader in tied and len(tied) > 1:
+        others = [at_shared[fit.recipe] for fit in tied if fit is not leader]
+        p_most_efficient = _p_more_efficient(at_shared[leader.recipe], others)
     return Standing(
         margin=margin,
         leader=None if leader is None else leader.recipe,
@@ -290,11 +309,27 @@ def stand(fits: Sequence[Fit], margin: float | None = None) -> Standing:
         shared_a=shared_a,
         at_shared=at_shared,
         rivals=rivals,
-        decided=decided,
-        sentence=sentence,
+        outcome=_outcome(len(fits), leader, p_wrong, p_most_efficient),
+        p_most_efficient=p_most_efficient,
+        verdicts={fit.recipe: fit.verdict for fit in fits},
         pairing=pairing_of(ranked),
         drawn=tuple(drawn),
     )
+
+
+def _outcome(recipes: int, leader: Fit | None, p_wrong: float | None, p_most_efficient: float | None) -> Outcome:
+    """Return how the choice stands; `p_most_efficient` is None unless the leader is one of several tied recipes."""
+    if leader is None or (recipes == 1 and not leader.identifiable):
+        return Outcome.UNKNOWN
+    if p_wrong is None:
+        return Outcome.ALONE
+    sure = p_wrong <= _UNSURE
+    if p_most_efficient is None:
+        return Outcome.HIGHEST if sure else Outcome.BEST_SO_FAR
+    if not sure:
+        return Outcome.TIED_UNSURE
+    # Whichever of the tied ones is taken, it is no wrong choice by the margin that was asked for.
+    return Outcome.MOST_EFFICIENT if p_most_efficient >= CONFIDENCE else Outcome.TIED
 
 
 def named_a(fit: Fit) -> float:
@@ -347,58 +382,3 @@ def _p_more_efficient(leader: Fit, others: Sequence[Fit]) -> float:
     if leader.draws is None or any(fit.draws is None for fit in others):
         return 0.0
     return best_chances([fit.draws.B for fit in (leader, *others) if fit.draws is not None])[0]
-
-
-def _outcome(
-    fits: Sequence[Fit],
-    leader: Fit | None,
-    ordered: Sequence[Fit],
-    tied: Sequence[Fit],
-    losses: Mapping[str, float],
-    p_best: Mapping[str, float],
-    p_wrong: float | None,
-    at_shared: Mapping[str, Fit],
-    rivals: Sequence[str],
-    margin: float,
-) -> tuple[bool, str]:
-    """Return whether the data decide, and one sentence on the outcome."""
-    total, refused = len(fits), len(fits) - len(ordered)
-    could_be = [name for name in rivals if leader is None or name != leader.recipe]
-    unranked = f"; {refused} of {total} recipes cannot be ranked" if refused and total > 1 else ""
-    if could_be:
-        could = ", ".join(f"{name} ({chance(p_best[name])})" for name in could_be[:4])
-        unranked += f", and of these {could}{' and others' if len(could_be) > 4 else ''} could be best"
-    elif unranked and not rivals:
-        unranked += ", and none of them is likely to be best"
-    if leader is None or (not ordered and total == 1):
-        whose = f"none of the {total} recipes is" if total > 1 else f"{fits[0].recipe}, the only recipe, is not"
-        return False, f"undecided: the asymptote of {whose} identifiable{unranked}"
-    if p_wrong is None:
-        return True, f"{leader.recipe} is the only recipe: nothing to compare"
-    sure, p = p_wrong <= _UNSURE, p_best[leader.recipe]
-    open_yet = "" if leader.identifiable else f", though it may not be named yet ({leader.verdict})"
-    within = f"that it is within {margin:g} of the best has {chance(1 - p_wrong)}"
-    if leader not in tied or len(tied) == 1:
-        if sure:
-            said = f"{leader.recipe} has the highest asymptote with {chance(p)}{open_yet}; {within}"
-            return True, f"{said}{unranked if leader.identifiable else ''}"
-        costs = f"choosing it costs {losses[leader.recipe]:.3f} on average"
-        said = f"{leader.recipe} is the best choice so far{open_yet}: highest with {chance(p)}, {costs}, and {within}"
-        return False, f"undecided: {said}{unranked}"
-    efficient = _p_more_efficient(
-        at_shared[leader.recipe], [at_shared[fit.recipe] for fit in tied if fit is not leader]
-    )
-    names = ", ".join(fit.recipe for fit in ordered if fit in tied)
-    if sure and efficient >= CONFIDENCE:
-        return True, (
-            f"{leader.recipe} is best: {names} are tied in A within {margin:g}, and it has the highest B "
-            f"at the shared A with {chance(efficient)}{unranked}"
-        )
-    if sure:
-        # Whichever of them is taken, it is no wrong choice by the margin that was asked for.
-        return True, (
-            f"{names} are tied in A within {margin:g}, above all others ({within}), and B does not separate them "
-            f"({chance(efficient)} for {leader.recipe}): take any of them{unranked}"
-        )
-    why = f"that {leader.recipe} is within {margin:g} of the best A is uncertain ({chance(1 - p_wrong)})"
-    return False, f"undecided: {names} are tied in A within {margin:g}, and {why}{unranked}"

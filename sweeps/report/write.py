@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sweeps.curve import Curve
-from sweeps.decide.next_run import choice_of, comparable, settle
+from sweeps.decide.next_run import Choice, choice_of, comparable, settle
 from sweeps.decide.rank import Ranking
 from sweeps.errors import UserError, require
 from sweeps.fit.compare import Comparison, compare
@@ -79,7 +79,7 @@ def write_report(
     from sweeps.report.page import NAMED, Findings, render
 
     page = Path(path)
-    settlements = [settle(choice_of(group, ranking.margin)) for group in comparable(fits) if len(group) > 1]
+    settlements = [settle(_choice(group, fits, ranking)) for group in comparable(fits) if len(group) > 1]
     steps = [step for settlement in settlements for step in settlement.steps]
     commands = [(step, command(step, runs, curves[0].axis)) for step in steps]
     findings = Findings(
@@ -119,6 +119,13 @@ def write_report(
     for target, content in files.items():
         _write(target, content)
     return list(files)
+
+
+def _choice(group: Sequence[Fit], fits: Sequence[Fit], ranking: Ranking) -> Choice:
+    """Return the choice between a group of recipes: the ranking's own where that is of the same fits."""
+    if ranking.standing is not None and list(group) == list(fits):
+        return Choice(group, ranking.standing)
+    return choice_of(group, ranking.margin)
 
 
 def _races(runs: Sequence[JournalView]) -> list[RaceRecord]:

@@ -14,6 +14,7 @@ from sweeps.decide.next_run import choice_of, settle, split_budget
 from sweeps.decide.rank import rank
 from sweeps.decide.reward import RewardRow, Rewards, rewards
 from sweeps.decide.standing import joint, stand
+from sweeps.decide.wording import outcome_sentence
 from sweeps.fit.fit import Interval, fit_curve, fit_curves
 from sweeps.report.ranking_text import reward_rows
 from tests.examples import every
@@ -29,12 +30,12 @@ def test_a_recipe_that_could_not_be_ranked_can_still_win() -> None:
     """The slower recipe has the higher ceiling, and its window ends at 2 C_mid."""
     found = stand(fit_curves(simulated(Recipe(0.55, 1.8, 1.0, 6.0), Recipe(0.58, 1.5, 3.0, 6.0))))
     assert not found.decided and found.leader == "r1" and found.ranked == ("r0",)
-    assert "r1 is the best choice so far, though it may not be named yet" in found.sentence
+    assert "r1 is the best choice so far, though it may not be named yet" in outcome_sentence(found)
     assert sum(found.p_best.values()) == pytest.approx(1)
     # Also where it is less likely than not.
     found = stand(fit_curves(simulated(Recipe(0.6, 1.8, 1.0, 6.0), Recipe(0.5, 1.5, 3.0, 6.0))))
     assert 0.06 < found.p_best["r1"] < 0.4 and found.rivals == ("r1",) and found.leader == "r0"
-    assert "of these r1 (P = 0." in found.sentence and "could be best" in found.sentence
+    assert "of these r1 (P = 0." in outcome_sentence(found) and "could be best" in outcome_sentence(found)
 
 
 @pytest.mark.parametrize("number", every(3, range(3)))
@@ -56,7 +57,7 @@ def test_the_leader_is_what_costs_the_least_and_nobody_gets_compute_whom_the_dra
 def test_a_level_recipe_is_no_rival() -> None:
     level = make_curve("level", np.linspace(0, 6, 31), 0.2 + 0.01 * np.random.default_rng(1).standard_normal(31))
     found = stand(fit_curves([*simulated(Recipe(0.66, 1.8, 1.0, 8.0)), level]))
-    assert found.decided and found.rivals == () and "none of them is likely to be best" in found.sentence
+    assert found.decided and found.rivals == () and "none of them is likely to be best" in outcome_sentence(found)
 
 
 def test_a_recipe_of_which_nothing_is_known_keeps_the_whole_scale() -> None:
@@ -119,7 +120,7 @@ def test_only_what_could_not_be_ranked_is_said_not_to_be_named(number: int) -> N
     fits = fit_curves(simulated(Recipe(0.6, 2.2, 1.0, 9.0), Recipe(0.625, 1.5, 1.0, 9.0), number=number))
     found = stand(fits)
     assert all(fit.identifiable for fit in fits)
-    assert found.leader == found.ranked[0] and "may not be named" not in found.sentence
+    assert found.leader == found.ranked[0] and "may not be named" not in outcome_sentence(found)
 
 
 def test_the_highest_of_many_is_drawn_to_the_others() -> None:
