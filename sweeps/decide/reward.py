@@ -15,7 +15,7 @@ import numpy as np
 from sweeps.as_json import AsJson
 from sweeps.decide.reach import first_above
 from sweeps.decide.standing import best_chances
-from sweeps.fit.fit import Fit, Interval, shown
+from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.least_squares import Array
 from sweeps.fit.predict import paths_over_seeds, quantiles, readable, within
 
@@ -65,10 +65,6 @@ class Rewards(AsJson):
     fastest: str | None = None
 
     JSON: ClassVar = {"compute": "common_compute", "reward": "common_reward", "fastest": None}
-
-    def times_the_least(self, row: RewardRow) -> str:
-        """Format a recipe's compute to the common reward as a multiple of the fastest one's; `-` if not known."""
-        return "1" if row.recipe == self.fastest else shown(row.ratio, ".2f")
 
 
 def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:

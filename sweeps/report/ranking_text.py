@@ -60,7 +60,8 @@ def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
     for entry in rewards.rows:
         row = [entry.recipe, shown(entry.R, ".3f"), f"{entry.p_best:.2f}"]
         if rewards.reward is not None:
-            row += [shown(entry.C, ".4g"), rewards.times_the_least(entry)]
+            # Compute as a multiple of the fastest one's, which is 1 for itself.
+            row += [shown(entry.C, ".4g"), "1" if entry.recipe == rewards.fastest else shown(entry.ratio, ".2f")]
         if rewards.budget is not None:
             p = "-" if entry.p_best_at_budget is None else f"{entry.p_best_at_budget:.2f}"
             row += [shown(entry.R_at_budget, ".3f"), p]
