@@ -29,7 +29,7 @@ def show_design(launch: Launch, form: object, like: str | None, margin: float | 
     from sweeps.source import load
 
     fits = [] if like is None else fit_curves(load([like]).curves, regions=False)
-    found = foresee(launch.recipes, launch.seeds, fits, margin, like or "")
+    found = foresee(recipes=launch.recipes, seeds=launch.seeds, fits=fits, margin=margin, by=like or "")
     if form == "json":
         print_json({**launch.to_json(), "comparisons": found.to_json()})
         return

@@ -206,7 +206,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         from sweeps.search.optuna_search import Search  # Optuna takes a second to import
 
         with self._asked_again_and_again() as planned:
-            search = Search(study, space, checked, lists[0], planned, sampler)
+            search = Search(study=study, space=space, settings=checked, base=lists[0], planned=planned, sampler=sampler)
             states = self._run(study, plan, search)
         if any(state.state == "finished" for state in states.values()):
             show_results(study.directory, plan.tracking)  # trials that failed are part of a search

@@ -163,17 +163,17 @@ class Collected:
             known = [value for value in points.sd if value is not None]
             curves.append(
                 make_curve(
-                    label,
-                    points.compute,
-                    points.reward,
-                    points.seed,
-                    known if len(known) == len(points.sd) else None,
-                    points.axis,
-                    points.metric,
-                    points.warnings,
-                    points.factors,
-                    points.baseline,
-                    _at_peak(points),
+                    recipe=label,
+                    compute=points.compute,
+                    reward=points.reward,
+                    seed=points.seed,
+                    sd=known if len(known) == len(points.sd) else None,
+                    axis=points.axis,
+                    metric=points.metric,
+                    warnings=points.warnings,
+                    factors=points.factors,
+                    baseline=points.baseline,
+                    at_peak=_at_peak(points),
                 )
             )
         return curves

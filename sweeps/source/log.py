@@ -144,7 +144,17 @@ def add_logs(
     if rewards[0].rule.startswith("training"):
         warnings.append(f"{rewards[0].name} is the reward of training, not of a held-out evaluation")
     for chosen in rewards:
-        _add_reward(chosen, compute, logs, reader, where, into, named, list(notes), warnings)
+        _add_reward(
+            reward=chosen,
+            compute=compute,
+            logs=logs,
+            reader=reader,
+            where=where,
+            into=into,
+            named=named,
+            notes=list(notes),
+            warnings=warnings,
+        )
 
 
 def _rewards(names: Sequence[str], vocabulary: Vocabulary | None, where: str, into: Collected) -> list[Column]:

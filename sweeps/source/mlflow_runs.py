@@ -55,7 +55,16 @@ def read_experiment(source: str, into: Collected) -> None:
         notes = [f"runs of other kinds (sweeps, fits): {unused}"] if unused else []
         if not logs:
             raise UserError(f"{where}: no run with metrics; give an experiment with runs")
-        add_logs(logs, NAME, where, into, None, "the run's name", "step", notes)
+        add_logs(
+            logs=logs,
+            reader=NAME,
+            where=where,
+            into=into,
+            vocabulary=None,
+            named="the run's name",
+            step="step",
+            notes=notes,
+        )
     except UserError:
         raise
     except Exception as error:  # the client lets SQL, HTTP and OS errors through besides its own
@@ -141,13 +150,13 @@ def _log(run: Run, client: MlflowClient, ours: bool) -> Log:
     name = run.info.run_name or run.info.run_id
     warnings = ["failed; its points are used"] if run.info.status == "FAILED" else []
     return Log(
-        name,
-        names,
-        0,
-        series,
-        tuple(sorted(labels, key=lambda key: (key.startswith("mlflow."), key))),
-        labels.get,
-        warnings,
+        name=name,
+        names=names,
+        rows=0,
+        series=series,
+        labels=tuple(sorted(labels, key=lambda key: (key.startswith("mlflow."), key))),
+        label=labels.get,
+        warnings=warnings,
     )
 
 

@@ -57,7 +57,16 @@ def read(file: File, into: Collected) -> None:
         notes.append("num_tokens of evaluation rows is eval_num_tokens")
     if len(sets) > 1:
         notes.append(f"evaluation sets by their eval_<set>_runtime: {short(', '.join(sorted(sets)))}")
-    add_logs([log], NAME, str(file.path), into, TRL, "the run's directory", "step", notes)
+    add_logs(
+        logs=[log],
+        reader=NAME,
+        where=str(file.path),
+        into=into,
+        vocabulary=TRL,
+        named="the run's directory",
+        step="step",
+        notes=notes,
+    )
 
 
 def _set_of(row: dict[str, Any]) -> str | None:

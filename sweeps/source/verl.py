@@ -56,7 +56,16 @@ def read(file: File, into: Collected) -> None:
     records, rows, notes = _console(file) if console else _jsonl(file)
     names = list(dict.fromkeys(key for _, record in records for key in record))
     log = Log(file.run_name, names, rows, series_of_records(records))
-    add_logs([log], CONSOLE if console else JSONL, str(file.path), into, VERL, "the file's name", "step", notes)
+    add_logs(
+        logs=[log],
+        reader=CONSOLE if console else JSONL,
+        where=str(file.path),
+        into=into,
+        vocabulary=VERL,
+        named="the file's name",
+        step="step",
+        notes=notes,
+    )
 
 
 Records = list[tuple[float, dict[str, Any]]]

@@ -82,7 +82,16 @@ def read(file: File, into: Collected) -> None:
         notes.append("a torn last line was left out")
     spoken = vocabulary_of(table.names)
     reader = HISTORY if "_step" in table.names else f"{spoken.project if spoken else 'a'} log"
-    add_logs(logs, reader, str(file.path), into, spoken, run_column or "the file's name", step, notes)
+    add_logs(
+        logs=logs,
+        reader=reader,
+        where=str(file.path),
+        into=into,
+        vocabulary=spoken,
+        named=run_column or "the file's name",
+        step=step,
+        notes=notes,
+    )
 
 
 def _read_chart(file: File, table: Table, into: Collected) -> None:
@@ -111,7 +120,18 @@ def _read_chart(file: File, table: Table, into: Collected) -> None:
         notes.append(f"runs with points averaged over steps (their __MIN and __MAX differ): {averaged}")
     only = Column(metrics[0], "the chart's metric") if len(metrics) == 1 and into.asked.y is None else None
     axis = Column(x, "the chart's x axis")
-    add_logs(logs, CHART, str(file.path), into, None, "the run's name", x, notes, only, axis)
+    add_logs(
+        logs=logs,
+        reader=CHART,
+        where=str(file.path),
+        into=into,
+        vocabulary=None,
+        named="the run's name",
+        step=x,
+        notes=notes,
+        reward=only,
+        compute=axis,
+    )
 
 
 def _of_run(series: Callable[[str], Series], run: str, x: str) -> Callable[[str], Series]:
