@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_scalerl.checks import ConfigurationError
 
 if TYPE_CHECKING:
+    from lightning_scalerl.axes.adapter import Adapter
     from lightning_scalerl.axes.advantage import Advantage
     from lightning_scalerl.axes.aggregation import Aggregation
     from lightning_scalerl.axes.allocation import Allocation
@@ -69,6 +70,7 @@ class Choices:
     entropy: Entropy
     aggregation: Aggregation
     epochs: Epochs
+    adapter: Adapter
     own: Mapping[str, DesignChoice] = field(default_factory=dict)
 
     @classmethod

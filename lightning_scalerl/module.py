@@ -297,19 +297,21 @@ class ScaleRL(LightningModule):
         """Open the verifiers that grade completions: the driver's in a fit, new ones for `Trainer.validate`."""
         return self.sampling.verifying()
 
-    def save_pretrained(self, directory: str | Path, dtype: str = "fp32") -> Path:
+    def save_pretrained(self, directory: str | Path, dtype: str = "fp32", adapter: bool = False) -> Path:
         """Write the policy as a folder that `AutoModelForCausalLM.from_pretrained` loads, with tokenizer and a card.
 
-        All ranks call it, and rank 0 writes. A critic stays behind.
+        All ranks call it, and rank 0 writes. A critic stays behind. An adapter is merged into the model's weights.
 
         Args:
             directory: new or empty.
             dtype: of the saved weights: "fp32", "bf16" or "fp16".
+            adapter: write the adapter alone, as `PeftModel.from_pretrained` loads it onto the model it was trained on.
 
         Raises:
-            ConfigurationError: something is there already, or the type is unknown.
+            ConfigurationError: something is there already, the type is unknown, or there is no adapter to write.
+            RuntimeError: the merged model computes something else than the trained policy.
         """
-        return export(self, directory, dtype)
+        return export(self, directory, dtype, adapter)
 
     # --- Lightning's hooks, in the order in which they are called ----------------------------------------
 

@@ -110,10 +110,15 @@ class ComputeMeter:
         self._flops["generate"] += flops - again
 
     def trained(self, batch: TrainBatch, passes: Passes = Passes()) -> None:  # noqa: B008  # frozen
-        """Count the FLOPs of one step: forward and backward cost three forward passes. A critic has no vocabulary."""
+        """Count the FLOPs of one step: forward and backward cost three forward passes. A critic has no vocabulary.
+
+        Frozen weights beside an adapter cost two (`FlopModel.adapting`).
+        """
         lengths, prompts = batch.lengths.tolist(), batch.completion_start.tolist()
         policy, value = self._flop_model.forward(lengths, prompts), self._flop_model.body(lengths)
         flops = (3 * passes.policy_updates + passes.policy_forwards) * policy
+        if self._flop_model.adapter:
+            flops += self._flop_model.adapting(lengths, prompts, passes.policy_updates, passes.policy_forwards)
         self._flops["train"] += flops + (3 * passes.value_updates + passes.value_forwards) * value
 
     def evaluation_thrown_away(self, flops_before: float) -> None:

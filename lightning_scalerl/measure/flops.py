@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.model.adapter import of_adapter
 from lightning_scalerl.model.head import head_sizes, output_head, text_config
 from lightning_scalerl.model.windows import Window, attention_windows, outside
 
@@ -32,6 +33,9 @@ class FlopModel:
     `head` is the part of `per_token` that the language-model head costs; of a prompt the last token alone pays it.
     `context` is everywhere what tokens would attend to without windows, and `outside` the part of it that windows leave
     out, summed over layers (`model.windows`).
+
+    All of this is of the plain model, as it generates. `adapter` is what low-rank weights add to a token in the
+    trainer; `frozen` and `frozen_head` are the parts of body and head whose weights get no gradient beside them.
     """
 
     per_token: float
@@ -39,6 +43,9 @@ class FlopModel:
     per_layer: float
     layers: int
     windows: tuple[Window, ...] = ()
+    adapter: float = 0.0
+    frozen: float = 0.0
+    frozen_head: float = 0.0
 
     @classmethod
     def of(cls, model: nn.Module) -> FlopModel:
@@ -67,7 +74,8 @@ class FlopModel:
         whole = model if config is model.config else model.get_decoder()  # type: ignore[operator]
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} - {id(head)}
         chosen, experts = _first(config, _CHOSEN), _first(config, _EXPERTS)
-        per_token = 0.0 if any(parameter is head for parameter in whole.parameters()) else 2.0 * head.numel()
+        inside = any(parameter is head for parameter in whole.parameters())
+        per_token, adapter, frozen = 0.0 if inside else 2.0 * head.numel(), 0.0, 0.0
         for name, parameter in whole.named_parameters():
             # A bias that is a table has a row an expert: it is added, not multiplied with.
             if parameter.dim() < 2 or id(parameter) in looked_up or name.endswith("bias"):
@@ -82,12 +90,20 @@ class FlopModel:
                         "be counted"
                     )
                 share = chosen / experts
-            per_token += 2.0 * parameter.numel() * share
+            flops = 2.0 * parameter.numel() * share
+            if of_adapter(name):
+                adapter += flops
+                continue
+            per_token += flops
+            frozen += 0.0 if parameter.requires_grad or parameter is head else flops
         heads, layers = _number(model, "num_attention_heads"), _number(model, "num_hidden_layers")
         keys, values = head_sizes(config)
         # q k^T and the weighted sum of v: 2 FLOPs each a head dimension, head, layer and token attended to.
         per_layer = 2.0 * heads * (keys + values)
-        return cls(per_token, 2.0 * head.numel(), per_layer, layers, attention_windows(config))
+        plain = cls(per_token, 2.0 * head.numel(), per_layer, layers, attention_windows(config))
+        if not adapter:
+            return plain
+        return replace(plain, adapter=adapter, frozen=frozen, frozen_head=0.0 if head.requires_grad else plain.head)
 
     @property
     def body_per_token(self) -> float:
@@ -122,6 +138,17 @@ class FlopModel:
     def train(self, lengths: list[int], prompt_lengths: list[int]) -> float:
         """Return FLOPs of a forward and backward pass: three forward passes."""
         return 3.0 * self.forward(lengths, prompt_lengths)
+
+    def adapting(self, lengths: list[int], prompt_lengths: list[int], updates: int, forwards: int) -> float:
+        """Return what an adapter adds to the FLOPs of so many updates and forward passes; often less than nothing.
+
+        Its own weights cost what other weights do. Of a frozen weight's three forward passes an update leaves one out:
+        there is a gradient for what goes through it, and none for itself.
+        """
+        tokens = sum(length - 1 for length in lengths)
+        completion = sum(length - prompt for length, prompt in zip(lengths, prompt_lengths, strict=True))
+        added = (3.0 * updates + forwards) * self.adapter * tokens
+        return added - updates * (self.frozen * tokens + self.frozen_head * completion)
 
     def _attention(self, context: int, outside: int) -> float:
         return self.per_context * context - self.per_layer * outside

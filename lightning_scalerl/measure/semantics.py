@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.measure.mechanism import departures
+from lightning_scalerl.model.adapter import of_adapter
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.update.terms import terms
 from sweeps.run import code
@@ -33,9 +34,20 @@ def resolved_semantics(module: Any) -> dict[str, Any]:
         },
         "seed": module.seed,
         "parameters": parameter_count(module),
+        **adapter_of(module),
         "versions": versions(),
         "commit": commit(),
     }
+
+
+def adapter_of(module: Any) -> dict[str, Any]:
+    """Return what is trained of an adapted model, and the adapter that it came with, if it did; else nothing."""
+    policy = module.policy
+    if policy.adapter is None:
+        return {}
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    given = {} if module.choices.adapter.adapts else {"model_adapter": dict(policy.adapter)}
+    return {"trained_parameters": trained, **given}
 
 
 def resolved_choices(recipe: Recipe, choices: Choices) -> dict[str, Any]:
@@ -123,8 +135,9 @@ def _departures(module: Any) -> dict[str, str]:
 
 
 def parameter_count(module: Any) -> int:
-    """Return the number of the policy's parameters."""
-    return sum(parameter.numel() for parameter in module.policy.parameters())
+    """Return the number of the policy's parameters, those of an adapter left out: the size of the model itself."""
+    named = module.policy.named_parameters()
+    return sum(parameter.numel() for name, parameter in named if not of_adapter(name))
 
 
 def versions() -> dict[str, str]:

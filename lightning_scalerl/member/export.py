@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from lightning_scalerl.axes.adapter import NoAdapter
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint, unusable
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, use_folders
 from lightning_scalerl.member.trust import check_run
+from lightning_scalerl.model.adapter import adapt, plain_copy
 from lightning_scalerl.model.chat import Chat, Rendering, told_of
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.model.save import free, save_model
@@ -56,7 +58,10 @@ def export_run(
         weights = {
             name.removeprefix(_PREFIX): value for name, value in saved["state_dict"].items() if name.startswith(_PREFIX)
         }
+        adapter = build(config, "adapter") if "adapter" in config else NoAdapter()
+        adapt(model, adapter)
         model.load_state_dict(weights)
+        model = plain_copy(model) if adapter.adapts else model
         at = int(saved["scalerl"]["stream"]["completed_steps"])
         rendering = Rendering(tokenizer, build(config, "chat") if "chat" in config else Chat(template="none"))
         save_model(model, rendering.to_save(), directory, dtype, _facts(spec, view, at) | told_of(rendering))

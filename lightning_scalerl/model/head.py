@@ -86,13 +86,6 @@ def check_head(model: nn.Module) -> None:
         ConfigurationError: the architecture treats its logits in a way we do not know; training on would
             optimise another distribution than the one the model defines.
     """
-    if any(kind.__module__.partition(".")[0] == "peft" for kind in type(model).__mro__) or getattr(
-        model, "_hf_peft_config_loaded", False
-    ):
-        raise ConfigurationError(
-            f"model: {type(model).__name__} has adapters of PEFT, and here all weights are trained and sent to the "
-            "generator as one model; merge them first: model.merge_and_unload()"
-        )
     head = output_head(model)
     tokens = torch.arange(4, device=head.weight.device).unsqueeze(0)
     try:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.model.adapter import has_adapter
 from lightning_scalerl.model.place import load_options, model_path
 
 
@@ -36,10 +37,14 @@ def load_model(path: str) -> nn.Module:
 def check_weights(model: nn.Module) -> None:
     """Check that the master weights are FP32, whatever type the policy computes in.
 
+    The frozen weights below an adapter may have any type that can be computed with: they are no master weights.
+
     Raises:
         ConfigurationError: some are not.
     """
-    others = sorted({str(p.dtype) for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32})
+    adapted = has_adapter(model)
+    masters = [each for each in model.parameters() if each.is_floating_point() and (each.requires_grad or not adapted)]
+    others = sorted({str(each.dtype) for each in masters if each.dtype != torch.float32})
     if others:
         raise ConfigurationError(
             f"model: weights in {', '.join(others)}; master weights are FP32: load it with dtype=torch.float32 (the "

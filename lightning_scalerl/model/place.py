@@ -25,8 +25,10 @@ def model_path(path: str) -> str:
     local = looks_local(path)
     if local and (Path(path).expanduser() / "adapter_config.json").is_file():
         raise ConfigurationError(
-            f"model.path: {path!r} holds an adapter of PEFT, and here all weights are trained; merge it into its model "
-            "(merge_and_unload), and give the folder that save_pretrained makes of that"
+            f"model.path: {path!r} holds an adapter of PEFT and no model; give the folder of its model, with "
+            "adapter=lora for a new one. To train this one further, in a script: "
+            "ScaleRL(model=PeftModel.from_pretrained(MODEL, "
+            f"{path!r}, is_trainable=True), tokenizer=...)"
         )
     if local and not (Path(path).expanduser() / "config.json").is_file():
         raise ConfigurationError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,6 +37,8 @@ class Policy(nn.Module):
         self.model = model
         self.precision = precision
         self.temperature = temperature
+        # Meaning of the model's adapter: a choice's semantics, or `adapter.described` of one that it came with.
+        self.adapter: Mapping[str, Any] | None = None
         self._shares: bool | None = None
         # Ranks that share a sharded policy gather its layers in lockstep, and agree on each pass's way through them.
         self.agree: Callable[[bool], bool] | None = None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from lightning_scalerl.axes.precision import DTYPES
 from lightning_scalerl.checks import ConfigurationError
@@ -33,20 +37,71 @@ def save_model(
     Raises:
         ConfigurationError: something is there already, the type is unknown, or the model cannot be saved.
     """
-    if dtype not in DTYPES:
-        raise ConfigurationError(f"dtype: {dtype!r} is unknown; valid: {', '.join(DTYPES)}")
+    check_dtype(dtype)
     if not hasattr(model, "save_pretrained"):
         raise ConfigurationError(f"model: {type(model).__name__} has no save_pretrained; models of transformers do")
-    target = free(directory)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so on its file system: the rename is atomic there.
-    unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.part")
-    try:
+    with _whole(free(directory)) as (unfinished, target):
         saved = model if dtype == "fp32" else copy.deepcopy(model).to(DTYPES[dtype])
         with _consistent(saved):
             saved.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         (unfinished / "README.md").write_text(_card({"weights": dtype, **(card or {})}))
+    return target
+
+
+def save_adapter(
+    config: Any,
+    weights: Mapping[str, Tensor],
+    directory: str | Path,
+    dtype: str = "fp32",
+    card: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write an adapter as `PeftModel.from_pretrained` loads it onto its model; all of it or nothing.
+
+    Args:
+        config: a configuration of peft.
+        weights: of the adapter, by the names that they have in the model.
+        directory, dtype, card: as of `save_model`.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ConfigurationError: something is there already, or the type is unknown.
+    """
+    check_dtype(dtype)
+    config = copy.deepcopy(config)
+    config.inference_mode = True
+    base = (card or {}).get("trained from")
+    config.base_model_name_or_path = str(base) if base else config.base_model_name_or_path
+    # The name of an adapter stands in its weights' names in a model, and not in a file.
+    named = {re.sub(r"(\.lora_[AB])\.[^.]+\.weight$", r"\1.weight", name): value for name, value in weights.items()}
+    with _whole(free(directory)) as (unfinished, target):
+        unfinished.mkdir()
+        config.save_pretrained(unfinished)
+        saved = {
+            f"base_model.model.{name}": value.detach().cpu().to(DTYPES[dtype]).contiguous()
+            for name, value in named.items()
+        }
+        save_file(saved, unfinished / "adapter_model.safetensors", {"format": "pt"})
+        (unfinished / "README.md").write_text(_card({"weights": f"a LoRA adapter, {dtype}", **(card or {})}, "peft"))
+    return target
+
+
+def check_dtype(dtype: str) -> None:
+    """Refuse a type that weights cannot be saved in."""
+    if dtype not in DTYPES:
+        raise ConfigurationError(f"dtype: {dtype!r} is unknown; valid: {', '.join(DTYPES)}")
+
+
+@contextmanager
+def _whole(target: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield a folder to fill, and the target that it becomes once the `with` block has ended without an error."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so on its file system: the rename is atomic there.
+    unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        yield unfinished, target
         if not target.exists():
             unfinished.rename(target)
         else:  # it may be somebody's working directory, which must stay
@@ -54,7 +109,6 @@ def save_model(
                 path.rename(target / path.name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return target
 
 
 # Settings of sampling, which transformers does not save without `do_sample`.
@@ -88,12 +142,12 @@ def free(directory: str | Path) -> Path:
     return target
 
 
-def _card(facts: Mapping[str, Any]) -> str:
+def _card(facts: Mapping[str, Any], library: str = "transformers") -> str:
     """Return the model card: YAML for the hub, a table for people. Values are one line each, without secrets."""
     rows = [(name, redact(" ".join(str(value).split())).replace("|", "\\|")) for name, value in facts.items()]
     lines = [
         "---",
-        "library_name: transformers",
+        f"library_name: {library}",
         "pipeline_tag: text-generation",
         "tags: [reinforcement-learning, lightning-scalerl]",
         "---",

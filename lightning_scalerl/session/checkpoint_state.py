@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_scalerl.axes.adapter import LoRA
 from lightning_scalerl.callbacks.checkpoint_file import IDENTITY
 from lightning_scalerl.callbacks.checkpointing import check_whole
 from lightning_scalerl.callbacks.trainer import count_from
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.distributed.ranks import Follower
 from lightning_scalerl.session.continuation import check_identity, identity
-from lightning_scalerl.session.models import made_on, shard_models
+from lightning_scalerl.session.models import adapt_policy, made_on, shard_models
 from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.state import TorchRandomState
 
@@ -42,6 +43,13 @@ def save_state(module: Parts, checkpoint: dict[str, Any]) -> None:
     checkpoint["scalerl_metrics"] = dict(module.records.latest)
 
 
+def _adapt_as(module: Parts, checkpoint: dict[str, Any]) -> None:
+    """Put the adapter in that a callback had chosen for the run of a checkpoint whose weights alone are taken."""
+    saved = checkpoint.get("hyper_parameters", {}).get("choices", {}).get("adapter", {})
+    if module.policy.adapter is None and saved.get("choice") == LoRA.__name__:
+        adapt_policy(module.policy, LoRA(saved["rank"], saved["alpha"], saved["targets"]))
+
+
 def load_state(module: Parts, checkpoint: dict[str, Any]) -> None:
     """Restore the run from a checkpoint; a rank that the saved run did not have keeps fresh random state.
 
@@ -52,6 +60,8 @@ def load_state(module: Parts, checkpoint: dict[str, Any]) -> None:
         ConfigurationError: the file is not whole, holds no run, or holds another run than this one.
     """
     trainer = module._trainer
+    if trainer is None or trainer.state.fn != "fit":
+        _adapt_as(module, checkpoint)
     check_whole(None if trainer is None else trainer.ckpt_path)
     if module.critic is None:
         # The critic's weights are of no use to an evaluation, or to a new run that begins with this policy.

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choices import AXES, axis_class
 from lightning_scalerl.measure.semantics import own_label
 from sweeps.run.interruption import RunInterruptedError
 
@@ -98,6 +99,8 @@ def check_identity(own: dict[str, Any], theirs: Any, ckpt_path: Any) -> None:
     # For two members of studies the run names decide: a version may have renamed choices.
     named = None not in (own["run"], theirs.get("run"))
     keys = ("run",) if named else ("recipe", "seed", "choices")
+    # An axis that the version of the checkpoint did not have yet has its neutral choice there.
+    theirs = {**theirs, "choices": {**_neutral(), **(theirs.get("choices") or {})}}
     if all(own[key] == theirs.get(key) for key in keys):
         return
     both = [f"{each.get('title')} seed {each.get('seed')}" for each in (theirs, own)]
@@ -111,3 +114,9 @@ def check_identity(own: dict[str, Any], theirs: Any, ckpt_path: Any) -> None:
         f"{differ and f' ({differ})'}; give a checkpoint of this run, or begin another with the weights: "
         "ScaleRL.load_from_checkpoint(path)"
     )
+
+
+def _neutral() -> dict[str, str]:
+    """Return the name of the neutral choice of every axis that has one."""
+    neutral = {axis: axis_class(axis).neutral for axis in AXES}
+    return {axis: str(semantics["choice"]) for axis, semantics in neutral.items() if semantics is not None}

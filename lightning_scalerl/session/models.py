@@ -7,7 +7,7 @@ modules with FP32 weights.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lightning_scalerl.axes.adapter import Adapter
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composer import load_recipe
-from lightning_scalerl.distributed.sharded import NAME, is_sharded, shard
+from lightning_scalerl.distributed.sharded import NAME, gathered, is_sharded, shard
+from lightning_scalerl.model.adapter import adapt, described, has_adapter, keep_in, merge, plain_copy, unwrapped
 from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.load import check_weights, fingerprint, load_model, load_tokenizer, stop_tokens
 from lightning_scalerl.model.policy import Policy
@@ -69,7 +71,7 @@ def make(
         )
     folders = () if config_dir is None else (config_dir,)
     built = load_recipe(recipe, overrides, folders) if isinstance(recipe, str) else recipe
-    arguments = {
+    arguments: dict[str, Any] = {
         **({"model": model} if isinstance(model, str) else {}),
         "recipe": recipe if isinstance(recipe, str) else None,
         "recipe_name": built.name,
@@ -82,16 +84,66 @@ def make(
         raise ConfigurationError("tokenizer: a model object comes without one; pass tokenizer=")
     if not any(override.startswith("scale=") for override in overrides):
         built.check_scale(is_arithmetic_base(model))
-    model = load_model(model) if isinstance(model, str) else model
+    model = load_model(model) if isinstance(model, str) else unwrapped(model)
     check_weights(model)
     check_head(model)
     policy = Policy(model, built.choices.precision, built.context.temperature)
+    if has_adapter(model):
+        policy.adapter = arguments["model_adapter"] = described(model)
+    if built.choices.adapter.adapts:
+        adapt_policy(policy, built.choices.adapter)
     return Made(built, policy, tokenizer, stop_tokens(model, tokenizer), arguments)
+
+
+def adapt_policy(policy: Policy, choice: Adapter) -> None:
+    """Put the adapter of axis `adapter` into a policy, once.
+
+    Raises:
+        ConfigurationError: it has one of another choice, or came with one of its own.
+    """
+    wanted = choice.semantics()
+    if policy.adapter is None and choice.adapts:
+        adapt(policy.model, choice)
+        policy.adapter = wanted
+    elif policy.adapter is not None and policy.adapter != wanted:
+        given = "choice" not in policy.adapter
+        if given and not choice.adapts:
+            return
+        raise ConfigurationError(
+            f"adapter: the model that was handed in has a LoRA adapter already ({_line(policy.adapter)}); choose "
+            "adapter=none to train that one, or merge it first: model.merge_and_unload()"
+            if given
+            else f"adapter: this module's model has the adapter {_line(policy.adapter)}, and {_line(wanted)} is asked "
+            "for now; give the choice that it has, or begin with another module"
+        )
+
+
+def _line(semantics: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in semantics.items())
+
+
+def prepare_adapter(module: Parts) -> None:
+    """Put the adapter in that a callback chooses, and the frozen weights beside one into the type of the policy."""
+    policy, choices = module.policy, module.choices
+    # What validates a checkpoint may leave out the callback by which it was trained.
+    if module.trainer.state.fn == "fit" or choices.adapter.adapts:
+        adapt_policy(policy, choices.adapter)
+    if policy.adapter is not None and not is_sharded(policy):
+        keep_in(policy.model, choices.precision.policy_dtype)
+
+
+def plain_model(policy: Policy) -> nn.Module:
+    """Return a copy of the policy's language model on the host, without adapter. All ranks that share it call this."""
+    if policy.adapter is None:
+        return copy.deepcopy(policy.model)
+    state = policy.model.state_dict()
+    return plain_copy(policy.model, merge(gathered(state, keep=True) if is_sharded(policy) else state, policy.model))
 
 
 def make_critic(policy: Policy, choices: Choices, device: torch.device) -> ValueModel:
     """Make the critic of axis `critic` from the policy's body, on the device that trains it."""
-    return ValueModel(policy.model, choices.precision).to(device)
+    model = policy.model if policy.adapter is None else plain_model(policy)
+    return ValueModel(model, choices.precision).to(device)
 
 
 class Reference:
@@ -115,7 +167,7 @@ class Reference:
     def begin_with(self, policy: Policy, choices: Choices, device: torch.device) -> None:
         """Take a copy of the policy's weights as they are now, unless there is a reference already."""
         if self.policy is None:
-            self._freeze(copy.deepcopy(policy.model), policy, choices, device)
+            self._freeze(plain_model(policy), policy, choices, device)
 
     def restore(self, fingerprint_then: str | None, policy: Policy, choices: Choices, device: torch.device) -> None:
         """Restore the reference that the resumed run began with, whatever weights this module was made with.
@@ -132,7 +184,11 @@ class Reference:
         if not choices.kl.where or self.fingerprint() == fingerprint_then:
             return
         if self._path is not None:
-            self._freeze(load_model(self._path), policy, choices, device)
+            model = load_model(self._path)
+            if policy.adapter is not None:  # rounded as the run's own was
+                keep_in(model, choices.precision.policy_dtype)
+                model.float()
+            self._freeze(model, policy, choices, device)
             if fingerprint_then in (None, self.fingerprint()):
                 return
         raise ConfigurationError(

@@ -26,7 +26,7 @@ from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.session.data_path import DataPath, build_data_path
-from lightning_scalerl.session.models import made_on, make_critic, place, recompute_activations
+from lightning_scalerl.session.models import made_on, make_critic, place, prepare_adapter, recompute_activations
 from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.session.sampling import Inputs, Sampling
 from lightning_scalerl.task.base import check_curriculum
@@ -60,7 +60,10 @@ def build_optimizer(module: Parts) -> torch.optim.Optimizer:
     """Build the recipe's optimizer over policy and critic, each at its learning rate."""
     models = [module.policy] if module.critic is None else [module.policy, module.critic]
     rates = zip(models, learning_rates(module), strict=True)
-    return module.recipe.optimizer.build([{"params": list(model.parameters()), "lr": rate} for model, rate in rates])
+    groups = [(list(model.parameters()), rate) for model, rate in rates]
+    if module.policy.adapter is not None:
+        groups = [([each for each in parameters if each.requires_grad], rate) for parameters, rate in groups]
+    return module.recipe.optimizer.build([{"params": parameters, "lr": rate} for parameters, rate in groups])
 
 
 def learning_rates(module: Parts) -> list[float]:
@@ -85,6 +88,7 @@ def set_up(module: Parts, stage: str) -> None:
     recipe.check(choices)
     module.choices = choices
     module.policy.precision = choices.precision
+    prepare_adapter(module)
     # Lightning warns of modules that are not; what they train in is decided in `fit.begin_training`.
     module.policy.train()
     if module.critic is not None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.distributed.sharded import gathered, is_sharded, part_like, whole_tensor
+from lightning_scalerl.model.adapter import has_adapter, merge, of_adapter, plain_copy
 from lightning_scalerl.model.head import eval_mode
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollout import TrainBatch
@@ -58,14 +59,24 @@ class TrainedPolicy:
         return found
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the model's weights by name; of a sharded one whole copies on the host."""
+        """Return the model's weights by name, an adapter merged in; of a sharded one whole copies on the host."""
         found: dict[str, Tensor] = self._together("gather")
         return found
 
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """Return the weights of the model's adapter by name; of a sharded one whole copies on the host."""
+        found: dict[str, Tensor] = self._together("gather_adapter")
+        return found
+
     def whole_model(self, device: torch.device | str = "cpu") -> nn.Module:
-        """Return the language model whole; of a policy that is or will be sharded a copy on a device, on rank 0."""
+        """Return the language model whole, without adapter; on rank 0.
+
+        It is the policy's own, unless that has an adapter, or is or will be sharded: then a copy on the device.
+        """
         model: nn.Module = self.policy.model
-        if is_sharded(self.policy):
+        if has_adapter(model):
+            model = plain_copy(model, self.weights())
+        elif is_sharded(self.policy):
             weights, sharded = self.weights(), model
             model = type(sharded)(sharded.config)
             model.load_state_dict(weights)
@@ -95,6 +106,12 @@ class TrainedPolicy:
 
     def _gather(self) -> dict[str, Any]:
         ranks, state = self._ranks(), dict(self.policy.model.state_dict())
+        whole = gathered(state, ranks.leads) if ranks.sharded else state
+        return merge(whole, self.policy.model) if has_adapter(self.policy.model) else whole
+
+    def _gather_adapter(self) -> dict[str, Any]:
+        ranks = self._ranks()
+        state = {name: value for name, value in self.policy.model.state_dict().items() if of_adapter(name)}
         return gathered(state, ranks.leads) if ranks.sharded else state
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from safetensors.torch import load_file
 
 from lightning_scalerl import RolloutDataModule, ScaleRL
 from lightning_scalerl.axes.aggregation import TokenAggregation
@@ -36,7 +37,7 @@ def weights(module: ScaleRL) -> str:
     """Digest of all weights, gathered on every rank."""
     digest = hashlib.sha256()
     for tensor in gathered(module.policy.state_dict(), keep=True).values():
-        digest.update(tensor.numpy().tobytes())
+        digest.update(tensor.float().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -123,3 +124,56 @@ def test_what_follows_a_sharded_fit(tiny_model_path: str, tmp_path: Path) -> Non
     assert exported.keys() == trained.keys()
     assert all(exported[name].allclose(trained[name], rtol=1e-4, atol=1e-5) for name in trained)
     assert load_model(str(tmp_path / "exported")).generation_config.eos_token_id is not None
+
+
+# The base in the policy's type, low-rank weights in FP32, and everything else that can be sharded beside them.
+ADAPTED = ("adapter=lora", "adapter.rank=3", "optimizer.lr=3e-2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("more", [(), (*EVERYTHING, "critic.lr=3e-3")], ids=["alone", "a critic and a reference"])
+def test_an_adapter_trains_on_two_ranks_as_on_one(
+    more: Sequence[str], strategy: str, tiny_model_path: str, tmp_path: Path
+) -> None:
+    """The same curve; checkpoints and exports of whole weights; the frozen ones bit for bit as they were."""
+    given: dict[str, Any] = {"overrides": [*ADAPTED, *more]}
+    whole = fit(tiny_model_path, tmp_path / "one", 1, **given)
+    whole.save_pretrained(tmp_path / "exported one")
+
+    def work(rank: int) -> str:
+        module = fit(tiny_model_path, tmp_path / "two", 2, strategy=strategy, **given)
+        module.save_pretrained(tmp_path / "exported two")
+        module.save_pretrained(tmp_path / "adapter", adapter=True)
+        return weights(module)
+
+    said = on_ranks(2, work)
+    assert said[0] == said[1] and len(said[0]) == 64, said
+    check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=4)
+    one, two = (load_model(str(tmp_path / f"exported {name}")).state_dict() for name in ("one", "two"))
+    before = load_model(tiny_model_path).state_dict()
+    for name, value in one.items():
+        assert value.allclose(two[name], rtol=1e-4, atol=1e-5), name
+        assert torch.equal(two[name], before[name]) == ("_proj" not in name), name
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert len(saved) == 2 * 14
+    checkpoint = torch.load(newest_checkpoint(tmp_path / "two" / "checkpoints").path, weights_only=True)["state_dict"]
+    for name, value in whole.state_dict().items():
+        assert checkpoint[name].allclose(value, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.slow
+def test_an_adapter_in_bf16_is_sharded_and_goes_on(tiny_model_path: str, tmp_path: Path) -> None:
+    """Layers of two types: sharded, gathered, saved, and resumed by one process."""
+    given: dict[str, Any] = {"overrides": [*ADAPTED, "precision=bf16", "kl=fixed"]}
+
+    def work(rank: int) -> str:
+        module = fit(tiny_model_path, tmp_path / "run", 2, steps=2, strategy="fsdp2", **given)
+        types = {name: value.dtype for name, value in gathered(module.policy.model.state_dict(), keep=True).items()}
+        assert {types[name] for name in types if "base_layer" in name} == {torch.bfloat16}
+        assert {types[name] for name in types if "base_layer" not in name} == {torch.float32}
+        return weights(module)
+
+    said = on_ranks(2, work)
+    assert said[0] == said[1] and len(said[0]) == 64, said
+    assert fit(tiny_model_path, tmp_path / "run", 1, steps=4, resume=True, **given).completed_steps == 4

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_scalerl.axes.adapter import LoRA
 from lightning_scalerl.axes.advantage import GAE
 from lightning_scalerl.axes.aggregation import ConstantAggregation, SumAggregation, TokenAggregation
 from lightning_scalerl.axes.allocation import AllocationByDifficulty, FixedAllocation
@@ -215,6 +216,9 @@ CASES: dict[str, tuple[str, Row, Row, dict[str, Any], dict[str, Any]]] = {
         {"groups": groups_of([(0.0, 0.0, 0.0)])},
         {"groups": of_two_rewards()},
     ),
+    "adapter": ("adapter", (LoRA(),), (), {"groups": nothing_sampled()}, {}),
+    "another rank": ("adapter", (LoRA(4),), (LoRA(8),), {"groups": []}, {}),
+    "no adapter": ("adapter", (), (LoRA(),), {"groups": nothing_sampled()}, {}),
     "epochs": ("epochs", (Epochs(2), ZeroVariance()), (ZeroVariance(),), {"groups": groups_of(CONSTANT)}, {}),
     "refilling": ("filter", (DynamicSampling(),), (ZeroVariance(),), {}, {"dropped_for_batch": 1}),
     "refilling not dropping": ("filter", (DynamicSampling(),), (NoFilter(),), {}, {"dropped_for_batch": 1}),

@@ -23,7 +23,7 @@ def test_a_run_prints_what_its_names_come_to() -> None:
         "order: reward -> length control -> filter -> advantage -> normalization -> truncated",
         "reward -1 to 1",
         "anchor=the generator, at sampling time",
-        "neutral: allocation, critic, curriculum, entropy, epochs, kl",
+        "neutral: adapter, allocation, critic, curriculum, entropy, epochs, kl",
     ):
         assert expected in shown, expected
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,23 +22,21 @@ from sweeps.run.spec import RunSpec
 from tests.helpers import SMALL, fit
 
 
-@pytest.fixture(scope="module")
-def run(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps of a user's model with a critic, checkpoints every two."""
-    root = tmp_path_factory.mktemp("export")
+def trained(path: str, root: Path, *overrides: str) -> Path:
+    """Six steps of a user's model, checkpoints every two."""
     (spec,) = plan_members(
         [
             [
                 "model=path",
-                f"model.path={tiny_model_path}",
+                f"model.path={path}",
                 *(each for each in SMALL if not each.startswith("async_mode")),
                 "scaled_for=null",
-                "recipe=ppo",
                 "task.train=[9]",
                 "task.heldout=[4]",
                 "budget.steps=6",
                 "checkpoint.every_n_steps=2",
                 f"output_dir={root}",
+                *overrides,
             ]
         ]
     )
@@ -45,6 +44,12 @@ def run(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec.write(folder)
     run_member(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a critic."""
+    return trained(tiny_model_path, tmp_path_factory.mktemp("export"), "recipe=ppo")
 
 
 def weights_in(checkpoint: Path) -> dict[str, Any]:
@@ -74,6 +79,28 @@ def test_what_was_trained_is_what_is_loaded(
     assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["model"]
     # And it is a model that a run can begin with.
     assert fit(str(tmp_path / "deep" / "model"), steps=1).completed_steps == 1
+
+
+@pytest.mark.slow
+def test_an_adapter_leaves_merged(tiny_model_path: str, tmp_path: Path) -> None:
+    """The weights of its checkpoint, as peft merges them; and its semantics say what is trained."""
+    folder = trained(
+        tiny_model_path, tmp_path, "recipe=ppo", "variant=adapter_lora", "precision=fp32", "optimizer.lr=3e-2"
+    )
+    assert main(["export", str(folder), str(tmp_path / "model")]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    config = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+    adapted = peft.get_peft_model(model, config)
+    adapted.get_base_model().load_state_dict(weights_in(folder / "checkpoints" / "step-00000006.ckpt"))
+    merged = adapted.merge_and_unload().state_dict()
+    for name, value in loaded.items():
+        assert torch.allclose(value, merged[name], atol=1e-6), name
+        assert torch.equal(value, before[name]) == ("_proj" not in name), name
+    said = json.loads((folder / "semantics.json").read_text())
+    assert said["choices"]["adapter"]["rank"] == 16 and "adapter" in said["departs_from_recipe_on"]
+    assert said["trained_parameters"] > 0 and said["parameters"] == sum(value.numel() for value in before.values())
 
 
 @pytest.mark.slow

@@ -1,0 +1,66 @@
+"""Axis `adapter`: which of the policy's weights are trained, all of them or low-rank adapters beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from lightning_scalerl.checks import ConfigurationError, positive, shown, whole_number
+from lightning_scalerl.choice import DesignChoice, ObservedStep
+
+# What peft calls every linear layer but the output head.
+ALL_LINEAR = "all-linear"
+
+
+class Adapter(DesignChoice):
+    """Weights that are trained in place of the model's own, or none: then all of the model's own are.
+
+    Attributes:
+        adapts: whether there are such weights.
+    """
+
+    axis: ClassVar[str] = "adapter"
+    neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "NoAdapter"}
+    adapts: ClassVar[bool] = False
+
+    def differs(self, theirs: Adapter, step: ObservedStep) -> bool:
+        """Return whether the step trains on any token: its update then moves other weights."""
+        return step.batch.denominators.tokens > 0
+
+
+class NoAdapter(Adapter):
+    """No adapter: all weights of the model are trained."""
+
+
+class LoRA(Adapter):
+    """Low-rank adapters beside linear layers: y = W x + (alpha / rank) B A x, of which A and B alone are trained.
+
+    A begins with the same random numbers in every run and B at zero, so that training begins with the model itself.
+
+    Args:
+        rank: rows of A and columns of B.
+        alpha: numerator of the scale of B A x; with a fixed alpha the scale falls as the rank grows.
+        targets: "all-linear" for every linear layer but the output head, or names of linear layers as their modules
+            end in ("q_proj").
+
+    Source: arXiv 2106.09685, section 4.1. There only the attention's projections are targets; arXiv 2305.14314,
+    section 4, finds that all linear layers are needed to match full fine-tuning.
+    """
+
+    adapts: ClassVar[bool] = True
+
+    def __init__(self, rank: int = 16, alpha: float = 32.0, targets: str | Sequence[str] = ALL_LINEAR) -> None:
+        self.rank = whole_number("adapter.rank", rank)
+        self.alpha = float(positive("adapter.alpha", alpha))
+        names = [targets] if isinstance(targets, str) else targets
+        listed = isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names)
+        if not listed or not names or (isinstance(targets, str) and targets != ALL_LINEAR):
+            raise ConfigurationError(
+                f"adapter.targets: {shown(targets)} must be {ALL_LINEAR}, or a list of names of linear layers: "
+                "adapter.targets=[q_proj,v_proj]"
+            )
+        self.targets = targets if isinstance(targets, str) else list(targets)
+
+    def semantics(self) -> dict[str, Any]:
+        """Return the parameters with what is left of the model's own weights."""
+        return {**super().semantics(), "weights": "fp32", "dropout": 0.0, "model": "frozen"}

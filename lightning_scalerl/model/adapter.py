@@ -1,0 +1,328 @@
+"""Low-rank adapters (LoRA) of peft in a model of transformers, and the plain model that such a model stands for.
+
+An adapted model computes y = W x + s B A x in place, under the names `...q_proj.base_layer.weight` (W),
+`...q_proj.lora_A.NAME.weight` and `...lora_B.NAME.weight`. Everything outside the trainer (generator, reference,
+critic, export) gets the plain model, in which `...q_proj.weight` is W + s B A: there the adapter costs nothing, and
+nobody needs peft.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_scalerl.axes.adapter import ALL_LINEAR, Adapter, LoRA
+from lightning_scalerl.checks import ConfigurationError, said
+
+# A begins with the same numbers in every run, as the model's own weights do; the run's own random numbers stay.
+_SEED = 0
+_LORA = (".lora_A.", ".lora_B.")
+_MERGE = "or merge it and train all weights: model.merge_and_unload()"
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers of a model that have low-rank weights, by name."""
+    return {name: module for name, module in model.named_modules() if _adapted(module)}
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Return whether any layer of the model has low-rank weights."""
+    return any(map(_adapted, model.modules()))
+
+
+def _adapted(module: nn.Module) -> bool:
+    return hasattr(module, "lora_A") and hasattr(module, "lora_B")
+
+
+def of_adapter(name: str) -> bool:
+    """Return whether a parameter of this name belongs to an adapter."""
+    return any(part in f".{name}" for part in _LORA)
+
+
+def add_lora(model: nn.Module, rank: int, alpha: float, targets: str | Sequence[str]) -> None:
+    """Put low-rank weights beside the target layers of a model, in place, and freeze all others.
+
+    Args:
+        model: a causal language model without an adapter.
+        rank: of the low-rank weights.
+        alpha: numerator of their scale, alpha / rank.
+        targets: "all-linear", or names as the layers' end in.
+
+    Raises:
+        ConfigurationError: peft is not installed, the model has an adapter, or a target names no linear layer of it.
+    """
+    if has_adapter(model):
+        raise ConfigurationError(
+            f"adapter: the model has a LoRA adapter already; choose adapter=none to train that one, {_MERGE}"
+        )
+    peft = _peft()
+    # Named one by one: of a mixture peft's own "all-linear" takes the tables of its experts too, which are no layers.
+    chosen = _linear_layers(model) if isinstance(targets, str) else _checked(model, targets)
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=chosen, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
+    )
+    try:
+        with _same_random_numbers(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a Conv1D, whose layout peft sees by itself
+            peft.inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"adapter.targets: {targets!r} cannot be adapted in {type(model).__name__} ({said(error)}); linear layers "
+            f"there: {_listed(model)}"
+        ) from error
+    tables = sorted(name for name, layer in adapted_layers(model).items() if not _linear(layer.base_layer))
+    if tables:
+        raise ConfigurationError(
+            f"adapter.targets: {targets!r} takes the experts of {type(model).__name__} too ({tables[0]}), which are no "
+            "linear layers; name those of the attention, such as adapter.targets=[q_proj,v_proj], of: "
+            f"{_listed(model)}"
+        )
+    check_adapter(model)
+
+
+def _checked(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Return the targets, unless one matches nothing, or anything but linear layers of the model's body."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    for target in targets:
+        matches = {
+            name: module for name, module in model.named_modules() if name == target or name.endswith(f".{target}")
+        }
+        if not matches:
+            raise ConfigurationError(
+                f"adapter.targets: {target!r} matches no module of {type(model).__name__}; linear layers there: "
+                f"{_listed(model)}; or adapter.targets={ALL_LINEAR}"
+            )
+        for name, module in matches.items():
+            if module is head or not _linear(module):
+                what = "the output head" if module is head else f"a {type(module).__name__}"
+                raise ConfigurationError(
+                    f"adapter.targets: {target!r} matches {name}, {what} of {type(model).__name__}, and LoRA is for "
+                    f"the linear layers of its body: {_listed(model)}"
+                )
+    return list(targets)
+
+
+def _linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer with a matrix of plain numbers: `nn.Linear`, or GPT-2's `Conv1D`."""
+    weight = getattr(module, "weight", None)
+    known = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return known and isinstance(weight, Tensor) and weight.is_floating_point()
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    """Return the names of a model's linear layers, the output head left out."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return [name for name, module in model.named_modules() if _linear(module) and module is not head]
+
+
+def _listed(model: nn.Module) -> str:
+    """Return the last parts of the names of a model's linear layers."""
+    return ", ".join(sorted({name.rpartition(".")[2] for name in _linear_layers(model)})) or "none"
+
+
+def _peft() -> Any:
+    """Return the package peft.
+
+    Raises:
+        ConfigurationError: it is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigurationError(
+            f'adapter: LoRA needs the package peft ({said(error)}); pip install "lightning-scalerl[lora]"'
+        ) from error
+    return peft
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Draw the same random numbers in each such block, on the host, and leave the process's own as they are."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        yield
+
+
+def adapt(model: nn.Module, choice: Adapter) -> None:
+    """Put the adapter of a choice on axis `adapter` into a model, in place; see `add_lora` for what is refused."""
+    if isinstance(choice, LoRA):
+        add_lora(model, choice.rank, choice.alpha, choice.targets)
+
+
+# --- a model that comes with an adapter --------------------------------------------------------------------------
+
+
+def _of_peft(model: nn.Module) -> bool:
+    return any(kind.__module__.partition(".")[0] == "peft" for kind in type(model).__mro__)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model of transformers inside of a `PeftModel`, with its adapter in place; others as they are.
+
+    Raises:
+        ConfigurationError: its adapter is of another kind than those that can be trained here.
+    """
+    configs = getattr(model, "peft_config", None)
+    if not _of_peft(model):
+        if configs or has_adapter(model):
+            check_adapter(model)
+        return model
+    kinds = {_kind(config) for config in (configs or {}).values()}
+    if kinds - {"LORA"} or not hasattr(model, "get_base_model"):
+        raise _refused(type(model).__name__, f"is an adapter of kind {', '.join(sorted(kinds)) or 'unknown'}")
+    base: nn.Module = model.get_base_model()  # type: ignore[operator]
+    check_adapter(base)
+    return base
+
+
+def _kind(config: Any) -> str:
+    """Return the name of a method of peft, as its configurations bear it."""
+    return str(getattr(config.peft_type, "value", config.peft_type)).upper()
+
+
+def _refused(what: str, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"model: {what} {why}; one LoRA adapter on linear layers, without dropout, can be trained here: make it so, "
+        f"{_MERGE}"
+    )
+
+
+def check_adapter(model: nn.Module) -> None:
+    """Refuse a model whose adapter does more than W x + s B A x, or whose weights would not be trained.
+
+    Raises:
+        ConfigurationError: what it is, and what to do.
+    """
+    kind = type(model).__name__
+    configs = dict(getattr(model, "peft_config", None) or {})
+    if len(configs) > 1:
+        raise _refused(kind, f"has several adapters ({', '.join(configs)}; see model.delete_adapter)")
+    for name, config in configs.items():
+        if _kind(config) != "LORA":
+            raise _refused(kind, f"has an adapter of kind {_kind(config)}")
+        if getattr(config, "modules_to_save", None):
+            raise _refused(kind, f"has an adapter ({name}) with modules_to_save={config.modules_to_save}")
+        if getattr(config, "use_dora", False):
+            raise _refused(kind, f"has an adapter ({name}) with use_dora=True (DoRA)")
+    layers = adapted_layers(model)
+    if not layers:
+        raise _refused(kind, "has a configuration of LoRA and no layer with low-rank weights")
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    for name, layer in layers.items():
+        if not _linear(layer.base_layer) or layer is head:
+            what = "output head" if layer is head else type(layer.base_layer).__name__
+            raise _refused(kind, f"has low-rank weights on {name}, which is its {what}")
+        active = list(layer.active_adapters)
+        if len(active) != 1 or set(layer.lora_A) != set(active):
+            raise _refused(kind, f"has several adapters at {name} ({', '.join(layer.lora_A)}; active: {active})")
+        (adapter,) = active
+        if getattr(layer, "lora_variant", None) or layer.use_dora.get(adapter, False):
+            raise _refused(kind, f"has a variant of LoRA at {name} (DoRA or another)")
+        if layer.lora_bias.get(adapter, False):
+            raise _refused(kind, f"has low-rank weights with a bias at {name} (lora_bias=True)")
+        if getattr(layer.lora_dropout[adapter], "p", 0.0) > 0:
+            raise _refused(kind, f"has dropout before the low-rank weights at {name} (lora_dropout > 0)")
+        if layer.merged or layer.disable_adapters:
+            raise _refused(kind, f"has its adapter merged or disabled at {name}")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    frozen = [name for name, _ in model.named_parameters() if of_adapter(name) and name not in trained]
+    if frozen:
+        raise _refused(kind, f"has low-rank weights that are frozen ({frozen[0]}; load it with is_trainable=True)")
+    others = sorted(name for name in trained if not of_adapter(name))
+    if others:
+        raise _refused(kind, f"trains other weights beside its adapter ({', '.join(others[:3])})")
+
+
+def described(model: nn.Module) -> dict[str, Any]:
+    """Return what an adapted model's adapter is, as plain values: its ranks, scales and layers."""
+    layers = adapted_layers(model)
+    ranks = sorted({int(layer.r[_active(layer)]) for layer in layers.values()})
+    scales = sorted({float(layer.scaling[_active(layer)]) for layer in layers.values()})
+    return {
+        "method": "LoRA",
+        "ranks": ranks,
+        "scales": scales,
+        "targets": sorted({name.rpartition(".")[2] for name in layers}),
+        "layers": len(layers),
+    }
+
+
+def _active(layer: Any) -> str:
+    (name,) = layer.active_adapters
+    return str(name)
+
+
+# --- types of the weights ----------------------------------------------------------------------------------------
+
+
+class _Kept(nn.Linear):
+    """Linear layer whose weights are kept in a smaller type than its inputs may have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return W x + b in the type of autocast, else in that of the input."""
+        if torch.is_autocast_enabled(x.device.type):
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+def keep_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep the linear layers of a model's body in a type, in place, and everything else of it in FP32.
+
+    Low-rank weights, embeddings, norms and the output head stay FP32. Under autocast to the same type nothing that is
+    computed changes: it casts these weights in each pass.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    for name, module in model.named_modules():
+        body = isinstance(module, nn.Linear) and module is not head and not of_adapter(f"{name}.weight")
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype if body else torch.float32)
+        if body and dtype != torch.float32 and type(module) is nn.Linear:
+            module.__class__ = _Kept
+
+
+# --- the plain model ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def merge(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of the plain model: W + s B A in FP32 under the layer's own name, without the adapter.
+
+    Args:
+        state: whole tensors of the adapted model, by name; empty on a rank that does not want them.
+        model: the adapted model, which says where its adapter is and how it is scaled; its weights may be sharded.
+    """
+    if not state:
+        return {}
+    plain = {name.replace(".base_layer.", "."): value for name, value in state.items() if not of_adapter(name)}
+    for name, layer in adapted_layers(model).items():
+        adapter = _active(layer)
+        a, b = (state[f"{name}.lora_{part}.{adapter}.weight"].float() for part in "AB")
+        change = b @ a * layer.scaling[adapter]
+        base = state[f"{name}.base_layer.weight"].float()
+        plain[f"{name}.weight"] = base + (change.T if layer.fan_in_fan_out else change)
+    return plain
+
+
+def plain_copy(model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """Return a new model of the same class and configuration with merged weights, on the host.
+
+    Args:
+        model: an adapted model.
+        weights: merged, as `merge` returns them; None to merge those that the model has now.
+    """
+    old: Any = model
+    with torch.random.fork_rng(devices=[]):  # its first weights are drawn, and then replaced
+        copied: Any = type(old)(old.config)
+    copied.load_state_dict(merge(model.state_dict(), model) if weights is None else weights)
+    copied.generation_config = old.generation_config
+    if getattr(old, "is_gradient_checkpointing", False):
+        copied.gradient_checkpointing_enable({"use_reentrant": False})
+    whole: nn.Module = copied.train(model.training)
+    return whole

@@ -1,0 +1,487 @@
+"""LoRA: the adapter alone learns, and what leaves the trainer is the plain model with it merged in."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from lightning_scalerl import ConfigurationError, LoRA, NoAdapter, RolloutDataModule, ScaleRL
+from lightning_scalerl.axes.async_mode import OnPolicy
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
+from lightning_scalerl.measure.compute_meter import ComputeMeter
+from lightning_scalerl.measure.flops import FlopModel
+from lightning_scalerl.measure.semantics import resolved_semantics
+from lightning_scalerl.model import adapter
+from lightning_scalerl.model.adapter import add_lora, has_adapter, keep_in, merge, of_adapter, plain_copy, unwrapped
+from lightning_scalerl.model.head import check_head
+from lightning_scalerl.model.load import check_weights, load_model, load_tokenizer
+from lightning_scalerl.session import export
+from lightning_scalerl.session.models import plain_model
+from sweeps.run.journal import read_journal
+from tests.generator.test_architectures import AGREE, tiny
+from tests.helpers import SMALL, CountingTask, fit, quiet
+
+LORA = ("adapter=lora", "adapter.rank=4", "optimizer.lr=3e-2")
+TOKENS = torch.tensor([[1, 5, 7, 2, 9, 3, 4, 8]])
+
+
+def adapted(path: str, **given: Any) -> ScaleRL:
+    return fit(path, overrides=[*LORA, "precision=fp32", *given.pop("overrides", ())], **given)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(TOKENS, use_cache=False).logits
+    return found
+
+
+def by_peft(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of the plain model as peft itself merges them."""
+    copied: Any = copy.deepcopy(model).float()
+    with torch.no_grad():
+        for layer in list(copied.modules()):
+            if isinstance(layer, peft.tuners.lora.Linear):
+                layer.merge()
+    state = copied.state_dict()
+    return {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    """With an adapter that does something: B begins at zero."""
+    source = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if of_adapter(name):
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=source))
+    return model
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_adapter_alone_learns(precision: str, tiny_model_path: str) -> None:
+    """The model's own weights stay bit for bit what they were: in FP32, or what that is in the policy's type."""
+    module = adapted(tiny_model_path, steps=3, overrides=[f"precision={precision}"])
+    before = load_model(tiny_model_path).state_dict()
+    begun = load_model(tiny_model_path)
+    add_lora(begun, 4, 32.0, "all-linear")
+    moved = 0
+    for name, parameter in module.policy.model.named_parameters():
+        if of_adapter(name):
+            assert parameter.requires_grad and parameter.dtype == torch.float32
+            moved += not torch.equal(parameter, begun.get_parameter(name))
+            continue
+        own = before[name.replace(".base_layer.", ".")]
+        linear = "_proj" in name
+        assert parameter.dtype == (Precision(precision).policy_dtype if linear else torch.float32), name
+        assert not parameter.requires_grad and torch.equal(parameter, own.to(parameter.dtype)), name
+    assert moved == 2 * 14  # A and B of seven layers in each of two blocks
+    (optimizer,) = module.trainer.optimizers
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 2 * 14
+    assert resolved_semantics(module)["trained_parameters"] == sum(
+        parameter.numel() for name, parameter in module.policy.named_parameters() if of_adapter(name)
+    )
+    assert resolved_semantics(module)["parameters"] == sum(
+        parameter.numel() for parameter in load_model(tiny_model_path).parameters()
+    )
+
+
+class Published(Callback):
+    """What the generator holds and what the trainer would merge, on each batch before its step."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.weights = {name: value.clone() for name, value in pl_module.generator.policy.model.state_dict().items()}
+        self.expected = by_peft(pl_module.policy.model)
+
+
+def test_published_weights_are_merged(tiny_model_path: str) -> None:
+    published = Published()
+    adapted(tiny_model_path, steps=3, callbacks=[OnPolicy(), published])
+    own = load_model(tiny_model_path).state_dict()
+    assert published.weights.keys() == own.keys()
+    for name, value in published.weights.items():
+        assert torch.allclose(value, published.expected[name], atol=1e-7), name
+        assert torch.equal(value, own[name]) == ("_proj" not in name), name
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Qwen2", "Gemma2", "Mixtral"])
+def test_merged_weights_are_the_models(family: str) -> None:
+    """Conv1D layers, biases, tied embeddings, experts: as peft merges them, and the same logits."""
+    model: Any = tiny(family, AGREE[family])
+    before = torch.random.get_rng_state()
+    add_lora(model, 3, 6.0, "all-linear")
+    randomized(model)
+    plain = plain_copy(model)
+    assert torch.equal(before, torch.random.get_rng_state()), "no random number of the run's is drawn"
+    assert type(plain) is type(model) and not has_adapter(plain)
+    for name, value in by_peft(model).items():
+        assert torch.allclose(plain.state_dict()[name], value, atol=1e-6), name
+    assert torch.allclose(logits(plain), logits(model), atol=1e-4, rtol=1e-5)
+    assert merge({}, model) == {}, "of a rank that wants none"
+
+
+def test_experts_that_are_tables_are_no_targets() -> None:
+    """Where peft takes them by the name of layers that others have (`gate_proj`)."""
+    model: Any = tiny("DeepseekV3", AGREE["DeepseekV3"])
+    add_lora(copy.deepcopy(model), 3, 6.0, ["o_proj"])
+    with pytest.raises(ConfigurationError, match=r"adapter\.targets: 'all-linear' takes the experts of DeepseekV3"):
+        add_lora(model, 3, 6.0, "all-linear")
+
+
+def test_an_adapter_begins_as_the_model_itself(tiny_model: Any) -> None:
+    before, one, two = logits(tiny_model), copy.deepcopy(tiny_model), copy.deepcopy(tiny_model)
+    add_lora(one, 4, 8.0, "all-linear")
+    torch.rand(3)
+    add_lora(two, 4, 8.0, ["q_proj", "v_proj"])
+    assert torch.equal(logits(one), before) and torch.equal(logits(two), before)
+    assert {name.rpartition(".")[2] for name in adapter.adapted_layers(two)} == {"q_proj", "v_proj"}
+    # Whatever was drawn before.
+    again = copy.deepcopy(tiny_model)
+    add_lora(again, 4, 8.0, "all-linear")
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+def test_weights_in_a_smaller_type_compute_what_autocast_does(tiny_model: Any) -> None:
+    """Under autocast bit for bit; without it as FP32 does with the rounded weights."""
+    add_lora(tiny_model, 4, 8.0, "all-linear")
+    randomized(tiny_model)
+    kept = copy.deepcopy(tiny_model)
+    keep_in(kept, torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(logits(kept), logits(tiny_model))
+    rounded = copy.deepcopy(kept).float()
+    assert torch.equal(logits(kept), logits(rounded)) and not torch.equal(logits(kept), logits(tiny_model))
+    head = kept.get_output_embeddings().weight
+    assert head.dtype == kept.get_input_embeddings().weight.dtype == torch.float32
+    check_weights(kept)
+    kept.get_parameter("model.layers.0.self_attn.q_proj.lora_A.default.weight").data = torch.zeros(4, 32).half()
+    with pytest.raises(ConfigurationError, match=r"model: weights in torch\.float16; master weights are FP32"):
+        check_weights(kept)
+    with pytest.raises(ConfigurationError, match=r"weights in torch\.bfloat16"):
+        check_weights(copy.deepcopy(load_model_in(torch.bfloat16)))
+
+
+def load_model_in(dtype: torch.dtype) -> nn.Module:
+    """A model without adapter whose weights are frozen."""
+    model: nn.Module = tiny("Llama", AGREE["Llama"]).to(dtype).requires_grad_(False)
+    return model
+
+
+# --- export --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_exported_models_compute_what_was_trained(precision: str, tiny_model_path: str, tmp_path: Path) -> None:
+    module = adapted(tiny_model_path, steps=3, overrides=[f"precision={precision}"])
+    trained = logits(module.policy.model)
+    assert not torch.allclose(trained, logits(load_model(tiny_model_path)), atol=1e-3), "it has learned something"
+    module.save_pretrained(tmp_path / "model")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.allclose(logits(merged), trained, atol=1e-5)
+    module.save_pretrained(tmp_path / "adapter", adapter=True)
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    assert "library_name: peft" in card and "| optimizer steps | 3 |" in card
+    base = load_model(tiny_model_path)
+    if precision == "bf16":  # which the run has trained beside the rounded model
+        for name, parameter in base.named_parameters():
+            parameter.data = parameter.data.bfloat16().float() if "_proj" in name else parameter.data
+    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    assert torch.allclose(logits(loaded), trained, atol=1e-5)
+    with pytest.raises(ConfigurationError, match="dtype: 'int8' is unknown"):
+        module.save_pretrained(tmp_path / "other", "int8", adapter=True)
+    with pytest.raises(ConfigurationError, match="something is there already"):
+        module.save_pretrained(tmp_path / "adapter", adapter=True)
+
+
+def test_a_model_that_is_not_what_was_trained_is_not_written(
+    tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = adapted(tiny_model_path, steps=1)
+    plain = load_model(tiny_model_path)
+    monkeypatch.setattr(module.trained, "whole_model", lambda: plain)
+    with pytest.raises(RuntimeError, match=r"differs from the trained policy by 0\.\d+ in log-probability"):
+        module.save_pretrained(tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(export, "MERGED_BOUND", 10.0)
+    module.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigurationError, match="adapter: this model has none; leave adapter=True out"):
+        fit(tiny_model_path, steps=1).save_pretrained(tmp_path / "none", adapter=True)
+
+
+# --- a model that comes with an adapter ----------------------------------------------------------------------
+
+
+def lora(**more: Any) -> Any:
+    return peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], **more})
+
+
+def handed_in(model: Any, path: str, overrides: tuple[str, ...] = (), steps: int = 3) -> ScaleRL:
+    module = ScaleRL(
+        model, "scalerl_core", [*SMALL, "precision=fp32", "optimizer.lr=3e-2", *overrides], load_tokenizer(path)
+    )
+    Trainer(max_steps=steps, **quiet()).fit(module, datamodule=RolloutDataModule(CountingTask()))
+    return module
+
+
+def with_peft(model: Any) -> Any:
+    return peft.get_peft_model(model, lora(), adapter_name="mine")
+
+
+def with_transformers(model: Any) -> Any:
+    model.add_adapter(lora(), adapter_name="mine")
+    return model
+
+
+@pytest.mark.parametrize("make", [with_peft, with_transformers])
+def test_a_model_with_an_adapter_is_trained_as_it_is(
+    make: Callable[[Any], Any], tiny_model: Any, tiny_model_path: str, tmp_path: Path
+) -> None:
+    given = randomized(make(tiny_model))
+    was = {name: value.clone() for name, value in given.named_parameters()}
+    module = handed_in(given, tiny_model_path)
+    assert module.policy.model is tiny_model, "in place"
+    changed = {name for name, value in given.named_parameters() if not torch.equal(value, was[name])}
+    assert changed == {name for name in was if of_adapter(name)} != set()
+    said = resolved_semantics(module)
+    assert said["choices"]["adapter"] == {"choice": "NoAdapter"}
+    assert said["model_adapter"]["targets"] == ["q_proj", "up_proj"] and said["model_adapter"]["scales"] == [2.0]
+    assert module.hparams["model_adapter"]["ranks"] == [4]
+    module.save_pretrained(tmp_path / "merged")
+    module.save_pretrained(tmp_path / "adapter", adapter=True)
+    trained = logits(module.policy.model)
+    assert torch.allclose(logits(load_model(str(tmp_path / "merged"))), trained, atol=1e-5)
+    loaded = peft.PeftModel.from_pretrained(load_model(tiny_model_path), str(tmp_path / "adapter"))
+    assert torch.allclose(logits(loaded), trained, atol=1e-5)
+    with pytest.raises(ConfigurationError, match=r"adapter: the model that was handed in has a LoRA adapter already"):
+        ScaleRL(given, "scalerl_core", [*SMALL, "adapter=lora"], load_tokenizer(tiny_model_path))
+
+
+def several(model: Any) -> Any:
+    found = with_peft(model)
+    found.add_adapter("other", lora())
+    return found
+
+
+def merged_in_place(model: Any) -> Any:
+    found = with_peft(model)
+    found.merge_adapter()
+    return found
+
+
+def trains_more(model: Any) -> Any:
+    found = with_peft(model)
+    model.get_input_embeddings().weight.requires_grad_(True)
+    return found
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "another method": (
+        lambda m: peft.get_peft_model(m, peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])),
+        "is an adapter of kind IA3",
+    ),
+    "another method in place": (
+        lambda m: peft.inject_adapter_in_model(peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), m),
+        "has an adapter of kind IA3",
+    ),
+    "a prefix": (
+        lambda m: peft.get_peft_model(m, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")),
+        "is an adapter of kind PROMPT_TUNING",
+    ),
+    "DoRA": (lambda m: peft.get_peft_model(m, lora(use_dora=True)), r"use_dora=True \(DoRA\)"),
+    "several": (several, r"has several adapters \(mine, other"),
+    "more modules": (
+        lambda m: peft.get_peft_model(m, lora(modules_to_save=["embed_tokens"])),
+        r"modules_to_save=\['embed_tokens'\]",
+    ),
+    "dropout": (lambda m: peft.get_peft_model(m, lora(lora_dropout=0.1)), r"has dropout .*lora_dropout > 0"),
+    "a bias": (lambda m: peft.get_peft_model(m, lora(lora_bias=True)), r"with a bias at .*lora_bias=True"),
+    "embeddings": (lambda m: peft.get_peft_model(m, lora(target_modules=["embed_tokens"])), "which is its Embedding"),
+    "the head": (lambda m: peft.get_peft_model(m, lora(target_modules=["lm_head"])), "which is its output head"),
+    "merged": (merged_in_place, "has its adapter merged or disabled"),
+    "frozen": (lambda m: with_peft(m).requires_grad_(False), "that are frozen .*is_trainable=True"),
+    "trains more": (trains_more, "trains other weights beside its adapter .*embed_tokens"),
+}
+
+
+@pytest.mark.parametrize(("make", "told"), REFUSED.values(), ids=REFUSED)
+def test_other_adapters_are_refused_by_name_with_the_remedy(
+    make: Callable[[Any], Any], told: str, tiny_model: Any, tiny_model_path: str
+) -> None:
+    given = make(tiny_model)
+    with pytest.raises(ConfigurationError, match=rf"^model: \w+ .*{told}.*merge_and_unload\(\)$"):
+        ScaleRL(given, "scalerl_core", [*SMALL], load_tokenizer(tiny_model_path))
+
+
+def test_a_plain_model_is_left_alone(tiny_model: Any) -> None:
+    assert unwrapped(tiny_model) is tiny_model
+    check_head(tiny_model)
+
+
+# --- bad input -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"rank": 0}, "adapter.rank: 0 must be a whole number, 1 or more"),
+        ({"rank": 4.0}, "adapter.rank: 4.0 must be a whole number"),
+        ({"alpha": 0}, "adapter.alpha: 0 must be a number above 0"),
+        ({"targets": "q_proj"}, r"adapter.targets: 'q_proj' must be all-linear, or a list of names"),
+        ({"targets": []}, r"adapter.targets: \[\] must be all-linear"),
+        ({"targets": ["q_proj", 3]}, "adapter.targets: .* must be all-linear"),
+        ({"targets": 3}, "adapter.targets: 3 must be all-linear"),
+    ],
+)
+def test_bad_settings_name_field_value_and_remedy(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        LoRA(**given)
+
+
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        ("[query]", r"adapter.targets: 'query' matches no module of LlamaForCausalLM; linear layers there: down_proj,"),
+        ("[q_proj,embed_tokens]", r"'embed_tokens' matches model\.embed_tokens, a Embedding of .*: down_proj,"),
+        ("[lm_head]", r"'lm_head' matches lm_head, the output head of LlamaForCausalLM"),
+        ("[self_attn]", r"'self_attn' matches model\.layers\.0\.self_attn, a LlamaAttention"),
+    ],
+)
+def test_targets_that_are_no_linear_layers_are_named(targets: str, told: str, tiny_model_path: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        ScaleRL(tiny_model_path, "scalerl_core", [*SMALL, "adapter=lora", f"adapter.targets={targets}"])
+
+
+def test_without_peft_it_is_said_what_to_install(tiny_model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigurationError, match=r'adapter: LoRA needs the package peft .*"lightning-scalerl\[lora\]"'):
+        ScaleRL(tiny_model_path, "scalerl_core", [*SMALL, "adapter=lora"])
+    fit(tiny_model_path, steps=1)  # which asks for none
+
+
+def test_another_choice_than_the_module_has_is_refused(tiny_model_path: str) -> None:
+    module = ScaleRL(tiny_model_path, "scalerl_core", [*SMALL, *LORA, "precision=fp32"])
+    for other in (LoRA(8), NoAdapter()):
+        with pytest.raises(
+            ConfigurationError, match=r"adapter: this module's model has the adapter choice=LoRA, rank=4"
+        ):
+            Trainer(max_steps=1, callbacks=[other], **quiet()).fit(module, datamodule=RolloutDataModule(CountingTask()))
+    with pytest.raises(ConfigurationError, match="adapter: the model has a LoRA adapter already"):
+        add_lora(module.policy.model, 4, 8.0, "all-linear")
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("callback", [False, True], ids=["the recipe's", "a callback's"])
+def test_a_run_goes_on_from_its_checkpoint(callback: bool, tiny_model_path: str, tmp_path: Path) -> None:
+    """The same curve as undisturbed, BF16 weights and a reference included; and the weights alone can be taken."""
+    own = () if callback else ("adapter=lora", "adapter.rank=4")
+
+    def run(folder: Path, steps: int, resume: bool = False) -> ScaleRL:
+        overrides = [*own, "optimizer.lr=3e-2", "kl=fixed", "precision=bf16"]
+        choices = [LoRA(4)] if callback else []
+        return fit(tiny_model_path, folder, steps, choices, overrides, resume=resume, checkpoint_every=2)
+
+    whole = run(tmp_path / "whole", 4)
+    run(tmp_path / "parts", 2)
+    parts = run(tmp_path / "parts", 4, resume=True)
+    ours, theirs = (read_journal(tmp_path / name).deterministic() for name in ("parts", "whole"))
+    assert ours == theirs
+    for name, value in whole.policy.state_dict().items():
+        assert torch.equal(value, parts.policy.state_dict()[name]), name
+    newest = newest_checkpoint(tmp_path / "whole" / "checkpoints").path
+    assert newest is not None
+    loaded = ScaleRL.load_from_checkpoint(newest, weights_only=True)
+    assert torch.allclose(logits(plain_model(loaded.policy)), logits(plain_model(whole.policy)), atol=1e-6)
+    trainer = Trainer(callbacks=[], **quiet())
+    rates = trainer.validate(loaded, datamodule=RolloutDataModule(CountingTask()), verbose=False)
+    assert any(name.startswith("eval/") for name in rates[0])
+
+
+def test_a_module_of_trained_weights_goes_on_with_the_first_reference(tiny_model_path: str, tmp_path: Path) -> None:
+    """It is read from the model's folder again, and rounded as the run's own was."""
+    overrides = [*LORA, "kl=fixed", "precision=bf16"]
+    fit(tiny_model_path, tmp_path, 2, overrides=overrides)
+    newest = newest_checkpoint(tmp_path / "checkpoints").path
+    assert newest is not None
+    module = ScaleRL.load_from_checkpoint(newest, weights_only=True)
+    trainer = Trainer(max_steps=3, **quiet())
+    trainer.fit(module, datamodule=RolloutDataModule(CountingTask()), ckpt_path=newest, weights_only=True)
+    assert module.completed_steps == 3 and module.reference is not None
+    own = load_model(tiny_model_path).state_dict()
+    for name, value in module.reference.model.state_dict().items():
+        assert torch.equal(value, own[name].bfloat16().float() if "_proj" in name else own[name]), name
+
+
+def test_reference_and_critic_are_plain(tiny_model_path: str) -> None:
+    """The reference computes what training began with, the critic trains all of its weights."""
+    seen: dict[str, Any] = {}
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            seen["critic"] = {name: value.clone() for name, value in pl_module.critic.named_parameters()}
+
+    overrides = ["advantage=gae", "critic=value_network", "kl=fixed", "filter=none"]
+    module = adapted(tiny_model_path, steps=2, callbacks=[Look()], overrides=overrides)
+    assert module.reference is not None and module.critic is not None
+    assert not has_adapter(module.reference) and not has_adapter(module.critic)
+    base = load_model(tiny_model_path).state_dict()
+    assert all(torch.equal(value, base[name]) for name, value in module.reference.model.state_dict().items())
+    now = dict(module.critic.named_parameters())
+    assert now.keys() == seen["critic"].keys()
+    assert all(value.requires_grad and not torch.equal(value, seen["critic"][name]) for name, value in now.items())
+
+
+# --- compute -------------------------------------------------------------------------------------------------
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    """Generation is the plain model's; an update computes no gradient for frozen weights."""
+    model: Any = tiny("Llama", AGREE["Llama"])
+    plain = FlopModel.of(model)
+    add_lora(model, 4, 8.0, "all-linear")
+    found = FlopModel.of(model)
+    assert (found.per_token, found.head, found.per_layer) == (plain.per_token, plain.head, plain.per_layer)
+    length = TOKENS.shape[1]
+    with FlopCounterMode(display=False) as counter:
+        model(TOKENS, use_cache=False).logits.sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    torchs = sum(
+        number for operation, number in counts.items() if "mm" in str(operation) and "bmm" not in str(operation)
+    )
+    attention = model.model.layers[0].self_attn
+    # Nothing before the first layers asks for a gradient, so that none goes through their matrices.
+    first = [attention.q_proj, attention.k_proj, attention.v_proj]
+    spared = sum(2 * (layer.base_layer.weight.numel() + layer.lora_A["default"].weight.numel()) for layer in first)
+    # A sequence of one token more: its last one is only predicted, and here every token has logits.
+    lengths, prompts = [length + 1], [1]
+    ours = 3 * found.forward(lengths, prompts) + found.adapting(lengths, prompts, updates=1, forwards=0)
+    ours -= 3 * found.per_context * length * (length + 1) // 2
+    assert ours - spared * length == torchs
+    assert plain.adapting(lengths, prompts, 1, 1) == 0.0
+
+
+def test_the_meter_charges_an_update_of_an_adapter_less(tiny_model_path: str) -> None:
+    flops = {}
+    for overrides in (["precision=fp32"], [*LORA, "precision=fp32"]):
+        module = fit(tiny_model_path, steps=1, overrides=overrides)
+        assert isinstance(module.meter, ComputeMeter)
+        flops[len(overrides)] = module.meter.metrics()
+    full, lora = flops[1], flops[4]
+    assert lora["compute/flops_generate"] == full["compute/flops_generate"]
+    assert 0.6 * full["compute/flops_train"] < lora["compute/flops_train"] < full["compute/flops_train"]
