@@ -283,7 +283,9 @@ class ScaleRL(LightningModule):
     @property
     def began(self) -> list[str]:
         """Lines to show once at the start of a fit: prompt lengths, a prompt as it is read, the verifier's trial."""
-        return [] if self.data_path is None else self.data_path.began
+        given = self.arguments.get("model_adapter")
+        trained = [] if given is None else [f"adapter: the model came with one, which is trained: {given}"]
+        return [] if self.data_path is None else [*trained, *self.data_path.began]
 
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
         """Return a completion in the form that a grader takes."""

@@ -261,6 +261,7 @@ def test_a_model_with_an_adapter_is_trained_as_it_is(
     assert said["choices"]["adapter"] == {"choice": "NoAdapter"}
     assert said["model_adapter"]["targets"] == ["q_proj", "up_proj"] and said["model_adapter"]["scales"] == [2.0]
     assert module.hparams["model_adapter"]["ranks"] == [4]
+    assert module.began[0].startswith("adapter: the model came with one, which is trained: {'method': 'LoRA', 'ranks'")
     module.save_pretrained(tmp_path / "merged")
     module.save_pretrained(tmp_path / "adapter", adapter=True)
     trained = logits(module.policy.model)
@@ -269,6 +270,18 @@ def test_a_model_with_an_adapter_is_trained_as_it_is(
     assert torch.allclose(logits(loaded), trained, atol=1e-5)
     with pytest.raises(ConfigurationError, match=r"adapter: the model that was handed in has a LoRA adapter already"):
         ScaleRL(given, "scalerl_core", [*SMALL, "adapter=lora"], load_tokenizer(tiny_model_path))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_model_below_an_adapter_may_be_in_bf16(precision: str, tiny_model: Any, tiny_model_path: str) -> None:
+    """As peft makes it of one that was loaded so: what is no linear layer is computed in FP32 from then on."""
+    given = peft.get_peft_model(tiny_model.bfloat16(), lora())
+    was = {name: value.clone() for name, value in given.get_base_model().named_parameters()}
+    module = handed_in(given, tiny_model_path, (f"precision={precision}",))
+    for name, value in module.policy.model.named_parameters():
+        kept = "_proj" in name and not of_adapter(name) and precision == "bf16"
+        assert value.dtype == (torch.bfloat16 if kept else torch.float32), name
+        assert torch.equal(value.float(), was[name].float()) != of_adapter(name), name
 
 
 def several(model: Any) -> Any:
