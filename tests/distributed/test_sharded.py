@@ -164,8 +164,8 @@ def test_an_adapter_trains_on_two_ranks_as_on_one(
 
 @pytest.mark.slow
 def test_an_adapter_in_bf16_is_sharded_and_goes_on(tiny_model_path: str, tmp_path: Path) -> None:
-    """Layers of two types: sharded, gathered, saved, and resumed by one process."""
-    given: dict[str, Any] = {"overrides": [*ADAPTED, "precision=bf16", "kl=fixed"]}
+    """Layers of two types, recomputed: sharded, gathered, saved, and resumed by one process."""
+    given: dict[str, Any] = {"overrides": [*ADAPTED, "precision=bf16", "kl=fixed", "batch.recompute=true"]}
 
     def work(rank: int) -> str:
         module = fit(tiny_model_path, tmp_path / "run", 2, steps=2, strategy="fsdp2", **given)
