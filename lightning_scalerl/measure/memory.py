@@ -19,9 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_scalerl.axes.adapter import LoRA
 from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.distributed.sharded import blocks
 from lightning_scalerl.generator.memory import cache_gib
+from lightning_scalerl.model.adapter import frozen_and_trained
 from lightning_scalerl.model.head import backbone
 from lightning_scalerl.model.place import load_options, model_path
 from lightning_scalerl.model.policy import Policy
@@ -107,6 +109,12 @@ def foretell(skeleton: Any, recipe: Recipe, ranks: int = 1, strategy: str = "ddp
         with FakeTensorMode():
             model = skeleton()
             parameters = sum(parameter.numel() for parameter in model.parameters())
+            body, layers = _bytes(backbone(model)), [_bytes(block) for block in blocks(model)]
+            kept, trained = 4 * parameters, parameters
+            if isinstance(choices.adapter, LoRA):
+                frozen, trained = frozen_and_trained(model, choices.adapter)
+                # What a pass has alive is taken to be the full model's: it is a little less.
+                kept += 4 * trained - frozen * (4 - choices.precision.policy_dtype.itemsize)
             if recipe.batch.recomputes(parameters) and getattr(model, "supports_gradient_checkpointing", False):
                 model.gradient_checkpointing_enable({"use_reentrant": False})
                 model.train()
@@ -115,16 +123,14 @@ def foretell(skeleton: Any, recipe: Recipe, ranks: int = 1, strategy: str = "ddp
             policy = Policy(model, choices.precision, context.temperature)
             passing = _pass_bytes(policy, rows, context.max_prompt_tokens, context.max_new_tokens)
             cache = round(cache_gib(model, choices.precision.policy_dtype, slots * length) * GIB) if slots else 0
-            body = _bytes(backbone(model))
-            layers = [_bytes(block) for block in blocks(model)]
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise ConfigurationError(f"model: its memory cannot be foretold ({said(error)})") from error
     weights = 4 * parameters
     share = ranks if strategy == "fsdp2" else 1
     device = {
-        "weights, FP32": -(-weights // share),
-        "gradients": -(-weights // share),
-        "Adam's moments": -(-2 * weights // share),
+        "weights": -(-kept // share),
+        "gradients": -(-4 * trained // share),
+        "Adam's moments": -(-8 * trained // share),
         "activations of a pass": passing,
     }
     if choices.kl.where:
@@ -136,7 +142,7 @@ def foretell(skeleton: Any, recipe: Recipe, ranks: int = 1, strategy: str = "ddp
         largest = sorted(layers)[-1] if layers else 0
         device["layers made whole"] = 2 * (weights - sum(layers)) + 4 * largest
     elif ranks > 1:
-        device["gradients on their way"] = min(weights, 4 * 2**25)
+        device["gradients on their way"] = min(4 * trained, 4 * 2**25)
     width = torch.finfo(choices.precision.policy_dtype).bits // 8
     leader = {"the generator's weights": width * parameters, "its keys and values": cache} if slots else {}
     host = {"weights on their way to the generator": weights} if share > 1 else {}

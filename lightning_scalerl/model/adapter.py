@@ -155,6 +155,18 @@ def adapt(model: nn.Module, choice: Adapter) -> None:
         add_lora(model, choice.rank, choice.alpha, choice.targets)
 
 
+def frozen_and_trained(model: nn.Module, choice: LoRA) -> tuple[int, int]:
+    """Return how many numbers of a model `keep_in` keeps in a smaller type under an adapter, and how many it trains.
+
+    Nothing is put into the model, which may have no data.
+    """
+    linear = {name: module for name, module in model.named_modules() if name in _linear_layers(model)}
+    names = linear if isinstance(choice.targets, str) else _checked(model, choice.targets)
+    targets = [name for name in linear if any(name == end or name.endswith(f".{end}") for end in names)]
+    frozen = sum(parameter.numel() for module in linear.values() for parameter in module.parameters(recurse=False))
+    return frozen, sum(choice.rank * sum(linear[name].weight.shape) for name in targets)
+
+
 # --- a model that comes with an adapter --------------------------------------------------------------------------
 
 

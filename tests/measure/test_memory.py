@@ -115,7 +115,7 @@ def test_states_and_shares() -> None:
         foretell(partial(model, "Llama"), given, ranks, strategy)
         for ranks, strategy in ((1, "ddp"), (4, "ddp"), (4, "fsdp2"))
     )
-    states = ("weights, FP32", "gradients", "Adam's moments")
+    states = ("weights", "gradients", "Adam's moments")
     assert sum(one.device[name] for name in states) == 16 * one.parameters
     assert [copies.device[name] for name in states] == [one.device[name] for name in states]
     for name in (*states, "reference", "critic, its gradients and moments"):
@@ -126,6 +126,15 @@ def test_states_and_shares() -> None:
     # Keys and values of 4 layers, 2 heads, 16 numbers, in the policy's BF16.
     assert cached.leader["its keys and values"] == 4 * 2 * 2 * 16 * 2 * 10 * (PROMPT + COMPLETION)
     assert cached.peak == sum(one.device.values()) + sum(cached.leader.values())
+
+
+def test_an_adapter_has_few_gradients_and_moments() -> None:
+    full = foretell(partial(model, "Llama"), recipe("precision=bf16"))
+    lora = foretell(partial(model, "Llama"), recipe("precision=bf16", "adapter=lora", "adapter.rank=2"))
+    assert lora.device["gradients"] * 2 == lora.device["Adam's moments"] < full.device["Adam's moments"] / 10
+    # The body's matrices are frozen in BF16; embeddings and head, and the adapter, are FP32.
+    assert full.device["weights"] / 2 < lora.device["weights"] < full.device["weights"]
+    assert lora.parameters == full.parameters
 
 
 def test_the_advice_is_the_nearest_setting_that_fits() -> None:
