@@ -1,4 +1,4 @@
-"""The command `scalerl fit`."""
+"""The command `scalerl fit`: curves with their verdicts, families and refits."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def run_race(
 
 @dataclass(frozen=True)
 class RunStates:
-    """How the runs behind the curves stand, as far as a race needs to know.
+    """States of the runs behind the curves, as far as a race needs to know them.
 
     Attributes:
         ended: recipes of which no run goes on.

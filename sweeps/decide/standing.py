@@ -60,7 +60,7 @@ class Drawn:
 
 
 class Outcome(Enum):
-    """How a choice between recipes stands; `sweeps.decide.wording` puts it into words."""
+    """Outcomes that a choice between recipes can have; `sweeps.decide.wording` puts them into words."""
 
     UNKNOWN = "nothing is known of any recipe, or the only one is not identifiable"
     ALONE = "there is but one recipe, and nothing to compare it with"
@@ -72,7 +72,7 @@ class Outcome(Enum):
 
     @property
     def decided(self) -> bool:
-        """Whether the data decide the choice."""
+        """Return whether the data decide the choice."""
         return self in (Outcome.ALONE, Outcome.HIGHEST, Outcome.MOST_EFFICIENT, Outcome.TIED)
 
 
@@ -118,7 +118,7 @@ class Standing:
 
     @property
     def decided(self) -> bool:
-        """Whether the data decide the choice."""
+        """Return whether the data decide the choice."""
         return self.outcome.decided
 
 

@@ -1,4 +1,4 @@
-"""What kind of thing a source is, decided here alone: an MLflow experiment, a folder of runs, a journal, a file.
+"""Kinds of sources, told apart here alone: an MLflow experiment, a folder of runs, a journal, a file.
 
 A command makes one `Place` per word of the user; loading, watching and the report's title ask it, not the path.
 """
@@ -38,7 +38,7 @@ class Place:
 
     @cached_property
     def kind(self) -> Kind:
-        """What the source is; a name that no file can have is missing, too."""
+        """Kind of the source; a name that no file can have is missing, too."""
         if mlflow_runs.matches_text(self.text):
             return Kind.EXPERIMENT
         try:
