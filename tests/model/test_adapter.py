@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -194,6 +195,9 @@ def test_exported_models_compute_what_was_trained(precision: str, tiny_model_pat
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in load_file(
+        tmp_path / "adapter" / "adapter_model.safetensors"
+    )
     card = (tmp_path / "adapter" / "README.md").read_text()
     assert "library_name: peft" in card and "| optimizer steps | 3 |" in card
     base = load_model(tiny_model_path)
