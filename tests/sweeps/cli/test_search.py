@@ -77,7 +77,7 @@ def test_a_search_of_which_every_trial_is_refused_says_so(tmp_path: Path) -> Non
                     "hydra.sweeper.sampler: Error locating target",
                 ),
                 (["hydra.sweeper.n_jobs=0"], "hydra.sweeper.n_jobs: 0 must be a whole number, 1 or more"),
-                (["experiment=replication"], "hydra.sweeper.rows: they list members one by one"),
+                (["experiment=schedules"], "hydra.sweeper.rows: they list members one by one"),
             ],
             pytest.mark.full,
         ),

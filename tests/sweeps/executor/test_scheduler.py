@@ -215,7 +215,8 @@ def test_sbatch_is_ended_when_it_does_not_answer(called: Path, monkeypatch: pyte
 
 def test_a_submission_goes_on_when_its_controller_is_interrupted(called: Path) -> None:
     """Ctrl-C in the terminal while sbatch is at work: the job gets its pickle all the same."""
-    sbatch(called, f"touch '{called}/asked'; sleep 1; echo Submitted batch job 7")
+    waiting = f"touch '{called}/asked'; while [ ! -e '{called}/go' ]; do sleep 0.05; done"
+    sbatch(called, f"{waiting}; echo Submitted batch job 7")
     code = (
         "import json, sys\n"
         "from sweeps.executor.slurm.handover import Request\n"
@@ -235,6 +236,7 @@ def test_a_submission_goes_on_when_its_controller_is_interrupted(called: Path) -
     wait_until(lambda: (called / "asked").exists())
     os.killpg(controller.pid, signal.SIGINT)
     assert controller.wait() != 0
+    (called / "go").touch()
     wait_until(lambda: (called / "jobs" / pickle_of("7")).exists())
 
 

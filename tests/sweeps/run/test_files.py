@@ -138,7 +138,7 @@ def test_json_that_is_nested_too_deep_is_no_json(tmp_path: Path) -> None:
     assert budget_of(tmp_path) is None and curve_of(tmp_path) is None
     with pytest.raises(UserError, match="does not say how the study was launched"):
         LaunchSettings.read(tmp_path)
-    assert LaunchSettings.kind_of(tmp_path) is None and LaunchSettings.clusters_of(tmp_path) == ""
+    assert LaunchSettings.scheduler_of(tmp_path) is None
     assert (alive(tmp_path) or {}).get("token") is None
     lease = Lease(tmp_path, beat_s=0.1, expiry_s=0.5)
     lease.acquire(0)  # whoever wrote that gives no sign of life

@@ -169,7 +169,7 @@ def on(stage: Stage, flock: Callable[..., None]) -> Iterator[None]:
             "time": SimpleNamespace(sleep=stage.sleep, **clocks),
             "threading": SimpleNamespace(Thread=stage.thread, Event=stage.event),
             "fcntl": locks,
-            "here": lambda: stage.actor.host,
+            "node_name": lambda: stage.actor.host,
         }.items():
             stack.enter_context(patch.object(module, name, instead))
         for name in ("open", "close", "pwrite", "fsync"):
