@@ -24,7 +24,8 @@ from sweeps.parallel import cores
 from sweeps.source.load import load
 
 STUDIES: tuple[tuple[str, tuple[float, ...]], ...] = (
-    ("docs/measured/replication/curves.csv", (2e11, 3e11, 4.5e11, 6.07e11, 8e11, 1e12)),
+    # `experiment=replication` as it was once: at a hotter rate, in BF16, where recipes cross and runs are lost.
+    ("benchmarks/racing/replication_hot.csv", (2e11, 3e11, 4.5e11, 6.07e11, 8e11, 1e12)),
     ("benchmarks/real/train_rasbt.csv", (250.0, 500.0)),
     ("benchmarks/real/eval_rasbt_ch07_math500.csv", (250.0, 500.0)),
     ("benchmarks/real/train_marinfold_exp237.csv", (80.0, 180.0)),

@@ -199,7 +199,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.full
 def test_a_study_that_was_run_keeps_its_best() -> None:
     """Of 92 real runs: nothing that the race would have stopped ends above all that it leaves (docs/guide/race.md)."""
-    curves = load([ROOT / "docs/measured/replication/curves.csv"]).curves
+    curves = load([ROOT / "benchmarks/racing/replication_hot.csv"]).curves
     budget = 4.5e11
     race = run_race(curves, Rules(budget), ended=[each.recipe for each in curves], workers=2)
     came = {
