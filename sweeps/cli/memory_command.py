@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
-from typing import Any
 
 from sweeps.cli.output import print_json
+from sweeps.executor.base import load_entry
 from sweeps.report.plain import table
 
 GIB = 2**30
@@ -18,21 +17,14 @@ def memory_command(options: argparse.Namespace) -> int:
     Raises:
         UserError: overrides that do not compose, or a model whose memory cannot be foretold.
     """
-    from lightning_scalerl.composition import build_recipe, compose
-    from lightning_scalerl.measure.memory import advice, foretell
-
-    config = compose(options.overrides)
-    recipe = build_recipe(config, "")
-    slots = 0 if str(config.driver._target_).endswith("Live") else int(config.generator.get("slots") or 0)
-    strategy = str(config.strategy.name)
-    found = foretell(_skeleton(config), recipe, options.devices, strategy, slots)
+    memory_of = load_entry("lightning_scalerl.member.memory:memory_of")
     limit = None if options.gib is None else round(options.gib * GIB)
-    fits = limit is None or found.peak <= limit
-    remedy = "" if fits or limit is None else advice(_skeleton(config), recipe, options.devices, strategy, slots, limit)
+    found, strategy, remedy = memory_of(options.overrides, options.devices, limit)
     if options.json:
         parts = {"device": dict(found.device), "rank 0": dict(found.leader), "host of rank 0": dict(found.host)}
-        print_json({"bytes": parts, "peak": found.peak, "parameters": found.parameters, "fits": fits, "remedy": remedy})
-        return 0 if fits else 1
+        totals = {"peak": found.peak, "parameters": found.parameters}
+        print_json({"bytes": parts, **totals, "fits": not remedy, "remedy": remedy})
+        return 1 if remedy else 0
     print(
         f"{found.parameters / 1e9:.3g} billion parameters, {options.devices} devices ({strategy}), "
         f"a pass of {found.tokens} tokens, rows of up to {found.row}\n"
@@ -45,15 +37,5 @@ def memory_command(options: argparse.Namespace) -> int:
     ]
     print(table(["part", "GiB"], rows))
     if limit is not None:
-        print(f"\nfits into {options.gib:g} GiB" if fits else f"\ndoes not fit into {options.gib:g} GiB; {remedy}")
-    return 0 if fits else 1
-
-
-def _skeleton(config: Any) -> Any:
-    """Return a function that makes the configured model; no weights are read, and none are trained."""
-    from lightning_scalerl.measure.memory import from_config, of_arithmetic
-
-    model = config.model
-    if "path" in model:
-        return from_config(str(model.path))
-    return partial(of_arithmetic, int(model.width), int(model.layers))
+        print(f"\ndoes not fit into {options.gib:g} GiB; {remedy}" if remedy else f"\nfits into {options.gib:g} GiB")
+    return 1 if remedy else 0

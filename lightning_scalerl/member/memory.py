@@ -1,0 +1,49 @@
+"""Memory of a run by its overrides, as `scalerl memory` shows it: no weights are read, nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.composition import build_recipe, compose
+from lightning_scalerl.measure.memory import Memory, advice, foretell, from_config, of_arithmetic
+from sweeps.errors import UserError
+
+
+def memory_of(overrides: Sequence[str], devices: int = 1, limit: int | None = None) -> tuple[Memory, str, str]:
+    """Return the memory of a run, how its ranks share the model, and a setting that fits where it does not.
+
+    Args:
+        overrides: of the run, as on the command line.
+        devices: that train it.
+        limit: bytes of a device; None for no limit.
+
+    Raises:
+        UserError: overrides that do not compose, or a model whose memory cannot be foretold.
+    """
+    try:
+        return _memory_of(overrides, devices, limit)
+    except ConfigurationError as error:
+        raise UserError(str(error)) from error
+
+
+def _memory_of(overrides: Sequence[str], devices: int, limit: int | None) -> tuple[Memory, str, str]:
+    config = compose(overrides)
+    recipe = build_recipe(config, "")
+    # A live driver's generators have devices of their own.
+    slots = 0 if str(config.driver._target_).endswith("Live") else int(config.generator.get("slots") or 0)
+    strategy, skeleton = str(config.strategy.name), _skeleton(config.model)
+    found = foretell(skeleton, recipe, devices, strategy, slots)
+    fits = limit is None or found.peak <= limit
+    return found, strategy, "" if fits or limit is None else advice(skeleton, recipe, devices, strategy, slots, limit)
+
+
+def _skeleton(model: Any) -> Callable[[], nn.Module]:
+    """Return a function that makes the configured model without its weights."""
+    if "path" in model:
+        return from_config(str(model.path))
+    return partial(of_arithmetic, int(model.width), int(model.layers))

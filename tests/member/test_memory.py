@@ -1,0 +1,36 @@
+"""`scalerl memory`: a table, JSON, an exit code by which a script can stop, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sweeps.cli.main import main
+
+RUN = ("memory", "scale=0.6b", "model.width=128")
+
+
+def test_it_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "--devices", "4", "strategy=fsdp2", "--gib", "80"]) == 0
+    out = capsys.readouterr().out
+    assert "4 devices (fsdp2), a pass of" in out and out.rstrip().endswith("fits into 80 GiB")
+    assert "layers made whole" in out and "rank 0: its keys and values" in out and "on the host of rank 0" in out
+
+
+def test_it_says_what_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["fits"] and told["peak"] == sum(told["bytes"]["device"].values()) + sum(
+        told["bytes"]["rank 0"].values()
+    )
+    limit = (told["peak"] - 1) / 2**30
+    assert main([*RUN, "--gib", f"{limit}"]) == 1
+    assert f"does not fit into {limit:g} GiB; it would with batch.recompute=true" in capsys.readouterr().out
+
+
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", "nope=1"]) == 1
+    assert capsys.readouterr().err.startswith("scalerl: Could not override 'nope'")
+    assert main(["memory", "model=path", "model.path=/nowhere/at/all"]) == 1
+    assert "scalerl: model.path: '/nowhere/at/all' is a place on this machine" in capsys.readouterr().err
