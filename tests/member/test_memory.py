@@ -12,7 +12,7 @@ RUN = ("memory", "scale=0.6b", "model.width=128")
 
 
 def test_it_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*RUN, "--devices", "4", "strategy=fsdp2", "--gib", "80"]) == 0
+    assert main([*RUN, "strategy=fsdp2", "--devices", "4", "--gib", "80"]) == 0
     out = capsys.readouterr().out
     assert "4 devices (fsdp2), a pass of" in out and out.rstrip().endswith("fits into 80 GiB")
     assert "layers made whole" in out and "rank 0: its keys and values" in out and "on the host of rank 0" in out
