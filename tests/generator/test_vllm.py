@@ -352,14 +352,16 @@ def test_the_models_own_generation_configuration_has_no_say(model: Any) -> None:
 def test_sixteen_bits_with_a_head_in_full_precision(model: Any) -> None:
     generator = generator_of(model, precision=Precision("bf16"))
     try:
-        policy = Policy(model, Precision("bf16"))
         generator.submit(GroupRequest(0, SHORT, 8, (4,)))
         found = drained(generator)
+        from lightning_scalerl.distributed.ranks import Ranks
         from lightning_scalerl.measure.probe import _gaps, _trainer_logprobs
         from lightning_scalerl.rollout import Group, PassSize, Prompt
+        from lightning_scalerl.update.trained import TrainedPolicy
 
         group = Group(0, Prompt("p", "", ""), list(SHORT), [each.rollout for each in found])
-        ours = _trainer_logprobs([(group, r) for r in group.rollouts], policy, torch.device("cpu"), PassSize(8))
+        trained = TrainedPolicy(Policy(model, Precision("bf16")), Ranks)
+        ours = _trainer_logprobs([(group, r) for r in group.rollouts], trained, PassSize(8))
         gaps = _gaps(ours, [torch.tensor(r.generator_logprobs) for r in group.rollouts])
         assert 1e-5 < float(gaps.mean()) < 0.05
     finally:
