@@ -218,7 +218,8 @@ def test_a_submission_goes_on_when_its_controller_is_interrupted(called: Path) -
     waiting = f"touch '{called}/asked'; while [ ! -e '{called}/go' ]; do sleep 0.05; done"
     sbatch(called, f"{waiting}; echo Submitted batch job 7")
     code = (
-        "import json, sys\n"
+        "import json, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "from sweeps.executor.slurm.handover import Request\n"
         "from sweeps.executor.slurm.scheduler import Slurm\n"
         "Slurm().submit(Request(**json.load(sys.stdin)))"
