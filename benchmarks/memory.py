@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 from lightning_scalerl.composer import load_recipe
-from lightning_scalerl.measure.memory import foretell
+from lightning_scalerl.measure.memory import foretell, measure
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "large_models.md"
 GIB = 2**30
@@ -64,22 +64,25 @@ def model(family: str, sizes: dict[str, Any]) -> nn.Module:
     return made
 
 
-def cell(family: str, sizes: dict[str, Any], tokens: int, devices: int, strategy: str) -> str:
-    """Return GiB of the fullest device, bold where it fits."""
+def cells(family: str, sizes: dict[str, Any], tokens: int) -> list[str]:
+    """Return GiB of the fullest device at each of the places, bold where it fits."""
     context = (f"context.max_prompt_tokens={tokens // 8}", f"context.max_new_tokens={tokens - tokens // 8}")
     recipe = load_recipe("scalerl", ["scale=8b", *context, "batch.micro_batch=1", "batch.recompute=true"])
+    measured = measure(partial(model, family, sizes), recipe)
     # One device generates as well, 32 rollouts at a time.
-    needed = foretell(partial(model, family, sizes), recipe, devices, strategy, 32 if devices == 1 else 0).peak / GIB
-    return f"**{needed:.0f}**" if needed <= DEVICE_GIB else f"{needed:.0f}"
+    needed = [foretell(measured, recipe, *place, 32 if place[0] == 1 else 0).peak / GIB for place in PLACES]
+    return [f"**{gib:.0f}**" if gib <= DEVICE_GIB else f"{gib:.0f}" for gib in needed]
 
 
 def main() -> None:
     """Write the table into the page."""
-    columns = [(tokens, *place) for tokens in (4096, 16384) for place in PLACES]
-    heads = [f"{tokens // 1024}k tokens, {devices} x {strategy}" for tokens, devices, strategy in columns]
+    contexts = (4096, 16384)
+    heads = [f"{tokens // 1024}k tokens, {ranks} x {strategy}" for tokens in contexts for ranks, strategy in PLACES]
     rows = ["| model | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     for name, (family, sizes) in MODELS.items():
-        rows.append(f"| {name} | " + " | ".join(cell(family, sizes, *place) for place in columns) + " |")
+        rows.append(
+            f"| {name} | " + " | ".join(cell for tokens in contexts for cell in cells(family, sizes, tokens)) + " |"
+        )
         print(rows[-1], flush=True)
     text = PAGE.read_text()
     before, rest = text.split("<!-- memory -->\n")

@@ -107,7 +107,7 @@ def shard(root: nn.Module, mesh: DeviceMesh) -> None:
     The root must be what is called: its own weights (embedding, head) are whole while its `forward` runs.
 
     Args:
-        root: `Policy` or `ValueModel`; its weights are on the host, or on the meta device.
+        root: `Policy` or `ValueModel`; its weights are on the host.
         mesh: of the ranks that share it.
     """
     for block in blocks(root):

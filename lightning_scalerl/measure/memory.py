@@ -2,7 +2,8 @@
 
 Models and one step are made of tensors that have a shape and no content (torch's `FakeTensorMode`), so a model of 70
 billion parameters is measured in seconds on a laptop. What is alive at the same time is counted at every operation: the
-peak is that of the project's own forward pass, head, backward pass and optimizer, whatever the architecture.
+peak is that of the project's own forward pass, head and backward pass, whatever the architecture. Weights, gradients
+and optimizer states are counted beside it, by their numbers.
 """
 
 from __future__ import annotations
@@ -21,16 +22,15 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_scalerl.axes.adapter import LoRA
 from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.distributed.ranks import BUFFER
 from lightning_scalerl.distributed.sharded import blocks
-from lightning_scalerl.generator.memory import cache_gib
+from lightning_scalerl.generator.memory import GIB, cache_gib
 from lightning_scalerl.model.adapter import frozen_and_trained
 from lightning_scalerl.model.head import backbone
 from lightning_scalerl.model.place import load_options, model_path
 from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.model.recompute import can_recompute, recompute, set_mode
 from lightning_scalerl.recipe import Recipe
-from lightning_scalerl.task.arithmetic_base import new_model
-
-GIB = 2**30
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -87,20 +87,38 @@ class Memory:
         return sum(self.device.values()) + sum(self.leader.values())
 
 
-def foretell(skeleton: Any, recipe: Recipe, ranks: int = 1, strategy: str = "ddp", slots: int = 0) -> Memory:
-    """Return the memory that training takes, with rows of full length.
+@dataclass(frozen=True)
+class Measured:
+    """Sizes of a model and of one of its passes, in bytes, whatever devices there are.
+
+    `parameters` and `trained` count numbers, all and those that are trained. `weights` are bytes as they are kept;
+    `body` and `layers` FP32 bytes without the head, and of each block. `activations` are those of the pass that was
+    gone through, of `tokens` tokens in rows of up to `row`; `cache` are keys and values of one token.
+    """
+
+    parameters: int
+    trained: int
+    weights: int
+    body: int
+    layers: tuple[int, ...]
+    activations: int
+    cache: int
+    tokens: int
+    row: int
+
+
+def measure(skeleton: Callable[[], nn.Module], recipe: Recipe) -> Measured:
+    """Go through a pass with rows of full length, without data.
 
     Args:
         skeleton: makes the language model, with FP32 weights; called without memory for them.
-        recipe: gives precision, batch, context, and whether there are critic and reference.
-        ranks: devices that train the run.
-        strategy: how they share the model: "ddp" or "fsdp2".
-        slots: rollouts that rank 0 generates at a time; 0 if the generator has devices of its own.
+        recipe: gives precision, batch, context and adapter.
 
     Raises:
         ConfigurationError: a model whose step cannot be gone through without data.
     """
     choices, context = recipe.choices, recipe.context
+    kind = choices.precision.policy_dtype
     length = context.max_prompt_tokens + context.max_new_tokens
     size = recipe.batch.a_pass
     rows = size.rollouts if size.tokens is None else max(1, min(size.rollouts, size.tokens // length))
@@ -108,45 +126,55 @@ def foretell(skeleton: Any, recipe: Recipe, ranks: int = 1, strategy: str = "ddp
     try:
         with FakeTensorMode():
             model = skeleton()
-            parameters = sum(parameter.numel() for parameter in model.parameters())
-            body, layers = _bytes(backbone(model)), [_bytes(block) for block in blocks(model)]
-            kept, trained = 4 * parameters, parameters
+            parameters = _bytes(model) // 4
+            body, layers = _bytes(backbone(model)), tuple(_bytes(block) for block in blocks(model))
+            weights, trained = 4 * parameters, parameters
             if isinstance(choices.adapter, LoRA):
                 frozen, trained = frozen_and_trained(model, choices.adapter)
                 # What a pass has alive is taken to be the full model's: it is a little less.
-                kept += 4 * trained - frozen * (4 - choices.precision.policy_dtype.itemsize)
-            if recipe.batch.recomputes(parameters) and getattr(model, "supports_gradient_checkpointing", False):
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-                model.train()
-                for module in model.modules():
-                    module.training = bool(getattr(module, "gradient_checkpointing", False))
+                weights += 4 * trained - frozen * (4 - kind.itemsize)
+            if recipe.batch.recomputes(parameters) and can_recompute(model):
+                recompute(model)
+            set_mode(model, recipe.optimizer.dropout)
             policy = Policy(model, choices.precision, context.temperature)
-            passing = _pass_bytes(policy, rows, context.max_prompt_tokens, context.max_new_tokens)
-            cache = round(cache_gib(model, choices.precision.policy_dtype, slots * length) * GIB) if slots else 0
+            activations = _pass_bytes(policy, rows, context.max_prompt_tokens, context.max_new_tokens)
+            cache = round(cache_gib(model, kind, 1) * GIB)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise ConfigurationError(f"model: its memory cannot be foretold ({said(error)})") from error
-    weights = 4 * parameters
+    return Measured(parameters, trained, weights, body, layers, activations, cache, rows * length, length)
+
+
+def foretell(of: Measured, recipe: Recipe, ranks: int = 1, strategy: str = "ddp", slots: int = 0) -> Memory:
+    """Return the memory that training takes on each device.
+
+    Args:
+        of: the model and a pass, as `measure` has found them under this recipe.
+        recipe: says whether there are critic and reference, and in which type the generator works.
+        ranks: devices that train the run.
+        strategy: how they share the model: "ddp" or "fsdp2".
+        slots: rollouts that rank 0 generates at a time; 0 if the generator has devices of its own.
+    """
+    choices, whole = recipe.choices, 4 * of.parameters
     share = ranks if strategy == "fsdp2" else 1
     device = {
-        "weights": -(-kept // share),
-        "gradients": -(-4 * trained // share),
-        "Adam's moments": -(-8 * trained // share),
-        "activations of a pass": passing,
+        "weights": -(-of.weights // share),
+        "gradients": -(-4 * of.trained // share),
+        "Adam's moments": -(-8 * of.trained // share),
+        "activations of a pass": of.activations,
     }
     if choices.kl.where:
-        device["reference"] = -(-weights // share)
+        device["reference"] = -(-whole // share)
     if choices.critic.has_values:
-        device["critic, its gradients and moments"] = -(-4 * body // share)
+        device["critic, its gradients and moments"] = -(-4 * of.body // share)
     if share > 1:
         # The root's weights and two layers' at a time, whole, and the gradients of as many before they are parted.
-        largest = sorted(layers)[-1] if layers else 0
-        device["layers made whole"] = 2 * (weights - sum(layers)) + 4 * largest
+        device["layers made whole"] = 2 * (whole - sum(of.layers)) + 4 * max(of.layers, default=0)
     elif ranks > 1:
-        device["gradients on their way"] = min(4 * trained, 4 * 2**25)
-    width = torch.finfo(choices.precision.policy_dtype).bits // 8
-    leader = {"the generator's weights": width * parameters, "its keys and values": cache} if slots else {}
-    host = {"weights on their way to the generator": weights} if share > 1 else {}
-    return Memory(device, leader, host, parameters, rows * length, length)
+        device["gradients on their way"] = min(4 * of.trained, 4 * BUFFER)
+    width = choices.precision.policy_dtype.itemsize
+    generator = {"the generator's weights": width * of.parameters, "its keys and values": slots * of.row * of.cache}
+    host = {"weights on their way to the generator": whole} if share > 1 else {}
+    return Memory(device, generator if slots else {}, host, of.parameters, of.tokens, of.row)
 
 
 def _bytes(module: nn.Module) -> int:
@@ -191,13 +219,7 @@ def from_config(path: str) -> Callable[[], nn.Module]:
     return partial(AutoModelForCausalLM.from_config, config, dtype=torch.float32)
 
 
-def of_arithmetic(width: int, layers: int) -> nn.Module:
-    """Make a model of the arithmetic task's kind, without its training."""
-    model: nn.Module = new_model(width, layers, seed=0)
-    return model
-
-
-def advice(skeleton: Any, recipe: Recipe, ranks: int, strategy: str, slots: int, limit: int) -> str:
+def advice(skeleton: Callable[[], nn.Module], recipe: Recipe, ranks: int, strategy: str, slots: int, limit: int) -> str:
     """Return the nearest setting with which a run fits into a device of `limit` bytes, in one line.
 
     Tried in this order: activations recomputed, a pass of one row, fewer rollouts at a time, the model sharded, more
@@ -206,18 +228,19 @@ def advice(skeleton: Any, recipe: Recipe, ranks: int, strategy: str, slots: int,
     once = replace(recipe, batch=replace(recipe.batch, recompute=True))
     length = recipe.context.max_prompt_tokens + recipe.context.max_new_tokens
     one_row = replace(once, batch=replace(once.batch, micro_tokens=length))
-    tries: list[tuple[str, Recipe, int, str, int]] = [
-        ("batch.recompute=true", once, ranks, strategy, slots),
-        (f"batch.recompute=true batch.micro_tokens={length}", one_row, ranks, strategy, slots),
-    ]
+    if foretell(measure(skeleton, once), once, ranks, strategy, slots).peak <= limit:
+        return "it would with batch.recompute=true"
+    words = f"batch.recompute=true batch.micro_tokens={length}"
+    tries = [(words, ranks, strategy, slots)]
     if slots > 1:
         fewer = max(1, slots // 4)
-        words = f"batch.recompute=true batch.micro_tokens={length} generator.slots={fewer}"
-        tries.append((words, one_row, ranks, strategy, fewer))
-    words = f"batch.recompute=true batch.micro_tokens={length} strategy=fsdp2 driver=live"
+        tries.append((f"{words} generator.slots={fewer}", ranks, strategy, fewer))
     more = [ranks, *(count for count in (2, 4, 8, 16, 32, 64, 128, 256) if count > ranks)]
-    tries += [(f"{words} on {count} devices", one_row, count, "fsdp2", 0) for count in more if count > 1]
-    for text, other, devices, by, at_a_time in tries:
-        if foretell(skeleton, other, devices, by, at_a_time).peak <= limit:
+    tries += [
+        (f"{words} strategy=fsdp2 driver=live on {count} devices", count, "fsdp2", 0) for count in more if count > 1
+    ]
+    a_row = measure(skeleton, one_row)
+    for text, devices, by, at_a_time in tries:
+        if foretell(a_row, one_row, devices, by, at_a_time).peak <= limit:
             return f"it would with {text}"
     return "it would not on 256 devices either: lower context.max_new_tokens, or take a smaller model"

@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build_recipe, compose
-from lightning_scalerl.measure.memory import Memory, advice, foretell, from_config, of_arithmetic
+from lightning_scalerl.measure.memory import Memory, advice, foretell, from_config, measure
+from lightning_scalerl.task.arithmetic_base import new_model
 from sweeps.errors import UserError
 
 
@@ -37,7 +38,7 @@ def _memory_of(overrides: Sequence[str], devices: int, limit: int | None) -> tup
     # A live driver's generators have devices of their own.
     slots = 0 if str(config.driver._target_).endswith("Live") else int(config.generator.get("slots") or 0)
     strategy, skeleton = str(config.strategy.name), _skeleton(config.model)
-    found = foretell(skeleton, recipe, devices, strategy, slots)
+    found = foretell(measure(skeleton, recipe), recipe, devices, strategy, slots)
     fits = limit is None or found.peak <= limit
     return found, strategy, "" if fits or limit is None else advice(skeleton, recipe, devices, strategy, slots, limit)
 
@@ -46,4 +47,4 @@ def _skeleton(model: Any) -> Callable[[], nn.Module]:
     """Return a function that makes the configured model without its weights."""
     if "path" in model:
         return from_config(str(model.path))
-    return partial(of_arithmetic, int(model.width), int(model.layers))
+    return partial(new_model, int(model.width), int(model.layers), seed=0)

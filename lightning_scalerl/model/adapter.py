@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_scalerl.axes.adapter import ALL_LINEAR, Adapter, LoRA
 from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.model.recompute import recompute
 
 # A begins with the same numbers in every run, as the model's own weights do; the run's own random numbers stay.
 _SEED = 0
@@ -160,7 +161,8 @@ def frozen_and_trained(model: nn.Module, choice: LoRA) -> tuple[int, int]:
 
     Nothing is put into the model, which may have no data.
     """
-    linear = {name: module for name, module in model.named_modules() if name in _linear_layers(model)}
+    modules = dict(model.named_modules())
+    linear = {name: modules[name] for name in _linear_layers(model)}
     names = linear if isinstance(choice.targets, str) else _checked(model, choice.targets)
     targets = [name for name in linear if any(name == end or name.endswith(f".{end}") for end in names)]
     frozen = sum(parameter.numel() for module in linear.values() for parameter in module.parameters(recurse=False))
@@ -335,6 +337,6 @@ def plain_copy(model: nn.Module, weights: Mapping[str, Tensor] | None = None) ->
     copied.load_state_dict(merge(model.state_dict(), model) if weights is None else weights)
     copied.generation_config = old.generation_config
     if getattr(old, "is_gradient_checkpointing", False):
-        copied.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute(copied)
     whole: nn.Module = copied.train(model.training)
     return whole

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_scalerl.callbacks.checkpointing import ResumableCheckpoint
 from lightning_scalerl.callbacks.evaluate import owed, validate_now
 from lightning_scalerl.measure.probe import start_probe
+from lightning_scalerl.model.recompute import set_mode
 from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.session.sampling import TRAINING, generator_arguments
 from sweeps.run.interruption import RunInterruptedError
@@ -34,13 +35,9 @@ def begin_fit(module: Parts) -> None:
 def begin_training(module: Parts) -> None:
     """Probe the generator, publish the current weights to that of a fresh run, and start the compute meter."""
     # The model's own dropout would make trainer and generator two policies.
-    module.policy.train(module.recipe.optimizer.dropout)
+    set_mode(module.policy, module.recipe.optimizer.dropout)
     if module.critic is not None:
-        module.critic.train(False)
-    for model in (module.policy, module.critic):
-        for part in () if model is None else model.modules():
-            # Layers that recompute their activations do so in training mode only; what is in them stays as it is.
-            part.training = part.training or bool(getattr(part, "gradient_checkpointing", False))
+        set_mode(module.critic, False)
     module.ranks.share(partial(_probe, module))
     if module.completed_steps == 0 and module.trainer.ckpt_path is None:
         module.ranks.share(lambda: module.generator.publish(module.trained.weights(), 0))

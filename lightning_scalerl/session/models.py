@@ -24,6 +24,7 @@ from lightning_scalerl.model.adapter import adapt, described, has_adapter, keep_
 from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.load import check_weights, fingerprint, load_model, load_tokenizer, stop_tokens
 from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.model.recompute import can_recompute, recompute
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.task.arithmetic_base import is_arithmetic_base
@@ -216,13 +217,12 @@ def recompute_activations(module: Parts) -> None:
     Raises:
         ConfigurationError: it is asked for, and the model's class has none.
     """
-    model: Any = module.policy.model
-    asked = module.recipe.batch.recompute
+    model: nn.Module = module.policy.model
     if not module.recipe.batch.recomputes(sum(parameter.numel() for parameter in model.parameters())):
         return
-    if getattr(model, "supports_gradient_checkpointing", False):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    elif asked:
+    if can_recompute(model):
+        recompute(model)
+    elif module.recipe.batch.recompute:
         raise ConfigurationError(
             f"batch.recompute: {type(model).__name__} has no gradient checkpointing; leave it out, and lower "
             "batch.micro_tokens where memory is short"

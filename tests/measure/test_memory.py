@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composer import load_recipe
-from lightning_scalerl.measure.memory import LiveBytes, advice, foretell
+from lightning_scalerl.measure.memory import LiveBytes, Memory, advice, foretell, measure
 from lightning_scalerl.model import policy as policy_module
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.recipe import Recipe
@@ -48,6 +49,10 @@ def recipe(*overrides: str) -> Recipe:
     )
     thinking = ("thinking.interrupt_from=4", "thinking.interrupt_to=6")
     return load_recipe("scalerl", [*settings, *thinking, "batch.recompute=false", *overrides])
+
+
+def foretold(make: Callable[[], nn.Module], given: Recipe, *place: Any, **more: Any) -> Memory:
+    return foretell(measure(make, given), given, *place, **more)
 
 
 def live(made: nn.Module, given: Recipe) -> int:
@@ -95,15 +100,15 @@ def live(made: nn.Module, given: Recipe) -> int:
 def test_a_pass_takes_what_was_foretold(family: str, more: dict[str, Any], overrides: list[str]) -> None:
     given = recipe(*overrides)
     there = live(model(family, **more), given)
-    foretold = foretell(partial(model, family, **more), given)
-    assert foretold.device["activations of a pass"] == pytest.approx(there, rel=0.15)
+    memory = foretold(partial(model, family, **more), given)
+    assert memory.device["activations of a pass"] == pytest.approx(there, rel=0.15)
 
 
 def test_logits_in_chunks_are_foretold_too(monkeypatch: pytest.MonkeyPatch) -> None:
     given = recipe("precision=fp32")
-    whole = foretell(partial(model, "Llama", vocab_size=8192), given).device["activations of a pass"]
+    whole = foretold(partial(model, "Llama", vocab_size=8192), given).device["activations of a pass"]
     monkeypatch.setattr(policy_module, "MAX_LOGITS", 8192 * 16)
-    chunked = foretell(partial(model, "Llama", vocab_size=8192), given).device["activations of a pass"]
+    chunked = foretold(partial(model, "Llama", vocab_size=8192), given).device["activations of a pass"]
     assert chunked < whole / 2
     assert chunked == pytest.approx(live(model("Llama", vocab_size=8192), given), rel=0.15)
 
@@ -112,7 +117,7 @@ def test_states_and_shares() -> None:
     """FP32 weights, gradients and two moments are 16 bytes a parameter; shards divide them, copies do not."""
     given = recipe("kl=fixed", "advantage=gae", "critic=value_network", "filter=none")
     one, copies, shards = (
-        foretell(partial(model, "Llama"), given, ranks, strategy)
+        foretold(partial(model, "Llama"), given, ranks, strategy)
         for ranks, strategy in ((1, "ddp"), (4, "ddp"), (4, "fsdp2"))
     )
     states = ("weights", "gradients", "Adam's moments")
@@ -122,15 +127,15 @@ def test_states_and_shares() -> None:
         assert shards.device[name] == pytest.approx(one.device[name] / 4, abs=2)
     assert shards.device["layers made whole"] > 0 and "layers made whole" not in copies.device
     assert shards.host["weights on their way to the generator"] == 4 * one.parameters
-    cached = foretell(partial(model, "Llama"), given, slots=10)
+    cached = foretold(partial(model, "Llama"), given, slots=10)
     # Keys and values of 4 layers, 2 heads, 16 numbers, in the policy's BF16.
     assert cached.leader["its keys and values"] == 4 * 2 * 2 * 16 * 2 * 10 * (PROMPT + COMPLETION)
     assert cached.peak == sum(one.device.values()) + sum(cached.leader.values())
 
 
 def test_an_adapter_has_few_gradients_and_moments() -> None:
-    full = foretell(partial(model, "Llama"), recipe("precision=bf16"))
-    lora = foretell(partial(model, "Llama"), recipe("precision=bf16", "adapter=lora", "adapter.rank=2"))
+    full = foretold(partial(model, "Llama"), recipe("precision=bf16"))
+    lora = foretold(partial(model, "Llama"), recipe("precision=bf16", "adapter=lora", "adapter.rank=2"))
     assert lora.device["gradients"] * 2 == lora.device["Adam's moments"] < full.device["Adam's moments"] / 10
     # The body's matrices are frozen in BF16; embeddings and head, and the adapter, are FP32.
     assert full.device["weights"] / 2 < lora.device["weights"] < full.device["weights"]
@@ -140,13 +145,13 @@ def test_an_adapter_has_few_gradients_and_moments() -> None:
 def test_the_advice_is_the_nearest_setting_that_fits() -> None:
     given = recipe("precision=fp32")
     make = partial(model, "Llama", num_hidden_layers=12)
-    plain = foretell(make, given).peak
-    recomputed = foretell(make, recipe("precision=fp32", "batch.recompute=true")).peak
+    plain = foretold(make, given).peak
+    recomputed = foretold(make, recipe("precision=fp32", "batch.recompute=true")).peak
     assert recomputed < plain
     assert advice(make, given, 1, "ddp", 0, recomputed) == "it would with batch.recompute=true"
     said = advice(make, given, 1, "ddp", 0, recomputed - 1)
     assert said == f"it would with batch.recompute=true batch.micro_tokens={PROMPT + COMPLETION}"
-    states = 16 * foretell(make, given).parameters
+    states = 16 * foretold(make, given).parameters
     assert "strategy=fsdp2 driver=live on" in advice(make, given, 1, "ddp", 0, states)
     assert "smaller model" in advice(make, given, 1, "ddp", 0, 1000)
 
@@ -162,4 +167,4 @@ def test_a_model_that_cannot_be_gone_through_without_data_is_said_to_be_one() ->
         return made
 
     with pytest.raises(ConfigurationError, match=r"^model: "):
-        foretell(odd, recipe())
+        foretold(odd, recipe())
