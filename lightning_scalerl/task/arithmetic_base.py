@@ -2,6 +2,9 @@
 
 A small Llama is trained on worked solutions whose digits are corrupted at random. The rule survives in it, but
 it samples wrong digits about as often as the data had them: what reinforcement learning then sharpens.
+
+The weights of the demo's base model come with the package, so that everybody's demo begins with the same ones, and a
+minute earlier. `python -m lightning_scalerl.task.arithmetic_base` makes that file anew.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ import json
 import math
 import random
 import shutil
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_scalerl.cache import cache_dir
@@ -28,6 +33,9 @@ PAD = "<pad>"
 HEAD_SIZE = 32  # so that other engines can load the model too
 # Beside the weights: how they were made.
 MADE_WITH = "made_with.json"
+# Settings, other than the defaults, of the base model that comes with the package (conf/experiment/demo.yaml).
+SHIPPED: dict[str, Any] = {"digits": 2}
+FOLDER = Path(__file__).parent / "base_models"
 
 
 def arithmetic_base_model(
@@ -41,6 +49,8 @@ def arithmetic_base_model(
     seed: int = 0,
 ) -> str:
     """Return the path of the base model, made if the cache has none with these settings (about a minute on one core).
+
+    The one with the demo's settings is not made: it comes with the package.
 
     Args:
         width: hidden size, a multiple of `HEAD_SIZE`.
@@ -65,19 +75,43 @@ def arithmetic_base_model(
         digits=digits,
         seed=seed,
     )
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    path = cache_dir() / f"arithmetic-base-{key}"
+    path = cache_dir() / _name(settings)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         if not (path / "config.json").exists():
             unfinished = path.with_suffix(".part")
             shutil.rmtree(unfinished, ignore_errors=True)
-            model = _train(**settings)
+            model = _shipped(settings) or _train(**settings)
             model.save_pretrained(unfinished)
             tokenizer().save_pretrained(unfinished)
             (unfinished / MADE_WITH).write_text(json.dumps(settings, indent=1))
             unfinished.rename(path)
     return str(path)
+
+
+def _name(settings: dict[str, Any]) -> str:
+    return f"arithmetic-base-{hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]}"
+
+
+def _shipped(settings: dict[str, Any]) -> Any:
+    """Return the model with these settings that comes with the package; None where it has none."""
+    file = FOLDER / f"{_name(settings)}.safetensors"
+    if not file.is_file():
+        return None
+    with torch.random.fork_rng(devices=[]):  # whoever asks for a model keeps the state of the random numbers
+        model = new_model(settings["width"], settings["layers"], settings["seed"])
+    model.load_state_dict(load_file(file))
+    return model
+
+
+def make_shipped(folder: Path = FOLDER) -> Path:
+    """Train the base model that comes with the package, and write its weights; return the file."""
+    usual = {name: parameter.default for name, parameter in signature(arithmetic_base_model).parameters.items()}
+    settings = {**usual, **SHIPPED}
+    folder.mkdir(exist_ok=True)
+    file = folder / f"{_name(settings)}.safetensors"
+    save_file(_train(**settings).state_dict(), file, {"format": "pt"})
+    return file
 
 
 def _check(
@@ -194,3 +228,7 @@ def _train(
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(rng_state)
+
+
+if __name__ == "__main__":
+    print(make_shipped())

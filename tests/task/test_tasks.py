@@ -7,14 +7,19 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 from lightning_scalerl.axes.resampling import UniformResampling
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.composition import conf_dir
 from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.rollout import Prompt
 from lightning_scalerl.stream.prompts import PromptSource
+from lightning_scalerl.task import arithmetic_base
 from lightning_scalerl.task.arithmetic import STOP, ArithmeticTask, problem, solution
 from lightning_scalerl.task.arithmetic_base import arithmetic_base_model, corrupted, tokenizer
 from lightning_scalerl.task.jsonl import JsonlTask, read_prompts
@@ -80,6 +85,38 @@ def test_the_base_model_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert arithmetic_base_model(**small) == first
     assert (Path(first) / "model.safetensors").stat().st_mtime_ns == stamp
     assert arithmetic_base_model(**small, seed=1) != first
+
+
+def test_the_demos_base_model_comes_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
+    monkeypatch.setattr(arithmetic_base, "_train", lambda **_: pytest.fail("it was made on the spot"))
+    conf = conf_dir()
+    usual, demo = (OmegaConf.load(conf / name) for name in ("model/arithmetic_base.yaml", "experiment/demo.yaml"))
+    settings = {str(name): value for name, value in {**usual, **demo.model}.items() if name != "_target_"}
+    before = torch.get_rng_state()
+    path = Path(arithmetic_base_model(**settings))
+    assert torch.equal(before, torch.get_rng_state())
+    (shipped,) = arithmetic_base.FOLDER.glob("*.safetensors")
+    weights, own = load_file(path / "model.safetensors"), load_file(shipped)
+    assert weights.keys() == own.keys() and all(torch.equal(weights[name], own[name]) for name in own)
+    assert shipped.stat().st_size < 1_000_000
+
+
+@pytest.mark.full
+def test_the_base_model_that_comes_is_the_one_that_is_made(tmp_path: Path) -> None:
+    (shipped,) = arithmetic_base.FOLDER.glob("*.safetensors")
+    made = arithmetic_base.make_shipped(tmp_path)
+    assert made.name == shipped.name
+    settings = {"width": 64, "layers": 3, "seed": 0}
+    losses = []
+    for file in (made, shipped):
+        model = arithmetic_base.new_model(**settings)
+        model.load_state_dict(load_file(file))
+        tokens = arithmetic_base._batch(2, 256, 0.15, random.Random(0))
+        with torch.no_grad():
+            losses.append(float(model(tokens, labels=tokens).loss))
+    # Another processor rounds otherwise; weights drift apart, and what the model knows does not.
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
 
 
 @pytest.mark.parametrize(
