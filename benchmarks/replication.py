@@ -66,8 +66,9 @@ HIGHER, SAME, FASTER = "has the higher A", "has the same A", "takes less compute
 class Finding:
     """What the paper says of two recipes, and where.
 
-    says: of `ours` against `other`, `HIGHER`, `SAME` or `FASTER`. axis: column of compute on which they are compared.
-    source: section of the paper; empty if it compares no such pair.
+    says: of `ours` against `other`, `HIGHER`, `SAME` or `FASTER`. axis: column of compute on which they are compared:
+    virtual device hours, as the paper's are GPU hours, but FLOPs for models of other sizes, which the virtual cluster's
+    rates do not tell apart. source: section of the paper; empty if it compares no such pair.
     """
 
     text: str
@@ -75,7 +76,7 @@ class Finding:
     ours: str
     other: str
     says: str
-    axis: str = "flops"
+    axis: str = "virtual_device_hours"
 
 
 _DAPO, _GSPO, _REINFORCE = (_variant(f"loss={name}") for name in ("dapo", "gspo", "reinforce"))
@@ -86,7 +87,7 @@ _FEW, _MANY = (
 _TWO, _THIRTY_TWO = (_variant(f"batch.rollouts=128+batch.completions={count}") for count in (2, 32))
 _SMALL, _LARGE = (_variant(f"model.width={width}") for width in (32, 128))
 _PROMPT, _UNIFORM = _variant("normalization=prompt"), _variant("resampling=uniform")
-_HOURS = "virtual_device_hours"
+_FLOPS = "flops"
 
 FINDINGS = (
     Finding("CISPO ends higher than DAPO's loss", "3.2", BASE, _DAPO, HIGHER),
@@ -99,15 +100,15 @@ FINDINGS = (
     Finding("without solved prompts it ends higher", "3.2", BASE, _UNIFORM, HIGHER),
     Finding("normalization by batch has the ceiling of that by prompt", "3.2", BASE, _PROMPT, SAME),
     Finding("normalization by batch has the ceiling of none", "3.2", BASE, _variant("normalization=none"), SAME),
-    Finding("PipelineRL-8 has the ceiling of PPO-off-policy-8", "3.1", BASE, _PPO_8, SAME, _HOURS),
+    Finding("PipelineRL-8 has the ceiling of PPO-off-policy-8", "3.1", BASE, _PPO_8, SAME),
     Finding("a larger batch ends higher: 16 prompts, 4", "4", BASE, _FEW, HIGHER),
     Finding("a larger batch ends higher: 64 prompts, 16", "4", _MANY, BASE, HIGHER),
     Finding("a longer context ends higher: 16 tokens, 12", "4", BASE, _SHORT, HIGHER),
-    Finding("a larger model ends higher: width 64, 32", "4", BASE, _SMALL, HIGHER),
-    Finding("a larger model ends higher: width 128, 64", "4", _LARGE, BASE, HIGHER),
+    Finding("a larger model ends higher: width 64, 32", "4", BASE, _SMALL, HIGHER, _FLOPS),
+    Finding("a larger model ends higher: width 128, 64", "4", _LARGE, BASE, HIGHER, _FLOPS),
     Finding("completions a prompt are second order: 8, 2", "4", BASE, _TWO, SAME),
     Finding("completions a prompt are second order: 8, 32", "4", BASE, _THIRTY_TWO, SAME),
-    Finding("PipelineRL-8 is faster than PPO-off-policy-8", "3.1", BASE, _PPO_8, FASTER, _HOURS),
+    Finding("PipelineRL-8 is faster than PPO-off-policy-8", "3.1", BASE, _PPO_8, FASTER),
     Finding("CISPO is faster than DAPO's loss", "5", BASE, _DAPO, FASTER),
     Finding("without solved prompts it is faster", "5", BASE, _UNIFORM, FASTER),
     Finding("normalization by batch is faster than by prompt", "5", BASE, _PROMPT, FASTER),
@@ -115,12 +116,12 @@ FINDINGS = (
     Finding("a shorter context is faster: 12 tokens, 16", "4", _SHORT, BASE, FASTER),
 )
 OURS = (
-    Finding("PipelineRL-8 is faster than on-policy", "", BASE, _ON_POLICY, FASTER, _HOURS),
-    Finding("PipelineRL-8 has the ceiling of on-policy", "", BASE, _ON_POLICY, SAME, _HOURS),
+    Finding("PipelineRL-8 is faster than on-policy", "", BASE, _ON_POLICY, FASTER),
+    Finding("PipelineRL-8 has the ceiling of on-policy", "", BASE, _ON_POLICY, SAME),
     Finding("a truncated ratio ends higher than none (REINFORCE)", "", BASE, _REINFORCE, HIGHER),
     Finding("a truncated ratio is faster than none", "", BASE, _REINFORCE, FASTER),
     Finding("a truncated ratio ends higher: 32 updates off-policy", "", _FAR, f"{_FAR}+loss=reinforce", HIGHER),
-    Finding("a smaller model is faster: width 64, 128", "", BASE, _LARGE, FASTER),
+    Finding("a smaller model is faster: width 64, 128", "", BASE, _LARGE, FASTER, _FLOPS),
     Finding("fewer completions a prompt are faster: 8, 32", "", BASE, _THIRTY_TWO, FASTER),
 )
 
@@ -286,7 +287,7 @@ def shown(recipe: str) -> str:
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Small multiples: each part of the study against its base, the mean of seeds over FLOPs."""
+    """Small multiples: each part of the study against its base, the mean of seeds over virtual device hours."""
     parts: dict[str, Callable[[str], bool]] = {
         "loss and precision": lambda name: name.startswith(("loss", "precision")),
         "aggregation, normalization": lambda name: name.startswith(("aggregation", "normalization")),
@@ -312,7 +313,7 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
         panel.set_xscale("log")
         panel.grid(alpha=0.3)
         panel.legend(fontsize=7)
-    figure.supxlabel("FLOPs")
+    figure.supxlabel("virtual device hours")
     figure.supylabel("held-out pass rate, mean of seeds")
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=100)
@@ -334,8 +335,8 @@ def main() -> int:
         key: fmean(float(row["mean"]) for row in rows if (row["recipe"], row["metric"]) == key) for key in sorted(keys)
     }
     studies = {axis: Study.of(axis) for axis in AXES}
-    flops = studies["flops"]
-    draw([fit.curve for fit in flops.fits.values()], given.page.parent / "replication" / "curves.png")
+    hours = studies["virtual_device_hours"]
+    draw([fit.curve for fit in hours.fits.values()], given.page.parent / "replication" / "curves.png")
     done, more = (rows_of(part, studies, seen) for part in (FINDINGS, OURS))
     decided = sum(said != UNDECIDED for said, _ in done)
     head = [
@@ -347,14 +348,14 @@ def main() -> int:
     ]
     runs = len({(row["recipe"], row["seed"]) for row in rows})
     summary = (
-        f"{len(flops.fits)} recipes, {runs} runs. **{decided} of {len(done)} comparisons are decided at 95%, all "
+        f"{len(hours.fits)} recipes, {runs} runs. **{decided} of {len(done)} comparisons are decided at 95%, all "
         "together**, one way or the other."
     )
     text = PAGE.read_text()
     for mark, lines in (
         ("findings", [summary, "", *table(["the paper's finding", "section", *head], [cells for _, cells in done])]),
         ("ours", table(["not in the paper", *head], [cells for _, cells in more])),
-        ("recipes", recipes(flops, seen)),
+        ("recipes", recipes(hours, seen)),
     ):
         begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
         section = "\n".join([begin, *lines, end])
