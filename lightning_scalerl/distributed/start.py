@@ -32,7 +32,7 @@ def process_rank() -> int:
 STRATEGIES: dict[str, Callable[[], Strategy]] = {"ddp": DDPStrategy, "fsdp2": ShardedStrategy}
 
 
-def trainer_settings(strategy: str = "ddp") -> dict[str, Any]:
+def trainer_settings(strategy: str = "ddp", layout: tuple[int, int] | None = None) -> dict[str, Any]:
     """Return arguments of `Trainer` that name the run's devices, from how this process was started.
 
     One task, under SLURM or not, trains on one device, whatever the job has been given. Tasks that one `srun` (or
@@ -41,12 +41,25 @@ def trainer_settings(strategy: str = "ddp") -> dict[str, Any]:
 
     Args:
         strategy: how several ranks share the model, a name of `STRATEGIES`.
+        layout: nodes and ranks on each that the run is to have; None for as many as there are.
 
     Raises:
-        ConfigurationError: nodes with different numbers of tasks, a node with fewer GPUs than tasks, or a job that asks
-            for GPUs with a torch that was built for CPUs.
+        ConfigurationError: nodes with different numbers of tasks, a node with fewer GPUs than tasks, another number of
+            ranks than the run is to have, or a job that asks for GPUs with a torch that was built for CPUs.
         NoGpuError: the job asks for GPUs, and torch cannot use any here.
     """
+    settings = _settings(strategy)
+    there = settings.get("num_nodes", 1), settings["devices"]
+    if layout is not None and there != layout:
+        raise ConfigurationError(
+            f"strategy.devices: {layout[1]} ranks on {layout[0]} node(s) are asked for, and {there[1]} on {there[0]} "
+            f"were started; start them by torchrun --nnodes {layout[0]} --nproc-per-node {layout[1]}, by cluster=slurm, "
+            "or say strategy.devices=null"
+        )
+    return settings
+
+
+def _settings(strategy: str) -> dict[str, Any]:
     _check_gpu()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         tasks, tasks_a_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])

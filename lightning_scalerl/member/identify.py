@@ -147,6 +147,9 @@ def _check_settings(config: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"launch.strict_code: {strict!r} must be true or false")
     if "strategy" in config and (name := _setting(config, "strategy.name")) not in STRATEGIES:
         raise ConfigurationError(f"strategy.name: {shown(name)} is unknown; valid: {', '.join(STRATEGIES)}")
+    for field in ("strategy.nodes", "strategy.devices") if "strategy" in config else ():
+        if (count := _setting(config, field)) is not None:
+            whole_number(field, count)
     address = _setting(config, "mlflow.uri")
     if not isinstance(address, str | None):
         raise ConfigurationError(

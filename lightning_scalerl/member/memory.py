@@ -15,12 +15,14 @@ from lightning_scalerl.task.arithmetic_base import new_model
 from sweeps.errors import UserError
 
 
-def memory_of(overrides: Sequence[str], devices: int = 1, limit: int | None = None) -> tuple[Memory, str, str]:
-    """Return the memory of a run, how its ranks share the model, and a setting that fits where it does not.
+def memory_of(
+    overrides: Sequence[str], devices: int | None = None, limit: int | None = None
+) -> tuple[Memory, int, str, str]:
+    """Return the memory of a run, its devices, how they share the model, and a setting that fits where it does not.
 
     Args:
         overrides: of the run, as on the command line.
-        devices: that train it.
+        devices: that train it; None for as many as the run's `strategy` asks for, 1 if it leaves that open.
         limit: bytes of a device; None for no limit.
 
     Raises:
@@ -32,15 +34,18 @@ def memory_of(overrides: Sequence[str], devices: int = 1, limit: int | None = No
         raise UserError(str(error)) from error
 
 
-def _memory_of(overrides: Sequence[str], devices: int, limit: int | None) -> tuple[Memory, str, str]:
+def _memory_of(overrides: Sequence[str], devices: int | None, limit: int | None) -> tuple[Memory, int, str, str]:
     config = compose(overrides)
+    if devices is None:
+        devices = int(config.strategy.nodes or 1) * int(config.strategy.devices or 1)
     recipe = build_recipe(config, "")
     # A live driver's generators have devices of their own.
     slots = 0 if str(config.driver._target_).endswith("Live") else int(config.generator.get("slots") or 0)
     strategy, skeleton = str(config.strategy.name), _skeleton(config.model)
     found = foretell(measure(skeleton, recipe), recipe, devices, strategy, slots)
     fits = limit is None or found.peak <= limit
-    return found, strategy, "" if fits or limit is None else advice(skeleton, recipe, devices, strategy, slots, limit)
+    remedy = "" if fits or limit is None else advice(skeleton, recipe, devices, strategy, slots, limit)
+    return found, devices, strategy, remedy
 
 
 def _skeleton(model: Any) -> Callable[[], nn.Module]:

@@ -100,7 +100,7 @@ def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, 
     )
     trainer = Trainer(
         max_steps=spec.steps,
-        **trainer_settings(config.get("strategy", {}).get("name", "ddp")),
+        **trainer_settings(config.get("strategy", {}).get("name", "ddp"), spec.layout),
         logger=False,
         enable_progress_bar=progress,
         enable_model_summary=False,

@@ -56,6 +56,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
     """
 
     kind = "local"
+    starts_ranks = False  # of a member: on this machine it is one process
     accepted: Callable[[], None] | None = None
 
     def __init__(self, planner: str, entry: str, preload: Sequence[str] = (), **settings: Any) -> None:
@@ -142,6 +143,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         # Where a member runs is no part of what it is.
         lists = [[each for each in overrides if not each.startswith("cluster=")] for overrides in job_overrides]
         specs = self.planned(lists)
+        self._check_ranks(specs)
         config = specs[0].config
         study = Study(Path(config["output_dir"]), specs)
         if self._designed(specs, study.directory, config["launch"]):
@@ -151,6 +153,21 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         if any(state.state not in ("finished", "failed", "stopped") for state in states.values()):
             print(_on_its_own(study), file=sys.stderr)
         return [_job_return(spec, overrides) for spec, overrides in zip(specs, job_overrides, strict=True)]
+
+    def _check_ranks(self, specs: Sequence[RunSpec]) -> None:
+        """Check that members which ask for several ranks are launched where ranks are started.
+
+        Raises:
+            UserError: one asks for them, and a member on this machine is one process.
+        """
+        for spec in specs:
+            nodes, ranks = spec.layout or (1, 1)
+            if nodes * ranks > 1 and not self.starts_ranks:
+                raise UserError(
+                    f"strategy.devices: {spec.title} asks for {nodes * ranks} ranks, and a member of a study on this "
+                    "machine is one process; launch with cluster=slurm, or one run by torchrun "
+                    f"(torchrun --nproc-per-node {ranks} -m lightning_scalerl.train ...)"
+                )
 
     def _designed(self, specs: Sequence[RunSpec], directory: Path, settings: Mapping[str, Any]) -> bool:
         """Check `launch.max_device_hours` and print the design if asked to; return whether that was all to be done.
@@ -191,6 +208,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         """
         lists = [[each for each in base if not each.startswith("cluster=")]]
         (spec,) = self.planned(lists)
+        self._check_ranks([spec])
         plan = self.plan(spec.config)
         if plan.race:
             raise UserError("race.mode: a search races its trials by hydra.sweeper.prune=race; leave race.mode at none")
@@ -253,6 +271,7 @@ class SlurmStudyLauncher(StudyLauncher):
     """
 
     kind = CLUSTER
+    starts_ranks = True
 
     def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
         """Make the launch settings with the jobs' resources and retries, checked before anything is submitted."""

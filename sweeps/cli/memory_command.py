@@ -19,14 +19,14 @@ def memory_command(options: argparse.Namespace) -> int:
     """
     memory_of = load_entry("lightning_scalerl.member.memory:memory_of")
     limit = None if options.gib is None else round(options.gib * GIB)
-    found, strategy, remedy = memory_of(options.overrides, options.devices, limit)
+    found, devices, strategy, remedy = memory_of(options.overrides, options.devices, limit)
     if options.json:
         parts = {"device": dict(found.device), "rank 0": dict(found.leader), "host of rank 0": dict(found.host)}
         totals = {"peak": found.peak, "parameters": found.parameters}
         print_json({"bytes": parts, **totals, "fits": not remedy, "remedy": remedy})
         return 1 if remedy else 0
     print(
-        f"{found.parameters / 1e9:.3g} billion parameters, {options.devices} devices ({strategy}), "
+        f"{found.parameters / 1e9:.3g} billion parameters, {devices} device{'' if devices == 1 else 's'} ({strategy}), "
         f"a pass of {found.tokens} tokens, rows of up to {found.row}\n"
     )
     rows = [

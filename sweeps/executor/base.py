@@ -23,6 +23,7 @@ class Launch:
         excluded: names of nodes that it must not run on.
         submission, job: submission and scheduler's id of an attempt to be found again; None for a new one.
         unanswered: earlier submissions that the scheduler may have taken without an answer; their jobs are unwanted.
+        layout: nodes and ranks on each (`RunSpec.layout`); None for the executor's own settings.
     """
 
     run: str
@@ -32,6 +33,7 @@ class Launch:
     submission: str | None = None
     job: str | None = None
     unanswered: tuple[str, ...] = ()
+    layout: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -451,7 +451,10 @@ class _Controller:
     def _launch(self, spec: RunSpec, known: bool = False) -> Launch:
         """Make a member's launch for the executor, with the ledger's submission and job if it is to be adopted."""
         state = self._states[spec.run]
-        own = Launch(spec.run, self._study.run_dir(spec), state.spent, state.excluded, unanswered=state.unanswered)
+        run_dir = self._study.run_dir(spec)
+        own = Launch(
+            spec.run, run_dir, state.spent, state.excluded, unanswered=state.unanswered, layout=spec.layout
+        )
         return replace(own, submission=state.submission, job=state.job) if known else own
 
     def _submit(self, waiting: list[Launch]) -> list[Launch]:

@@ -80,6 +80,13 @@ class RunSpec:
         """Label and seed of the run as text for people."""
         return f"{self.recipe} seed {self.seed}"
 
+    @property
+    def layout(self) -> tuple[int, int] | None:
+        """Nodes and ranks on each that the run is to have (group `strategy`); None where it leaves that open."""
+        strategy = self.config.get("strategy") or {}
+        devices = strategy.get("devices")
+        return None if devices is None else (strategy.get("nodes") or 1, devices)
+
     def header(self) -> dict[str, Any]:
         """Return the fields of the journal's header record."""
         return {

@@ -22,7 +22,7 @@ from sweeps.executor.slurm.handover import complete
 from sweeps.executor.slurm.job import DISK_FULL_CODE
 from sweeps.executor.slurm.remains import Remains
 from sweeps.executor.slurm.scheduler import ENDED, QUEUED, JobInfo, RefusedError, Scheduler
-from sweeps.executor.slurm.settings import JobSettings
+from sweeps.executor.slurm.settings import JobSettings, with_layout
 from sweeps.executor.slurm.submission import freeze, new_folder
 from sweeps.run.interruption import ask_to_stop, stop_asked
 from sweeps.run.journal import LOG_FILE
@@ -198,8 +198,8 @@ class ClusterExecutor:
             # With failed nodes excluded or memory raised no node may be left: then retry with the original request.
             if members[0].excluded and not refusal.later:
                 everywhere = self._resources(replace(members[0], excluded=()))
-            elif not refusal.later and resources != self.settings.resources:
-                everywhere = dict(self.settings.resources)
+            elif not refusal.later and resources != (plain := with_layout(self.settings.resources, members[0].layout)):
+                everywhere = plain
             else:
                 raise
             members = [replace(member, excluded=()) for member in members]
@@ -230,8 +230,8 @@ class ClusterExecutor:
         return None
 
     def _resources(self, launch: Launch) -> dict[str, Any]:
-        """Return a member's resources: more memory after running out, failed nodes excluded, a later begin."""
-        resources = dict(self.settings.resources)
+        """Return a member's resources: its ranks, more memory after running out, failed nodes excluded, a later begin."""
+        resources = with_layout(self.settings.resources, launch.layout)
         grown = launch.spent.get("out_of_memory", 0)
         if grown and resources.get("mem_gb"):
             resources["mem_gb"] = resources["mem_gb"] * MEMORY_GROWTH**grown
@@ -466,7 +466,7 @@ class ClusterExecutor:
 
     def _to_blame(self, each: _Followed, attempt: Attempt | None) -> str | None:
         """Return the node to exclude from the next attempt; of several, the one that a rank or srun names, or None."""
-        if int(self.settings.resources.get("nodes") or 1) > 1:
+        if int(self._resources(each.launch).get("nodes") or 1) > 1:
             if attempt is not None and (attempt.culprit or attempt.kind in ("gpu", "storage")):
                 return attempt.culprit or attempt.node  # the rank that failed has said where it was
             died = _TASK_DIED.search(last_words(self._logs(each), lines=100))

@@ -176,6 +176,25 @@ def asks_for_gpus(resources: Mapping[str, Any]) -> bool:
     return bool(_ASK_FOR_GPUS & asked.keys()) or any("gpu" in str(asked.get(key, "")) for key in _ASK_FOR_ANYTHING)
 
 
+def with_layout(resources: Mapping[str, Any], layout: tuple[int, int] | None) -> dict[str, Any]:
+    """Return the resources of a job whose ranks are laid out so: a task a rank, and a GPU for each where GPUs are asked.
+
+    More GPUs a node than ranks stay: a live driver's generators run on them.
+
+    Args:
+        resources: options of the jobs, see `RESOURCES`.
+        layout: nodes, and ranks on each; None for those of the resources.
+    """
+    if layout is None:
+        return dict(resources)
+    nodes, ranks = layout
+    kind, colon, count = str(resources.get("gpus_per_node") or "").rpartition(":")
+    gpus = {}
+    if count.isdigit() and 0 < int(count) < ranks:
+        gpus = {"gpus_per_node": f"{kind}{colon}{ranks}" if colon else ranks}
+    return {**resources, "nodes": nodes, "tasks_per_node": ranks, **gpus}
+
+
 def _commands(name: str, given: Any) -> tuple[str, ...]:
     if isinstance(given, str) or not isinstance(given, list | tuple):
         raise UserError(f"cluster: {name} is {given!r}; it must be a list of commands, such as ['module load cuda']")
