@@ -14,6 +14,7 @@ is linear, so only N_0 is searched. A power law in 1 - R has no ceiling below R 
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,10 +32,12 @@ _DRAWS = 2000
 # N_0 from a hundredth of the smallest size (all saturated) to a hundred times the largest (k proportional to N).
 _N0_REACH, _N0_GRID = 100.0, 400
 _SUFFIX = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+# A size within a model's name, as in Qwen/Qwen3-0.6B; of a mixture's two the first, which counts all experts.
+_IN_NAME = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)([kmbt])(?![a-z0-9])")
 
 
 def parse_size(text: str) -> float:
-    """A model size in parameters: a number, or one with K, M, B or T (`0.5B`).
+    """A model size in parameters: a number, one with K, M, B or T (`0.5B`), or a model's name with one in it.
 
     Raises:
         UserError: it is no positive number.
@@ -44,9 +47,12 @@ def parse_size(text: str) -> float:
     try:
         value = float(body[:-1] if unit > 1 else body) * unit
     except ValueError:
-        value = np.nan
+        named = _IN_NAME.search(body)
+        value = float(named[1]) * _SUFFIX[named[2]] if named else np.nan
     if not np.isfinite(value) or value <= 0:
-        raise UserError(f"size {text!r}: not a positive number of parameters; write 7e9 or 7B")
+        raise UserError(
+            f"size {text!r}: not a positive number of parameters; write 7e9 or 7B, or a name with it, such as Qwen3-8B"
+        )
     return value
 
 

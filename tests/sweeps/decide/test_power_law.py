@@ -239,12 +239,22 @@ def test_every_answer_is_finite_json_even_on_noise() -> None:
         json.dumps(compare_sizes(by_size, "s", more=[1e3, 1e15], **goal).to_json(), allow_nan=False)
 
 
-@pytest.mark.parametrize(("text", "size"), [("7e9", 7e9), ("0.5B", 5e8), (" 350m ", 3.5e8), ("1T", 1e12), ("12", 12.0)])
+NAMED = [
+    ("Qwen/Qwen3-0.6B", 6e8),
+    ("/models/Llama-3.1-70B-Instruct", 7e10),
+    ("Qwen3-30B-A3B", 3e10),
+    ("smollm2-135m", 1.35e8),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("7e9", 7e9), ("0.5B", 5e8), (" 350m ", 3.5e8), ("1T", 1e12), ("12", 12.0), *NAMED]
+)
 def test_sizes_are_read(text: str, size: float) -> None:
     assert parse_size(text) == pytest.approx(size)
 
 
-@pytest.mark.parametrize("text", ["", "B", "big", "-1B", "0", "nan", "inf", "7GB"])
+@pytest.mark.parametrize("text", ["", "B", "big", "-1B", "0", "nan", "inf", "7GB", "phi-3", "my4bit-model"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="size"):
         parse_size(text)
