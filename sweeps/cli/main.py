@@ -323,7 +323,9 @@ def _studying(command: Command) -> None:
         "scalerl memory scale=0.6b model.width=256 --devices 8 --gib 80",
     )
     memory.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for scalerl train")
-    memory.add_argument("--devices", type=_count, default=1, metavar="N", help="that train; default: %(default)s")
+    memory.add_argument(
+        "--devices", type=_count, metavar="N", help="that train; default: what strategy.* asks for, or 1"
+    )
     memory.add_argument("--gib", type=_number, metavar="G", help="of a device: refuse what does not fit, with a remedy")
     memory.add_argument("--json", action="store_true", help="print a JSON object, in bytes")
 

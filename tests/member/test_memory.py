@@ -29,6 +29,24 @@ def test_it_says_what_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"does not fit into {limit:g} GiB; it would with batch.recompute=true" in capsys.readouterr().out
 
 
+def test_devices_are_those_that_the_run_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("strategy=fsdp2", "strategy.nodes=2", "strategy.devices=4")
+    assert main([*RUN, *asked]) == 0
+    assert "8 devices (fsdp2), a pass of" in capsys.readouterr().out
+    assert main([*RUN, *asked, "--devices", "1"]) == 0
+    assert "1 device (fsdp2), a pass of" in capsys.readouterr().out
+
+
+def test_keys_and_values_take_what_the_generator_may_have(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "--json"]) == 0
+    all_slots = json.loads(capsys.readouterr().out)["bytes"]["rank 0"]["its keys and values"]
+    half = all_slots / 2**31
+    assert main([*RUN, f"generator.cache_gib={half}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"]["rank 0"]["its keys and values"] == all_slots / 2
+    assert main([*RUN, f"generator.cache_gib={4 * half}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"]["rank 0"]["its keys and values"] == all_slots
+
+
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", "nope=1"]) == 1
     assert capsys.readouterr().err.startswith("scalerl: Could not override 'nope'")
