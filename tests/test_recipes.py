@@ -19,6 +19,7 @@ from lightning_scalerl.composition import build_recipe, compose
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.run import run_member
 from sweeps.run.journal import read_journal
+from sweeps.run.spec import science
 from tests.examples import every
 from tests.paths import ROOT
 
@@ -27,6 +28,15 @@ STEPS = 10
 
 def names(group: str) -> list[str]:
     return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+
+
+# Those on a model and rows of the user's own: planned with stand-ins for both.
+REAL = [
+    name
+    for name in names("experiment")
+    if "override /model: path" in (ROOT / f"conf/experiment/{name}.yaml").read_text()
+]
+ON_ITS_OWN = [name for name in names("experiment") if name not in REAL]
 
 
 def members(experiment: str) -> list[list[str]]:
@@ -251,11 +261,26 @@ def test_scales_of_the_paper_evaluate_as_the_paper_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", every(6, names("experiment"), pytest.mark.full))
+@pytest.mark.parametrize("experiment", every(6, ON_ITS_OWN, pytest.mark.full))
 def test_members_of_an_experiment_differ(experiment: str) -> None:
     specs = plan_members([[*overrides, "scale=tiny"] for overrides in members(experiment)])
     assert len({spec.run for spec in specs}) == len(specs) > 1
     assert len({spec.recipe for spec in specs if spec.seed == 0}) * len({s.seed for s in specs}) == len(specs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", REAL)
+def test_an_experiment_on_real_models_plans(experiment: str, tmp_path: Path) -> None:
+    """Its models differ in size alone, and each asks for devices of its own; no hub is asked."""
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "so #### 2"}\n')
+    (tmp_path / "held.jsonl").write_text('{"question": "2+2?", "answer": "so #### 4"}\n')
+    data = [f"task.train={tmp_path}/rows.jsonl", f"task.heldout={{test: {tmp_path}/held.jsonl}}"]
+    specs = plan_members([[*overrides, *data] for overrides in members(experiment)])
+    assert len({spec.run for spec in specs}) == len(specs) == 12
+    layouts = {spec.config["model"]["path"]: spec.layout for spec in specs}
+    assert layouts["Qwen/Qwen3-0.6B"] == (1, 1)
+    assert len(layouts) == 1 or layouts["Qwen/Qwen3-8B"] == (1, 8)
+    assert len({json.dumps(science(spec.config)["batch"]) for spec in specs}) == 1
 
 
 @pytest.mark.parametrize(
@@ -267,7 +292,7 @@ def test_every_recipe_trains(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment", every(100, names("experiment"), pytest.mark.full))
+@pytest.mark.parametrize("experiment", every(100, ON_ITS_OWN, pytest.mark.full))
 def test_every_experiment_trains(experiment: str, tmp_path: Path) -> None:
     """Its first and its last member."""
     first, *_, last = members(experiment)

@@ -53,8 +53,8 @@ def trainer_settings(strategy: str = "ddp", layout: tuple[int, int] | None = Non
     if layout is not None and there != layout:
         raise ConfigurationError(
             f"strategy.devices: {layout[1]} ranks on {layout[0]} node(s) are asked for, and {there[1]} on {there[0]} "
-            f"were started; start them by torchrun --nnodes {layout[0]} --nproc-per-node {layout[1]}, by cluster=slurm, "
-            "or say strategy.devices=null"
+            f"were started; start them by torchrun --nnodes {layout[0]} --nproc-per-node {layout[1]} or by "
+            "cluster=slurm, or say strategy.devices=null"
         )
     return settings
 

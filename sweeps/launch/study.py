@@ -452,9 +452,7 @@ class _Controller:
         """Make a member's launch for the executor, with the ledger's submission and job if it is to be adopted."""
         state = self._states[spec.run]
         run_dir = self._study.run_dir(spec)
-        own = Launch(
-            spec.run, run_dir, state.spent, state.excluded, unanswered=state.unanswered, layout=spec.layout
-        )
+        own = Launch(spec.run, run_dir, state.spent, state.excluded, unanswered=state.unanswered, layout=spec.layout)
         return replace(own, submission=state.submission, job=state.job) if known else own
 
     def _submit(self, waiting: list[Launch]) -> list[Launch]:

@@ -484,6 +484,20 @@ def test_slurm_tasks_on_one_node(launched: Any) -> None:
     check_strategy(trainer.strategy)
 
 
+def test_a_run_that_is_to_have_other_ranks_is_refused(launched: Any) -> None:
+    assert trainer_settings("fsdp2", (1, 1)) == {"accelerator": "auto", "devices": 1}
+    with pytest.raises(
+        ConfigurationError, match=r"strategy.devices: 8 ranks on 2 .*, and 1 on 1 .*torchrun --nnodes 2"
+    ):
+        trainer_settings("fsdp2", (2, 8))
+    launched(ONE_NODE)
+    assert trainer_settings("fsdp2", (1, 2))["devices"] == 2
+    with pytest.raises(
+        ConfigurationError, match=r"strategy.devices: 4 ranks on 1 .*, and 2 on 1 .*strategy.devices=null"
+    ):
+        trainer_settings("fsdp2", (1, 4))
+
+
 def test_steps_of_one_job_meet_at_different_ports(launched: Any) -> None:
     ports = set()
     for step in range(3):

@@ -230,7 +230,7 @@ class ClusterExecutor:
         return None
 
     def _resources(self, launch: Launch) -> dict[str, Any]:
-        """Return a member's resources: its ranks, more memory after running out, failed nodes excluded, a later begin."""
+        """Return a member's resources: ranks, more memory after running out, failed nodes excluded, a later begin."""
         resources = with_layout(self.settings.resources, launch.layout)
         grown = launch.spent.get("out_of_memory", 0)
         if grown and resources.get("mem_gb"):

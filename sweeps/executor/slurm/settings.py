@@ -177,7 +177,7 @@ def asks_for_gpus(resources: Mapping[str, Any]) -> bool:
 
 
 def with_layout(resources: Mapping[str, Any], layout: tuple[int, int] | None) -> dict[str, Any]:
-    """Return the resources of a job whose ranks are laid out so: a task a rank, and a GPU for each where GPUs are asked.
+    """Return the resources of a job with ranks laid out so: a task for each, and a GPU where GPUs are asked for.
 
     More GPUs a node than ranks stay: a live driver's generators run on them.
 

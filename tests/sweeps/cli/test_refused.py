@@ -143,11 +143,12 @@ def contents(folder: Path) -> dict[str, bytes]:
         [
             (["optimizer.lr=-1,1"], "optimizer.lr: -1 must be positive"),
             (["optimiser.lr=1", "seed=0,1"], "did you mean optimizer?"),
+            (["strategy=fsdp2", "strategy.devices=2", "seed=0,1"], "strategy.devices: scalerl seed 0 asks for 2 ranks"),
             (["seed=0,1", "mlflow.uri=sqlite:////proc/nowhere/mlflow.db"], "mlflow"),
         ],
         pytest.mark.full,
     ),
-    ids=["value", "key", "store"],
+    ids=["value", "key", "ranks", "store"],
 )
 @pytest.mark.parametrize("there", [False, True], ids=["nothing there", "outputs there"])
 def test_what_is_refused_leaves_no_folder(tmp_path: Path, arguments: list[str], words: str, there: bool) -> None:

@@ -413,6 +413,31 @@ def test_one_that_ran_out_of_memory_asks_for_half_as_much_again(tmp_path: Path, 
     assert [memory(script) for script in here.cluster.scripts] == ["8GB", "12GB", "18GB", "27GB"]
 
 
+def laid_out(spec: RunSpec, devices: int, nodes: int = 1) -> RunSpec:
+    return replace(spec, config={**spec.config, "strategy": {"name": "fsdp2", "nodes": nodes, "devices": devices}})
+
+
+def ranks(script: str) -> list[str]:
+    """Nodes, tasks and GPUs on each that a job asks for."""
+    return re.findall(r"(?m)^#SBATCH --(?:nodes|ntasks-per-node|gpus-per-node)=(\S+)$", script)
+
+
+@pytest.mark.parametrize(("gpus", "asked"), [(1, "4"), ("a100:2", "a100:4"), (6, "6"), (None, None)])
+def test_each_member_has_the_ranks_that_its_strategy_asks_for(
+    tmp_path: Path, gpus: int | str | None, asked: str | None
+) -> None:
+    """Members that ask for the same share an array; a retry asks again for as much."""
+    given = {} if gpus is None else {"gpus_per_node": gpus}
+    here = place(tmp_path, {2: [NODE_FAILS]}, members=4, given=given)
+    here.specs[1:3] = [laid_out(spec, 4, nodes=2) for spec in here.specs[1:3]]
+    here.run()
+    for spec in here.specs:
+        here.finished_once(spec.run)
+    large = sorted(["2", "4", *([asked] if asked else [])])
+    assert [sorted(ranks(script)) == large for script in here.cluster.scripts] == [False, True, False, True]
+    assert here.cluster.sizes() == [1, 2, 1, 1]
+
+
 def test_memory_that_nobody_named_does_not_grow(tmp_path: Path) -> None:
     here = place(tmp_path, {0: [RUNS_OUT_OF_MEMORY]})
     here.run()
