@@ -118,6 +118,7 @@ class ScaleRL(LightningModule):
         self.ranks = Ranks()
         self.trained = TrainedPolicy(self.policy, lambda: self.ranks)
         self.stream = Follower()  # type: ignore[assignment]  # no step is completed yet
+        self.memory = ""  # what a fit takes of its device's
         self.data_path: DataPath | None = None
         self.terms: list[Term] = []
         self.loss_scale = LossScale(acts=False)
@@ -282,10 +283,10 @@ class ScaleRL(LightningModule):
 
     @property
     def began(self) -> list[str]:
-        """Lines to show once at the start of a fit: prompt lengths, a prompt as it is read, the verifier's trial."""
+        """Lines to show once at the start of a fit: memory, prompts and their lengths, the verifier's trial."""
         given = self.arguments.get("model_adapter")
         trained = [] if given is None else [f"adapter: the model came with one, which is trained: {given}"]
-        return [] if self.data_path is None else [*trained, *self.data_path.began]
+        return [] if self.data_path is None else [*trained, *filter(None, [self.memory]), *self.data_path.began]
 
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
         """Return a completion in the form that a grader takes."""

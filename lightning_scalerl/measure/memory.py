@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -60,11 +60,25 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weakref.finalize(storage, self._forget, key, size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        called = _grouped(func) if func in _GROUPED and isinstance(args[0], FakeTensor) else func
+        result = called(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.watch(leaf)
         return result
+
+
+# A product for each expert of a mixture.
+_GROUPED = frozenset({torch.ops.aten._grouped_mm.default})
+
+
+def _grouped(func: Any) -> Callable[..., Any]:
+    """Return a product by groups for tensors without data: torch knows the shape of its result for BF16 alone."""
+
+    def shaped(one: Tensor, two: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return func(one.bfloat16(), two.bfloat16(), *args, **kwargs).to(one.dtype)
+
+    return shaped
 
 
 @dataclass(frozen=True)
@@ -175,6 +189,19 @@ def foretell(of: Measured, recipe: Recipe, ranks: int = 1, strategy: str = "ddp"
     generator = {"the generator's weights": width * of.parameters, "its keys and values": slots * of.row * of.cache}
     host = {"weights on their way to the generator": whole} if share > 1 else {}
     return Memory(device, generator if slots else {}, host, of.parameters, of.tokens, of.row)
+
+
+def decoded_together(of: Measured, slots: int, most_gib: float | None) -> int:
+    """Return how many rollouts an engine decodes together: its slots, or fewer where keys and values may take less.
+
+    Args:
+        of: the model, as `measure` has found it.
+        slots: of the generator.
+        most_gib: GiB that its keys and values may take (`generator.cache_gib`); None for what all slots need.
+    """
+    if not slots or most_gib is None:
+        return slots
+    return max(1, min(slots, int(most_gib * GIB / (of.row * of.cache))))
 
 
 def _bytes(module: nn.Module) -> int:

@@ -10,8 +10,7 @@ from torch import nn
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build_recipe, compose
-from lightning_scalerl.generator.memory import GIB
-from lightning_scalerl.measure.memory import Memory, advice, foretell, from_config, measure
+from lightning_scalerl.measure.memory import Memory, advice, decoded_together, foretell, from_config, measure
 from lightning_scalerl.task.arithmetic_base import new_model
 from sweeps.errors import UserError
 
@@ -44,9 +43,7 @@ def _memory_of(overrides: Sequence[str], devices: int | None, limit: int | None)
     slots = 0 if str(config.driver._target_).endswith("Live") else int(config.generator.get("slots") or 0)
     strategy, skeleton = str(config.strategy.name), _skeleton(config.model)
     measured = measure(skeleton, recipe)
-    if slots and (most := config.generator.get("cache_gib")) is not None:
-        # With less memory for keys and values than all slots need, an engine decodes fewer rollouts together.
-        slots = max(1, min(slots, int(float(most) * GIB / (measured.row * measured.cache))))
+    slots = decoded_together(measured, slots, config.generator.get("cache_gib"))
     found = foretell(measured, recipe, devices, strategy, slots)
     fits = limit is None or found.peak <= limit
     remedy = "" if fits or limit is None else advice(skeleton, recipe, devices, strategy, slots, limit)

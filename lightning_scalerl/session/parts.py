@@ -41,6 +41,7 @@ class Parts(Run, Protocol):
     records: Records
 
     # By `setup`, on every rank.
+    memory: str
     critic: ValueModel | None
     terms: list[Term]
     loss_scale: LossScale

@@ -26,6 +26,7 @@ from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.session.data_path import DataPath, build_data_path
+from lightning_scalerl.session.memory import check_memory
 from lightning_scalerl.session.models import made_on, make_critic, place, prepare_adapter, recompute_activations
 from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.session.sampling import Inputs, Sampling
@@ -99,6 +100,7 @@ def set_up(module: Parts, stage: str) -> None:
     module.meter = ComputeMeter(FlopModel.of(module.policy.model), devices=devices)
     module.ranks = Ranks.of(trainer, module.trained.answer)
     recompute_activations(module)
+    module.memory = check_memory(module) if stage == "fit" else ""
     place(module)
     evaluation = evaluation_of(trainer)
     inputs = Inputs(

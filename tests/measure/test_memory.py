@@ -95,6 +95,9 @@ def live(made: nn.Module, given: Recipe) -> int:
         ("Mistral", {"sliding_window": None}, ["precision=fp32", "batch.recompute=true"]),
         ("Gemma2", {"sliding_window": 64, "query_pre_attn_scalar": 16}, ["precision=fp32"]),
         ("Olmo2", {}, ["precision=bf16"]),
+        ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}, ["precision=fp32"]),
+        ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}, ["precision=bf16"]),
+        ("Mixtral", {"num_local_experts": 4}, ["precision=fp32", "batch.recompute=true"]),
     ],
 )
 def test_a_pass_takes_what_was_foretold(family: str, more: dict[str, Any], overrides: list[str]) -> None:

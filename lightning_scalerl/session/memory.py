@@ -1,0 +1,58 @@
+"""Memory of a run against its device's, before any of it is used: what cannot fit is refused with a remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.generator.memory import GIB
+from lightning_scalerl.measure.memory import Memory, advice, decoded_together, foretell, measure
+from lightning_scalerl.session.parts import Parts
+
+
+def check_memory(module: Parts) -> str:
+    """Return what a fit will take of its device's memory, in one line; empty where that is not known beforehand.
+
+    On the host nothing is refused: its memory is shared, and may be larger than it seems.
+
+    Raises:
+        ConfigurationError: the fullest device has less; with the nearest setting that would fit.
+    """
+    limit = device_bytes(module.trainer.strategy.root_device)
+    if limit is None:
+        return ""
+    model: Any = module.policy.model
+    recipe = replace(module.recipe, choices=module.choices)
+    strategy = "fsdp2" if module.ranks.sharded else "ddp"
+    skeleton = partial(type(model), model.config)
+    try:
+        with torch.random.fork_rng(devices=[]):  # making a model draws random numbers
+            measured = measure(skeleton, recipe)
+    except ConfigurationError:
+        return ""  # a model that cannot be gone through without data may train all the same
+    given = getattr(recipe.generator, "keywords", {})
+    beside = recipe.driver.generators > 0  # they have devices of their own
+    slots = 0 if beside else decoded_together(measured, int(given.get("slots") or 0), given.get("cache_gib"))
+    ranks = module.trainer.world_size
+    found = foretell(measured, recipe, ranks, strategy, slots)
+    if found.peak > limit:
+        raise ConfigurationError(
+            f"memory: this run takes about {found.peak / GIB:.1f} GiB on its fullest device, which has "
+            f"{limit / GIB:.1f} ({parts(found)}); {advice(skeleton, recipe, ranks, strategy, slots, limit)}"
+        )
+    return f"memory: about {found.peak / GIB:.1f} of {limit / GIB:.1f} GiB on the fullest device ({parts(found)})"
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Return the memory of a GPU in bytes; None for the host and whatever else does not say."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+
+
+def parts(memory: Memory) -> str:
+    """Return the parts of the fullest device's memory in GiB, the largest first."""
+    sizes = sorted({**memory.device, **memory.leader}.items(), key=lambda each: -each[1])
+    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in sizes if size)

@@ -1,0 +1,50 @@
+"""A run that its device cannot hold is refused before it takes any of it; one that fits says what it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_scalerl import RolloutDataModule, ScaleRL
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.session import memory
+
+SIZES = ["scale=tiny", "batch.prompts=2", "batch.completions=2"]
+
+
+def trainer() -> Trainer:
+    return Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+
+@pytest.fixture
+def device_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the bytes that the device of a run seems to have."""
+    return lambda size: monkeypatch.setattr(memory, "device_bytes", lambda device: size)
+
+
+def test_what_cannot_fit_is_refused_before_the_models_are_placed(
+    tiny_model_path: str, device_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device_of(2**20)
+    monkeypatch.setattr("lightning_scalerl.session.setup.place", lambda module: pytest.fail("the model was placed"))
+    words = r"memory: this run takes about .* fullest device, which has 0\.0 \(.*Adam.s moments .*\); it would"
+    with pytest.raises(ConfigurationError, match=words):
+        trainer().fit(ScaleRL(tiny_model_path, "scalerl", SIZES), datamodule=RolloutDataModule("arithmetic"))
+
+
+def test_what_fits_says_what_it_takes(tiny_model_path: str, device_of: Any) -> None:
+    device_of(80 * 2**30)
+    module = ScaleRL(tiny_model_path, "scalerl", SIZES)
+    trainer().fit(module, datamodule=RolloutDataModule("arithmetic"))
+    assert module.began[0].startswith("memory: about 0.") and "of 80.0 GiB on the fullest device (" in module.began[0]
+    assert "its keys and values" in module.began[0]
+
+
+def test_a_host_refuses_nothing(tiny_model_path: str) -> None:
+    assert memory.device_bytes(torch.device("cpu")) is None
+    module = ScaleRL(tiny_model_path, "scalerl", SIZES)
+    trainer().fit(module, datamodule=RolloutDataModule("arithmetic"))
+    assert not any(line.startswith("memory:") for line in module.began)
