@@ -8,10 +8,7 @@ frozen studies name things by these names too, so a name stays when what it name
 
 from __future__ import annotations
 
-import re
-from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_scalerl.torchmetrics_on_demand import torchmetrics_on_demand
@@ -34,42 +31,120 @@ __version__ = "0.2.0"
 
 torchmetrics_on_demand()
 
-# Public names by module. The choices of all axes are public too, and found by their class in `axes/`.
-_HOMES = {
-    "callbacks.checkpointing": ["ResumableCheckpoint"],
-    "callbacks.evaluate": ["Evaluate"],
-    "callbacks.race": ["Race"],
-    "callbacks.rollout_log": ["RolloutLog"],
-    "callbacks.run_log": ["RunLog"],
-    "checks": ["ConfigurationError"],
-    "choice": ["DesignChoice"],
-    "choices": ["Choices"],
-    "data": ["RolloutDataModule"],
-    "generator.base": ["Generator"],
-    "generator.torch_generator": ["TorchGenerator"],
-    "generator.vllm_generator": ["VLLMGenerator"],
-    "member.identify": ["plan_members"],
-    "member.run": ["run_member"],
-    "model.chat": ["Chat"],
-    "model.place": ["model_path"],
-    "module": ["ScaleRL"],
-    "optim": ["AdamW", "ConstantSchedule", "CosineSchedule", "SqrtBatchSchedule"],
-    "recipe": ["BatchSettings", "ContextSettings", "Recipe"],
-    "prompt": ["Prompt"],
-    "rollout": ["Group", "Rollout", "TrainBatch"],
-    "stream.cost_model": ["CostModel"],
-    "stream.drivers": ["Live", "Virtual"],
-    "task.arithmetic": ["ArithmeticTask"],
-    "task.arithmetic_base": ["arithmetic_base_model"],
-    "task.base": ["RewardScale", "Task"],
-    "task.dataset": ["DatasetTask"],
-    "task.jsonl": ["JsonlTask"],
-    "task.mixture": ["MixtureTask"],
-    "update.health": ["Health"],
-    "verify.grade": ["Grade", "Sample"],
-    "verify.verification": ["Verification"],
+# Public names, each with the module that it is imported from when it is first used.
+_HOME_OF = {
+    "ResumableCheckpoint": "callbacks.checkpointing",
+    "Evaluate": "callbacks.evaluate",
+    "Race": "callbacks.race",
+    "RolloutLog": "callbacks.rollout_log",
+    "RunLog": "callbacks.run_log",
+    "ConfigurationError": "checks",
+    "DesignChoice": "choice",
+    "Choices": "choices",
+    "RolloutDataModule": "data",
+    "Generator": "generator.base",
+    "TorchGenerator": "generator.torch_generator",
+    "VLLMGenerator": "generator.vllm_generator",
+    "plan_members": "member.identify",
+    "run_member": "member.run",
+    "Chat": "model.chat",
+    "model_path": "model.place",
+    "ScaleRL": "module",
+    "AdamW": "optim",
+    "ConstantSchedule": "optim",
+    "CosineSchedule": "optim",
+    "SqrtBatchSchedule": "optim",
+    "BatchSettings": "recipe",
+    "ContextSettings": "recipe",
+    "Recipe": "recipe",
+    "Prompt": "prompt",
+    "Group": "rollout",
+    "Rollout": "rollout",
+    "TrainBatch": "rollout",
+    "CostModel": "stream.cost_model",
+    "Live": "stream.drivers",
+    "Virtual": "stream.drivers",
+    "ArithmeticTask": "task.arithmetic",
+    "arithmetic_base_model": "task.arithmetic_base",
+    "RewardScale": "task.base",
+    "Task": "task.base",
+    "DatasetTask": "task.dataset",
+    "JsonlTask": "task.jsonl",
+    "MixtureTask": "task.mixture",
+    "Health": "update.health",
+    "Grade": "verify.grade",
+    "Sample": "verify.grade",
+    "Verification": "verify.verification",
+    # The design space, axis by axis: the axis's class, then its choices.
+    "Resampling": "axes.resampling",
+    "NoPositiveResampling": "axes.resampling",
+    "UniformResampling": "axes.resampling",
+    "Curriculum": "axes.curriculum",
+    "NoCurriculum": "axes.curriculum",
+    "LinearCurriculum": "axes.curriculum",
+    "ExponentialCurriculum": "axes.curriculum",
+    "StagedLength": "axes.curriculum",
+    "StagedRewards": "axes.curriculum",
+    "Allocation": "axes.allocation",
+    "FixedAllocation": "axes.allocation",
+    "AllocationByDifficulty": "axes.allocation",
+    "AsyncMode": "axes.async_mode.base",
+    "OnPolicy": "axes.async_mode.ppo_off_policy",
+    "PPOOffPolicy": "axes.async_mode.ppo_off_policy",
+    "Pipeline": "axes.async_mode.pipeline",
+    "LengthControl": "axes.length_control",
+    "Interruption": "axes.length_control",
+    "Penalty": "axes.length_control",
+    "NoLengthControl": "axes.length_control",
+    "Truncated": "axes.truncated",
+    "MaskTruncated": "axes.truncated",
+    "KeepTruncated": "axes.truncated",
+    "Filter": "axes.filter",
+    "ZeroVariance": "axes.filter",
+    "DynamicSampling": "axes.filter",
+    "NoFilter": "axes.filter",
+    "Advantage": "axes.advantage",
+    "GroupAdvantage": "axes.advantage",
+    "GAE": "axes.advantage",
+    "Normalization": "axes.normalization",
+    "BatchNormalization": "axes.normalization",
+    "BatchRewardNormalization": "axes.normalization",
+    "PromptNormalization": "axes.normalization",
+    "RunningNormalization": "axes.normalization",
+    "NoNormalization": "axes.normalization",
+    "Moments": "axes.normalization",
+    "Precision": "axes.precision",
+    "Correction": "axes.correction",
+    "Behaviour": "axes.correction",
+    "Proximal": "axes.correction",
+    "Critic": "axes.critic",
+    "NoCritic": "axes.critic",
+    "ValueNetwork": "axes.critic",
+    "Loss": "axes.loss.base",
+    "CISPO": "axes.loss.cispo",
+    "DAPO": "axes.loss.dapo",
+    "GSPO": "axes.loss.gspo",
+    "PPO": "axes.loss.ppo",
+    "Reinforce": "axes.loss.reinforce",
+    "KL": "axes.kl",
+    "NoKL": "axes.kl",
+    "FixedKL": "axes.kl",
+    "KLByDifficulty": "axes.kl",
+    "Entropy": "axes.entropy",
+    "NoEntropyBonus": "axes.entropy",
+    "FixedEntropy": "axes.entropy",
+    "EntropyByDifficulty": "axes.entropy",
+    "Aggregation": "axes.aggregation",
+    "PromptAggregation": "axes.aggregation",
+    "SampleAggregation": "axes.aggregation",
+    "TokenAggregation": "axes.aggregation",
+    "SumAggregation": "axes.aggregation",
+    "ConstantAggregation": "axes.aggregation",
+    "Epochs": "axes.epochs",
+    "Adapter": "axes.adapter",
+    "NoAdapter": "axes.adapter",
+    "LoRA": "axes.adapter",
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Choices",
@@ -89,32 +164,20 @@ __all__ = [
 ]
 
 
-@cache
-def _axes() -> dict[str, str]:
-    """Map each public class of `axes/` to its module, by scanning the sources: nothing is imported."""
-    here = Path(__file__).parent
-    found: dict[str, str] = {}
-    for path in sorted((here / "axes").rglob("*.py")):
-        names = re.findall(r"^class ([A-Z]\w*)\b", path.read_text(encoding="utf-8"), re.MULTILINE)
-        found |= dict.fromkeys(names, ".".join(path.relative_to(here).with_suffix("").parts))
-    return found
-
-
 def axis_names() -> frozenset[str]:
     """Return the public classes of `axes/`: the choices that a configuration may name."""
-    return frozenset(_axes())
+    return frozenset(name for name, module in _HOME_OF.items() if module.startswith("axes."))
 
 
 def public_names() -> frozenset[str]:
     """Return every name that configurations and frozen studies may import from this package."""
-    return frozenset({*_HOME_OF, *_axes()})
+    return frozenset(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
-    module = _HOME_OF.get(name) or (_axes().get(name) if name[:1].isupper() else None)
-    if module is None:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{module}"), name)
+    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
