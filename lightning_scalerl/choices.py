@@ -1,7 +1,7 @@
 """A run's choices as one record, with one field an axis.
 
-A new axis is a module in `axes/`, a folder in `conf/` and a field here. Light: importing this does not import
-Lightning.
+A new axis is a module in `axes/`, a folder in `conf/` and a field here, which names the file of its neutral choice:
+`conf/train.yaml` and recipes that say nothing of an axis have that. Light: importing this does not import Lightning.
 """
 
 from __future__ import annotations
@@ -51,26 +51,30 @@ class Passes:
 
 @dataclass(frozen=True)
 class Choices:
-    """One choice on every axis, in the order of the data path, and those on axes of the user's own."""
+    """One choice on every axis, in the order of the data path, and those on axes of the user's own.
 
-    resampling: Resampling
-    curriculum: Curriculum
-    allocation: Allocation
-    async_mode: AsyncMode
-    length_control: LengthControl
-    truncated: Truncated
-    filter: Filter
-    advantage: Advantage
-    normalization: Normalization
-    precision: Precision
-    correction: Correction
-    critic: Critic
-    loss: Loss
-    kl: KL
-    entropy: Entropy
-    aggregation: Aggregation
-    epochs: Epochs
-    adapter: Adapter
+    The metadata names the file in `conf/<axis>/` of an axis's neutral choice; None where every choice means something,
+    and a recipe must name one.
+    """
+
+    resampling: Resampling = field(metadata={"neutral": "uniform"})
+    curriculum: Curriculum = field(metadata={"neutral": "none"})
+    allocation: Allocation = field(metadata={"neutral": "fixed"})
+    async_mode: AsyncMode = field(metadata={"neutral": "on_policy"})
+    length_control: LengthControl = field(metadata={"neutral": "none"})
+    truncated: Truncated = field(metadata={"neutral": "keep"})
+    filter: Filter = field(metadata={"neutral": "none"})
+    advantage: Advantage = field(metadata={"neutral": None})
+    normalization: Normalization = field(metadata={"neutral": "none"})
+    precision: Precision = field(metadata={"neutral": None})
+    correction: Correction = field(metadata={"neutral": "behaviour"})
+    critic: Critic = field(metadata={"neutral": "none"})
+    loss: Loss = field(metadata={"neutral": None})
+    kl: KL = field(metadata={"neutral": "none"})
+    entropy: Entropy = field(metadata={"neutral": "none"})
+    aggregation: Aggregation = field(metadata={"neutral": None})
+    epochs: Epochs = field(metadata={"neutral": "default"})
+    adapter: Adapter = field(metadata={"neutral": "none"})
     own: Mapping[str, DesignChoice] = field(default_factory=dict)
 
     @classmethod
@@ -87,7 +91,10 @@ class Choices:
                 found[axis] = neutral
         missing = [axis for axis in AXES if axis not in found]
         if missing:
-            raise ConfigurationError(f"axes: nothing chosen for {', '.join(missing)}; a recipe names every axis")
+            raise ConfigurationError(
+                f"axes: nothing chosen for {', '.join(missing)}; a recipe names every axis that has no neutral choice "
+                f"(override /{missing[0]}: NAME, of conf/{missing[0]}/)"
+            )
         for choice in found.values():
             problem = choice.conflict(found)
             if problem:
@@ -133,8 +140,9 @@ class Choices:
         return replace(self, own={**self.own, choice.axis: choice})
 
 
-# Every axis of the project, in the order of the data path.
-AXES = tuple(each.name for each in fields(Choices) if each.name != "own")
+# Every axis of the project, in the order of the data path, with the file of its neutral choice, if it has one.
+NEUTRAL: dict[str, str | None] = {axis.name: axis.metadata["neutral"] for axis in fields(Choices) if axis.metadata}
+AXES = tuple(NEUTRAL)
 
 
 def axis_class(axis: str) -> type[DesignChoice]:

@@ -48,6 +48,8 @@ _DEVICE = (
     "a run trains on the GPU that its process sees, else on the CPU: CUDA_VISIBLE_DEVICES=1 picks one, "
     "CUDA_VISIBLE_DEVICES= none; several by torchrun, or by cluster=slurm hydra.launcher.gpus_per_node=N"
 )
+# Configurations that no choice of the user's stands in.
+_OURS = ("train", "scalerl_axes", "hydra/config")
 # Settings of Lightning's Trainer that a user looks for here, and where it is decided instead.
 ELSEWHERE = dict.fromkeys(("accelerator", "device", "devices", "gpus", "num_gpus"), _DEVICE)
 
@@ -199,7 +201,7 @@ def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         asking = re.match(r"In '([^']+)'", lines[0])
-        where = f" (in {asking[1]}.yaml)" if asking and asking[1] not in ("train", "hydra/config") else ""
+        where = f" (in {asking[1]}.yaml)" if asking and asking[1] not in _OURS else ""
         return no_choice(group, name, sorted(error.options), where)
     cause = error.__cause__
     if cause is not None:

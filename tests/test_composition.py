@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from lightning_scalerl import RolloutDataModule, train
 from lightning_scalerl.checks import ConfigurationError, check_arguments
-from lightning_scalerl.choices import AXES
+from lightning_scalerl.choices import AXES, NEUTRAL
 from lightning_scalerl.composer import load_recipe
 from lightning_scalerl.composition import build_recipe, compose, conf_dir
 from lightning_scalerl.member.identify import plan_members
@@ -44,11 +44,10 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-def own_files(recipe: str) -> dict[str, str]:
+def own_files(recipe: str) -> dict[str, str | None]:
     """The file of each axis that a recipe takes."""
     text = (CONF / "recipe" / f"{recipe}.yaml").read_text()
-    defaults = re.findall(r"^  - (\w+): (\w+)", (CONF / "train.yaml").read_text(), re.MULTILINE)
-    return {**dict(defaults), **dict(re.findall(r"^  - override /(\w+): (\w+)", text, re.MULTILINE))}
+    return {**NEUTRAL, **dict(re.findall(r"^  - override /(\w+): (\w+)", text, re.MULTILINE))}
 
 
 def is_own_choice(recipe: str, variant: str) -> bool:
@@ -183,6 +182,38 @@ def with_recipe(folder: Path, name: str, **choices: str) -> Path:
     ]
     (folder / "recipe" / f"{name}.yaml").write_text("\n".join(lines))
     return folder
+
+
+def user_recipe(folder: Path, **choices: str) -> Path:
+    """A user's folder with a recipe `mine` that stands on no other."""
+    (folder / "recipe").mkdir()
+    lines = [f"  - override /{axis}: {file}" for axis, file in choices.items()]
+    (folder / "recipe" / "mine.yaml").write_text("\n".join(["# @package _global_", "defaults:", *lines]))
+    return folder
+
+
+NEEDED = {"advantage": "group", "precision": "bf16", "loss": "ppo", "aggregation": "token"}
+
+
+def test_an_axis_that_a_recipe_does_not_name_has_its_neutral_choice(tmp_path: Path) -> None:
+    choices = load_recipe("mine", folders=[user_recipe(tmp_path, **NEEDED)]).choices
+    assert {axis for axis, choice in choices.items() if not choice.same_as(choice.neutral_choice() or choice)} == set()
+    assert [axis for axis, choice in choices.items() if choice.neutral_choice() is None] == list(NEEDED)
+
+
+def test_a_recipe_that_names_every_axis_is_what_it_names(tmp_path: Path) -> None:
+    """As recipes did before an axis had its neutral choice where they leave it open."""
+    whole = {axis: file for axis, file in own_files("scalerl_32k").items() if file is not None}
+    folder = user_recipe(tmp_path, **whole)
+    assert [*whole] == [*AXES, "reward"]
+    assert OmegaConf.to_container(compose(["recipe=mine"], [folder]), resolve=True) == resolved("scalerl_32k")
+
+
+def test_a_recipe_names_the_axes_that_have_no_neutral_choice(tmp_path: Path) -> None:
+    folder = user_recipe(tmp_path, **{axis: file for axis, file in NEEDED.items() if axis != "loss"})
+    with pytest.raises(ConfigurationError, match=r"^axes: nothing chosen for loss; .* \(override /loss: NAME"):
+        load_recipe("mine", folders=[folder])
+    assert type(load_recipe("mine", ["loss=cispo"], [folder]).choices.loss).__name__ == "CISPO"
 
 
 @pytest.mark.parametrize(
@@ -356,7 +387,8 @@ def test_the_wheel_carries_conf(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"lightning_scalerl/conf/{p.relative_to(CONF)}" for p in CONF.rglob("*.yaml")} <= names
-    assert {"sweeps/cli/main.py", "hydra_plugins/scalerl_launcher.py"} <= names
+    plugins = {f"hydra_plugins/{path.name}" for path in (ROOT / "hydra_plugins").glob("*.py")}
+    assert {"sweeps/cli/main.py", "hydra_plugins/scalerl_axes.py"} | plugins <= names
 
 
 def test_the_leave_one_out_is_the_papers() -> None:

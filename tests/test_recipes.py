@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.choices import AXES
+from lightning_scalerl.choices import AXES, NEUTRAL
 from lightning_scalerl.composition import build_recipe, compose
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.run import run_member
@@ -37,6 +38,10 @@ REAL = [
     if "override /model: path" in (ROOT / f"conf/experiment/{name}.yaml").read_text()
 ]
 ON_ITS_OWN = [name for name in names("experiment") if name not in REAL]
+
+
+def recipe_file(recipe: str) -> Path:
+    return ROOT / "conf" / "recipe" / f"{recipe}.yaml"
 
 
 def members(experiment: str) -> list[list[str]]:
@@ -92,12 +97,23 @@ def test_every_recipe_goes_with_every_scale(recipe: str, scale: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", names("recipe"))
-def test_a_recipe_names_every_axis_that_it_could_leave_open(recipe: str) -> None:
-    """So that its file says what it is; the two of before the axes grew are what they were. None has an adapter."""
-    named = (ROOT / "conf" / "recipe" / f"{recipe}.yaml").read_text()
-    left = [axis for axis in AXES if f"/{axis}:" not in named]
-    grown = ["curriculum", "critic", "kl", "entropy", "epochs"]
-    assert left == [*(grown if recipe in ("scalerl", "scalerl_core") else []), "adapter"]
+def test_a_recipe_names_what_departs_from_neutral_or_is_stated(recipe: str) -> None:
+    """And every axis without a neutral choice; a line at the neutral choice says what makes it a statement."""
+    lines = re.findall(r"^  - override /(\w+): (\w+)(.*)$", recipe_file(recipe).read_text(), re.MULTILINE)
+    named = {axis: file for axis, file, _ in lines}
+    assert {axis for axis in AXES if NEUTRAL[axis] is None} <= named.keys()
+    assert all(remark.startswith(" # ") for axis, file, remark in lines if NEUTRAL.get(axis) == file)
+    assert all((ROOT / "conf" / axis / f"{file}.yaml").is_file() for axis, file in named.items())
+
+
+def test_the_flagship_resolves_to_what_it_is() -> None:
+    """Byte for byte, choices and numbers; an axis that came later is neutral in it."""
+    config: Any = OmegaConf.to_container(compose(["recipe=scalerl", "scale=paper"]), resolve=True)
+    frozen = (ROOT / "tests" / "golden" / "scalerl.yaml").read_text()
+    parts = list(OmegaConf.create(frozen))
+    for later in set(AXES).difference(parts):
+        assert config[later] == OmegaConf.load(ROOT / "conf" / later / f"{NEUTRAL[later]}.yaml")
+    assert len(parts) >= 23 and OmegaConf.to_yaml({key: config[key] for key in config if key in parts}) == frozen
 
 
 # What each recipe's file says of its source, at the scale that goes with it; `variant` and the like left out.
@@ -247,7 +263,7 @@ def test_what_a_source_leaves_open_is_said_in_the_file() -> None:
         ("dapo", "aggregation"): "token",
     }
     for (recipe, axis), words in said.items():
-        text = (ROOT / "conf" / "recipe" / f"{recipe}.yaml").read_text()
+        text = recipe_file(recipe).read_text()
         (line,) = (each for each in text.splitlines() if f"/{axis}:" in each)
         assert words in line, (recipe, axis)
 

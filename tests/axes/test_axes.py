@@ -6,11 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 import lightning_scalerl
 from lightning_scalerl import Choices, ConfigurationError, DesignChoice
-from lightning_scalerl.choices import AXES, axis_class
-from lightning_scalerl.composition import build_recipe, compose, conf_dir
+from lightning_scalerl.choices import AXES, NEUTRAL, axis_class
+from lightning_scalerl.composition import build, build_recipe, compose, conf_dir
 from tests.examples import every
 from tests.helpers import row
 
@@ -29,7 +30,10 @@ def test_an_axis_is_a_field_a_module_a_folder_and_a_class(axis: str) -> None:
     assert kind.__doc__ and len(kind.__doc__) > 15
     neutral = kind.neutral_choice()
     assert (neutral is None) == (kind.neutral is None)
+    assert (neutral is None) == (NEUTRAL[axis] is None)
     if neutral is not None:
+        file = OmegaConf.load(conf_dir() / axis / f"{NEUTRAL[axis]}.yaml")
+        assert build({axis: file}, axis).same_as(neutral)
         assert neutral.semantics() | dict(kind.neutral or {}) == neutral.semantics()
 
 

@@ -22,6 +22,7 @@ import pytest
 
 import lightning_scalerl
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.choices import NEUTRAL
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.identity import check_identity, identity_of
 from sweeps.executor.slurm.job import run_member
@@ -88,8 +89,7 @@ def _case(variant: str) -> str:
     values = any(line.startswith("  ") and line not in lines for line in text.splitlines())
     for recipe in ("scalerl", "scalerl_core", "ppo"):
         own = (CONF / "recipe" / f"{recipe}.yaml").read_text()
-        open_axes = ("curriculum", "critic", "kl", "entropy")
-        own += "".join(f"  - override /{axis}: none\n" for axis in open_axes if f"/{axis}:" not in own)
+        own += "".join(f"  - override /{axis}: {file}\n" for axis, file in NEUTRAL.items() if f"/{axis}:" not in own)
         if values or not lines or not re.search(rf"^{re.escape(lines[0])}( #.*)?$", own, re.MULTILINE):
             return f"variant={variant}" if recipe == "scalerl" else f"recipe={recipe} variant={variant}"
     raise AssertionError(f"variant {variant} changes none of the recipes")
