@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-from lightning_scalerl.verify.sandbox import Limits, Mode, check_protections, judge, judge_stdio
+from lightning_scalerl.sandbox import Limits, Mode, check_protections, judge, judge_stdio
 
 PROGRAM = "def add(a, b):\n    return a + b\n"
 TESTS = "def check(candidate):\n    assert candidate(1, 2) == 3\n"

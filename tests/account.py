@@ -42,7 +42,7 @@ LIVE = frozenset(
         "tests/sweeps/run/test_activity.py",
         "tests/sweeps/run/test_lease_contention.py",
         "tests/sweeps/tracking/test_login.py",
-        "tests/verify/sandbox/test_escapes.py",
+        "tests/sandbox/test_escapes.py",
         "tests/verify/test_pool.py",
     }
 )

@@ -27,8 +27,8 @@ FLOORS = {
     ],
     "lightning_scalerl": [
         {"prompt", "checks", "cache", "torchmetrics_on_demand"},
-        {"rollout", "verify"},
-        {"choice", "state"},
+        {"rollout", "sandbox"},
+        {"choice", "state", "verify"},
         {"axes"},
         {"choices", "task", "model", "optim", "distributed"},
         {"generator", "update"},
@@ -107,6 +107,22 @@ def test_axes_never_import_each_other() -> None:
             parts = name.split(".")
             if parts[:2] == ["lightning_scalerl", "axes"] and len(parts) > 2:
                 assert parts[2] == axis, f"{path} imports {name}: axes know nothing of each other"
+
+
+def test_the_sandbox_stands_on_the_ground_alone() -> None:
+    """What runs inside the jail imports the standard library and each other; the rest one module of ours besides."""
+    from lightning_scalerl.sandbox.launch import _INSIDE
+
+    room = "lightning_scalerl.sandbox"
+    assert len(_INSIDE) == 6
+    for path in files("lightning_scalerl/sandbox"):
+        inside = {f"{room}.{name}" for name in _INSIDE}
+        allowed = (
+            inside if path.stem in _INSIDE else inside | {name_of(each) for each in files("lightning_scalerl/sandbox")}
+        )
+        for name in imports_of(path):
+            ground = name == "lightning_scalerl.checks" and path.stem not in _INSIDE
+            assert name in allowed or ground or name.split(".")[0] in sys.stdlib_module_names, (path, name)
 
 
 def test_sweeps_knows_nothing_of_training() -> None:

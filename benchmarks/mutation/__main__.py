@@ -14,7 +14,7 @@ A run goes on where it was stopped: what its file holds is not done again (`--ag
 counts). Before a group's first mutant its tests must pass on the tree as it is. `before.jsonl` is of e5d9cfd, whose
 source the list was made from; `after.jsonl` asks the tests of a515a2a about the hundred mutants that were killed. Three
 of their lines have changed since (`does not apply`): the same changes in the lines as they are now were made by hand,
-and killed (tests/axes/test_contract.py, tests/sweeps/launch/test_ledger.py, tests/verify/sandbox/test_judge.py).
+and killed (tests/axes/test_contract.py, tests/sweeps/launch/test_ledger.py, tests/sandbox/test_judge.py).
 """
 
 from __future__ import annotations

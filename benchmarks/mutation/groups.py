@@ -83,8 +83,8 @@ GROUPS = {
         ("tests/sweeps/decide/test_race.py",),
     ),
     "sandbox": Group(
-        _each("lightning_scalerl/verify/sandbox", "judge", "examine", "jail"),
-        _each("tests/verify/sandbox", "test_jail", "test_protections", "test_judge", "test_escapes"),
+        _each("lightning_scalerl/sandbox", "judge", "examine", "jail"),
+        _each("tests/sandbox", "test_jail", "test_protections", "test_judge", "test_escapes"),
         torch=True,
     ),
     "readers": Group(

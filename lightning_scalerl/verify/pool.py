@@ -29,8 +29,8 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.sandbox.launch import SCRATCH, remove_left
 from lightning_scalerl.verify.grade import Grader, Outcome, Sample
-from lightning_scalerl.verify.sandbox.launch import SCRATCH, remove_left
 from sweeps.run.activity import activity
 
 # Imports of a reward function may be heavy, on a busy machine.

@@ -1,4 +1,4 @@
-"""Verifier of programs: run against their data set's tests in a sandbox (`sandbox/`).
+"""Verifier of programs: run against their data set's tests in a sandbox (`lightning_scalerl.sandbox`).
 
 The answer is {"tests", "entry_point", "prelude"} for tests that call functions, {"calls", "entry_point"} for calls with
 what they return, {"cases"} for programs that read and print.
@@ -14,8 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_scalerl.checks import positive
-from lightning_scalerl.verify.grade import Grade, Sample
-from lightning_scalerl.verify.sandbox import (
+from lightning_scalerl.sandbox import (
     JudgeResult,
     Limits,
     Mode,
@@ -24,6 +23,7 @@ from lightning_scalerl.verify.sandbox import (
     judge,
     judge_stdio,
 )
+from lightning_scalerl.verify.grade import Grade, Sample
 
 _BLOCK = re.compile(r"```(?P<language>[\w+-]*)[ \t]*\n(?P<code>.*?)(?:```|\Z)", re.DOTALL)
 _FUTURE = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]*\)|[^\n(]*)\n?", re.MULTILINE)

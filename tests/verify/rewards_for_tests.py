@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.verify.sandbox import launch
+from lightning_scalerl.sandbox import launch
 
 
 def obedient(completion: str, answer: str) -> float | None:

@@ -15,11 +15,11 @@ import pytest
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.sandbox import launch
 from lightning_scalerl.verify.grade import Grade, Known, Outcome, Sample
 from lightning_scalerl.verify.inline import InlineVerifiers
 from lightning_scalerl.verify.named import reward_sum
 from lightning_scalerl.verify.pool import VerifierPool
-from lightning_scalerl.verify.sandbox import launch
 from lightning_scalerl.verify.verification import (
     ErrorWatch,
     RewardError,
@@ -190,7 +190,7 @@ import time, sys
 sys.path.insert(0, {str(ROOT)!r})
 from tests.verify.test_pool import OBEDIENT, ask, outcomes
 from lightning_scalerl.verify.pool import VerifierPool
-from lightning_scalerl.verify.sandbox import launch
+from lightning_scalerl.sandbox import launch
 pool = VerifierPool(OBEDIENT, workers=2, timeout_s=1000.0)
 print(*[int(outcome.reward) for outcome in outcomes(pool, *["pid"] * 8)], flush=True)
 pool.submit(ask("deaf")); pool.submit(ask("spin"))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_scalerl.verify.sandbox.plain import (
+from lightning_scalerl.sandbox.plain import (
     MAX_BYTES,
     MAX_DEPTH,
     MAX_ITEMS_OF_ITERATOR,

@@ -8,9 +8,9 @@ import os
 import sys
 from typing import Any
 
-from lightning_scalerl.verify.sandbox import Limits, check_protections, judge, judge_stdio, run_program
-from lightning_scalerl.verify.sandbox.run import run_in
-from lightning_scalerl.verify.sandbox.walls import Protections, Walls
+from lightning_scalerl.sandbox import Limits, check_protections, judge, judge_stdio, run_program
+from lightning_scalerl.sandbox.run import run_in
+from lightning_scalerl.sandbox.walls import Protections, Walls
 
 PROTECTIONS: dict[str, Protections] = {}
 

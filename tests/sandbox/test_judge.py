@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.verify.sandbox import Limits, SandboxError, judge, launch, run_program
-from lightning_scalerl.verify.sandbox.judge import same_output
-from lightning_scalerl.verify.sandbox.walls import Protections, Walls
+from lightning_scalerl.sandbox import Limits, SandboxError, judge, launch, run_program
+from lightning_scalerl.sandbox.judge import same_output
+from lightning_scalerl.sandbox.walls import Protections, Walls
 from tests.examples import every
-from tests.verify.sandbox.places import Place
+from tests.sandbox.places import Place
 
 TESTS = "assert f(2) == {marker!r}\nassert f(3) == {marker!r} + '3'\n"
 RIGHT = "def f(x):\n    return {marker!r} + ('3' if x == 3 else '')\n"

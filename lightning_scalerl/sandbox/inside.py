@@ -12,9 +12,9 @@ import struct
 import sys
 from typing import Any
 
-from lightning_scalerl.verify.sandbox.examine import examine
-from lightning_scalerl.verify.sandbox.jail import enter, watch_over_a_child
-from lightning_scalerl.verify.sandbox.serve import run_script, serve
+from lightning_scalerl.sandbox.examine import examine
+from lightning_scalerl.sandbox.jail import enter, watch_over_a_child
+from lightning_scalerl.sandbox.serve import run_script, serve
 
 READY = b"ready\n"
 

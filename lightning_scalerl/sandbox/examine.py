@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
-from lightning_scalerl.verify.sandbox.frames import receive, send
-from lightning_scalerl.verify.sandbox.plain import Handle, MalformedError, decode, encode
+from lightning_scalerl.sandbox.frames import receive, send
+from lightning_scalerl.sandbox.plain import Handle, MalformedError, decode, encode
 
 # Where a name that tests use without importing it comes from, before the program may say what it means: a program
 # that lends tests their `isclose` has a say in what is close.

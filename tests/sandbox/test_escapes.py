@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from lightning_scalerl.verify.sandbox.jail import landlock_abi
-from lightning_scalerl.verify.sandbox.walls import Walls
-from tests.verify.sandbox.places import NOBODY, Place
+from lightning_scalerl.sandbox.jail import landlock_abi
+from lightning_scalerl.sandbox.walls import Walls
+from tests.sandbox.places import NOBODY, Place
 
 # What surrounds every attempt: "reached" if it works, the error's type otherwise; the program itself goes on.
 AROUND = """
@@ -517,12 +517,12 @@ def test_the_parent_may_die(place: Place, outside: Path) -> None:
     import subprocess
 
     from tests.paths import ROOT
-    from tests.verify.sandbox.places import interpreter_for_all
+    from tests.sandbox.places import interpreter_for_all
 
     marker = f"p{secrets.token_hex(6)}"
     program = f"import ctypes, time\nctypes.CDLL(None).prctl(15, {marker.encode()!r}, 0, 0, 0)\ntime.sleep(60)"
     script = (
-        "from lightning_scalerl.verify.sandbox import *\n"
+        "from lightning_scalerl.sandbox import *\n"
         f"run_program({program!r}, '', Limits(wall_s=60), check_protections(False, {place.mode!r}))"
     )
     other = os.geteuid() == 0 and place.uid == NOBODY

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_scalerl.verify.sandbox import jail
-from lightning_scalerl.verify.sandbox.jail import seccomp_program
+from lightning_scalerl.sandbox import jail
+from lightning_scalerl.sandbox.jail import seccomp_program
 
 ALLOW, KILL, EPERM, ENOSYS, EOPNOTSUPP = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026, 0x0005005F
 PID = 4321

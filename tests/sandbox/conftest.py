@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.verify.sandbox.jail import landlock_abi, seccomp_obstacle
-from tests.verify.sandbox.places import NOBODY, Place, missing, ordinary
+from lightning_scalerl.sandbox.jail import landlock_abi, seccomp_obstacle
+from tests.sandbox.places import NOBODY, Place, missing, ordinary
 
 # Each kind of walls and each user once; crossed the other way by test-full.
 PLACES = [

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.verify.sandbox.launch import Capture, Sandboxed, attend
-from lightning_scalerl.verify.sandbox.limits import Limits
-from lightning_scalerl.verify.sandbox.run import run_program
-from lightning_scalerl.verify.sandbox.walls import Protections
+from lightning_scalerl.sandbox.launch import Capture, Sandboxed, attend
+from lightning_scalerl.sandbox.limits import Limits
+from lightning_scalerl.sandbox.run import run_program
+from lightning_scalerl.sandbox.walls import Protections
 
 _ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\(\))?(\.[A-Za-z_]\w*(\(\))?)*")
 _TOLERANCE = Decimal("1e-6")

@@ -8,9 +8,9 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_scalerl.verify.sandbox.launch import Capture, Sandboxed, anonymous, attend
-from lightning_scalerl.verify.sandbox.limits import Limits
-from lightning_scalerl.verify.sandbox.walls import Protections, Walls
+from lightning_scalerl.sandbox.launch import Capture, Sandboxed, anonymous, attend
+from lightning_scalerl.sandbox.limits import Limits
+from lightning_scalerl.sandbox.walls import Protections, Walls
 
 # ok: exit code 0. nonzero: another one. killed: a signal ended it (memory, stack). The rest are limits of the sandbox.
 Status = Literal["ok", "nonzero", "killed", "timeout", "output_limit", "disk_limit"]

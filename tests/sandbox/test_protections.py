@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.verify.sandbox import Limits, check_protections, launch, protections, run_program
-from lightning_scalerl.verify.sandbox.walls import Walls
+from lightning_scalerl.sandbox import Limits, check_protections, launch, protections, run_program
+from lightning_scalerl.sandbox.walls import Walls
 from tests.paths import ROOT
-from tests.verify.sandbox.places import Place
+from tests.sandbox.places import Place
 
 
 def test_lines_say_what_is_given(place: Place) -> None:
@@ -114,9 +114,9 @@ def test_bubblewrap_binds_one_folder_for_writing(user_namespace: bool) -> None:
 def test_light() -> None:
     """Nothing of training is imported."""
     code = (
-        "import sys, lightning_scalerl.verify.sandbox\n"
+        "import sys, lightning_scalerl.sandbox\n"
         "ours = {n for n in sys.modules if n.startswith('lightning_scalerl.')}\n"
-        "others = {n.partition('.')[2] for n in ours if '.verify' not in n}\n"
+        "others = {n.partition('.')[2] for n in ours if '.sandbox' not in n}\n"
         "assert others == {'checks', 'torchmetrics_on_demand'}, others\n"
         "assert not {'torch', 'lightning', 'transformers', 'numpy'} & set(sys.modules)\n"
     )

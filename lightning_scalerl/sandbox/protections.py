@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.verify.sandbox.jail import landlock_abi, seccomp_obstacle
-from lightning_scalerl.verify.sandbox.launch import SandboxError, user_range
-from lightning_scalerl.verify.sandbox.limits import Limits
-from lightning_scalerl.verify.sandbox.run import run_in
-from lightning_scalerl.verify.sandbox.walls import BUBBLEWRAP, LANDLOCK, OWN_USER, SCRATCH, SECCOMP, Protections, Walls
+from lightning_scalerl.sandbox.jail import landlock_abi, seccomp_obstacle
+from lightning_scalerl.sandbox.launch import SandboxError, user_range
+from lightning_scalerl.sandbox.limits import Limits
+from lightning_scalerl.sandbox.run import run_in
+from lightning_scalerl.sandbox.walls import BUBBLEWRAP, LANDLOCK, OWN_USER, SCRATCH, SECCOMP, Protections, Walls
 
 Mode = Literal["auto", "bubblewrap", "landlock", "none"]
 

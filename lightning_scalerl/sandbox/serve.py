@@ -13,8 +13,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lightning_scalerl.verify.sandbox.frames import receive, send
-from lightning_scalerl.verify.sandbox.plain import Handle, NotPlainError, decode, encode
+from lightning_scalerl.sandbox.frames import receive, send
+from lightning_scalerl.sandbox.plain import Handle, NotPlainError, decode, encode
 
 
 class _Kept:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 
-from lightning_scalerl.verify.sandbox.plain import MAX_BYTES
+from lightning_scalerl.sandbox.plain import MAX_BYTES
 
 # A message holds encoded values beside its own few fields.
 _MAX_FRAME = 3 * MAX_BYTES

@@ -31,11 +31,11 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Self
 
-from lightning_scalerl.verify.sandbox.inside import READY
-from lightning_scalerl.verify.sandbox.limits import Limits
-from lightning_scalerl.verify.sandbox.walls import Walls
+from lightning_scalerl.sandbox.inside import READY
+from lightning_scalerl.sandbox.limits import Limits
+from lightning_scalerl.sandbox.walls import Walls
 
-_ROOM = "lightning_scalerl.verify.sandbox"
+_ROOM = "lightning_scalerl.sandbox"
 # In the order in which they import each other.
 _INSIDE = ("plain", "frames", "jail", "serve", "examine", "inside")
 _BOOT = """

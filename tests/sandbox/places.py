@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.verify.sandbox import JudgeResult, ProgramResult, SandboxError
-from lightning_scalerl.verify.sandbox.walls import Protections, Walls
+from lightning_scalerl.sandbox import JudgeResult, ProgramResult, SandboxError
+from lightning_scalerl.sandbox.walls import Protections, Walls
 from tests.paths import ROOT
-from tests.verify.sandbox import worker
+from tests.sandbox import worker
 
 # A user without rights; each worker has one of its own, since the kernel counts the threads of a user on the machine.
 NOBODY = 65534 - int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -113,7 +113,7 @@ def ordinary(mode: str) -> Iterator[Place]:
     # A variable that must not be seen inside.
     environment = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "PATH": os.environ["PATH"]}
     with subprocess.Popen(
-        [str(python), "-m", "tests.verify.sandbox.worker"],
+        [str(python), "-m", "tests.sandbox.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
