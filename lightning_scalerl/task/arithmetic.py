@@ -10,11 +10,11 @@ of digits: 8 to 23 tokens for 1 to 4.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.task.base import Task
+from lightning_scalerl.task.base import PoolTask
 
 ALPHABET = "0123456789+=#. "
 STOP = "."
@@ -43,7 +43,7 @@ def draw_number(digits: int, source: random.Random) -> int:
     return source.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
 
-class ArithmeticTask(Task):
+class ArithmeticTask(PoolTask):
     """Finite pool of additions of mixed difficulty, and a held-out set.
 
     Args:
@@ -59,14 +59,15 @@ class ArithmeticTask(Task):
             if not 0 < len(counts) <= MAX_DIGITS or any(count < 0 for count in counts) or not sum(counts):
                 raise ConfigurationError(f"task.{field}: {list(counts)} must give 1 to {MAX_DIGITS} counts, not all 0")
         source = random.Random(f"arithmetic {seed}")
-        self._train: list[Prompt] = []
-        self._heldout: list[Prompt] = []
+        pool: list[Prompt] = []
+        apart: list[Prompt] = []
         for digits in range(1, MAX_DIGITS + 1):
             wanted_train = train[digits - 1] if digits <= len(train) else 0
             wanted_heldout = heldout[digits - 1] if digits <= len(heldout) else 0
             prompts = self._distinct(digits, wanted_train + wanted_heldout, source)
-            self._heldout += prompts[:wanted_heldout]
-            self._train += prompts[wanted_heldout:]
+            apart += prompts[:wanted_heldout]
+            pool += prompts[wanted_heldout:]
+        self._train, self._heldout = pool, {"heldout": apart}
 
     @staticmethod
     def _distinct(digits: int, count: int, source: random.Random) -> list[Prompt]:
@@ -85,14 +86,6 @@ class ArithmeticTask(Task):
             )
             for first, second in pairs
         ]
-
-    def train_prompts(self) -> Sequence[Prompt]:
-        """Return the training pool, all numbers of digits mixed."""
-        return self._train
-
-    def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """Return the one held-out set, named `heldout`."""
-        return {"heldout": self._heldout}
 
     def reward(self, prompt: Prompt, completion: str) -> float:
         """Return 1 if the worked digits and the answer are right, else 0."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -68,6 +68,21 @@ class Task(ABC):
         return reward >= 1.0
 
 
+class PoolTask(Task):
+    """Base of the tasks whose prompts are all there once it is made; `__init__` sets `_train` and `_heldout`."""
+
+    _train: Sequence[Prompt]
+    _heldout: Mapping[str, Sequence[Prompt]]
+
+    def train_prompts(self) -> Sequence[Prompt]:
+        """Return the training pool, in the order in which it was read or drawn."""
+        return self._train
+
+    def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
+        """Return the held-out prompts, by the name of their set."""
+        return self._heldout
+
+
 @dataclass(frozen=True)
 class TaskGrader:
     """Grader that calls a task's own `reward`."""
@@ -121,6 +136,21 @@ def file_digest(field: str, path: str | Path) -> str:
         return _digest(found, about.st_size, about.st_mtime_ns)
     except OSError as error:
         raise ConfigurationError(f"{field}: cannot read {str(path)!r} ({error.strerror}); give a file") from error
+
+
+def contents(parameters: Mapping[str, Any], content_of: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return what stands for a task's training rows and held-out sets in a run's identity.
+
+    Args:
+        parameters: of the task; `train` says where the rows are, `heldout` likewise by the name of a set.
+        content_of: returns the content of one of them, given the field for errors and where it is.
+    """
+    heldout = parameters.get("heldout")
+    named = heldout.items() if isinstance(heldout, Mapping) else ()
+    return {
+        "train": content_of("task.train", parameters.get("train")),
+        "heldout": {name: content_of(f"task.heldout.{name}", given) for name, given in named},
+    }
 
 
 @lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.task.base import Task, file_digest
+from lightning_scalerl.task.base import PoolTask, contents, file_digest
 from lightning_scalerl.task.formats import FORMATS, Columns, Problem, Row, no_answer
 from lightning_scalerl.task.overlap import check_rules, without_overlap
 from lightning_scalerl.task.rows import RowSource, fields_of
@@ -23,7 +23,7 @@ from lightning_scalerl.verify.rewards import FunctionGrader
 TRIED = 4
 
 
-class DatasetTask(Task):
+class DatasetTask(PoolTask):
     """Prompts of a data set: a training pool and held-out sets, each from a file, a folder or the hub.
 
     Args:
@@ -92,21 +92,8 @@ class DatasetTask(Task):
         Raises:
             ConfigurationError: a file that cannot be read.
         """
-        heldout = parameters.get("heldout")
-        named = heldout.items() if isinstance(heldout, Mapping) else ()
-        return {
-            "train": RowSource.of("task.train", parameters.get("train")).content(),
-            "heldout": {name: RowSource.of(f"task.heldout.{name}", given).content() for name, given in named},
-            "rewards": content_of(parameters.get("rewards"), lambda path: file_digest("task.rewards", path)),
-        }
-
-    def train_prompts(self) -> Sequence[Prompt]:
-        """Return the training pool, without duplicates and leaks as the rules say."""
-        return self._train
-
-    def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """Return the held-out prompts, by the name of their set."""
-        return self._heldout
+        rewards = content_of(parameters.get("rewards"), lambda path: file_digest("task.rewards", path))
+        return contents(parameters, lambda field, given: RowSource.of(field, given).content()) | {"rewards": rewards}
 
     def reward(self, prompt: Prompt, completion: str) -> float | None:
         """Return the weighted sum of the rewards, graded in this process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError, shown
 from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.task.base import Task, file_digest
+from lightning_scalerl.task.base import PoolTask, contents, file_digest
 from lightning_scalerl.verify.grade import Grade, Grader, Sample
 from sweeps.run.files import parse_json
 
@@ -37,7 +37,7 @@ def exact_match(completion: str, answer: str) -> float:
 VERIFIERS: Mapping[str, Verifier] = {"exact_match": exact_match}
 
 
-class JsonlTask(Task):
+class JsonlTask(PoolTask):
     """Prompts from files of one JSON object a line: `prompt` and `answer`, optionally `id` and `difficulty`.
 
     Without an `id` it is the line's number.
@@ -65,20 +65,7 @@ class JsonlTask(Task):
         Raises:
             ConfigurationError: a file that cannot be read.
         """
-        heldout = parameters.get("heldout")
-        named = heldout.items() if isinstance(heldout, Mapping) else ()
-        return {
-            "train": file_digest("task.train", str(parameters.get("train"))),
-            "heldout": {name: file_digest(f"task.heldout.{name}", path) for name, path in named},
-        }
-
-    def train_prompts(self) -> Sequence[Prompt]:
-        """Return the training pool in the order of its file."""
-        return self._train
-
-    def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """Return the held-out prompts, by the name of their set."""
-        return self._heldout
+        return contents(parameters, lambda field, path: file_digest(field, str(path)))
 
     def reward(self, prompt: Prompt, completion: str) -> float | None:
         """Return the verifier's reward for a completion; None if it abstains."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.task.base import Task, check_task
+from lightning_scalerl.task.base import PoolTask, Task, check_task
 from lightning_scalerl.task.overlap import check_rules, without_overlap
 from lightning_scalerl.verify.grade import Grade, Grader, Known, Sample
 
@@ -48,7 +48,7 @@ class MixtureGrader:
         return replace(grade, parts=parts, terms=terms)
 
 
-class MixtureTask(Task):
+class MixtureTask(PoolTask):
     """Union of several tasks' pools; an epoch is a pass over all of them.
 
     Held-out sets are called by their task and their own name (`math_test`), or by the task's name alone where it has
@@ -113,14 +113,6 @@ class MixtureTask(Task):
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return nothing: each task is identified by its own content."""
         return {}
-
-    def train_prompts(self) -> Sequence[Prompt]:
-        """Return the pools of all tasks, one after the other."""
-        return self._train
-
-    def eval_sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """Return the held-out sets of all tasks, by the names of task and set."""
-        return self._heldout
 
     def reward(self, prompt: Prompt, completion: str) -> float | None:
         """Return the reward by the prompt's own task."""
