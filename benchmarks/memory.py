@@ -43,6 +43,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-0.6B": ("Qwen3", qwen3(1024, 3072, 28, 16, tied=True)),
     "Qwen3-1.7B": ("Qwen3", qwen3(2048, 6144, 28, 16, tied=True)),
     "Qwen3-8B": ("Qwen3", qwen3(4096, 12288, 36, 32)),
+    "Qwen3-30B-A3B, a mixture": (
+        "Qwen3Moe",
+        {
+            **qwen3(2048, 6144, 48, 32, key_heads=4),
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+        },
+    ),
     "Qwen3-32B": ("Qwen3", qwen3(5120, 25600, 64, 64)),
     "Llama-3.1-70B": (
         "Llama",
