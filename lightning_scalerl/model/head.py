@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.model.chunked_head import Scaling
 
 
 def text_config(model: nn.Module) -> Any:
@@ -64,6 +65,13 @@ def head_logits(model: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor |
         cap = config.final_logit_softcapping
         logits = torch.tanh(logits / cap) * cap
     return logits
+
+
+def scaling_of(model: nn.Module, temperature: float) -> Scaling:
+    """Return what `head_logits` and the temperature do to the head's product."""
+    config = text_config(model)
+    factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    return Scaling(factor, getattr(config, "final_logit_softcapping", None) or None, temperature)
 
 
 @contextmanager

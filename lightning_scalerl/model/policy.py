@@ -9,17 +9,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.model.head import backbone, head_logits, output_head
+from lightning_scalerl.model.chunked_head import chunked_scores
+from lightning_scalerl.model.head import backbone, head_logits, output_head, scaling_of
 from lightning_scalerl.model.shared_prompt import shares_prompts, worthwhile
 from lightning_scalerl.model.shared_prompt import states as completion_states
 from lightning_scalerl.rollout import TrainBatch
 from sweeps.run.activity import activity
 
-# Above this many logits (tokens x vocabulary) the head works in chunks and recomputes them for the backward
-# pass: at a real vocabulary the logits are the largest tensor of the step. 2^27 FP32 logits are 0.5 GB.
+# Above this many logits (tokens x vocabulary) the head works in chunks (`chunked_head`). 2^27 FP32 logits are 0.5 GB.
 MAX_LOGITS = 2**27
 
 
@@ -124,8 +123,5 @@ class Policy(nn.Module):
         chunk = max(1, MAX_LOGITS // head.weight.shape[0])
         if hidden.shape[0] <= chunk:
             return score(hidden, targets)
-        parts = [
-            checkpoint(score, hidden[i : i + chunk], targets[i : i + chunk], use_reentrant=False)
-            for i in range(0, hidden.shape[0], chunk)
-        ]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        scaling = scaling_of(self.model, self.temperature)
+        return chunked_scores(hidden, head.weight, head.bias, targets, scaling, dtype, chunk, entropy_gradient)
