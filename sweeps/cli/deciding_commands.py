@@ -99,7 +99,7 @@ def plan_command(options: argparse.Namespace) -> int:
     options.group = [name for name in (options.rollouts, options.difficulty, *options.group) if name is not None]
     study, fits = fitted(options)
     from sweeps.decide.plan import Factors, make_plan
-    from sweeps.launch.again import command
+    from sweeps.launch.resume_command import command
 
     factors = Factors(
         size=options.size,

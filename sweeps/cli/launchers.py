@@ -24,14 +24,14 @@ from sweeps.errors import UserError
 from sweeps.executor.base import load_entry
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.slurm.settings import JobSettings, asks_for_gpus
-from sweeps.launch.conductor import Conductor
+from sweeps.launch.decider import Decider
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.planning import Planner, plan_apart
 from sweeps.launch.settings import CLUSTER, LaunchSettings, report_failures, run_study
 from sweeps.launch.study import Study
 from sweeps.run.folders import user_folders
 from sweeps.run.spec import RunSpec
-from sweeps.search.conductors import conductor_of
+from sweeps.search.deciders import decider_of
 from sweeps.search.settings import Axis, RaceSettings, SearchSettings
 
 _TRIED_EARLY = 4  # members that are composed before anything heavy is imported
@@ -238,7 +238,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         self,
         study: Study,
         plan: LaunchSettings,
-        conductor: Conductor | None = None,
+        decider: Decider | None = None,
         finished: Callable[[Path, str | None], None] = lambda directory, tracking: None,
     ) -> dict[str, MemberState]:
         detach = bool(self._settings.get("detach"))
@@ -254,8 +254,8 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
                 self.accepted()
 
         try:
-            conductor = conductor or conductor_of(study, plan)
-            return run_study(study, plan, detach=detach, accepted=accepted, finished=finished, conductor=conductor)
+            decider = decider or decider_of(study, plan)
+            return run_study(study, plan, detach=detach, accepted=accepted, finished=finished, decider=decider)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             if plan.outlives:

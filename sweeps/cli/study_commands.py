@@ -139,7 +139,7 @@ def collect_command(options: argparse.Namespace) -> int:
     from sweeps.launch.status import counts, overview
     from sweeps.launch.study import Study
     from sweeps.launch.trust import check_study
-    from sweeps.search.conductors import conductor_of
+    from sweeps.search.deciders import decider_of
 
     directory = Path(options.study)
     states = None
@@ -157,9 +157,9 @@ def collect_command(options: argparse.Namespace) -> int:
             # A race takes its looks only under --wait, where this process stays up to conduct it.
             if not options.trust:
                 check_study(study, plan)
-            conductor = conductor_of(study, plan) if options.wait else None
+            decider = decider_of(study, plan) if options.wait else None
             states = run_study(
-                study, plan, detach=not options.wait, again=options.again, finished=finished, conductor=conductor
+                study, plan, detach=not options.wait, again=options.again, finished=finished, decider=decider
             )
     elif (directory / LEDGER_FILE).is_file():
         # Its controller was gone before it could write down that a launch was accepted.

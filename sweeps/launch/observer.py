@@ -40,7 +40,7 @@ class Observer(Protocol):
         ...
 
     def paused(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
-        """Handle a member that is saved and paused until the conductor wants it at work."""
+        """Handle a member that is saved and paused until the decider wants it at work."""
         ...
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
@@ -48,7 +48,7 @@ class Observer(Protocol):
         ...
 
     def say(self, line: str) -> None:
-        """Show a line for people from the study's conductor."""
+        """Show a line for people from the study's decider."""
         ...
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:

@@ -18,7 +18,7 @@ from sweeps.executor.local import InProcessExecutor, LocalExecutor
 from sweeps.executor.slurm.executor import ClusterExecutor
 from sweeps.executor.slurm.scheduler import Scheduler, Slurm
 from sweeps.executor.slurm.settings import JobSettings
-from sweeps.launch.conductor import Conductor
+from sweeps.launch.decider import Decider
 from sweeps.launch.ledger import MemberState
 from sweeps.launch.observer import Observer, Progress
 from sweeps.launch.study import Study
@@ -161,14 +161,14 @@ def run_study(
     scheduler: Scheduler | None = None,
     accepted: Callable[[], None] = lambda: None,
     finished: Callable[[Path, str | None], None] = lambda directory, tracking: None,
-    conductor: Conductor | None = None,
+    decider: Decider | None = None,
 ) -> dict[str, MemberState]:
     """Run a study by its settings, with progress on stderr and MLflow if it is tracked.
 
     Args:
         study: study to run.
         plan: its launch settings.
-        detach, again, accepted, conductor: see `Study.run`.
+        detach, again, accepted, decider: see `Study.run`.
         scheduler: the cluster's scheduler; None for SLURM's own commands.
         finished: called with the study's folder and MLflow's tracking URI (None if not tracked), if all its members
             have finished or were stopped.
@@ -181,7 +181,7 @@ def run_study(
         from sweeps.launch.tracked import TrackingObserver
 
         observers.append(TrackingObserver(study, plan.tracking, axis=plan.axis))
-    states = study.run(executor, observers, plan.retries, detach, again, accepted, conductor)
+    states = study.run(executor, observers, plan.retries, detach, again, accepted, decider)
     if all(state.state in ("finished", "stopped") for state in states.values()):
         finished(study.directory, plan.tracking)
     return states

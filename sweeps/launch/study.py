@@ -16,10 +16,10 @@ from sweeps.errors import UserError, naming
 from sweeps.executor.base import Executor, Launch, Outcome
 from sweeps.executor.failure import BLAMES_NODE, NEVER, may_retry
 from sweeps.executor.slurm.attempts import attempts
-from sweeps.launch.conductor import Conductor, Wish
+from sweeps.launch.decider import Decider, Wish
 from sweeps.launch.labels import check_labels
 from sweeps.launch.ledger import RUNS_DIR, Ledger, MemberState, after
-from sweeps.launch.nodes import Nodes
+from sweeps.launch.node_blacklist import NodeBlacklist
 from sweeps.launch.observer import Observer
 from sweeps.launch.refusal import Before
 from sweeps.redact import redact
@@ -83,7 +83,7 @@ class Study:
         detach: bool = False,
         again: bool = True,
         accepted: Callable[[], None] = lambda: None,
-        conductor: Conductor | None = None,
+        decider: Decider | None = None,
     ) -> dict[str, MemberState]:
         """Run every member that is not done; a member that fails touches no other.
 
@@ -96,7 +96,7 @@ class Study:
                 process looked, whatever the retries say.
             accepted: called once, when the executor has taken members or there is none to be taken. What is kept with
                 the study is written now: up to here the launch may be refused, and then it leaves no trace.
-            conductor: decides which members are at work; without one all are that are not done.
+            decider: decides which members are at work; without one all are that are not done.
 
         Returns:
             The state of each member, by identity.
@@ -128,7 +128,7 @@ class Study:
             refusal = stack.enter_context(ExitStack())
             refusal.callback(remove_folders, new)
             known = self.ledger.fold()
-            joined = self._join(conductor.decided()) if conductor is not None else []
+            joined = self._join(decider.decided()) if decider is not None else []
             check_form(self.directory / RUNS_DIR / run for run in known)
             check_labels(self.directory / RUNS_DIR, self.specs, known)
             self._check_reach(executor, known)
@@ -140,7 +140,7 @@ class Study:
                 if joined:
                     observer.added(joined)
             stack.callback(executor.close)
-            controller = _Controller(self, executor, observers, retries, lease.check, accepted, conductor)
+            controller = _Controller(self, executor, observers, retries, lease.check, accepted, decider)
             try:
                 states = controller.run(detach, again)
             except BaseException as error:
@@ -163,7 +163,7 @@ class Study:
             return states
 
     def _join(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
-        """Merge members that a conductor decided on earlier, the larger budget winning; return those that are new.
+        """Merge members that a decider added earlier, the larger budget winning; return those that are new.
 
         Called before members are planned: a job of theirs may be at work, and a run with a raised budget is not done.
         """
@@ -203,7 +203,7 @@ class _Controller:
         retries: Mapping[str, int | None],
         still_ours: Callable[[], None],
         accepted: Callable[[], None],
-        conductor: Conductor | None,
+        decider: Decider | None,
     ) -> None:
         self._study = study
         self._ledger = study.ledger
@@ -220,14 +220,14 @@ class _Controller:
         self.stopped = 0
         self._states = self._ledger.fold()
         self._tell_accepted = accepted
-        self._conductor = conductor
+        self._decider = decider
         self._asked: dict[str, str] = {}  # to stop, and for which reason
-        self._held: dict[str, Launch] = {}  # that the conductor does not want at work now
+        self._held: dict[str, Launch] = {}  # that the decider does not want at work now
         self._accepted = self._put_off = False
         self._new_study = not self._states
         self._before = Before(self._ledger)
         self._again = False
-        self._nodes = Nodes(self._at_work)
+        self._nodes = NodeBlacklist(self._at_work)
         for entry in self._ledger.entries():
             self._nodes.note(entry)
 
@@ -251,7 +251,7 @@ class _Controller:
     def run(self, detach: bool, again: bool) -> dict[str, MemberState]:
         """Run until every member has ended; with `detach`, until all that can be is submitted."""
         self._again = again
-        for name in self._conductor.files if self._conductor is not None else []:
+        for name in self._decider.files if self._decider is not None else []:
             self._before.writing(self._study.directory / name)
         waiting = self._conduct(self._take_stock(again))
         if not waiting:
@@ -315,19 +315,19 @@ class _Controller:
         todo = {launch.run: launch for launch in [*waiting, *underway] if launch.run not in found}
         for run in found:
             self._earlier[run] = (0, 0)
-            # An earlier process's conductor has asked it to stop: ending for that is no failure.
+            # An earlier process's decider has asked it to stop: ending for that is no failure.
             if (why := stop_asked(self._study.run_dir(self._specs[run]))) is not None:
                 self._asked[run] = why
         return [todo[run] for run in self._specs if run in todo]
 
     def _conduct(self, waiting: list[Launch]) -> list[Launch]:
-        """Apply the conductor's decisions; return the members to submit, in its order."""
-        if self._conductor is None:
+        """Apply the decider's decisions; return the members to submit, in its order."""
+        if self._decider is None:
             return waiting
         self._still_ours()
         running = self._executor.running()
         self._wish()  # it looks first, and then says who is to come
-        waiting = [*waiting, *self._add(self._conductor.members(self._states))]
+        waiting = [*waiting, *self._add(self._decider.members(self._states))]
         wish = self._wish()
         unwanted = {**wish.later, **wish.over}
         for run in running:
@@ -354,8 +354,8 @@ class _Controller:
         return wanted
 
     def _wish(self) -> Wish:
-        assert self._conductor is not None
-        wish = self._conductor.wish(self._states, set(self._executor.running()) - self._executor.queued())
+        assert self._decider is not None
+        wish = self._decider.wish(self._states, set(self._executor.running()) - self._executor.queued())
         for line in wish.said:
             for observer in self._observers:
                 observer.say(line)
@@ -416,7 +416,7 @@ class _Controller:
     def _to_go_on(self, spec: RunSpec, again: bool) -> bool:
         """Return whether a member that is not done is to be run by this launch."""
         state = self._states[spec.run].state if spec.run in self._states else "planned"
-        return again or state not in ("failed", "stopped") or (state == "stopped" and self._conductor is not None)
+        return again or state not in ("failed", "stopped") or (state == "stopped" and self._decider is not None)
 
     def _given_up(self, spec: RunSpec) -> None:
         """Count a member that ends unfinished, as stopped or failed, and notify the observers."""
@@ -545,11 +545,11 @@ class _Controller:
                 observer.retried(spec, run_dir, reason)
             return [self._launch(spec)]
         self._nodes.over(spec.run)
-        # Under a conductor who did not ask for it a member that stops is one that will not come.
-        of_itself = kind == "stopped" and (asked or self._conductor is None)
+        # Under a decider who did not ask for it a member that stops is one that will not come.
+        of_itself = kind == "stopped" and (asked or self._decider is None)
         self._note("stopped" if of_itself else "failed", [said])
-        if kind == "stopped" and asked and self._conductor is not None:
-            return [self._launch(spec)]  # saved; the conductor says whether it goes on one day
+        if kind == "stopped" and asked and self._decider is not None:
+            return [self._launch(spec)]  # saved; the decider says whether it goes on one day
         # It was over, or asked to be, when this command was given, and the command wants it.
         if self._again and (outcome.earlier or (kind == "stopped" and asked)):
             for observer in self._observers:

@@ -19,7 +19,7 @@ from sweeps.fit.constants import MIN_COMPUTES
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.history import GROWTH, Snapshot, history
 from sweeps.fit.sensitivity import sensitivity
-from sweeps.launch.again import command
+from sweeps.launch.resume_command import command
 from sweeps.run.journal import JournalView
 from sweeps.run.rollouts import a_few
 from sweeps.search.record import RaceRecord

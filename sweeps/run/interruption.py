@@ -1,4 +1,4 @@
-"""Requests to stop a run at its next step boundary: by a scheduler's signal, or by the study's conductor.
+"""Requests to stop a run at its next step boundary: by a scheduler's signal, or by the study's decider.
 
 A signal can arrive in the middle of an optimizer step or of a generation; all its handler does is to leave a note
 here. A study's controller may be on another machine, so it leaves a file in the run's directory. The loop reads both

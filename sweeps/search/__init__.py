@@ -1,1 +1,1 @@
-"""Searches and races: conductors that decide while a study runs which members run next and which stop."""
+"""Searches and races: deciders that decide while a study runs which members run next and which stop."""

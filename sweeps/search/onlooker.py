@@ -1,6 +1,6 @@
-"""Race without a conductor: a run watches its rivals and decides by itself when to stop.
+"""Race without a decider: a run watches its rivals and decides by itself when to stop.
 
-For runs that are started one by one, without a conductor. Runs whose folders exist before the first look take the same
+For runs that are started one by one, without a decider. Runs whose folders exist before the first look take the same
 looks at the same evaluations, and so decide alike; one that begins later has more rivals than the others saw. No run
 pauses for another: each goes on, and takes a look once all runs that exist have reached its compute.
 """

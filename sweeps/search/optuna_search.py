@@ -1,4 +1,4 @@
-"""Conductor of a search: Optuna proposes trials, members run as slots become free, and their curves are judged.
+"""Decider of a search: Optuna proposes trials, members run as slots become free, and their curves are judged.
 
 Optuna's journal in the study's folder (`optuna.jsonl`) holds the trials. A trial is asked for, its parameters are
 drawn, its identity is written into the journal, and only then is it a member: killed at any point, the next process
@@ -27,7 +27,7 @@ from sweeps.decide.standing import joint_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curves
 from sweeps.fit.predict import within
-from sweeps.launch.conductor import Wish
+from sweeps.launch.decider import Wish
 from sweeps.launch.ledger import RUNS_DIR, MemberState
 from sweeps.launch.planning import PlannerLostError
 from sweeps.launch.study import Study
@@ -57,7 +57,7 @@ Planner = Callable[[Sequence[Sequence[str]]], list[RunSpec]]
 
 
 class Search:
-    """Conductor that runs a study as a search (`sweeps.launch.conductor.Conductor`).
+    """Decider that runs a study as a search (`sweeps.launch.decider.Decider`).
 
     Args:
         study: study whose members the trials become.
@@ -197,11 +197,11 @@ class Search:
     # --- what it wants -------------------------------------------------------------------------------------------
 
     def decided(self) -> list[RunSpec]:
-        """Return no members: the study is read with all that it has. See `Conductor.decided`."""
+        """Return no members: the study is read with all that it has. See `Decider.decided`."""
         return []
 
     def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
-        """Tell Optuna the results of ended members and return members for new trials. See `Conductor.members`."""
+        """Tell Optuna the results of ended members and return members for new trials. See `Decider.members`."""
         while True:
             self._tell(states)
             asked, found = self._asked(states)
@@ -314,7 +314,7 @@ class Search:
         return float(np.quantile(rewards, _LOW))
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> Wish:
-        """Want all open trials at work but the pruned ones, `n_jobs` at most. See `Conductor.wish`."""
+        """Want all open trials at work but the pruned ones, `n_jobs` at most. See `Decider.wish`."""
         if self._settings.prune == "race":
             self._race(states, at_work)
         over = {run: why for run, why in self._stopped().items() if run in states and states[run].state != "finished"}

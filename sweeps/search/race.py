@@ -1,4 +1,4 @@
-"""Conductor of a live race: takes looks while the study runs, and stops runs of recipes that will not be best.
+"""Decider of a live race: takes looks while the study runs, and stops runs of recipes that will not be best.
 
 Decisions are those of `sweeps.decide.race`: they rest on the evaluations up to a look's compute, whoever looks, and
 when. Each look is in `race.jsonl` before anything is stopped for it, and a later process goes on from there.
@@ -23,7 +23,7 @@ from sweeps.decide.next_run import choice_of, split_budget
 from sweeps.decide.race import Look, next_look, result
 from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
-from sweeps.launch.conductor import Wish
+from sweeps.launch.decider import Wish
 from sweeps.launch.ledger import RUNS_DIR, MemberState
 from sweeps.launch.planning import PlannerLostError
 from sweeps.launch.study import Study
@@ -44,7 +44,7 @@ Planner = Callable[[Sequence[Sequence[str]]], list[RunSpec]]
 
 
 class LiveRace:
-    """Conductor that runs a study as a race (`sweeps.launch.conductor.Conductor`).
+    """Decider that runs a study as a race (`sweeps.launch.decider.Decider`).
 
     Args:
         study: study whose members race.
@@ -104,7 +104,7 @@ class LiveRace:
     # --- what it wants -------------------------------------------------------------------------------------------
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> Wish:
-        """Want members that are behind first; one ahead of a look waits for the others. See `Conductor.wish`."""
+        """Want members that are behind first; one ahead of a look waits for the others. See `Decider.wish`."""
         everybody = states
         now, states = self._clock(), self._own(states)
         if not self._told_members:
@@ -295,11 +295,11 @@ class LiveRace:
     # --- freed compute -------------------------------------------------------------------------------------------
 
     def decided(self) -> list[RunSpec]:
-        """Return the runs that freed compute pays for, if they are recorded. See `Conductor.decided`."""
+        """Return the runs that freed compute pays for, if they are recorded. See `Decider.decided`."""
         return [] if self._freed_done or self._record.freed is None else self._bought(self._record.freed)
 
     def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
-        """Return the runs planned for the freed compute, once the race is over. See `Conductor.members`."""
+        """Return the runs planned for the freed compute, once the race is over. See `Decider.members`."""
         if self._freed_done or self._record.rules is None:
             return []
         states = self._own(states)

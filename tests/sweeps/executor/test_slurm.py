@@ -26,7 +26,7 @@ from sweeps.executor.slurm.executor import ClusterExecutor
 from sweeps.executor.slurm.handover import pickle_of
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger, MemberState
-from sweeps.launch.nodes import MOST_FREE, OUT_S
+from sweeps.launch.node_blacklist import MOST_FREE, OUT_S
 from sweeps.launch.status import overview
 from sweeps.run.files import dump_line, parse_line
 from sweeps.run.journal import JOURNAL_FILE

@@ -78,7 +78,7 @@ def raced(
     while True:
         study = Study(directory, specs)
         try:
-            return study.run(executor, [told or Told()], conductor=LiveRace(study, rules, planned))
+            return study.run(executor, [told or Told()], decider=LiveRace(study, rules, planned))
         except KilledError:
             executor = Runners(executor.slots, executor.pace, None, executor.fails)
 
@@ -177,7 +177,7 @@ def test_slots_pace_and_killed_controllers_change_no_decision(slots: int, pace: 
             study = Study(here, four())
             executor = Runners(slots, uneven(pace), killed_after=after)
             with pytest.raises(KilledError):
-                study.run(executor, [], conductor=LiveRace(study, LIVE, planned))
+                study.run(executor, [], decider=LiveRace(study, LIVE, planned))
                 raise KilledError  # it was done before
         states = raced(here, four(), Runners(slots, uneven(pace + 1)))
         assert looks(here) == looks(undisturbed)
@@ -189,7 +189,7 @@ def test_slots_pace_and_killed_controllers_change_no_decision(slots: int, pace: 
 def killed(directory: Path, executor: Runners, rules: RaceSettings = LIVE) -> None:
     study = Study(directory, four())
     with pytest.raises(KilledError):
-        study.run(executor, [], conductor=LiveRace(study, rules, planned, clock=itertools.count(step=60).__next__))
+        study.run(executor, [], decider=LiveRace(study, rules, planned, clock=itertools.count(step=60).__next__))
 
 
 def asked(directory: Path, executor: Runners) -> set[str]:
@@ -326,7 +326,7 @@ def test_whoever_goes_on_with_a_shared_folder_decides_as_the_launch_did(
     study = Study.read(here)
     assert {spec.run for spec in study.specs} == {spec.run for spec in (*specs, *others)}
     assert f"{ledger}: line" in caplog.text and "damaged" in caplog.text
-    states = study.run(Runners(slots=2), [], conductor=LiveRace(study, LIVE, planned))
+    states = study.run(Runners(slots=2), [], decider=LiveRace(study, LIVE, planned))
     assert looks(here) == looks(tmp_path / "undisturbed")
     assert recipes(states, "stopped") <= LOSERS
     assert recipes(states, "finished") >= WINNERS | {spec.recipe for spec in others}
@@ -470,7 +470,7 @@ def test_freed_compute_is_spent_once_whoever_is_killed(kills: list[int], slots: 
         for after in kills:
             study = Study(here, four())
             with pytest.raises(KilledError):
-                study.run(Runners(slots, killed_after=after), [], conductor=LiveRace(study, rules, planned))
+                study.run(Runners(slots, killed_after=after), [], decider=LiveRace(study, rules, planned))
                 raise KilledError
         states = raced(here, four(), Runners(slots), rules)
         assert {run: each.state for run, each in states.items()} == {run: each.state for run, each in whole.items()}
@@ -516,7 +516,7 @@ def test_a_plan_of_which_one_step_is_refused_is_followed_for_the_rest(tmp_path: 
     raced(tmp_path, specs)
     freed_by_hand(tmp_path, [(specs[0].run, "budget.steps=70"), (specs[4].run, "budget.steps=60")])
     study = Study(tmp_path, specs)
-    study.run(Runners(), [told], conductor=LiveRace(study, rules, careful))
+    study.run(Runners(), [told], decider=LiveRace(study, rules, careful))
     assert [last_metrics(tmp_path / "runs" / specs[run].run)["step"] for run in (0, 4)] == [STEPS, 60]
     assert any("is not spent on" in line and "70 is no multiple" in line for line in told.said)
 
@@ -556,12 +556,12 @@ def test_what_freed_compute_pays_for_is_found_in_the_queue_by_the_next_controlle
     for _ in range(3):
         executor, study = Waiting(jobs), Study(tmp_path, specs)
         with pytest.raises(KilledError):
-            study.run(executor, [], conductor=LiveRace(study, rules, planned))
+            study.run(executor, [], decider=LiveRace(study, rules, planned))
         assert len(executor.jobs) == 1, "one job, whoever follows it"
         jobs = executor.jobs
     with pytest.raises(UserError, match="1 members have jobs on a cluster"):
         study = Study(tmp_path, specs)
-        study.run(Runners(), [], conductor=LiveRace(study, rules, planned))
+        study.run(Runners(), [], decider=LiveRace(study, rules, planned))
 
 
 @pytest.mark.slow
@@ -576,7 +576,7 @@ def test_a_refused_launch_leaves_a_run_that_was_made_longer_its_budget(tmp_path:
     for executor, ends in ((Runners(killed_after=3), KilledError), (Refuses(), UserError)):
         study = Study(tmp_path, specs)
         with pytest.raises(ends):
-            study.run(executor, [], conductor=LiveRace(study, rules, planned))
+            study.run(executor, [], decider=LiveRace(study, rules, planned))
         assert RunSpec.read(tmp_path / "runs" / specs[0].run).steps == 60
 
 
@@ -620,7 +620,7 @@ def test_an_added_seed_has_the_budget_of_the_launch_whoever_takes_the_study_up(
     for executor in ([Runners(killed_after=killed_after)] if killed_after else []) + [Runners()]:
         study = Study.read(tmp_path)
         try:
-            study.run(executor, [], conductor=LiveRace(study, rules, planned))
+            study.run(executor, [], decider=LiveRace(study, rules, planned))
         except KilledError:
             continue
     budgets = {spec.seed: spec.steps for spec in Study.read(tmp_path).specs if spec.recipe == specs[0].recipe}

@@ -67,8 +67,8 @@ def search(
     def tpe(seed: int) -> optuna.samplers.BaseSampler:
         return optuna.samplers.TPESampler(seed=seed, n_startup_trials=6, constant_liar=True)
 
-    conductor = Search(study, space, settings, base, planner or careful, sampler or tpe)
-    return study.run(executor or Runners(), [told or Told()], conductor=conductor)
+    decider = Search(study, space, settings, base, planner or careful, sampler or tpe)
+    return study.run(executor or Runners(), [told or Told()], decider=decider)
 
 
 def trials(directory: Path) -> list[FrozenTrial]:

@@ -43,7 +43,7 @@ def test_mlflow_knows_who_was_stopped_and_why_and_whom_the_race_added(schema: Pa
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     study = Study(tmp_path / "study", four())
     race = LiveRace(study, replace(LIVE, freed="plan"), planned)
-    states = study.run(Runners(slots=8), [TrackingObserver(study, uri, AXIS)], conductor=race)
+    states = study.run(Runners(slots=8), [TrackingObserver(study, uri, AXIS)], decider=race)
     tracker = Tracker(uri, "study", AXIS)
     experiment = tracker.prepare()
 

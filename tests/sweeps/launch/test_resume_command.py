@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.launch.again import command
+from sweeps.launch.resume_command import command
 from sweeps.run.journal import Journal, read_journal
 from sweeps.run.spec import make_spec
 

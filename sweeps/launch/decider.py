@@ -1,4 +1,4 @@
-"""Protocol of conductors, which decide while a study runs which members are at work: a race, a search."""
+"""Protocol of deciders, which decide while a study runs which members are at work: a race, a search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sweeps.run.spec import RunSpec
 
 @dataclass(frozen=True)
 class Wish:
-    """A conductor's decision on the members that have neither finished nor failed.
+    """A decider's decision on the members that have neither finished nor failed.
 
     Attributes:
         go_on: identities of members that are to run, the most urgent first.
@@ -27,11 +27,11 @@ class Wish:
     said: Sequence[str] = ()
 
 
-class Conductor(Protocol):
-    """Protocol of a conductor, called before anything is submitted, and then about once a second.
+class Decider(Protocol):
+    """Protocol of a decider, called before anything is submitted, and then about once a second.
 
     Another process that resumes the study must get the same decisions: they follow from the journals alone, or from
-    what the conductor has written down itself.
+    what the decider has written down itself.
 
     Attributes:
         files: names of what it writes in the study's folder; a launch that is refused leaves them as they were.

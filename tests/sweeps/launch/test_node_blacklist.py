@@ -8,18 +8,20 @@ from pathlib import Path
 import pytest
 
 from sweeps.executor.slurm.settings import JobSettings
-from sweeps.launch.nodes import ALIKE, MOST_FREE, OUT_S, TOGETHER_S, Nodes
+from sweeps.launch.node_blacklist import ALIKE, MOST_FREE, OUT_S, TOGETHER_S, NodeBlacklist
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 
 ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 
 
-def failed(nodes: Nodes, node: str | None, run: str, time: float, reason: str = ECC, event: str = "retried") -> None:
+def failed(
+    nodes: NodeBlacklist, node: str | None, run: str, time: float, reason: str = ECC, event: str = "retried"
+) -> None:
     nodes.note({"time": time, "run": run, "event": event, "kind": "gpu", "reason": reason, "node": node})
 
 
 def test_a_node_is_out_after_two_members_until_an_hour_after_the_last() -> None:
-    nodes = Nodes()
+    nodes = NodeBlacklist()
     failed(nodes, "n1", "a", 0.0)
     failed(nodes, "n1", "a", 10.0)
     assert nodes.out(20.0) == ()
@@ -33,7 +35,7 @@ def test_a_node_is_out_after_two_members_until_an_hour_after_the_last() -> None:
 
 
 def test_two_members_that_failed_far_apart_have_nothing_to_do_with_each_other() -> None:
-    nodes = Nodes()
+    nodes = NodeBlacklist()
     failed(nodes, "n1", "a", 0.0)
     failed(nodes, "n1", "b", TOGETHER_S + 1)
     assert nodes.out(TOGETHER_S + 2) == ()
@@ -41,7 +43,7 @@ def test_two_members_that_failed_far_apart_have_nothing_to_do_with_each_other() 
 
 
 def test_reasons_may_differ_and_lines_without_a_node_say_nothing() -> None:
-    nodes = Nodes()
+    nodes = NodeBlacklist()
     failed(nodes, "n1", "a", 0.0)
     failed(nodes, None, "b", 1.0)
     assert nodes.out(2.0) == ()
@@ -50,7 +52,7 @@ def test_reasons_may_differ_and_lines_without_a_node_say_nothing() -> None:
 
 
 def test_what_failed_on_a_bad_node_is_excused_once_a_node_also_of_before_it_was_known() -> None:
-    nodes = Nodes()
+    nodes = NodeBlacklist()
     failed(nodes, "n1", "a", 0.0)
     assert nodes.excused("a", 1.0) == {}
     failed(nodes, "n1", "b", 2.0)
@@ -61,7 +63,7 @@ def test_what_failed_on_a_bad_node_is_excused_once_a_node_also_of_before_it_was_
 
 
 def test_not_more_than_so_many_attempts_are_excused() -> None:
-    nodes = Nodes(lambda: ["a good one"])
+    nodes = NodeBlacklist(lambda: ["a good one"])
     for number in range(3 * MOST_FREE):
         failed(nodes, f"n{number}", "a", float(number))
         failed(nodes, f"n{number}", "b", float(number))
@@ -77,7 +79,7 @@ REASONS = [
 ]
 
 
-def everywhere(nodes: Nodes, reason: str, count: int) -> None:
+def everywhere(nodes: NodeBlacklist, reason: str, count: int) -> None:
     for number in range(count):
         for run in ("af3290", "b71c05"):
             node = f"gpu-{number}"
@@ -86,7 +88,7 @@ def everywhere(nodes: Nodes, reason: str, count: int) -> None:
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_what_fails_alike_on_every_node_is_not_the_nodes(reason: str) -> None:
-    nodes = Nodes()
+    nodes = NodeBlacklist()
     everywhere(nodes, reason, ALIKE - 1)
     assert len(nodes.out(50.0)) == ALIKE - 1, "so few may be bad luck"
     everywhere(nodes, reason, ALIKE)
@@ -95,7 +97,7 @@ def test_what_fails_alike_on_every_node_is_not_the_nodes(reason: str) -> None:
 
 @pytest.mark.parametrize("how", ["at work", "finished", "another reason"])
 def test_one_node_that_fares_otherwise_makes_it_the_nodes(how: str) -> None:
-    nodes = Nodes(lambda: ["n-good"] if how == "at work" else [])
+    nodes = NodeBlacklist(lambda: ["n-good"] if how == "at work" else [])
     if how == "finished":
         nodes.note({"time": 1.0, "run": "c", "event": "finished", "node": "n-good"})
     elif how == "another reason":
@@ -106,7 +108,7 @@ def test_one_node_that_fares_otherwise_makes_it_the_nodes(how: str) -> None:
 
 
 def test_a_member_that_was_done_long_ago_says_nothing_of_today() -> None:
-    nodes = Nodes()
+    nodes = NodeBlacklist()
     nodes.note({"time": 0.0, "run": "c", "event": "finished", "node": "n-good"})
     for number in range(ALIKE):
         for run in "ab":
@@ -115,7 +117,7 @@ def test_a_member_that_was_done_long_ago_says_nothing_of_today() -> None:
 
 
 def test_who_is_kept_off_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    nodes = Nodes()
+    nodes = NodeBlacklist()
     failed(nodes, "n1", "a", 0.0)
     failed(nodes, "n1", "b", 1.0)
     for _ in range(3):

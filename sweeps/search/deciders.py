@@ -1,10 +1,10 @@
-"""Choice of a study's conductor, by its launch settings."""
+"""Choice of a study's decider, by its launch settings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sweeps.launch.conductor import Conductor
+from sweeps.launch.decider import Decider
 from sweeps.launch.planning import plan_apart
 from sweeps.launch.settings import LaunchSettings
 from sweeps.launch.study import Study
@@ -12,8 +12,8 @@ from sweeps.run.spec import RunSpec
 from sweeps.search.settings import RaceSettings
 
 
-def conductor_of(study: Study, plan: LaunchSettings) -> Conductor | None:
-    """Return the conductor of a study that was launched as a race; None if all its members are to be run.
+def decider_of(study: Study, plan: LaunchSettings) -> Decider | None:
+    """Return the decider of a study that was launched as a race; None if all its members are to be run.
 
     Raises:
         UserError: the settings are out of range, or the study's race was begun by others.

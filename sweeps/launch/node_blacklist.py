@@ -40,7 +40,7 @@ class Blame:
     serial: int
 
 
-class Nodes:
+class NodeBlacklist:
     """Failure history of a study's nodes, and the nodes to exclude for it.
 
     Args:
