@@ -38,7 +38,7 @@ from sweeps.executor.slurm.handover import Request
 from sweeps.executor.slurm.scheduler import JobInfo
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import MemberState
-from sweeps.launch.settings import LaunchSettings, run_study
+from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, prepare_study
 from sweeps.launch.status import counts, overview
 from sweeps.launch.study import Study
 from sweeps.run.spec import RunSpec
@@ -198,8 +198,8 @@ def running(options: argparse.Namespace) -> str:
     settings = JobSettings({"timeout_min": 60}, poll_s=0.01)
     axis = "compute/virtual_device_hours"
     plan = LaunchSettings("slurm", "nothing:nothing", (), 1, 1, None, axis, settings, retries())
-    states = run_study(study, plan, scheduler=Instant(options.folder), accepted=lambda: plan.write(study.directory))
-    return _finished(states)
+    with prepare_study(study, plan, scheduler=Instant(options.folder)) as prepared:
+        return _finished(prepared.commit({study.directory / LAUNCH_FILE: plan.text()}))
 
 
 def _finished(states: Mapping[str, MemberState]) -> str:
@@ -218,7 +218,8 @@ def collecting(options: argparse.Namespace) -> str:
     started()
     study = Study.read(options.folder / "study")
     plan = LaunchSettings.read(study.directory)
-    return _finished(run_study(study, plan, detach=True, again=False, scheduler=Instant(options.folder)))
+    with prepare_study(study, plan, again=False, scheduler=Instant(options.folder)) as prepared:
+        return _finished(prepared.commit(detach=True))
 
 
 def long_journal(path: Path) -> None:

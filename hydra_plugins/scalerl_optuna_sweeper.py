@@ -50,7 +50,7 @@ class ScaleRLOptunaSweeper(ScaleRLSweeper):
             )
         if not isinstance(self.launcher, StudyLauncher):
             raise UserError("hydra/sweeper=scalerl_optuna: needs a launcher of ours: cluster=local, slurm or debug")
-        self.launcher.accepted = self._keep_configuration
+        self.launcher.files = self.kept()
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         given = {each.get_key_element(): each for each in parser.parse_overrides([*self._parse_config(), *arguments])}
         base = [each.input_line for each in given.values() if not each.is_sweep_override()]

@@ -14,9 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from sweeps.cli.launchers import StudyLauncher
 from sweeps.errors import UserError
-from sweeps.launch.study import make_private
 from sweeps.redact import redact, redact_config, redact_override
-from sweeps.run.files import write_atomically
+from sweeps.run.files import make_private
 
 
 class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
@@ -62,7 +61,7 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
             return others
         if self.max_batch_size is not None and OmegaConf.select(self.config, "race.mode") not in (None, "none"):
             raise UserError("hydra.sweeper.max_batch_size: members race against all others; leave it at null")
-        self.launcher.accepted = self._keep_configuration
+        self.launcher.files = self.kept()
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         members: list[list[str]] = []
         for row in _checked(self.rows):
@@ -79,11 +78,9 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
             launched += len(batch)
         return results
 
-    def _keep_configuration(self) -> None:
-        """Write the redacted configuration to `multirun.yaml`, mode 0600: a set-up command may still hold a secret."""
-        directory = Path(self.config.hydra.sweep.dir)
-        make_private(directory)
-        write_atomically(directory / "multirun.yaml", OmegaConf.to_yaml(self.config), mode=0o600)
+    def kept(self) -> dict[Path, str]:
+        """Return the redacted text of `multirun.yaml`, for its owner alone: a set-up command may hold a secret."""
+        return {Path(self.config.hydra.sweep.dir) / "multirun.yaml": OmegaConf.to_yaml(self.config)}
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Skip Hydra's early composition of every job: the launcher's planner composes and checks them all."""

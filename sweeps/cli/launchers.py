@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from sweeps.errors import UserError
 from sweeps.executor.base import load_entry
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.slurm.settings import JobSettings, asks_for_gpus
+from sweeps.launch.controller import Controller
 from sweeps.launch.decider import Decider
-from sweeps.launch.ledger import Ledger, MemberState
+from sweeps.launch.ledger import Ledger, MemberState, ended_well
 from sweeps.launch.planning import Planner, plan_apart
-from sweeps.launch.settings import CLUSTER, LaunchSettings, report_failures, run_study
+from sweeps.launch.settings import CLUSTER, LAUNCH_FILE, LaunchSettings, prepare_study, report_failures
 from sweeps.launch.study import Study
 from sweeps.run.folders import user_folders
 from sweeps.run.spec import RunSpec
@@ -51,13 +52,12 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         entry: `module:function`, runs one member from its directory.
         preload: modules imported once for all members.
 
-    `accepted` is called once a launch is accepted: members checked, the study's lease held, the first members taken. A
-    sweeper that has a file to write into the study's folder writes it then, so that a refused launch changes nothing.
+    A sweeper that has files to keep with the study gives their texts in `files`: they are written once a launch is
+    accepted (members checked, the study's lease held, the first members taken), so that a refused one changes nothing.
     """
 
     kind = "local"
     starts_ranks = False  # of a member: on this machine it is one process
-    accepted: Callable[[], None] | None = None
 
     def __init__(self, planner: str, entry: str, preload: Sequence[str] = (), **settings: Any) -> None:
         self._planner = planner
@@ -66,6 +66,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         self._tracking: str | None = None
         self._folders: list[str] = []
         self._takes: list[str] = []
+        self.files: dict[Path, str] = {}
         self._settings: dict[str, Any] = {
             key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             for key, value in settings.items()
@@ -122,16 +123,14 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
                 self._context.config_loader.load_sweep_config(self._config, list(words))
             seen.update(words)
 
-    @contextmanager
-    def _asked_again_and_again(self) -> Iterator[Callable[[Sequence[Sequence[str]]], list[RunSpec]]]:
-        """Yield a planner that stays up for a search: to import its modules anew would outlast some trials."""
-        with Planner(self._planner, self._folders, self._shared) as planner:
-            yield planner
+    def _search_planner(self) -> AbstractContextManager[Callable[[Sequence[Sequence[str]]], list[RunSpec]]]:
+        """Return a planner that stays up for a search: to import its modules anew would outlast some trials."""
+        return Planner(self._planner, self._folders, self._shared)
 
     @property
     def _shared(self) -> tuple[str, ...] | None:
         """Modules preloaded for both planner and members; None where members do not run as forks on this machine."""
-        return self._preload if self.kind == "local" else None
+        return self._preload
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Plan and check the grid, then run the members that are not done.
@@ -148,7 +147,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         study = Study(Path(config["output_dir"]), specs)
         if self._designed(specs, study.directory, config["launch"]):
             return []
-        states = self._run(study, self.plan(config), finished=show_results)
+        states = self._run(study, self.plan(config))
         report_failures(study, states)
         if any(state.state not in ("finished", "failed", "stopped") for state in states.values()):
             print(_on_its_own(study), file=sys.stderr)
@@ -223,7 +222,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             return
         from sweeps.search.optuna_search import Search  # Optuna takes a second to import
 
-        with self._asked_again_and_again() as planned:
+        with self._search_planner() as planned:
             search = Search(study=study, space=space, settings=checked, base=lists[0], planned=planned, sampler=sampler)
             states = self._run(study, plan, search)
         if any(state.state == "finished" for state in states.values()):
@@ -234,32 +233,23 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
                 raise UserError(f"{search.sentence()}: {refusals[0]}")
         print(search.sentence(), file=sys.stderr)
 
-    def _run(
-        self,
-        study: Study,
-        plan: LaunchSettings,
-        decider: Decider | None = None,
-        finished: Callable[[Path, str | None], None] = lambda directory, tracking: None,
-    ) -> dict[str, MemberState]:
-        detach = bool(self._settings.get("detach"))
-        kept = False
-
-        def accepted() -> None:
-            nonlocal kept
-            kept = True
-            print("\n".join(self._takes), file=sys.stderr)
-            # Written first: a later process needs it to continue the study.
-            plan.write(study.directory)
-            if self.accepted is not None:
-                self.accepted()
-
+    def _run(self, study: Study, plan: LaunchSettings, search: Decider | None = None) -> dict[str, MemberState]:
+        """Prepare the launch and run it; show the results of a study that is done, unless it is a search."""
+        prepared: Controller | None = None
+        # A later process needs the settings to continue the study.
+        files = {study.directory / LAUNCH_FILE: plan.text(), **self.files}
         try:
-            decider = decider or decider_of(study, plan)
-            return run_study(study, plan, detach=detach, accepted=accepted, finished=finished, decider=decider)
+            decider = search or decider_of(study, plan)
+            with prepare_study(study, plan, decider=decider, preface=self._takes) as prepared:
+                states = prepared.commit(files, detach=bool(self._settings.get("detach")))
+            if search is None and ended_well(states):
+                show_results(study.directory, plan.tracking)
+            return states
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             if plan.outlives:
-                print(_on_its_own(study) if kept else _not_begun(), file=sys.stderr)
+                begun = prepared is not None and prepared.records.accepted
+                print(_on_its_own(study) if begun else _not_begun(), file=sys.stderr)
             raise
 
 
@@ -272,6 +262,7 @@ class SlurmStudyLauncher(StudyLauncher):
 
     kind = CLUSTER
     starts_ranks = True
+    _shared = None
 
     def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
         """Make the launch settings with the jobs' resources and retries, checked before anything is submitted."""
@@ -291,15 +282,15 @@ class DebugStudyLauncher(StudyLauncher):
     """Runs a grid as a study in this process, one member after the other: for a debugger."""
 
     kind = "debug"
+    _shared = None
 
     def planned(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
         """Compose and check the members in this process, where a debugger sees it."""
         specs: list[RunSpec] = load_entry(self._planner)(override_lists, self._folders)
         return specs
 
-    @contextmanager
-    def _asked_again_and_again(self) -> Iterator[Callable[[Sequence[Sequence[str]]], list[RunSpec]]]:
-        yield self.planned
+    def _search_planner(self) -> AbstractContextManager[Callable[[Sequence[Sequence[str]]], list[RunSpec]]]:
+        return nullcontext(self.planned)
 
 
 def _margin(value: Any) -> float | None:

@@ -134,8 +134,8 @@ def export_command(options: argparse.Namespace) -> int:
 
 def collect_command(options: argparse.Namespace) -> int:
     """Continue a launched study: judge ended jobs, submit the rest, print status and ranking (`scalerl collect`)."""
-    from sweeps.launch.ledger import LEDGER_FILE
-    from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, report_failures, run_study
+    from sweeps.launch.ledger import LEDGER_FILE, ended_well
+    from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, prepare_study, report_failures
     from sweeps.launch.status import counts, overview
     from sweeps.launch.study import Study
     from sweeps.launch.trust import check_study
@@ -143,32 +143,26 @@ def collect_command(options: argparse.Namespace) -> int:
 
     directory = Path(options.study)
     states = None
-    done_and_tracked: list[str] = []
     if (directory / LAUNCH_FILE).is_file():
         study = Study.read(directory)
         plan = LaunchSettings.read(directory)
         if not plan.outlives and not options.wait:
             warn([f"{directory} runs on one machine; --wait goes on with what is not done"])
         else:
-
-            def finished(directory: Path, tracking: str | None) -> None:
-                done_and_tracked.extend(filter(None, [tracking]))  # shown at the end, below the table
-
             # A race takes its looks only under --wait, where this process stays up to conduct it.
             if not options.trust:
                 check_study(study, plan)
             decider = decider_of(study, plan) if options.wait else None
-            states = run_study(
-                study, plan, detach=not options.wait, again=options.again, finished=finished, decider=decider
-            )
+            with prepare_study(study, plan, again=options.again, decider=decider) as prepared:
+                states = prepared.commit(detach=not options.wait)
     elif (directory / LEDGER_FILE).is_file():
         # Its controller was gone before it could write down that a launch was accepted.
         warn([f"{directory} has no {LAUNCH_FILE}; the command that launched it finds its jobs and goes on with them"])
     views = overview(directory, _scheduler(directory))
     print(f"{directory}: {counts(views)}\n")
     print(table(*_status_rows(views, ROWS)))
-    if done_and_tracked:
-        show_chart(directory, done_and_tracked[0])
+    if states is not None and plan.tracking and ended_well(states):
+        show_chart(directory, plan.tracking)
     elif any(view.step is not None for view in views):
         show_ranking(directory)
     if states is not None:

@@ -77,42 +77,33 @@ class Executor(Protocol):
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
         """Return how many members from the front of `waiting` may be submitted now, in one batch; 0 for none."""
-        ...
 
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
         """Start members under a name that is used once; job by run, empty if they cannot be taken now."""
-        ...
 
     def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
         """Follow members that an earlier process started; job by run, for those that were really submitted."""
-        ...
 
     def poll(self, timeout_s: float) -> list[Outcome]:
         """Members that have ended since the last call; waits up to `timeout_s` for the first."""
-        ...
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
         """Ask members to save and end at the next step boundary; their outcome is then of kind `stopped`.
 
         A queued member never begins. One that this executor does not follow is ignored.
         """
-        ...
 
     def running(self) -> list[str]:
         """Members submitted and not ended."""
-        ...
 
     def queued(self) -> frozenset[str]:
         """Members of `running` that are still queued."""
-        ...
 
     def settled(self) -> bool:
         """Return whether the executor knows of every started member whether it still runs."""
-        ...
 
     def close(self) -> None:
         """End what does not outlive this process."""
-        ...
 
 
 def load_entry(name: str) -> Any:

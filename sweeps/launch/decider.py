@@ -44,7 +44,6 @@ class Decider(Protocol):
 
         Called once, before anything else, while the study's lease is held. New members of `members` are not among them.
         """
-        ...
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> Wish:
         """Decide which members are to run, wait or stop.
@@ -53,8 +52,6 @@ class Decider(Protocol):
             states: state of every member, by identity.
             at_work: identities of the members that run now; those queued on a cluster are not among them.
         """
-        ...
 
     def members(self, states: Mapping[str, MemberState]) -> Sequence[RunSpec]:
         """Return members to add to the study, or known ones with a larger budget. Called after a wish."""
-        ...

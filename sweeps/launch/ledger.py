@@ -119,7 +119,7 @@ class Ledger:
         elif (self.size() or 0) > size:
             with self.path.open("r+b") as handle:
                 handle.truncate(size)
-                # On disk before the specifications of these members are removed (`launch.refusal.Before.restore`).
+                # On disk before the specifications of these members are removed (`launch.rollback`).
                 os.fsync(handle.fileno())
 
     def entries(self) -> list[dict[str, Any]]:
@@ -180,6 +180,18 @@ class Ledger:
         except UserError:
             return None
         return MemberState(run, spec.recipe, spec.seed, curve=spec.curve) if spec.run == run else None
+
+
+def ended_well(states: Mapping[str, MemberState]) -> bool:
+    """Return whether all members have finished, or were stopped for good."""
+    return all(state.state in ("finished", "stopped") for state in states.values())
+
+
+def read_frozen(run_dir: Path, state: MemberState, known: dict[str, Any] | None = None) -> RunSpec:
+    """Read a member's specification and check it against the ledger's checksum; see `RunSpec.read`."""
+    spec = RunSpec.read(run_dir, known)
+    spec.check_checksum(run_dir, state.checksum)
+    return spec
 
 
 def _is_seed(value: Any) -> bool:

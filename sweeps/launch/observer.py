@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from sweeps.run.progress import last_metrics
 from sweeps.run.spec import RunSpec
@@ -16,44 +16,38 @@ SHOWN = 6  # members a line of progress
 LOOKS = 32  # journals opened at a time: a cluster may run a thousand members, on files that are far away
 
 
-class Observer(Protocol):
-    """Protocol of an observer, notified as members start and end: MLflow, the progress display."""
+class Observer:
+    """Base of observers, notified as members start and end (MLflow, the progress display); each method does nothing."""
 
     def open(self) -> None:
         """Prepare, now that this process holds the study's lease; nothing before this may leave a trace."""
-        ...
+
+    def accepted(self) -> None:
+        """Handle that the launch was accepted: its members are taken, and it can no longer be refused."""
 
     def added(self, specs: Sequence[RunSpec]) -> None:
         """Handle members that were added to the study."""
-        ...
 
     def queued(self, spec: RunSpec, run_dir: Path) -> None:
         """Handle a member that is queued on the cluster, at first or again."""
-        ...
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         """Handle a member that has begun to run."""
-        ...
 
     def retried(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
         """Handle a failed attempt that is followed by a retry."""
-        ...
 
     def paused(self, spec: RunSpec, run_dir: Path, reason: str) -> None:
         """Handle a member that is saved and paused until the decider wants it at work."""
-        ...
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
         """Handle a member's end: `finished` (also if done before), `failed`, `cancelled`, or `stopped` for good."""
-        ...
 
     def say(self, line: str) -> None:
         """Show a line for people from the study's decider."""
-        ...
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
         """Handle the periodic update, about once a second, with the running members and counts of the others."""
-        ...
 
     def close(self, failed: int, left: int) -> None:
         """Close, now that this process's work on the study is over.
@@ -62,10 +56,9 @@ class Observer(Protocol):
             failed: number of members that are not done and that no process works on.
             left: number of members that go on without this process.
         """
-        ...
 
 
-class Progress:
+class Progress(Observer):
     """Progress display of a study: a live table of members on a terminal, a line every few seconds elsewhere.
 
     Args:
@@ -73,6 +66,7 @@ class Progress:
         steps: mean budget of a member in optimizer steps, from which the time left is estimated.
         every_s: seconds between lines, or between updates of a table; None for 10, and 2 on a terminal.
         metric: metric of the newest evaluation that is shown for each running member.
+        preface: lines to print, without a time, when the launch is accepted: a refusal is one line.
         write: called with each line. None for stderr, so that stdout stays free for data, or for a live table where
             stderr is a terminal; a pipe that nobody reads blocks nobody.
     """
@@ -83,6 +77,7 @@ class Progress:
         steps: float,
         every_s: float | None = None,
         metric: str = "pass_rate",
+        preface: Sequence[str] = (),
         write: Callable[[str], object] | None = None,
     ) -> None:
         self._total = total
@@ -91,6 +86,7 @@ class Progress:
         self._write = write or NeverBlocking(sys.stderr).write
         self._every_s = every_s if every_s is not None else (2.0 if self._live else 10.0)
         self._metric = metric
+        self._preface = preface
         self._begin = self._last = time.monotonic()
         self._directories: dict[str, Path] = {}
         self._first: dict[str, int] = {}  # steps that a member had behind it when this process first saw it
@@ -99,16 +95,15 @@ class Progress:
         self._stopped: set[str] = set()
         self._told = False  # whether there was anything
 
-    def open(self) -> None:
-        """Do nothing, for the display needs no preparation."""
+    def accepted(self) -> None:
+        """Print the preface, line by line."""
+        for line in self._preface:
+            self._write(f"{line}\n")
 
     def added(self, specs: Sequence[RunSpec]) -> None:
         """Add the members to the total that the display counts."""
         self._steps = self._steps or sum(spec.steps for spec in specs) / len(specs)
         self._total += len(specs)
-
-    def queued(self, spec: RunSpec, run_dir: Path) -> None:
-        """Do nothing, for a queued member has no progress to show."""
 
     def started(self, spec: RunSpec, run_dir: Path) -> None:
         """Remember the member's folder and its steps so far, from which its pace is measured."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import mean
@@ -18,12 +19,13 @@ from sweeps.executor.local import InProcessExecutor, LocalExecutor
 from sweeps.executor.slurm.executor import ClusterExecutor
 from sweeps.executor.slurm.scheduler import Scheduler, Slurm
 from sweeps.executor.slurm.settings import JobSettings
+from sweeps.launch.controller import Controller
 from sweeps.launch.decider import Decider
 from sweeps.launch.ledger import MemberState
 from sweeps.launch.observer import Observer, Progress
 from sweeps.launch.study import Study
 from sweeps.redact import MASK, redact
-from sweeps.run.files import parse_json, write_atomically
+from sweeps.run.files import parse_json, read_json
 
 LAUNCH_FILE = "launch.json"
 # The kind of launcher, as studies hold it, whose members are a cluster's jobs.
@@ -66,14 +68,14 @@ class LaunchSettings:
     planner: str = ""
     margin: float | None = None
 
-    def write(self, study: Path) -> None:
-        """Write the settings to the study's `launch.json`, mode 0600, without the password in MLflow's address."""
+    def text(self) -> str:
+        """Return the content of `launch.json`, without the password in MLflow's address."""
         values = {
             **self.__dict__,
             "settings": self.settings.given(),
             "tracking": self.tracking and redact(self.tracking),
         }
-        write_atomically(study / LAUNCH_FILE, json.dumps(values, indent=1), mode=0o600)
+        return json.dumps(values, indent=1)
 
     @classmethod
     def read(cls, study: Path) -> LaunchSettings:
@@ -112,6 +114,11 @@ class LaunchSettings:
         """Return whether members are jobs of a cluster, which go on when this process ends."""
         return self.kind == CLUSTER
 
+    @property
+    def shared(self) -> tuple[str, ...] | None:
+        """Modules preloaded for planner and members alike; None where members are no forks on this machine."""
+        return self.preload if self.kind == "local" else None
+
     @staticmethod
     def scheduler_of(study: Path) -> Scheduler | None:
         """Return the scheduler of the cluster on which a study was launched; None if it was launched on none.
@@ -119,11 +126,8 @@ class LaunchSettings:
         Raises:
             UserError: it cannot be asked from here.
         """
-        try:
-            launched = parse_json((study / LAUNCH_FILE).read_text())
-            if launched["kind"] != CLUSTER:
-                return None
-        except (OSError, ValueError, TypeError, KeyError):
+        launched = read_json(study / LAUNCH_FILE)
+        if launched.get("kind") != CLUSTER:
             return None
         settings = launched.get("settings")
         return Slurm(str((settings if isinstance(settings, dict) else {}).get("clusters") or ""))
@@ -131,10 +135,7 @@ class LaunchSettings:
     @staticmethod
     def margin_of(study: Path) -> float | None:
         """Return the margin of a tie that a study was launched with; None if there is none, or no study."""
-        try:
-            margin = parse_json((study / LAUNCH_FILE).read_text()).get("margin")
-        except (OSError, ValueError, AttributeError):
-            return None
+        margin = read_json(study / LAUNCH_FILE).get("margin")
         return float(margin) if isinstance(margin, int | float) and margin > 0 else None
 
     def executor(self, study: Path, scheduler: Scheduler | None = None) -> Executor:
@@ -153,38 +154,32 @@ class LaunchSettings:
         return LocalExecutor(self.entry, self.max_parallel, self.threads, self.preload)
 
 
-def run_study(
+def prepare_study(
     study: Study,
     plan: LaunchSettings,
-    detach: bool = False,
     again: bool = True,
     scheduler: Scheduler | None = None,
-    accepted: Callable[[], None] = lambda: None,
-    finished: Callable[[Path, str | None], None] = lambda directory, tracking: None,
     decider: Decider | None = None,
-) -> dict[str, MemberState]:
-    """Run a study by its settings, with progress on stderr and MLflow if it is tracked.
+    preface: Sequence[str] = (),
+) -> AbstractContextManager[Controller]:
+    """Prepare a launch of a study by its settings, with progress on stderr and MLflow if it is tracked.
 
     Args:
         study: study to run.
         plan: its launch settings.
-        detach, again, accepted, decider: see `Study.run`.
+        again, decider: see `Study.prepare`.
         scheduler: the cluster's scheduler; None for SLURM's own commands.
-        finished: called with the study's folder and MLflow's tracking URI (None if not tracked), if all its members
-            have finished or were stopped.
+        preface: lines to print when the launch is accepted.
     """
     executor = plan.executor(study.directory, scheduler)
     steps = mean([spec.steps for spec in study.specs] or [0])  # a search has no members before it begins
-    observers: list[Observer] = [Progress(len(study.specs), steps)]
+    observers: list[Observer] = [Progress(len(study.specs), steps, preface=preface)]
     if plan.tracking:
         # MLflow is slow to import and optional.
         from sweeps.launch.tracked import TrackingObserver
 
         observers.append(TrackingObserver(study, plan.tracking, axis=plan.axis))
-    states = study.run(executor, observers, plan.retries, detach, again, accepted, decider)
-    if all(state.state in ("finished", "stopped") for state in states.values()):
-        finished(study.directory, plan.tracking)
-    return states
+    return study.prepare(executor, observers, plan.retries, again, decider)
 
 
 def report_failures(

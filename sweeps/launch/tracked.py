@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sweeps.errors import UserError
+from sweeps.launch.observer import Observer
 from sweeps.launch.study import Study
 from sweeps.run.spec import RunSpec
 from sweeps.tracking import Member, Shipper, Tracker
@@ -19,7 +20,7 @@ _log = logging.getLogger(__name__)
 RETRY_S = 60.0
 
 
-class TrackingObserver:
+class TrackingObserver(Observer):
     """Observer that logs a study to MLflow: members are created before they start, and updated as they run.
 
     A tracking server that is slow or away delays what is seen there, never the study.
@@ -116,9 +117,6 @@ class TrackingObserver:
             self._were_stopped.add(spec.run)
         tags = {STOPPED_TAG: (reason or "") if state == "stopped" else None}
         self._set(spec.run, STATUS[state], tags if spec.run in self._were_stopped else None)
-
-    def say(self, line: str) -> None:
-        """Do nothing: such lines are for people at the terminal."""
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
         """Retry a store that was away, every `RETRY_S` seconds; the shipper sends metrics independently of this."""

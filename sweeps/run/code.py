@@ -34,7 +34,7 @@ ABSENT = "not installed"
 MOST_FILES = 2000
 TOO_MANY = f"more than {MOST_FILES} Python files: not looked at"
 _LIBRARIES = ("__pycache__", "node_modules", "site-packages")
-# `launch.ledger` and `launch.study` name them so.
+# `launch.ledger` and `executor.slurm.submission` name them so.
 _STUDYS_FILE, _STUDYS_FOLDERS = "ledger.jsonl", ("runs", "jobs")
 _NAMED_FILE = re.compile(r"(.+\.py)(?::[\w.]+)?")
 

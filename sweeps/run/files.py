@@ -34,6 +34,13 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
         raise
 
 
+def make_private(directory: Path) -> None:
+    """Create a directory with mode 0700; an existing one keeps its mode."""
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write JSON so that a reader, or the next process after a crash, sees the old or the new file whole."""
     write_atomically(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False))

@@ -24,7 +24,6 @@ def decider_of(study: Study, plan: LaunchSettings) -> Decider | None:
     from sweeps.search.race import LiveRace  # NumPy, SciPy and the fits: only where somebody looks
 
     def planned(overrides: Sequence[Sequence[str]]) -> list[RunSpec]:
-        shared = plan.preload if plan.kind == "local" else None
-        return plan_apart(plan.planner, overrides, study.specs[0].folders, shared)
+        return plan_apart(plan.planner, overrides, study.specs[0].folders, plan.shared)
 
     return LiveRace(study, settings, planned if plan.planner else None)

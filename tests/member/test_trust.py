@@ -17,7 +17,7 @@ from sweeps.cli.main import main
 from sweeps.errors import UserError
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger
-from sweeps.launch.settings import LaunchSettings
+from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 from sweeps.launch.study import Study
 from sweeps.launch.trust import check_launch
 from sweeps.run.rollouts import write_groups
@@ -59,7 +59,8 @@ def launched(study: Path, **others: Any) -> None:
         "planner": "lightning_scalerl:plan_members", "max_parallel": 1, "threads": 1, "tracking": None,
         "axis": "compute",
     }  # fmt: skip
-    LaunchSettings(**{**values, **others}).write(study)  # type: ignore[arg-type]
+    plan = LaunchSettings(**{**values, **others})  # type: ignore[arg-type]
+    (study / LAUNCH_FILE).write_text(plan.text())
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import pytest
 from sweeps.errors import UserError
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger
-from sweeps.launch.settings import LaunchSettings
+from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 from sweeps.launch.study import LEASE_NAME, Study
 from sweeps.run.lease import Lease
 from sweeps.run.spec import RunSpec, make_spec
@@ -100,9 +100,8 @@ def on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     specs = plan([["study=x", f"seed={seed}"] for seed in (0, 1)])
     here = Place(tmp_path / "outputs" / "x", FakeCluster(VirtualTime()), specs)
     settings = LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", JobSettings.of({"partition": "gpu"}))
-    Study(here.directory, specs).run(
-        here.executor(), retries=here.retries, detach=True, accepted=lambda: settings.write(here.directory)
-    )
+    with Study(here.directory, specs).prepare(here.executor(), retries=here.retries) as prepared:
+        prepared.commit({here.directory / LAUNCH_FILE: settings.text()}, detach=True)
     assert {state.state for state in Ledger(here.directory).fold().values()} == {"started"}
     return here.directory
 

@@ -694,7 +694,7 @@ def whole(run_dir: Path) -> None:
 # --- controllers ---------------------------------------------------------------------------------------------
 
 
-class Told:
+class Told(Observer):
     """An observer that remembers, and that checks the order of what it is told."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ specifications and its folders say. The cluster exists only in virtual time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.slurm.scheduler import RefusedError
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.launch.ledger import Ledger, MemberState
-from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, run_study
+from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, prepare_study
 from sweeps.launch.status import overview
 from sweeps.launch.study import LEASE_NAME, Study
 from sweeps.run.interruption import ask_to_stop, stop_asked
@@ -59,18 +59,13 @@ def launch(
     again: bool = True,
     specs: Sequence[RunSpec] | None = None,
     partition: str = "gpu",
-    accepted: Callable[[], None] = lambda: None,
     told: Told | None = None,
 ) -> dict[str, MemberState]:
     """As the launcher does: `launch.json` is kept when the launch is accepted."""
     plan = LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", JobSettings.of({"partition": partition}), here.retries)
     study = Study(here.directory, here.specs if specs is None else specs)
-
-    def keep() -> None:
-        plan.write(here.directory)
-        accepted()
-
-    return study.run(here.executor(), [told] if told else [], here.retries, detach, again, keep)
+    with study.prepare(here.executor(), [told] if told else [], here.retries, again) as prepared:
+        return prepared.commit({here.directory / LAUNCH_FILE: plan.text()}, detach)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -161,11 +156,12 @@ def test_it_is_accepted_once_members_are_taken_and_before_the_ledger_says_so(tmp
     here.settings = JobSettings.of({"array_size": 2})
     seen: list[tuple[int, list[str]]] = []
 
-    def accepted() -> None:
-        assert (here.directory / LAUNCH_FILE).is_file()
-        seen.append((len(here.cluster.jobs), [entry["event"] for entry in Ledger(here.directory).entries()]))
+    class Accepted(Told):
+        def accepted(self) -> None:
+            assert (here.directory / LAUNCH_FILE).is_file()
+            seen.append((len(here.cluster.jobs), [entry["event"] for entry in Ledger(here.directory).entries()]))
 
-    launch(here, accepted=accepted)
+    launch(here, told=Accepted())
     assert seen == [(2, ["planned"] * 3 + ["submitting"] * 2)]
 
 
@@ -270,8 +266,8 @@ def test_status_after_a_refused_launch_of_this_machine(tmp_path: Path) -> None:
     here.time.sleep(100)
     study = Study(here.directory, here.specs)
     plan = LaunchSettings("local", "a:b", (), 1, 1, None, "x", retries=NEVER)
-    with pytest.raises(UserError, match="have jobs on a cluster"):
-        run_study(study, plan, accepted=lambda: plan.write(here.directory))
+    with pytest.raises(UserError, match="have jobs on a cluster"), prepare_study(study, plan) as prepared:
+        prepared.commit({here.directory / LAUNCH_FILE: plan.text()})
     assert LaunchSettings.read(here.directory).kind == "slurm"
     assert {view.state for view in overview(here.directory, here.cluster)} == {"ended"}
 

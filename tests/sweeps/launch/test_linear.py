@@ -22,8 +22,8 @@ from sweeps.executor.slurm.attempts import AttemptLog
 from sweeps.executor.slurm.handover import Request
 from sweeps.executor.slurm.scheduler import JobInfo
 from sweeps.executor.slurm.settings import JobSettings
-from sweeps.launch.ledger import Ledger
-from sweeps.launch.settings import LaunchSettings, run_study
+from sweeps.launch.ledger import Ledger, MemberState
+from sweeps.launch.settings import LaunchSettings, prepare_study
 from sweeps.launch.status import overview
 from sweeps.launch.study import Study
 from sweeps.run.journal import JOURNAL_FILE, Journal
@@ -134,13 +134,17 @@ def phases(folder: Path, number: int) -> dict[str, int]:
     found: dict[str, int] = {}
     specs, scheduler = members(number), Instant(folder)
 
+    def run(study: Study, detach: bool = False) -> dict[str, MemberState]:
+        with prepare_study(study, PLAN, scheduler=scheduler) as prepared:
+            return prepared.commit(detach=detach)
+
     def launch() -> None:
-        states = run_study(Study(folder, specs), PLAN, scheduler=scheduler)
+        states = run(Study(folder, specs))
         assert all(state.state == "finished" for state in states.values())
 
     found["launch"] = calls(launch)
     found["status"] = calls(lambda: overview(folder, scheduler))
-    found["collect"] = calls(lambda: run_study(Study.read(folder), PLAN, detach=True, scheduler=scheduler))
+    found["collect"] = calls(lambda: run(Study.read(folder), detach=True))
     # A controller that was killed between submitting an array and writing down its id.
     lines = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)
     cut = next(at for at, line in enumerate(lines) if '"started"' in line)

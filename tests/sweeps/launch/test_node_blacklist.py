@@ -127,8 +127,7 @@ def test_who_is_kept_off_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_study_of_an_earlier_version_tries_again_what_was_not_told_apart_then(tmp_path: Path) -> None:
-    LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", JobSettings({"timeout_min": 60})).write(tmp_path)
-    kept = json.loads((tmp_path / LAUNCH_FILE).read_text())
+    kept = json.loads(LaunchSettings("slurm", "a:b", (), 1, 1, None, "x", JobSettings({"timeout_min": 60})).text())
     kept["retries"] = {"killed": 7, "error": 0}
     del kept["settings"]["require_gpu"]
     (tmp_path / LAUNCH_FILE).write_text(json.dumps(kept))

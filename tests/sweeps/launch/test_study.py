@@ -17,7 +17,7 @@ import pytest
 from sweeps.errors import UserError
 from sweeps.executor.base import Launch, Outcome
 from sweeps.launch.ledger import Ledger, MemberState
-from sweeps.launch.observer import LOOKS, SHOWN, Progress
+from sweeps.launch.observer import LOOKS, SHOWN, Observer, Progress
 from sweeps.launch.study import LEASE_NAME, Study
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, Journal, read_journal
 from sweeps.run.lease import LeaseLostError
@@ -156,7 +156,7 @@ class ScriptedExecutor:
         self.closed += 1
 
 
-class Recorder:
+class Recorder(Observer):
     """An observer that remembers."""
 
     def __init__(self) -> None:
@@ -178,8 +178,6 @@ class Recorder:
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
         self.ticks.append((len(running), done, failed))
-
-    def open(self) -> None: ...
 
     def close(self, failed: int, left: int) -> None:
         self.closed.append(failed)
@@ -803,10 +801,10 @@ def test_a_study_of_another_version_is_refused_before_anything_is_written(tmp_pa
     del old["form"]
     spec_file.write_text(json.dumps(old))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name[0] != "."}
-    began: list[str] = []
-    with pytest.raises(UserError, match=r"another version.*study=NAME"):
-        Study(tmp_path, [member("dapo")]).run(ScriptedExecutor(), accepted=lambda: began.append("yes"))
-    assert not began
+    again, begun = Study(tmp_path, [member("dapo")]), []
+    with pytest.raises(UserError, match=r"another version.*study=NAME"), again.prepare(ScriptedExecutor()) as prepared:
+        begun.append(prepared)
+    assert not begun
     assert {path: path.read_bytes() for path in before} == before
 
 

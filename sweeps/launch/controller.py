@@ -1,0 +1,490 @@
+"""Controller of a launch: reads how members are, has decided what to do, and records, does and tells it, in this order.
+
+    commit -> first_actions -> [submit -> poll -> next_actions -> wished_actions -> look] until every member has ended
+
+What to do is decided in `launch.decisions`; `Records` is what is written, `Audience` who is told.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sweeps.errors import UserError
+from sweeps.executor.base import Executor, Launch, Outcome
+from sweeps.executor.failure import BLAMES_NODE
+from sweeps.executor.slurm.attempts import attempts
+from sweeps.launch import decisions
+from sweeps.launch.decider import Decider, Wish
+from sweeps.launch.decisions import Action, Adopt, Ended, Finish, GiveUp, Hold, Policy, Retry, Stop, Submit
+from sweeps.launch.labels import check_labels
+from sweeps.launch.ledger import RUNS_DIR, MemberState, after, read_frozen
+from sweeps.launch.node_blacklist import NodeBlacklist
+from sweeps.launch.observer import Observer
+from sweeps.launch.rollback import Rollback
+from sweeps.redact import redact
+from sweeps.run.files import make_private, write_atomically
+from sweeps.run.interruption import STOP_FILE, let_go_on, stop_asked
+from sweeps.run.lease import LeaseLostError
+from sweeps.run.progress import check_own, is_done, why_failed, written
+from sweeps.run.spec import SPEC_FILE, RunSpec, Texts, check_distinct
+
+if TYPE_CHECKING:
+    from sweeps.launch.study import Study
+
+WRITERS = 8  # of specifications, at a time
+
+
+class Controller:
+    """Control loop of one process over a study whose lease it holds; made by `Study.prepare`.
+
+    Args:
+        records: what is known of the members, and where it is written.
+        executor: starts members and says how they ended.
+        audience: the observers.
+        policy: rules on who is run again.
+        decider: decides which members are at work; None if all are that are not done.
+    """
+
+    def __init__(
+        self, records: Records, executor: Executor, audience: Audience, policy: Policy, decider: Decider | None
+    ) -> None:
+        self.records, self._executor, self._audience = records, executor, audience
+        self._policy, self._decider = policy, decider
+        self._files: Mapping[Path, str] = {}
+        self._blacklist = NodeBlacklist(self._nodes_at_work)
+        for entry in records.study.ledger.entries():
+            self._blacklist.note(entry)
+        self._waiting: list[str] = []  # to be submitted, in this order
+        self._held: list[str] = []  # that the decider does not want at work now
+        self._asked: dict[str, str] = {}  # to stop, and for which reason
+        self._before: dict[str, tuple[int, int]] = {}  # sizes of journal and log when a member was submitted
+
+    def commit(self, files: Mapping[Path, str] | None = None, detach: bool = False) -> dict[str, MemberState]:
+        """Run every member that is not done; a member that fails touches no other.
+
+        Args:
+            files: texts of files that are kept with an accepted launch, mode 0600.
+            detach: leave once everything that can be is submitted, and what ended meanwhile is dealt with.
+
+        Returns:
+            The state of each member, by identity.
+
+        Raises:
+            UserError: the executor refuses the first members; what was there before is put back.
+        """
+        self._files = files or {}
+        try:
+            self._begin()
+            self._ask_decider()
+            if not self._waiting:
+                self._accept()
+            while self._waiting or self._executor.running():
+                self.records.check_lease()  # before a folder is made where the study no longer is
+                self._submit()
+                ended = [self._read(outcome) for outcome in self._executor.poll(timeout_s=1.0)]
+                self._carry_out(decisions.next_actions(self.records.states, ended, self._policy))
+                self._ask_decider()
+                if detach and self._executor.settled():
+                    self._submit()
+                    self._audience.look(self._executor)
+                    break
+                self._audience.look(self._executor)
+            self._accept()
+        except (UserError, OSError):
+            raise  # a refusal, if nothing was accepted: `Study.prepare` rolls back
+        except BaseException:
+            self.records.rollback.forget()  # interrupted: the same command goes on with it
+            raise
+        return {run: self.records.states[run] for run in self.records.specs}
+
+    def unfinished(self, error: BaseException | None = None) -> tuple[int, int]:
+        """Count the members that are not done and on which nobody works, and those that go on without this process.
+
+        Args:
+            error: exception that ended this process's work on the study; None if it came to its end.
+        """
+        number, study = len(self.records.specs), self.records.study
+        if isinstance(error, LeaseLostError):  # somebody else runs the study now: nothing is ours to say
+            return 0, number
+        if error is not None and self.records.rollback.pending:  # all is as it was
+            return (number, 0) if self.records.new else (0, number)
+        states = study.ledger.fold() if error is not None else self.records.states
+        own = [states[run].state for run in self.records.specs if run in states]
+        if error is None:
+            return own.count("failed"), sum(state not in ("finished", "failed", "stopped") for state in own)
+        # Interrupted, what is not done counts as failed; not what is being submitted, or to be found again.
+        left = sum(state in ("submitting", "started") for state in own) if self._executor.outlives else 0
+        return number - left - len(self._audience.done) - len(self._audience.stopped), left
+
+    def _begin(self) -> None:
+        """Plan new members, find those under way again, and let those wait that are to be submitted."""
+        for name in self._decider.files if self._decider is not None else []:
+            path = self.records.study.directory / name
+            self.records.rollback.put_back(path, path.read_bytes() if path.exists() else None)
+        done = {run for run in self.records.specs if self.records.is_done(run)}
+        actions = decisions.first_actions(self.records.members(), done, self._policy)
+        wanted = [action for action in actions if isinstance(action, Submit | Adopt)]
+        self.records.plan([self.records.specs[action.run] for action in wanted])  # the budget may have grown
+        self._carry_out(actions)
+        self._adopt([action.run for action in wanted if isinstance(action, Adopt)])
+
+    def _adopt(self, runs: Sequence[str]) -> None:
+        """Have the executor follow what an earlier process submitted; what it does not find waits with the others."""
+        states = [self.records.states[run] for run in runs]
+        launches = [replace(self._launch(each.run), submission=each.submission, job=each.job) for each in states]
+        found = self._executor.adopt(launches) if launches else {}
+        for launch in launches:
+            if launch.run in found and launch.job is None:
+                # The process that submitted it was gone before it could write down the job.
+                job = {"submission": launch.submission, "job": found[launch.run]}
+                self.records.note("started", [{"run": launch.run, **job}])
+        for run in found:
+            self._before[run] = (0, 0)
+            # An earlier process's decider has asked it to stop: ending for that is no failure.
+            if (why := stop_asked(self.records.run_dir(run))) is not None:
+                self._asked[run] = why
+        waiting = {*self._waiting, *runs} - found.keys()
+        self._waiting = [run for run in self.records.specs if run in waiting]
+
+    # --- read ----------------------------------------------------------------------------------------------------
+
+    def _read(self, outcome: Outcome) -> Ended:
+        """Put together how an attempt ended, from its executor, its journal and log, and what its node has done."""
+        run, run_dir, now = outcome.run, self.records.run_dir(outcome.run), self.records.study.ledger.now()
+        asked = self._asked.pop(run, None) is not None or outcome.earlier
+        if self.records.is_done(run) and (outcome.exit_code == 0 or self._executor.outlives):
+            self._blacklist.note({"run": run, "event": "finished", "time": now, "node": outcome.node})
+            return Ended(run, done=True, node=outcome.node)
+        reason = outcome.reason or why_failed(run_dir, outcome.how, self._before[run])
+        kind = outcome.kind or ("killed" if outcome.exit_code < 0 else "error")
+        node = outcome.node if kind in BLAMES_NODE else None
+        failure = {"run": run, "kind": kind, "reason": redact(reason), "node": node}
+        self._blacklist.note({**failure, "event": "retried", "time": now})
+        excused = self._blacklist.excused(run, now).get(kind, 0)
+        return Ended(run, False, kind, reason, node, asked, outcome.earlier, excused)
+
+    def _ask_decider(self) -> None:
+        """Ask the decider, if there is one, for members to add and for its wish, and carry that out."""
+        if self._decider is None:
+            return
+        self.records.check_lease()
+        at_work = self._executor.running()
+        self._wish(self._decider)  # it looks first, and then says who is to come
+        self._add(self._decider.members(self.records.states))
+        wish = self._wish(self._decider)
+        actions = decisions.wished_actions(self.records.states, wish, at_work, self._asked, self._waiting, self._held)
+        self._waiting, self._held = [], []
+        self._carry_out(actions)
+
+    def _wish(self, decider: Decider) -> Wish:
+        wish = decider.wish(self.records.states, set(self._executor.running()) - self._executor.queued())
+        for line in wish.said:
+            for observer in self._audience.observers:
+                observer.say(line)
+        return wish
+
+    def _add(self, specs: Sequence[RunSpec]) -> None:
+        """Add members that the decider wants, and let those wait that are not done."""
+        if not specs:
+            return
+        self.records.check_lease()
+        added = self.records.add(specs)
+        for observer in self._audience.observers:
+            observer.added(added)
+        running = self._executor.running()
+        for run in (spec.run for spec in specs):
+            if not self.records.is_done(run):
+                self._audience.done.discard(run)
+                if run not in running:  # else at work since an earlier controller, who had added it
+                    self._waiting.append(run)
+            elif run not in self._audience.done:
+                self._carry_out(decisions.first_actions([self.records.states[run]], [run], self._policy))
+
+    def _nodes_at_work(self) -> set[str]:
+        """Nodes on which members are at work, by the attempt records of their jobs."""
+        found = set()
+        for run in set(self._executor.running()) - self._executor.queued():
+            submission = self.records.states[run].submission
+            last = attempts(self.records.run_dir(run))[-1:]
+            found |= {each.node for each in last if each.outcome is None and each.submission == submission}
+        return found
+
+    # --- record, act, tell ---------------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        """Record, act and tell: whenever this process dies, the ledger knows of all that was done or said."""
+        self.records.record(actions)
+        for action in actions:
+            if action.event not in (None, "retried"):  # its earlier failures no longer count
+                self._blacklist.over(action.run)
+            match action:
+                case Submit(run):
+                    self._waiting.append(run)
+                case Hold(run):
+                    self._held.append(run)
+                case Stop(run):
+                    self.records.check_lease()
+                    self._asked[run] = action.reason
+                    self._executor.stop([run], action.reason)
+        self._audience.tell(actions)
+
+    def _submit(self) -> None:
+        """Submit as many of the waiting members as the executor takes."""
+        if not self._waiting:
+            return
+        # By now; when the member failed it may have been one node less.
+        out = self._blacklist.out(self.records.study.ledger.now())
+        waiting = [self._launch(run, out) for run in self._waiting]
+        self._waiting = []
+        while waiting and (size := self._executor.next_batch(waiting)) > 0:
+            batch, waiting = self._unchanged(waiting[:size]), waiting[size:]
+            if batch:
+                taken = self._start(batch)
+                # What was not taken comes back in smaller arrays, or after a pause: `next_batch` knows.
+                waiting = [launch for launch in batch if launch.run not in taken] + waiting
+                self._audience.look(self._executor)
+        self._waiting = [launch.run for launch in waiting]
+
+    def _launch(self, run: str, out: Sequence[str] = ()) -> Launch:
+        """Make a member's launch for the executor, kept off the nodes that are out as well."""
+        state = self.records.states[run]
+        excluded = tuple(dict.fromkeys([*state.excluded, *out]))
+        return Launch(
+            run=run,
+            run_dir=self.records.run_dir(run),
+            spent=state.spent,
+            excluded=excluded,
+            unanswered=state.unanswered,
+            layout=self.records.specs[run].layout,
+        )
+
+    def _unchanged(self, batch: Sequence[Launch]) -> list[Launch]:
+        """Return the members whose specification matches the ledger's checksum; give up the others."""
+        sound = []
+        for launch in batch:
+            try:
+                read_frozen(launch.run_dir, self.records.states[launch.run])
+                sound.append(launch)
+            except UserError as error:
+                failure = {"kind": "error", "reason": str(error)}
+                self._carry_out([GiveUp(launch.run, "failed", failure, "failed", str(error))])
+        return sound
+
+    def _start(self, batch: Sequence[Launch]) -> Mapping[str, str | None]:
+        """Submit a batch under a new name; return the jobs of the members that were taken."""
+        submission = uuid.uuid4().hex[:12]
+        if self._executor.outlives:
+            # Written before the scheduler is asked: after a crash the next process looks for the jobs by this name.
+            self.records.note("submitting", [{"run": launch.run, "submission": submission} for launch in batch])
+        for launch in batch:
+            self._before[launch.run] = written(launch.run_dir)
+            self.records.let_go_on(launch.run_dir)
+        jobs = self._executor.submit(submission, batch)
+        if jobs or self.records.new:  # one that is put off has nothing to spoil where nothing was
+            self._accept()
+        else:
+            self.records.rollback.forget()  # some job may have come of it
+        named = {"submission": submission} if self._executor.outlives else {}
+        taken = [launch.run for launch in batch if launch.run in jobs]
+        started = [{"run": run, **named, **({"job": jobs[run]} if jobs[run] else {})} for run in taken]
+        self.records.note("started", started)
+        return jobs
+
+    def _accept(self) -> None:
+        """Mark the launch as accepted, once: what is kept with it is on disk before anything else can be lost."""
+        if not self.records.accepted:
+            self.records.accept(self._files)
+            for observer in self._audience.observers:
+                observer.accepted()
+
+
+class Audience:
+    """Observers of a launch, with what they have been told.
+
+    Args:
+        observers: notified as members start and end.
+        records: members of the launch.
+
+    Attributes:
+        done, failed, stopped: members that were told to have ended so.
+    """
+
+    def __init__(self, observers: Sequence[Observer], records: Records) -> None:
+        self.observers, self._records = observers, records
+        self.done: set[str] = set()
+        self.failed: set[str] = set()
+        self.stopped: set[str] = set()
+        self._queued: dict[str, bool] = {}  # of those at work, as observers know them
+
+    def tell(self, actions: Sequence[Action]) -> None:
+        """Tell of actions that were carried out, in their order."""
+        for action in actions:
+            self._count(action)
+            spec, run_dir = self._records.specs[action.run], self._records.run_dir(action.run)
+            for observer in self.observers:
+                match action:
+                    case Retry():
+                        observer.retried(spec, run_dir, action.reason)
+                    case Hold(reason=str(reason)):
+                        observer.paused(spec, run_dir, reason)
+                    case Finish():
+                        observer.ended(spec, run_dir, "finished", None)
+                    case GiveUp():
+                        observer.ended(spec, run_dir, action.state, action.reason)
+
+    def _count(self, action: Action) -> None:
+        if not isinstance(action, Stop):  # it is not at work any more
+            self._queued.pop(action.run, None)
+        match action:
+            case Submit(run):
+                self.failed.discard(run)
+            case Finish(run):
+                self.done.add(run)
+            case GiveUp(run):
+                (self.stopped if action.state == "stopped" else self.failed).add(run)
+
+    def look(self, executor: Executor) -> None:
+        """Tell of members that are queued or have begun to run, and how many have ended."""
+        queued, running = executor.queued(), executor.running()
+        for run in running:
+            now = run in queued
+            if self._queued.get(run) != now:
+                self._queued[run] = now
+                spec, run_dir = self._records.specs[run], self._records.run_dir(run)
+                for observer in self.observers:
+                    (observer.queued if now else observer.started)(spec, run_dir)
+        active = [self._records.specs[run] for run in running if run not in queued]
+        for observer in self.observers:
+            observer.tick(active, len(queued), len(self.done), len(self.failed))
+
+
+class Records:
+    """Specifications, ledger and kept files of a launch, with the states that the ledger folds to.
+
+    Args:
+        study: study to run; members that its decider adds become part of it.
+        check_lease: raises if another process has taken over the study; nothing is written then.
+        rollback: undoes what a refused launch has written.
+
+    Attributes:
+        specs, states: specification of each member, and state of each run in the ledger, by identity.
+        new: whether there was no member before this launch.
+        accepted: whether the executor has taken members, or there was none to be taken: the launch is not undone.
+    """
+
+    def __init__(self, study: Study, check_lease: Callable[[], None], rollback: Rollback) -> None:
+        self.study, self.check_lease, self.rollback = study, check_lease, rollback
+        self.specs = {spec.run: spec for spec in study.specs}
+        self.states = study.ledger.fold()
+        self.new = not self.states
+        self.accepted = False
+        self._size = study.ledger.size()
+
+    def run_dir(self, run: str) -> Path:
+        """Return the folder that a member writes to."""
+        return self.study.run_dir(self.specs[run])
+
+    def is_done(self, run: str) -> bool:
+        """Return whether a member's journal shows its whole budget."""
+        return is_done(self.run_dir(run), self.specs[run].steps, run)
+
+    def members(self) -> list[MemberState]:
+        """Return the members' states in the study's order; of one that is new, as it will be once it is planned."""
+        return [self.states.get(run) or _planned(spec) for run, spec in self.specs.items()]
+
+    def add(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
+        """Add members that are new, or have a larger budget; return those that were no part of the study.
+
+        Raises:
+            UserError: a label stands for something else, or a member's folder holds another run's journal.
+        """
+        new = [spec for spec in check_distinct(specs) if spec.run not in self.states]
+        check_labels(self.study.directory / RUNS_DIR, new, self.states)
+        for spec in specs:
+            check_own(self.study.run_dir(spec), spec.run)
+        known = {spec.run for spec in self.study.specs}
+        added = [spec for spec in specs if spec.run not in known]
+        self.study.specs = [*self.study.specs, *added]
+        self.specs |= {spec.run: spec for spec in specs}
+        self.plan(specs)
+        return added
+
+    def plan(self, frozen: Sequence[RunSpec]) -> None:
+        """Freeze specifications, then record new members, and those whose specification has another checksum.
+
+        Frozen before the ledger knows of it: a later process finds whatever was planned.
+        """
+        self._freeze(frozen)
+        # Once more: the ledger is cut before the specifications that it names are taken away.
+        self.rollback.call(self.study.ledger.cut, self._size)
+        new = [spec for spec in self.specs.values() if spec.run not in self.states]
+        checksums = {spec.run: spec.checksum() for spec in (*new, *frozen)}
+        known = [spec for spec in frozen if spec.run in self.states]
+        changed = [spec for spec in known if self.states[spec.run].checksum != checksums[spec.run]]
+        self.note("planned", [_entry(spec, checksums[spec.run]) for spec in (*new, *changed)])
+
+    def _freeze(self, specs: Sequence[RunSpec]) -> None:
+        """Write specifications in parallel threads, for each waits for an fsync on a remote file system."""
+        texts = Texts()
+
+        def freeze(spec: RunSpec) -> None:
+            run_dir = self.study.run_dir(spec)
+            self.rollback.remove(run_dir)
+            if (replaced := spec.write(run_dir, texts)) is not None:
+                self.rollback.put_back(run_dir / SPEC_FILE, replaced)
+
+        self.rollback.remove(self.study.directory / RUNS_DIR)
+        pool = ThreadPoolExecutor(WRITERS)
+        try:
+            for _ in pool.map(freeze, specs):
+                pass
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def record(self, actions: Sequence[Action]) -> None:
+        """Append the entries of actions to the ledger, those of finished members last and in one write.
+
+        Thousands may end together, and each write waits for an fsync. If a crash loses the entries, the journals still
+        show that the members are done.
+        """
+        for action in actions:
+            if action.event is not None and not isinstance(action, Finish):
+                self.note(action.event, [action.entry])
+        self.note("finished", [each.entry for each in actions if isinstance(each, Finish) and each.event is not None])
+
+    def note(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Append entries to the ledger, after a check of the lease, then update the states in memory."""
+        if entries:
+            self.check_lease()
+        self.study.ledger.append_all(event, entries)
+        for entry in entries:
+            run = entry["run"]
+            self.states[run] = after(self.states.get(run) or _planned(self.specs[run]), event, entry)
+
+    def let_go_on(self, run_dir: Path) -> None:
+        """Remove an earlier stop request from a member that is about to be submitted."""
+        path = run_dir / STOP_FILE
+        if path.exists():
+            self.rollback.put_back(path, path.read_bytes())
+            let_go_on(run_dir)
+
+    def accept(self, files: Mapping[Path, str]) -> None:
+        """Keep what the launch has written from now on, and write the files that are kept with it, mode 0600."""
+        self.accepted = True
+        self.rollback.forget()
+        for path, text in files.items():
+            make_private(path.parent)
+            write_atomically(path, text, mode=0o600)
+
+
+def _planned(spec: RunSpec) -> MemberState:
+    return MemberState(spec.run, spec.recipe, spec.seed, curve=spec.curve)
+
+
+def _entry(spec: RunSpec, checksum: str) -> dict[str, Any]:
+    return {"run": spec.run, "recipe": spec.recipe, "seed": spec.seed, "curve": spec.curve, "checksum": checksum}

@@ -1,0 +1,55 @@
+"""Truths about what is undone of a launch that is refused, and what is not of one that was accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sweeps.launch.rollback import Rollback
+
+
+def change(folder: Path, rollback: Rollback) -> None:
+    """As a launch does: a member's folder, a specification that is frozen twice, a file that was not there."""
+    rollback.remove(folder / "runs")
+    rollback.remove(folder / "runs" / "new")
+    (folder / "runs" / "new").mkdir(parents=True)
+    (folder / "runs" / "new" / "spec.json").write_text("{}")
+    for text in ("once", "twice"):
+        rollback.put_back(folder / "old.json", (folder / "old.json").read_bytes())
+        (folder / "old.json").write_text(text)
+    rollback.put_back(folder / "race.jsonl", None)
+    (folder / "race.jsonl").write_text("looks")
+    rollback.call((folder / "undone").touch)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_refused_launch_leaves_the_first_content_of_each_file(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("as it was")
+    with Rollback() as rollback:
+        change(tmp_path, rollback)
+        assert rollback.pending
+    assert contents(tmp_path) == {"old.json": "as it was", "undone": ""}
+    assert not (tmp_path / "runs").exists()
+
+
+def test_of_an_accepted_launch_nothing_is_undone_nor_of_what_it_does_later(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("as it was")
+    with Rollback() as rollback:
+        change(tmp_path, rollback)
+        rollback.forget()
+        rollback.put_back(tmp_path / "later.json", None)
+        (tmp_path / "later.json").write_text("kept")
+        assert not rollback.pending
+    kept = {"old.json": "twice", "race.jsonl": "looks", "runs/new/spec.json": "{}", "later.json": "kept"}
+    assert contents(tmp_path) == kept
+
+
+def test_a_folder_that_somebody_else_has_used_meanwhile_stays(tmp_path: Path) -> None:
+    with Rollback() as rollback:
+        rollback.remove(tmp_path / "run")
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "spec.json").write_text("{}")
+        (tmp_path / "run" / "metrics.jsonl").write_text("of another")
+    assert contents(tmp_path) == {"run/metrics.jsonl": "of another"}
