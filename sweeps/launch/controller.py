@@ -56,6 +56,7 @@ class Controller:
         self.records, self._executor, self._audience = records, executor, audience
         self._policy, self._decider = policy, decider
         self._files: Mapping[Path, str] = {}
+        self._number = len(records.specs)
         self._blacklist = NodeBlacklist(self._nodes_at_work)
         for entry in records.study.ledger.entries():
             self._blacklist.note(entry)
@@ -108,12 +109,12 @@ class Controller:
         Args:
             error: exception that ended this process's work on the study; None if it came to its end.
         """
-        number, study = len(self.records.specs), self.records.study
+        number = len(self.records.specs)
         if isinstance(error, LeaseLostError):  # somebody else runs the study now: nothing is ours to say
             return 0, number
-        if error is not None and self.records.rollback.pending:  # all is as it was
-            return (number, 0) if self.records.new else (0, number)
-        states = study.ledger.fold() if error is not None else self.records.states
+        if error is not None and self.records.rollback.pending:  # all is as it was, also without what a decider added
+            return (self._number, 0) if self.records.new else (0, number)
+        states = self.records.states if error is None else self.records.study.ledger.fold()
         own = [states[run].state for run in self.records.specs if run in states]
         if error is None:
             return own.count("failed"), sum(state not in ("finished", "failed", "stopped") for state in own)
@@ -368,20 +369,23 @@ class Records:
 
     Args:
         study: study to run; members that its decider adds become part of it.
+        states: state of each run in the ledger, by identity; kept up to date.
         check_lease: raises if another process has taken over the study; nothing is written then.
         rollback: undoes what a refused launch has written.
 
     Attributes:
-        specs, states: specification of each member, and state of each run in the ledger, by identity.
+        specs: specification of each member, by identity.
         new: whether there was no member before this launch.
         accepted: whether the executor has taken members, or there was none to be taken: the launch is not undone.
     """
 
-    def __init__(self, study: Study, check_lease: Callable[[], None], rollback: Rollback) -> None:
+    def __init__(
+        self, study: Study, states: dict[str, MemberState], check_lease: Callable[[], None], rollback: Rollback
+    ) -> None:
         self.study, self.check_lease, self.rollback = study, check_lease, rollback
         self.specs = {spec.run: spec for spec in study.specs}
-        self.states = study.ledger.fold()
-        self.new = not self.states
+        self.states = states
+        self.new = not states
         self.accepted = False
         self._size = study.ledger.size()
 

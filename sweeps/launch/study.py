@@ -130,7 +130,7 @@ class Study:
                     observer.added(joined)
             stack.callback(executor.close)
             policy = Policy(retries, again, decided=decider is not None)
-            records = Records(self, lease.check, rollback)
+            records = Records(self, known, lease.check, rollback)
             controller = Controller(records, executor, Audience(observers, records), policy, decider)
             try:
                 yield controller
