@@ -79,11 +79,12 @@ def longer(spec: RunSpec) -> RunSpec:
 
 
 def test_a_study_that_was_refused_is_not_there(tmp_path: Path) -> None:
-    here = place(tmp_path / "outputs" / "mine")
+    here, told = place(tmp_path / "outputs" / "mine"), Told()
     here.cluster.faults.append("refused")
     with pytest.raises(UserError, match="partition"):
-        launch(here, partition="nope")
+        launch(here, partition="nope", told=told)
     assert not list(tmp_path.iterdir())
+    assert told.closed == [(2, 0)]
 
 
 def test_a_refused_launch_leaves_the_study_as_it_was(tmp_path: Path) -> None:
@@ -91,11 +92,12 @@ def test_a_refused_launch_leaves_the_study_as_it_was(tmp_path: Path) -> None:
     here = place(tmp_path / "mine", {1: [RAISES]})
     launch(here)
     ask_to_stop(here.run_dir(here.specs[1].run), "no longer needed")
-    before = contents(tmp_path)
+    before, told = contents(tmp_path), Told()
     here.cluster.faults.append("refused")
     with pytest.raises(UserError, match="partition"):
-        launch(here, specs=[*map(longer, here.specs), member(7)], partition="nope")
+        launch(here, specs=[*map(longer, here.specs), member(7)], partition="nope", told=told)
     assert contents(tmp_path) == before
+    assert told.closed == [(0, 3)], "all go on, or do not, as they did"
     assert stop_asked(here.run_dir(here.specs[1].run)) == "no longer needed"
     assert LaunchSettings.read(here.directory).settings.resources["partition"] == "gpu"
     launch(here, specs=[*here.specs, member(7)])
@@ -185,6 +187,19 @@ def test_a_launch_that_waits_for_the_scheduler_can_be_gone_on_with(tmp_path: Pat
     launch(here)
     for spec in here.specs:
         here.finished_once(spec.run)
+
+
+def test_what_was_put_off_is_not_taken_back_when_it_is_refused_later(tmp_path: Path) -> None:
+    """The scheduler may have taken it without an answer; how the study was launched before still holds."""
+    here = place(tmp_path / "mine")
+    launch(here, specs=here.specs[:1])
+    here.cluster.faults.extend(["no_answer", "refused"])
+    with pytest.raises(UserError, match="partition"):
+        launch(here, partition="nope")
+    assert Ledger(here.directory).fold()[here.specs[1].run].state == "submitting"
+    assert LaunchSettings.read(here.directory).settings.resources["partition"] == "gpu"
+    launch(here)
+    here.finished_once(here.specs[1].run)
 
 
 def test_killed_between_the_submission_and_launch_json(tmp_path: Path) -> None:

@@ -170,6 +170,8 @@ def test_a_wish_is_carried_out_in_the_deciders_order() -> None:
         Submit("b"),
         Hold("a", reason="paused: wait"),
     ]
+    # One that failed is held where the decider wants it later; it has not paused.
+    assert wished_actions(states, Wish(later={"e": "paused: wait"}), [], {}, ["e"], []) == [Hold("e")]
     # Once more: what was asked is not asked again, and what is held is not told again.
     states["c"] = after(states["c"], "stopped", {"run": "c", **stopped})
     again = wished_actions(states, replace(wish, go_on=[]), ["f"], {"f": "paused: wait"}, [], ["a", "c"])

@@ -387,6 +387,12 @@ def test_a_member_that_fails_is_not_tried_again_by_the_same_launch(tmp_path: Pat
     assert {state.state for state in states.values()} == {"failed"}
 
 
+def test_a_member_that_is_tried_again_is_told_to_start_again(tmp_path: Path, specs: list[RunSpec]) -> None:
+    executor, observer = ScriptedExecutor({specs[0].run: [ends(-9)]}), Recorder()
+    Study(tmp_path, specs[:1]).run(executor, [observer], {"killed": 1})
+    assert [said[0] for said in observer.heard] == ["started", "retried", "started", "finished"]
+
+
 def test_exit_code_zero_alone_is_not_success(tmp_path: Path, specs: list[RunSpec]) -> None:
     states = Study(tmp_path, specs[:1]).run(ScriptedExecutor({specs[0].run: [takes_a_step_and(ends(0))]}))
     assert states[specs[0].run].state == "failed"
