@@ -103,25 +103,6 @@ class Controller:
             raise
         return {run: self.records.states[run] for run in self.records.specs}
 
-    def unfinished(self, error: BaseException | None = None) -> tuple[int, int]:
-        """Count the members that are not done and on which nobody works, and those that go on without this process.
-
-        Args:
-            error: exception that ended this process's work on the study; None if it came to its end.
-        """
-        number = len(self.records.specs)
-        if isinstance(error, LeaseLostError):  # somebody else runs the study now: nothing is ours to say
-            return 0, number
-        if error is not None and self.records.rollback.pending:  # all is as it was, also without what a decider added
-            return (self._number, 0) if self.records.new else (0, number)
-        states = self.records.states if error is None else self.records.study.ledger.fold()
-        own = [states[run].state for run in self.records.specs if run in states]
-        if error is None:
-            return own.count("failed"), sum(state not in ("finished", "failed", "stopped") for state in own)
-        # Interrupted, what is not done counts as failed; not what is being submitted, or to be found again.
-        left = sum(state in ("submitting", "started") for state in own) if self._executor.outlives else 0
-        return number - left - len(self._audience.done) - len(self._audience.stopped), left
-
     def _begin(self) -> None:
         """Plan new members, find those under way again, and let those wait that are to be submitted."""
         for name in self._decider.files if self._decider is not None else []:
@@ -152,87 +133,7 @@ class Controller:
         waiting = {*self._waiting, *runs} - found.keys()
         self._waiting = [run for run in self.records.specs if run in waiting]
 
-    # --- read ----------------------------------------------------------------------------------------------------
-
-    def _read(self, outcome: Outcome) -> Ended:
-        """Put together how an attempt ended, from its executor, its journal and log, and what its node has done."""
-        run, run_dir, now = outcome.run, self.records.run_dir(outcome.run), self.records.study.ledger.now()
-        asked = self._asked.pop(run, None) is not None or outcome.earlier
-        if self.records.is_done(run) and (outcome.exit_code == 0 or self._executor.outlives):
-            self._blacklist.note({"run": run, "event": "finished", "time": now, "node": outcome.node})
-            return Ended(run, done=True, node=outcome.node)
-        reason = outcome.reason or why_failed(run_dir, outcome.how, self._before[run])
-        kind = outcome.kind or ("killed" if outcome.exit_code < 0 else "error")
-        node = outcome.node if kind in BLAMES_NODE else None
-        failure = {"run": run, "kind": kind, "reason": redact(reason), "node": node}
-        self._blacklist.note({**failure, "event": "retried", "time": now})
-        excused = self._blacklist.excused(run, now).get(kind, 0)
-        return Ended(run, False, kind, reason, node, asked, outcome.earlier, excused)
-
-    def _ask_decider(self) -> None:
-        """Ask the decider, if there is one, for members to add and for its wish, and carry that out."""
-        if self._decider is None:
-            return
-        self.records.check_lease()
-        at_work = self._executor.running()
-        self._wish(self._decider)  # it looks first, and then says who is to come
-        self._add(self._decider.members(self.records.states))
-        wish = self._wish(self._decider)
-        actions = decisions.wished_actions(self.records.states, wish, at_work, self._asked, self._waiting, self._held)
-        self._waiting, self._held = [], []
-        self._carry_out(actions)
-
-    def _wish(self, decider: Decider) -> Wish:
-        wish = decider.wish(self.records.states, set(self._executor.running()) - self._executor.queued())
-        for line in wish.said:
-            for observer in self._audience.observers:
-                observer.say(line)
-        return wish
-
-    def _add(self, specs: Sequence[RunSpec]) -> None:
-        """Add members that the decider wants, and let those wait that are not done."""
-        if not specs:
-            return
-        self.records.check_lease()
-        added = self.records.add(specs)
-        for observer in self._audience.observers:
-            observer.added(added)
-        running = self._executor.running()
-        for run in (spec.run for spec in specs):
-            if not self.records.is_done(run):
-                self._audience.done.discard(run)
-                if run not in running:  # else at work since an earlier controller, who had added it
-                    self._waiting.append(run)
-            elif run not in self._audience.done:
-                self._carry_out(decisions.first_actions([self.records.states[run]], [run], self._policy))
-
-    def _nodes_at_work(self) -> set[str]:
-        """Nodes on which members are at work, by the attempt records of their jobs."""
-        found = set()
-        for run in set(self._executor.running()) - self._executor.queued():
-            submission = self.records.states[run].submission
-            last = attempts(self.records.run_dir(run))[-1:]
-            found |= {each.node for each in last if each.outcome is None and each.submission == submission}
-        return found
-
-    # --- record, act, tell ---------------------------------------------------------------------------------------
-
-    def _carry_out(self, actions: Sequence[Action]) -> None:
-        """Record, act and tell: whenever this process dies, the ledger knows of all that was done or said."""
-        self.records.record(actions)
-        for action in actions:
-            if action.event not in (None, "retried"):  # its earlier failures no longer count
-                self._blacklist.over(action.run)
-            match action:
-                case Submit(run):
-                    self._waiting.append(run)
-                case Hold(run):
-                    self._held.append(run)
-                case Stop(run):
-                    self.records.check_lease()
-                    self._asked[run] = action.reason
-                    self._executor.stop([run], action.reason)
-        self._audience.tell(actions)
+    # --- submit ----------------------------------------------------------------------------------------------------
 
     def _submit(self) -> None:
         """Submit as many of the waiting members as the executor takes."""
@@ -302,6 +203,107 @@ class Controller:
             self.records.accept(self._files)
             for observer in self._audience.observers:
                 observer.accepted()
+
+    # --- read ------------------------------------------------------------------------------------------------------
+
+    def _read(self, outcome: Outcome) -> Ended:
+        """Put together how an attempt ended, from its executor, its journal and log, and what its node has done."""
+        run, run_dir, now = outcome.run, self.records.run_dir(outcome.run), self.records.study.ledger.now()
+        asked = self._asked.pop(run, None) is not None or outcome.earlier
+        if self.records.is_done(run) and (outcome.exit_code == 0 or self._executor.outlives):
+            self._blacklist.note({"run": run, "event": "finished", "time": now, "node": outcome.node})
+            return Ended(run, done=True, node=outcome.node)
+        reason = outcome.reason or why_failed(run_dir, outcome.how, self._before[run])
+        kind = outcome.kind or ("killed" if outcome.exit_code < 0 else "error")
+        node = outcome.node if kind in BLAMES_NODE else None
+        failure = {"run": run, "kind": kind, "reason": redact(reason), "node": node}
+        self._blacklist.note({**failure, "event": "retried", "time": now})
+        excused = self._blacklist.excused(run, now).get(kind, 0)
+        return Ended(run, False, kind, reason, node, asked, outcome.earlier, excused)
+
+    def _nodes_at_work(self) -> set[str]:
+        """Nodes on which members are at work, by the attempt records of their jobs."""
+        found = set()
+        for run in set(self._executor.running()) - self._executor.queued():
+            submission = self.records.states[run].submission
+            last = attempts(self.records.run_dir(run))[-1:]
+            found |= {each.node for each in last if each.outcome is None and each.submission == submission}
+        return found
+
+    def _ask_decider(self) -> None:
+        """Ask the decider, if there is one, for members to add and for its wish, and carry that out."""
+        if self._decider is None:
+            return
+        self.records.check_lease()
+        at_work = self._executor.running()
+        self._wish(self._decider)  # it looks first, and then says who is to come
+        self._add(self._decider.members(self.records.states))
+        wish = self._wish(self._decider)
+        actions = decisions.wished_actions(self.records.states, wish, at_work, self._asked, self._waiting, self._held)
+        self._waiting, self._held = [], []
+        self._carry_out(actions)
+
+    def _wish(self, decider: Decider) -> Wish:
+        wish = decider.wish(self.records.states, set(self._executor.running()) - self._executor.queued())
+        for line in wish.said:
+            for observer in self._audience.observers:
+                observer.say(line)
+        return wish
+
+    def _add(self, specs: Sequence[RunSpec]) -> None:
+        """Add members that the decider wants, and let those wait that are not done."""
+        if not specs:
+            return
+        self.records.check_lease()
+        added = self.records.add(specs)
+        for observer in self._audience.observers:
+            observer.added(added)
+        running = self._executor.running()
+        for run in (spec.run for spec in specs):
+            if not self.records.is_done(run):
+                self._audience.done.discard(run)
+                if run not in running:  # else at work since an earlier controller, who had added it
+                    self._waiting.append(run)
+            elif run not in self._audience.done:
+                self._carry_out(decisions.first_actions([self.records.states[run]], [run], self._policy))
+
+    # --- record, act, tell -----------------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        """Record, act and tell: whenever this process dies, the ledger knows of all that was done or said."""
+        self.records.record(actions)
+        for action in actions:
+            if action.event not in (None, "retried"):  # its earlier failures no longer count
+                self._blacklist.over(action.run)
+            match action:
+                case Submit(run):
+                    self._waiting.append(run)
+                case Hold(run):
+                    self._held.append(run)
+                case Stop(run):
+                    self.records.check_lease()
+                    self._asked[run] = action.reason
+                    self._executor.stop([run], action.reason)
+        self._audience.tell(actions)
+
+    def unfinished(self, error: BaseException | None = None) -> tuple[int, int]:
+        """Count the members that are not done and on which nobody works, and those that go on without this process.
+
+        Args:
+            error: exception that ended this process's work on the study; None if it came to its end.
+        """
+        number = len(self.records.specs)
+        if isinstance(error, LeaseLostError):  # somebody else runs the study now: nothing is ours to say
+            return 0, number
+        if error is not None and self.records.rollback.pending:  # all is as it was, also without what a decider added
+            return (self._number, 0) if self.records.new else (0, number)
+        states = self.records.states if error is None else self.records.study.ledger.fold()
+        own = [states[run].state for run in self.records.specs if run in states]
+        if error is None:
+            return own.count("failed"), sum(state not in ("finished", "failed", "stopped") for state in own)
+        # Interrupted, what is not done counts as failed; not what is being submitted, or to be found again.
+        left = sum(state in ("submitting", "started") for state in own) if self._executor.outlives else 0
+        return number - left - len(self._audience.done) - len(self._audience.stopped), left
 
 
 class Audience:
