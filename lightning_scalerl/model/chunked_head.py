@@ -101,7 +101,7 @@ class _Scores(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, of_logprobs: Tensor, of_entropies: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, of_logprobs: Tensor, of_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, norms, entropies = ctx.saved_tensors
         scaling, dtype, chunk, entropy_gradient = ctx.settings
         of_hidden = torch.empty_like(hidden)

@@ -28,7 +28,7 @@ def check_memory(module: Parts) -> str:
     model: Any = module.policy.model
     recipe = replace(module.recipe, choices=module.choices)
     strategy = "fsdp2" if module.ranks.sharded else "ddp"
-    skeleton = partial(type(model), model.config)
+    skeleton = partial(model.__class__, model.config)
     try:
         with torch.random.fork_rng(devices=[]):  # making a model draws random numbers
             measured = measure(skeleton, recipe)
