@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ class ScaleRL(LightningModule):
 
     def training_step(self, batch: TrainBatch, batch_index: int) -> None:
         """Take one training step: as many updates of the weights on one batch as axis `epochs` says."""
-        batch = batch.to(self.device)
+        batch = replace(batch.to(self.device), packed=self.policy.packs)
         optimizer = self.optimizers()
         with self.meter.phase("train"):
             rows = self._credited(self.ranks.rows(batch))

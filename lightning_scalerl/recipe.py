@@ -32,10 +32,12 @@ class BatchSettings:
     With `rollouts`, the step's total, `prompts` becomes `rollouts / completions`, whatever value it was given. With
     `micro_tokens` a pass has at most so many tokens too, padding included; a rollout that is longer goes alone. With
     `recompute` a layer's activations are computed again in the backward pass instead of kept (gradient checkpointing);
-    None for models of `RECOMPUTE_FROM` parameters or more.
+    None for models of `RECOMPUTE_FROM` parameters or more. With `packed` the rollouts of a pass go through a model one
+    behind the other in one sequence, without padding, which `micro_tokens` does not count then; a model that cannot do
+    that is given padded ones, with a warning. Neither of the three changes a result but by rounding.
     """
 
-    added: ClassVar[Mapping[str, Any]] = {"rollouts": None, "micro_tokens": None, "recompute": None}
+    added: ClassVar[Mapping[str, Any]] = {"rollouts": None, "micro_tokens": None, "recompute": None, "packed": False}
 
     prompts: int
     completions: int
@@ -43,6 +45,7 @@ class BatchSettings:
     rollouts: int | None = None
     micro_tokens: int | None = None
     recompute: bool | None = None
+    packed: bool = False
 
     def __post_init__(self) -> None:
         for field in ("prompts", "completions", "micro_batch"):

@@ -178,7 +178,10 @@ class Denominators:
 
 @dataclass(frozen=True)
 class PassSize:
-    """Upper limits of one forward pass: its rollouts, and its tokens with padding; None for as many as these have."""
+    """Upper limits of one forward pass: its rollouts, and its tokens; None for as many as these have.
+
+    Padding counts among the tokens, unless the batch is `packed`.
+    """
 
     rollouts: int
     tokens: int | None = None
@@ -196,6 +199,7 @@ class TrainBatch:
     prompt's groups so far, this one among them. Micro-batches keep `denominators` of the whole batch.
 
     group (R,) numbers the groups: rollouts of one share a prompt. None where it is not known, and nothing shared.
+    `packed`: models are given the rows one behind the other, without their padding (`model.packed`).
 
     What forward passes before the update add, where a choice asks for it, (R, T): `anchor_logprobs` and `values` of the
     weights before the update, `reference_logprobs` of the frozen reference, `returns` that values are to meet.
@@ -221,6 +225,7 @@ class TrainBatch:
     values: Tensor | None = None
     returns: Tensor | None = None
     group: Tensor | None = None
+    packed: bool = False
 
     @property
     def rollouts(self) -> int:
@@ -243,7 +248,7 @@ class TrainBatch:
 
     def blank(self) -> TrainBatch:
         """Return a batch of one row of one completion token that weighs nothing, its loss and gradient exactly zero."""
-        values: dict[str, Any] = {"groups": [], "denominators": self.denominators}
+        values: dict[str, Any] = {"groups": [], "denominators": self.denominators, "packed": self.packed}
         for entry in fields(self):
             value = getattr(self, entry.name)
             if isinstance(value, Tensor):
@@ -261,7 +266,7 @@ class TrainBatch:
         """Yield the row numbers of micro-batches of at most this size.
 
         Those of a group stand together, so that they can share their prompt's forward pass, and groups of similar
-        length, so that little is padding.
+        length, so that little is padding. Packed rows fill a pass one after the other in that order.
         """
         order = torch.argsort(self.lengths, descending=True, stable=True)
         if self.group is not None and self.rollouts:
@@ -269,16 +274,17 @@ class TrainBatch:
             longest.scatter_reduce_(0, self.group, self.lengths, "amax")
             order = order[torch.argsort(self.group[order], stable=True)]
             order = order[torch.argsort(longest[self.group[order]], descending=True, stable=True)]
-        start, widest = 0, 0
+        start, widest, total = 0, 0, 0
         lengths = self.lengths[order].tolist() if size.tokens is not None else [0] * self.rollouts
         for end, length in enumerate(lengths):
             rollouts = end - start + 1
             # Rows of a pass are padded to its longest, so that one costs as much as the others.
-            too_many = size.tokens is not None and rollouts * max(widest, length) > size.tokens
+            tokens = total + length if self.packed else rollouts * max(widest, length)
+            too_many = size.tokens is not None and tokens > size.tokens
             if end > start and (rollouts > size.rollouts or too_many):
                 yield order[start:end]
-                start, widest = end, 0
-            widest = max(widest, length)
+                start, widest, total = end, 0, 0
+            widest, total = max(widest, length), total + length
         if self.rollouts:
             yield order[start:]
 

@@ -151,7 +151,8 @@ def measure(skeleton: Callable[[], nn.Module], recipe: Recipe) -> Measured:
                 recompute(model)
             set_mode(model, recipe.optimizer.dropout)
             policy = Policy(model, choices.precision, context.temperature)
-            activations = _pass_bytes(policy, rows, context.max_prompt_tokens, context.max_new_tokens)
+            lengths = (context.max_prompt_tokens, context.max_new_tokens)
+            activations = _pass_bytes(policy, rows, *lengths, packed=recipe.batch.packed)
             cache = round(cache_gib(model, kind, 1) * GIB)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise ConfigurationError(f"model: its memory cannot be foretold ({said(error)})") from error
@@ -209,7 +210,7 @@ def _bytes(module: nn.Module) -> int:
     return 4 * sum(parameter.numel() for parameter in module.parameters())
 
 
-def _pass_bytes(policy: Policy, rows: int, prompt: int, completion: int) -> int:
+def _pass_bytes(policy: Policy, rows: int, prompt: int, completion: int, packed: bool) -> int:
     """Return the most that is alive in a forward and backward pass beyond weights and gradients, in bytes."""
     model: nn.Module = policy.model
     for parameter in model.parameters():
@@ -222,9 +223,11 @@ def _pass_bytes(policy: Policy, rows: int, prompt: int, completion: int) -> int:
         live.reset()
         before = live.now
         tokens = torch.zeros(rows, prompt + completion, dtype=torch.int64)
+        given, where = tokens[:, :-1], torch.arange(prompt + completion - 1).expand(rows, -1)
+        line = {"input_ids": given.reshape(1, -1), "position_ids": where.reshape(1, -1)} if packed else {}
         with policy.autocast(policy.precision):
-            hidden = backbone(model)(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
-        states = hidden[:, prompt - 1 :].reshape(-1, hidden.shape[-1])
+            hidden = backbone(model)(**(line or {"input_ids": given}), use_cache=False).last_hidden_state
+        states = hidden.view(*given.shape, -1)[:, prompt - 1 :].reshape(-1, hidden.shape[-1])
         logprobs, _ = policy._score(states, tokens[:, prompt:].reshape(-1), policy.precision, False)
         logprobs.sum().backward()  # type: ignore[no-untyped-call]
         return live.peak - before

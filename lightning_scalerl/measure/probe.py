@@ -200,6 +200,7 @@ def _scored(scorer: Scorer, found: Sequence[tuple[Group, Rollout]]) -> list[Tens
 
 def _trainer_logprobs(found: Sequence[tuple[Group, Rollout]], trained: TrainedPolicy, size: PassSize) -> list[Tensor]:
     batch = lay_out([(group, rollout, 0.0, 0, row) for row, (group, rollout) in enumerate(found)])
+    batch.packed = trained.policy.packs
     logprobs: dict[int, Tensor] = {}
     for cut in batch.cut(size):
         logprobs.update(zip(cut.tolist(), trained.logprobs(batch.select(cut)).cpu(), strict=True))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.model.chunked_head import chunked_scores
 from lightning_scalerl.model.head import backbone, head_logits, output_head, scaling_of
+from lightning_scalerl.model.packed import token_states
 from lightning_scalerl.model.shared_prompt import shares_prompts, worthwhile
 from lightning_scalerl.model.shared_prompt import states as completion_states
 from lightning_scalerl.rollout import TrainBatch
@@ -38,6 +39,8 @@ class Policy(nn.Module):
         self.temperature = temperature
         # Meaning of the model's adapter: a choice's semantics, or `adapter.described` of one that it came with.
         self.adapter: Mapping[str, Any] | None = None
+        # Whether rows go through the model packed (`model.packed`): it is asked to, and can (`session.models`).
+        self.packs = False
         self._shares: bool | None = None
         # Ranks that share a sharded policy gather its layers in lockstep, and agree on each pass's way through them.
         self.agree: Callable[[bool], bool] | None = None
@@ -72,8 +75,7 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of the completion, with gradient, and entropies, with one only if asked for.
 
-        Shapes: (R, T) each, zero beyond a completion's end. No attention mask is needed: sequences are
-        left-aligned and padding stands behind everything it could disturb.
+        Shapes: (R, T) each, zero beyond a completion's end.
 
         Args:
             batch: the sequences to score.
@@ -95,8 +97,7 @@ class Policy(nn.Module):
             if share:
                 hidden = completion_states(self.model, batch)[real]
             else:
-                whole = backbone(self.model)(input_ids=batch.tokens[:, :-1], use_cache=False).last_hidden_state
-                hidden = whole[row, position]
+                hidden = token_states(backbone(self.model), batch, row, position)
         targets = batch.tokens[row, position + 1]
         logprobs, entropies = self._score(hidden, targets, precision, entropy_gradient)
         # masked_scatter fills in row-major order, the order in which `[real]` has taken them.

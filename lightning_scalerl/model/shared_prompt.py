@@ -16,17 +16,23 @@ from lightning_scalerl.rollout import Denominators, TrainBatch
 
 # Two forward passes in place of one pay off if at least this share of all tokens need not be computed again.
 WORTH = 0.15
-# Relative tolerance in FP32 between the two ways, where they compute the same.
-_SAME = 1e-4
+# Relative tolerance in FP32 between two ways through a model, where they compute the same.
+SAME = 1e-4
 
 
 def worthwhile(batch: TrainBatch) -> bool:
-    """Return whether rollouts that share prompts would save at least `WORTH` of a batch's tokens."""
+    """Return whether rollouts that share prompts would save at least `WORTH` of a batch's tokens.
+
+    Prompts and completions are padded then, which packed rows are not: beside those it counts as tokens.
+    """
     if batch.group is None or not batch.rollouts:
         return False
     first, _ = prompts_of(batch.group)
-    again = batch.completion_start.sum() - batch.completion_start[first].sum()
-    return bool(again >= WORTH * batch.lengths.sum())
+    saved = batch.completion_start.sum() - batch.completion_start[first].sum()
+    if batch.packed:
+        padded = len(first) * batch.completion_start.max() + batch.generator_logprobs[:, 1:].numel()
+        saved = (batch.lengths - 1).sum() - padded
+    return bool(saved >= WORTH * batch.lengths.sum())
 
 
 def prompts_of(group: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +91,7 @@ def shares_prompts(model: nn.Module) -> bool:
     limit = int(text_config(model).vocab_size)
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 0], [4, 5, 6, 0, 0, 0]], device=device) % limit
     starts, lengths = torch.tensor([3, 3, 1], device=device), torch.tensor([6, 5, 3], device=device)
-    batch = _sequences(tokens, starts, lengths, torch.tensor([0, 0, 1], device=device))
+    batch = sequences(tokens, starts, lengths, torch.tensor([0, 0, 1], device=device))
     try:
         with eval_mode(model):
             plain = backbone(model)(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
@@ -96,10 +102,10 @@ def shares_prompts(model: nn.Module) -> bool:
     real = column < (lengths - starts).unsqueeze(1)
     expected = plain.gather(1, (starts.unsqueeze(1) - 1 + column).clamp(max=4).unsqueeze(2).expand_as(shared))
     gap = (shared - expected)[real].float().abs().max()
-    return bool(gap <= _SAME * expected[real].float().abs().max().clamp(min=1.0))
+    return bool(gap <= SAME * expected[real].float().abs().max().clamp(min=1.0))
 
 
-def _sequences(tokens: Tensor, starts: Tensor, lengths: Tensor, group: Tensor) -> TrainBatch:
+def sequences(tokens: Tensor, starts: Tensor, lengths: Tensor, group: Tensor) -> TrainBatch:
     """Build a batch of which only the sequences matter."""
     width = int((lengths - starts).max())
     nothing, none = torch.zeros(len(lengths), width), torch.zeros(len(lengths))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.model.head import backbone, output_head
+from lightning_scalerl.model.packed import token_states
 from lightning_scalerl.rollout import TrainBatch
 
 
@@ -38,11 +39,10 @@ class ValueModel(nn.Module):
         with torch.autocast(
             device.type, dtype=dtype if dtype != torch.float32 else None, enabled=dtype != torch.float32
         ):
-            hidden = self.body(input_ids=batch.tokens[:, :-1], use_cache=False).last_hidden_state
             column = torch.arange(width, device=device)
             real = column < (batch.lengths - batch.completion_start).unsqueeze(1)
             row = torch.arange(rollouts, device=device).unsqueeze(1).expand(-1, width)[real]
             # One place before token t, whose value must not know the token itself.
             position = (batch.completion_start.unsqueeze(1) - 1 + column)[real]
-            values = self.head(hidden[row, position]).squeeze(-1).float()
+            values = self.head(token_states(self.body, batch, row, position)).squeeze(-1).float()
         return torch.zeros_like(batch.generator_logprobs).masked_scatter(real, values)

@@ -68,6 +68,7 @@ def live(made: nn.Module, given: Recipe) -> int:
     ]
     batch = assemble(groups, given.choices, COMPLETION)
     batch.group = None  # a shared prompt takes less
+    batch.packed = given.batch.packed
     assert batch.tokens.shape == (ROWS, PROMPT + COMPLETION)
     for parameter in made.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -98,6 +99,9 @@ def live(made: nn.Module, given: Recipe) -> int:
         ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}, ["precision=fp32"]),
         ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}, ["precision=bf16"]),
         ("Mixtral", {"num_local_experts": 4}, ["precision=fp32", "batch.recompute=true"]),
+        ("Llama", {}, ["precision=fp32", "batch.packed=true"]),
+        ("Llama", {"num_hidden_layers": 12}, ["precision=bf16", "batch.recompute=true", "batch.packed=true"]),
+        ("Gemma2", {"sliding_window": 64, "query_pre_attn_scalar": 16}, ["precision=fp32", "batch.packed=true"]),
     ],
 )
 def test_a_pass_takes_what_was_foretold(family: str, more: dict[str, Any], overrides: list[str]) -> None:

@@ -1,0 +1,337 @@
+"""Rows packed without padding give what padded rows give, over families, terms of the loss and ranks; or are padded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_scalerl import ScaleRL
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.choices import Choices
+from lightning_scalerl.distributed.ranks import Ranks
+from lightning_scalerl.model import policy as policy_module
+from lightning_scalerl.model.load import load_model
+from lightning_scalerl.model.packed import packs_rows
+from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.model.recompute import recompute, set_mode
+from lightning_scalerl.model.value import ValueModel
+from lightning_scalerl.rollout import PassSize, Scored, TrainBatch
+from lightning_scalerl.session import models
+from lightning_scalerl.stream.credit import assemble
+from lightning_scalerl.task.arithmetic_base import tokenizer
+from lightning_scalerl.update.before import scored_before
+from lightning_scalerl.update.terms import terms
+from lightning_scalerl.update.token_credit import token_credit
+from sweeps.run.journal import read_journal
+from tests.axes.test_contract import each_aggregation, each_loss
+from tests.axes.test_terms import choices_of, each_set
+from tests.distributed import test_ranks
+from tests.distributed.test_sharded import ADAPTED, EVERYTHING, weights
+from tests.examples import every
+from tests.families import FAMILIES, STRANGERS, save
+from tests.generator.test_architectures import LLAMA, tiny
+from tests.helpers import SMALL, fit, make_group
+from tests.model.test_shared_prompt import batch_of
+
+FP32 = Precision("fp32", False, False)
+# A window that rows are longer than, wherever a family has one.
+WINDOW = 4
+MIXED = ([[5, 6, 7, 8, 9], [5, 6], [11] * 7, [3]], [[14, 1, 6], [3, 1], [2], [1, 9]])
+PACKED = ("batch.packed=true", "batch.micro_tokens=40")
+
+each_family = pytest.mark.parametrize("family", every(3, FAMILIES))
+
+
+@pytest.fixture
+def never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared prompt would go another way than packed rows."""
+    monkeypatch.setattr(policy_module, "worthwhile", lambda batch: False)
+
+
+def tokens_given(model: nn.Module) -> list[tuple[int, ...]]:
+    """Shapes of what goes through the model from now on, a pass each."""
+    shapes: list[tuple[int, ...]] = []
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    embeddings.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(inputs[0].shape)))
+    return shapes
+
+
+def scores_and_gradient(policy: Policy, batch: TrainBatch) -> tuple[Tensor, Tensor, Tensor]:
+    policy.zero_grad()
+    logprobs, entropies = policy(batch, entropy_gradient=True)
+    shares = torch.linspace(0.5, 2.0, logprobs.numel()).reshape(logprobs.shape)
+    (shares * logprobs + 0.3 * entropies).sum().backward()
+    gradient = torch.cat([each.grad.flatten() for each in policy.parameters() if each.grad is not None])
+    return logprobs.detach(), entropies.detach(), gradient
+
+
+def alike(ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float = 1e-5) -> bool:
+    """Whether each differs by no more than that share of its size."""
+    gaps = [float((a - b).norm()) / max(float(b.norm()), 1e-3) for a, b in zip(ours, theirs, strict=True)]
+    return max(gaps) <= tolerance
+
+
+@each_family
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_every_family_gives_what_padded_rows_give(
+    family: str, recomputed: bool, tmp_path: Path, never_shared: None
+) -> None:
+    """Log-probabilities, entropies and gradients; rows that are longer than a window, and of one token."""
+    window = {"sliding_window": WINDOW} if FAMILIES[family].settings.get("sliding_window") else {}
+    model = load_model(str(save(FAMILIES[family], tmp_path / family, **window)))
+    if recomputed:
+        recompute(model)
+    policy = Policy(model, FP32)
+    set_mode(model, dropout=False)
+    assert packs_rows(model) and policy.shares_prompts in (True, False)  # tried before tokens are counted
+    batch = batch_of(*MIXED)
+    shapes = tokens_given(model)
+    padded, packed = (scores_and_gradient(policy, replace(batch, packed=packed)) for packed in (False, True))
+    assert shapes == [(len(batch.lengths), int(batch.lengths.max()) - 1), (1, int((batch.lengths - 1).sum()))]
+    # Weights of these are large, so that attention matters: sums of unlike size round a little more.
+    assert alike(packed, padded, 1e-4)
+
+
+# Of the last two short rows do not show it: chunks lie elsewhere once rows are long, and a table of the mask ends.
+UNLIKE: dict[str, Callable[[Path], nn.Module]] = {
+    "BloomForCausalLM": lambda folder: load_model(str(save(STRANGERS["Bloom"], folder))),
+    "MambaForCausalLM": lambda folder: load_model(str(save(STRANGERS["Mamba"], folder))),
+    "Lfm2ForCausalLM": lambda folder: tiny("Lfm2", {**LLAMA, "layer_types": ["conv", "full_attention"]}),
+    "Llama4ForCausalLM": lambda folder: tiny(
+        "Llama4Text", {**LLAMA, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64}
+    ),
+    "GPTNeoForCausalLM": lambda folder: tiny(
+        "GPTNeo",
+        {
+            "vocab_size": 16, "hidden_size": 32, "num_layers": 1, "num_heads": 4, "max_position_embeddings": 64,
+            "attention_types": [[["global"], 1]],
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_model_that_cannot_is_named_once_and_given_padded_rows(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = UNLIKE[name](tmp_path)
+    assert not ScaleRL(model, overrides=[*SMALL, *PACKED], tokenizer=tokenizer()).policy.packs
+    (record,) = [each for each in caplog.records if each.levelno == logging.WARNING and "packed" in each.getMessage()]
+    assert record.getMessage().startswith(f"batch.packed: {name} ")
+    caplog.clear()
+    monkeypatch.setenv("LOCAL_RANK", "1")  # of several ranks one says so
+    assert not ScaleRL(model, overrides=[*SMALL, *PACKED], tokenizer=tokenizer()).policy.packs
+    assert not any("packed" in each.getMessage() for each in caplog.records)
+
+
+def test_it_is_not_even_tried_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "packs_rows", lambda model: pytest.fail("tried"))
+    assert not ScaleRL(tiny("Llama", LLAMA), overrides=SMALL, tokenizer=tokenizer()).policy.packs
+
+
+def test_a_model_that_ignores_positions_or_masks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the two alone, in a model that otherwise packs."""
+    model = tiny("Llama", LLAMA)
+    assert packs_rows(model)
+    plain = transformers.models.llama.modeling_llama.create_causal_mask
+
+    def unmasked(*arguments: Any, position_ids: Any = None, **options: Any) -> Any:
+        return plain(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.models.llama.modeling_llama, "create_causal_mask", unmasked)
+        assert not packs_rows(model)
+    learned = tiny("GPT2", {"vocab_size": 16, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64})
+    assert packs_rows(learned)
+    at: Any = learned.transformer.wpe
+    with monkeypatch.context() as patch:
+        patch.setattr(at, "forward", lambda where: at.weight[torch.arange(where.shape[-1])].unsqueeze(0))
+        assert not packs_rows(learned)
+
+
+# --- what a pass holds -----------------------------------------------------------------------------------------
+
+GROUPS = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=5), min_size=1, max_size=6)
+
+
+@given(GROUPS, st.integers(1, 8), st.integers(1, 60))
+def test_passes_count_real_tokens(groups: list[list[int]], rollouts: int, tokens: int) -> None:
+    """Each rollout in one pass, within both limits, and a pass ends only where it must; `micro_batches` says so too."""
+    batch = replace(batch_of([[1, 2]] * len(groups), groups), packed=True)
+    size = PassSize(rollouts, tokens)
+    parts = list(batch.cut(size))
+    assert sorted(torch.cat(parts).tolist()) == list(range(batch.rollouts))
+
+    def too_much(rows: list[int]) -> bool:
+        return len(rows) > rollouts or int(batch.lengths[rows].sum()) > tokens
+
+    for number, part in enumerate(parts):
+        rows = part.tolist()
+        assert len(rows) == 1 or not too_much(rows)
+        if number + 1 < len(parts):
+            assert too_much([*rows, int(parts[number + 1][0])])
+    assert all(part.packed for part in batch.micro_batches(size))
+    assert batch.blank().packed and not replace(batch, packed=False).blank().packed
+
+
+@given(GROUPS, st.integers(1, 12))
+def test_a_shared_prompt_takes_no_more_tokens_than_packed_rows(groups: list[list[int]], prompt: int) -> None:
+    """Counted at the model's door, so that `batch.micro_tokens` holds whichever way a pass goes."""
+    policy = ready()
+    prompts = [list(range(1, 1 + max(1, prompt - number))) for number in range(len(groups))]
+    batch = replace(batch_of(prompts, groups), packed=True)
+    shapes = tokens_given(policy.model)
+    policy(batch)
+    assert sum(rows * columns for rows, columns in shapes) <= int((batch.lengths - 1).sum())
+
+
+def ready() -> Policy:
+    """A policy of the vocabulary of `batch_of` that has been tried already: only what it is given is counted."""
+    policy = Policy(tiny("Llama", {**LLAMA, "vocab_size": 48}), FP32).eval()
+    assert policy.shares_prompts
+    return policy
+
+
+def test_prompts_are_still_shared_where_that_saves_more() -> None:
+    policy = ready()
+    shapes = tokens_given(policy.model)
+    policy(replace(batch_of([list(range(1, 21))], [[5] * 16]), packed=True))
+    assert shapes == [(1, 20), (16, 4)]
+    # Padded, these would be shared; the longest completion makes that more than the rows' own tokens.
+    unlike = batch_of([[1, 2, 3, 4]], [[30, 1, 1, 1, 1, 1]])
+    assert policy_module.worthwhile(unlike) and not policy_module.worthwhile(replace(unlike, packed=True))
+
+
+def test_a_critic_is_given_real_tokens_alone() -> None:
+    critic = ValueModel(ready().model, FP32)
+    nn.init.normal_(critic.head.weight)
+    shapes = tokens_given(critic.body)
+    batch = batch_of(*MIXED)
+    padded, packed = (critic(replace(batch, packed=packed)).detach() for packed in (False, True))
+    assert shapes[1] == (1, int((batch.lengths - 1).sum())) != shapes[0]
+    assert padded.abs().max() > 0.1 and alike([packed], [padded])
+
+
+# --- losses, aggregations, terms --------------------------------------------------------------------------------
+
+
+def update(choices: Choices, batch: TrainBatch, size: PassSize) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of one update of policy and critic, as a training step computes them."""
+    torch.manual_seed(3)
+    policy, reference = (Policy(tiny("Llama", LLAMA), choices.precision).eval() for _ in range(2))
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(0.9)
+    critic = ValueModel(policy.model, choices.precision) if choices.critic.has_values else None
+    if critic is not None:
+        nn.init.normal_(critic.head.weight)
+    ranks = Ranks()
+    rows = scored_before(batch, choices, policy, reference if choices.kl.where else None, critic, size, ranks)
+    rows = token_credit(rows, choices, ranks.sum, remember=True)
+    total = torch.zeros(())
+    for _, part in ranks.passes(rows, size):
+        scored = Scored(part, *policy(part, entropy_gradient=True), None if critic is None else critic(part))
+        loss = torch.stack([term.reduce(scored) for term in terms(choices)]).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    trained = [*policy.parameters(), *(critic.parameters() if critic is not None else ())]
+    return total, torch.cat([each.grad.flatten() for each in trained if each.grad is not None])
+
+
+@pytest.mark.parametrize("size", [PassSize(5, 40)], ids=str)
+@each_loss
+@each_aggregation
+@each_set
+def test_any_loss_and_gradient_are_those_of_padded_rows(
+    loss: Any, aggregation: Any, names: tuple[str, ...], size: PassSize, never_shared: None
+) -> None:
+    """Invariant 1 for packing: every loss, aggregation and set of terms, in several passes."""
+    choices = choices_of(loss, aggregation, names)
+    rewards = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0], [1.0, 0.5, 0.0, 1.0]]
+    groups = [make_group(each, number, prompt_length=3 + number) for number, each in enumerate(rewards)]
+    batch = assemble(groups, choices, max_new_tokens=8)
+    padded, packed = (update(choices, replace(batch, packed=packed), size) for packed in (False, True))
+    assert padded[1].abs().max() > 1e-3
+    assert alike(packed, padded)
+
+
+# --- a whole run ------------------------------------------------------------------------------------------------
+
+
+def trained(path: str, *overrides: str) -> dict[str, Tensor]:
+    module = fit(path, steps=1, overrides=["precision=fp32", *overrides])
+    return dict(module.state_dict())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((*EVERYTHING, "batch.recompute=true"), id="all, recomputed"),
+        pytest.param(EVERYTHING, id="all, some prompts shared", marks=pytest.mark.slow),
+        pytest.param((*ADAPTED, "batch.recompute=true"), id="an adapter", marks=pytest.mark.slow),
+        pytest.param(("epochs.count=2", "batch.recompute=true"), id="two epochs", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_is_that_of_padded_rows(more: tuple[str, ...], tiny_model_path: str) -> None:
+    """With critic, reference and anchor; activations recomputed, so that no prompt is shared; an adapter."""
+    padded, packed = trained(tiny_model_path, *more), trained(tiny_model_path, *more, *PACKED)
+    # Adam divides by the gradient's size, so compare weights loosely against a step of 3e-3.
+    assert all(torch.allclose(packed[name], padded[name], atol=2e-5) for name in padded)
+
+
+def test_a_run_whose_model_cannot_is_the_padded_one_bit_for_bit(
+    tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes are cut as ever too: what would be packed would be cut elsewhere."""
+    monkeypatch.setattr(models, "packs_rows", lambda model: False)
+    limit = "batch.micro_tokens=40"
+    padded, packed = trained(tiny_model_path, limit), trained(tiny_model_path, limit, "batch.packed=true")
+    assert all(torch.equal(packed[name], padded[name]) for name in padded)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """A forked child has none of its parent's worker threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "more"),
+    [
+        pytest.param(2, "ddp", ("batch.recompute=true",), id="2, ddp"),
+        pytest.param(2, "fsdp2", (), marks=pytest.mark.slow, id="2, fsdp2, some prompts shared"),
+        pytest.param(2, "fsdp2", (*EVERYTHING, "batch.recompute=true"), marks=pytest.mark.slow, id="2, fsdp2, all"),
+        pytest.param(2, "ddp", EVERYTHING, marks=pytest.mark.slow, id="2, ddp, all"),
+        pytest.param(4, "ddp", (*EVERYTHING, "batch.recompute=true"), marks=pytest.mark.full, id="4, ddp"),
+        pytest.param(4, "fsdp2", (*EVERYTHING, "batch.recompute=true"), marks=pytest.mark.full, id="4, fsdp2"),
+    ],
+)
+def test_ranks_that_pack_train_as_one_that_pads(
+    ranks: int, strategy: str, more: tuple[str, ...], tiny_model_path: str, tmp_path: Path, one_thread: None
+) -> None:
+    """Of unlike numbers of rows and tokens, so that some have blank passes where all make as many."""
+    test_ranks.fit(tiny_model_path, tmp_path / "one", 1, overrides=more)
+
+    def work(rank: int) -> str:
+        module = test_ranks.fit(
+            tiny_model_path, tmp_path / "several", ranks, overrides=[*more, *PACKED], strategy=strategy
+        )
+        assert module.policy.packs
+        return weights(module) if strategy == "fsdp2" else test_ranks.fingerprint(module)
+
+    said = test_ranks.on_ranks(ranks, work)
+    assert len(set(said)) == 1 and len(said[0]) == 64, said
+    test_ranks.check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "several"), steps=4)
