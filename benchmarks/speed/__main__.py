@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.speed import breakdown, fits, generation, training
+from benchmarks.speed import breakdown, fits, generation, packing, training
 from benchmarks.speed.pairs import Record, machine, seconds
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -25,6 +25,7 @@ PAGE = ROOT / "docs" / "measured" / "speed.md"
 COMPARISONS: dict[str, Callable[[int], list[Record]]] = {
     "training": training.measure,
     "generation": generation.measure,
+    "packing": packing.measure,
     "fits": fits.measure,
 }
 HEAD = """# Speed
@@ -37,6 +38,10 @@ them; above 1 we are faster.
 The prompt is what is saved: it goes through the model once a group, in sampling and in training. With prompts of 8
 tokens little of that is left, and what bounds a batch is the multiplication of small matrices on both sides. Decoding
 of single rollouts is bound by reading keys and values, at which transformers' own cache is as fast.
+
+Packing (`batch.packed`) saves what padding costs. Passes hold rows of similar length as it is, so that this is little
+while passes are small, and grows with them. Where transformers makes the mask (eager attention, windows), a pass costs
+the square of its tokens in attention and packing loses on this machine from passes of two or three rows on.
 """
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,6 +27,7 @@ from lightning_scalerl.distributed.sharded import blocks
 from lightning_scalerl.generator.memory import GIB, cache_gib
 from lightning_scalerl.model.adapter import frozen_and_trained
 from lightning_scalerl.model.head import backbone
+from lightning_scalerl.model.packed import row_mask
 from lightning_scalerl.model.place import load_options, model_path
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.recompute import can_recompute, recompute, set_mode
@@ -223,11 +224,16 @@ def _pass_bytes(policy: Policy, rows: int, prompt: int, completion: int, packed:
         live.reset()
         before = live.now
         tokens = torch.zeros(rows, prompt + completion, dtype=torch.int64)
-        given, where = tokens[:, :-1], torch.arange(prompt + completion - 1).expand(rows, -1)
-        line = {"input_ids": given.reshape(1, -1), "position_ids": where.reshape(1, -1)} if packed else {}
+        inner, length = backbone(model), prompt + completion - 1
+        given: dict[str, Any] = {"input_ids": tokens[:, :-1]}
+        if packed:
+            with unset_fake_temporarily():  # a tensor of its own kind, without content as it is
+                mask = row_mask(inner, [length] * rows, torch.device("cpu"))
+            given = {"input_ids": tokens[:, :-1].reshape(1, -1), "attention_mask": mask}
+            given["position_ids"] = torch.arange(length).repeat(1, rows)
         with policy.autocast(policy.precision):
-            hidden = backbone(model)(**(line or {"input_ids": given}), use_cache=False).last_hidden_state
-        states = hidden.view(*given.shape, -1)[:, prompt - 1 :].reshape(-1, hidden.shape[-1])
+            hidden = inner(**given, use_cache=False).last_hidden_state
+        states = hidden.view(rows, length, -1)[:, prompt - 1 :].reshape(-1, hidden.shape[-1])
         logprobs, _ = policy._score(states, tokens[:, prompt:].reshape(-1), policy.precision, False)
         logprobs.sum().backward()  # type: ignore[no-untyped-call]
         return live.peak - before

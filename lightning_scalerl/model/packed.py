@@ -3,17 +3,56 @@
 Position ids that begin anew at each row tell the model where one ends. transformers masks attention across rows by
 them (`masking_utils.find_packed_sequence_indices`), in every attention that it has a mask for, windows included; what
 reads the sequence in another way, such as a recurrent layer, does not. So each model is tried.
+
+Under such a mask attention costs the square of the whole sequence. Where a model attends by torch's
+`scaled_dot_product_attention` to all that goes before, it is given `RowMask` in its place, and each row costs its own
+square, as with FlashAttention's kernels for rows of unlike length.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_scalerl.model.head import backbone, eval_mode, text_config
 from lightning_scalerl.model.shared_prompt import SAME, sequences
 from lightning_scalerl.model.windows import attention_windows
 from lightning_scalerl.rollout import TrainBatch
+
+
+class RowMask(Tensor):
+    """Causal attention within rows: a mask (1, 1, N, N) without content, which computes the attention row by row.
+
+    A tensor, and so handed through any model to the function of torch that it stands in; there it takes over. A model
+    that reads it otherwise sees everything masked, and what it computes is not that of padded rows.
+    """
+
+    lengths: list[int]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        mask = options.get("attn_mask")
+        if func is not F.scaled_dot_product_attention or not isinstance(mask, RowMask):
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        options |= {"attn_mask": None, "is_causal": True}
+        rows = zip(*(each.split(mask.lengths, dim=-2) for each in args), strict=True)
+        return torch.cat([func(*row, **options) for row in rows], dim=-2)
+
+
+def row_mask(inner: nn.Module, lengths: Sequence[int], device: torch.device) -> RowMask | None:
+    """Return the mask for packed rows of these lengths; None where transformers has to make one of the positions."""
+    config = text_config(inner)
+    if getattr(config, "_attn_implementation", None) != "sdpa" or attention_windows(config):
+        return None
+    nothing = torch.zeros((), dtype=torch.bool, device=device)
+    mask = nothing.expand(1, 1, sum(lengths), sum(lengths)).as_subclass(RowMask)
+    mask.lengths = list(lengths)
+    return mask
 
 
 def token_states(inner: nn.Module, batch: TrainBatch, row: Tensor, position: Tensor) -> Tensor:
@@ -30,9 +69,12 @@ def token_states(inner: nn.Module, batch: TrainBatch, row: Tensor, position: Ten
     lengths = batch.lengths - 1
     column = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     real = column < lengths.unsqueeze(1)
-    # Neither mask nor cache: with either, transformers does not look for rows in the positions.
+    # No cache: with one, transformers does not look for rows in the positions.
     line: Tensor = inner(
-        input_ids=tokens[real].unsqueeze(0), position_ids=column[real].unsqueeze(0), use_cache=False
+        input_ids=tokens[real].unsqueeze(0),
+        position_ids=column[real].unsqueeze(0),
+        attention_mask=row_mask(inner, lengths.tolist(), tokens.device),
+        use_cache=False,
     ).last_hidden_state
     return line[0, (lengths.cumsum(0) - lengths)[row] + position]
 

@@ -14,14 +14,16 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_scalerl import ScaleRL
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.model import policy as policy_module
+from lightning_scalerl.model import value as value_module
 from lightning_scalerl.model.load import load_model
-from lightning_scalerl.model.packed import packs_rows
+from lightning_scalerl.model.packed import packs_rows, row_mask, token_states
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.recompute import recompute, set_mode
 from lightning_scalerl.model.value import ValueModel
@@ -141,7 +143,7 @@ def test_it_is_not_even_tried_unless_asked_for(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_model_that_ignores_positions_or_masks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the two alone, in a model that otherwise packs."""
-    model = tiny("Llama", LLAMA)
+    model = tiny("Llama", LLAMA, attn_implementation="eager")
     assert packs_rows(model)
     plain = transformers.models.llama.modeling_llama.create_causal_mask
 
@@ -200,6 +202,30 @@ def ready() -> Policy:
     policy = Policy(tiny("Llama", {**LLAMA, "vocab_size": 48}), FP32).eval()
     assert policy.shares_prompts
     return policy
+
+
+def flops(policy: Policy, batch: TrainBatch) -> int:
+    with FlopCounterMode(display=False) as counter:
+        policy(batch)[0].sum().backward()  # type: ignore[no-untyped-call]
+    return counter.get_total_flops()
+
+
+def test_a_row_costs_what_it_costs_alone(never_shared: None) -> None:
+    """In attention too, whose cost is the square of what it sees; recomputed in the backward pass as well."""
+    policy = ready()
+    batch = replace(batch_of([[1, 2, 3], [4, 5, 6]], [[30, 2, 9], [1, 17]]), packed=True)
+    alone = sum(flops(policy, batch.select(torch.tensor([number]))) for number in range(batch.rollouts))
+    assert flops(policy, batch) == alone < flops(policy, replace(batch, packed=False))
+    recompute(policy.model)
+    set_mode(policy.model, dropout=False)
+    again = flops(policy, batch)
+    assert alone < again < 1.5 * alone
+    eager = tiny("Llama", {**LLAMA, "vocab_size": 48}, attn_implementation="eager")
+    windowed = tiny("Mistral", {**LLAMA, "sliding_window": WINDOW})
+    lengths = [3, 2], torch.device("cpu")
+    assert row_mask(policy.model, *lengths) is not None
+    assert row_mask(eager, *lengths) is row_mask(windowed, *lengths) is None
+    assert packs_rows(eager) and packs_rows(windowed)
 
 
 def test_prompts_are_still_shared_where_that_saves_more() -> None:
@@ -282,9 +308,21 @@ def trained(path: str, *overrides: str) -> dict[str, Tensor]:
         pytest.param(("epochs.count=2", "batch.recompute=true"), id="two epochs", marks=pytest.mark.slow),
     ],
 )
-def test_a_step_is_that_of_padded_rows(more: tuple[str, ...], tiny_model_path: str) -> None:
+def test_a_step_is_that_of_padded_rows(
+    more: tuple[str, ...], tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With critic, reference and anchor; activations recomputed, so that no prompt is shared; an adapter."""
-    padded, packed = trained(tiny_model_path, *more), trained(tiny_model_path, *more, *PACKED)
+    ways: list[bool] = []
+
+    def noted(inner: nn.Module, batch: TrainBatch, *places: Tensor) -> Tensor:
+        ways.append(batch.packed)
+        return token_states(inner, batch, *places)
+
+    for module in (policy_module, value_module):
+        monkeypatch.setattr(module, "token_states", noted)
+    padded, before = trained(tiny_model_path, *more), len(ways)
+    packed = trained(tiny_model_path, *more, *PACKED)
+    assert not any(ways[:before]) and all(ways[before:]) and len(ways) > before > 0
     # Adam divides by the gradient's size, so compare weights loosely against a step of 3e-3.
     assert all(torch.allclose(packed[name], padded[name], atol=2e-5) for name in padded)
 
