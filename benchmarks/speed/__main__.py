@@ -39,9 +39,11 @@ The prompt is what is saved: it goes through the model once a group, in sampling
 tokens little of that is left, and what bounds a batch is the multiplication of small matrices on both sides. Decoding
 of single rollouts is bound by reading keys and values, at which transformers' own cache is as fast.
 
-Packing (`batch.packed`) saves what padding costs. Passes hold rows of similar length as it is, so that this is little
-while passes are small, and grows with them. Where transformers makes the mask (eager attention, windows), a pass costs
-the square of its tokens in attention and packing loses on this machine from passes of two or three rows on.
+Packing (`batch.packed`) saves what padding costs. A pass holds rows of similar length as it is, so that this is little
+while passes are small, and grows with them: nothing at one or two rows a pass, half as much again as the packed rows
+take where all rows fit into two. Under one mask for the pass, which is what eager attention and models with windows
+have, attention costs the square of the pass, and packing loses from passes of two or three rows on. That is a CPU;
+nothing here was measured on a GPU.
 """
 
 

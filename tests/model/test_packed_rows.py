@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -39,7 +39,7 @@ from tests.axes.test_contract import each_aggregation, each_loss
 from tests.axes.test_terms import choices_of, each_set
 from tests.distributed import test_ranks
 from tests.distributed.test_sharded import ADAPTED, EVERYTHING, weights
-from tests.examples import every
+from tests.examples import every, examples
 from tests.families import FAMILIES, STRANGERS, save
 from tests.generator.test_architectures import LLAMA, tiny
 from tests.helpers import SMALL, fit, make_group
@@ -186,6 +186,7 @@ def test_passes_count_real_tokens(groups: list[list[int]], rollouts: int, tokens
     assert batch.blank().packed and not replace(batch, packed=False).blank().packed
 
 
+@settings(max_examples=examples(80), deadline=None)
 @given(GROUPS, st.integers(1, 12))
 def test_a_shared_prompt_takes_no_more_tokens_than_packed_rows(groups: list[list[int]], prompt: int) -> None:
     """Counted at the model's door, so that `batch.micro_tokens` holds whichever way a pass goes."""
@@ -274,18 +275,19 @@ def update(choices: Choices, batch: TrainBatch, size: PassSize) -> tuple[Tensor,
     return total, torch.cat([each.grad.flatten() for each in trained if each.grad is not None])
 
 
-@pytest.mark.parametrize("size", [PassSize(5, 40)], ids=str)
+@pytest.mark.slow
 @each_loss
 @each_aggregation
 @each_set
 def test_any_loss_and_gradient_are_those_of_padded_rows(
-    loss: Any, aggregation: Any, names: tuple[str, ...], size: PassSize, never_shared: None
+    loss: Any, aggregation: Any, names: tuple[str, ...], never_shared: None
 ) -> None:
     """Invariant 1 for packing: every loss, aggregation and set of terms, in several passes."""
     choices = choices_of(loss, aggregation, names)
     rewards = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0], [1.0, 0.5, 0.0, 1.0]]
     groups = [make_group(each, number, prompt_length=3 + number) for number, each in enumerate(rewards)]
     batch = assemble(groups, choices, max_new_tokens=8)
+    size = PassSize(5, 40)
     padded, packed = (update(choices, replace(batch, packed=packed), size) for packed in (False, True))
     assert padded[1].abs().max() > 1e-3
     assert alike(packed, padded)
@@ -349,7 +351,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("ranks", "strategy", "more"),
     [
-        pytest.param(2, "ddp", ("batch.recompute=true",), id="2, ddp"),
+        pytest.param(2, "ddp", ("batch.recompute=true",), marks=pytest.mark.slow, id="2, ddp"),
         pytest.param(2, "fsdp2", (), marks=pytest.mark.slow, id="2, fsdp2, some prompts shared"),
         pytest.param(2, "fsdp2", (*EVERYTHING, "batch.recompute=true"), marks=pytest.mark.slow, id="2, fsdp2, all"),
         pytest.param(2, "ddp", EVERYTHING, marks=pytest.mark.slow, id="2, ddp, all"),
