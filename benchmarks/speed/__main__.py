@@ -41,9 +41,9 @@ of single rollouts is bound by reading keys and values, at which transformers' o
 
 Packing (`batch.packed`) saves what padding costs. A pass holds rows of similar length as it is, so that this is little
 while passes are small, and grows with them: nothing at one or two rows a pass, half as much again as the packed rows
-take where all rows fit into two. Under one mask for the pass, which is what eager attention and models with windows
-have, attention costs the square of the pass, and packing loses from passes of two or three rows on. That is a CPU;
-nothing here was measured on a GPU.
+take where all rows fit into two. Under one mask for the pass, which is what eager attention and rows longer than a
+model's window have, attention costs the square of the pass, and packing loses from passes of two or three rows on. Its
+seconds are CPU time of the thread; nothing here was measured on a GPU.
 """
 
 

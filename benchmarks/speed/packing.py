@@ -1,7 +1,7 @@
 """A gradient step on rows of mixed lengths, packed and padded, in passes of at most the same number of tokens.
 
-The third side packs them too, and leaves the mask to transformers, as models with windows do: attention then costs the
-square of the whole pass. Seconds are a thread's own (CPU time), so that a busy machine does not blur them.
+The third side packs them too, and leaves the mask to transformers, as for rows longer than a window: attention then
+costs the square of the whole pass. Seconds are a thread's own (CPU time), so that a busy machine does not blur them.
 """
 
 from __future__ import annotations

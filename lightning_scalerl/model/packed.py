@@ -4,9 +4,9 @@ Position ids that begin anew at each row tell the model where one ends. transfor
 them (`masking_utils.find_packed_sequence_indices`), in every attention that it has a mask for, windows included; what
 reads the sequence in another way, such as a recurrent layer, does not. So each model is tried.
 
-Under such a mask attention costs the square of the whole sequence. Where a model attends by torch's
-`scaled_dot_product_attention` to all that goes before, it is given `RowMask` in its place, and each row costs its own
-square, as with FlashAttention's kernels for rows of unlike length.
+Under such a mask attention costs the square of the whole sequence. A model that attends by torch's
+`scaled_dot_product_attention`, to all that goes before in rows as long as these, is given `RowMask` in its place: each
+row then costs its own square, as with FlashAttention's kernels for rows of unlike length.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ class RowMask(Tensor):
 
 def row_mask(inner: nn.Module, lengths: Sequence[int], device: torch.device) -> RowMask | None:
     """Return the mask for packed rows of these lengths; None where transformers has to make one of the positions."""
-    config = text_config(inner)
-    if getattr(config, "_attn_implementation", None) != "sdpa" or attention_windows(config):
+    config, longest = text_config(inner), max(lengths)
+    if getattr(config, "_attn_implementation", None) != "sdpa":
+        return None
+    if any(window.size < longest for window in attention_windows(config)):
         return None
     nothing = torch.zeros((), dtype=torch.bool, device=device)
     mask = nothing.expand(1, 1, sum(lengths), sum(lengths)).as_subclass(RowMask)
@@ -55,11 +57,11 @@ def row_mask(inner: nn.Module, lengths: Sequence[int], device: torch.device) -> 
     return mask
 
 
-def token_states(inner: nn.Module, batch: TrainBatch, row: Tensor, position: Tensor) -> Tensor:
+def token_states(inner: nn.Module, batch: TrainBatch, row: Tensor, position: Tensor, by_row: bool = True) -> Tensor:
     """Return hidden states (N, width) of the tokens at `position` (N,) of the rows `row` (N,), packed if the batch is.
 
     A row's last token goes through no model: there is nothing behind it to predict. Without `batch.packed` rows are
-    padded to the longest.
+    padded to the longest. Unless `by_row`, the mask is transformers' in any case.
     """
     tokens = batch.tokens[:, :-1]
     if not batch.packed:
@@ -73,7 +75,7 @@ def token_states(inner: nn.Module, batch: TrainBatch, row: Tensor, position: Ten
     line: Tensor = inner(
         input_ids=tokens[real].unsqueeze(0),
         position_ids=column[real].unsqueeze(0),
-        attention_mask=row_mask(inner, lengths.tolist(), tokens.device),
+        attention_mask=row_mask(inner, lengths.tolist(), tokens.device) if by_row else None,
         use_cache=False,
     ).last_hidden_state
     return line[0, (lengths.cumsum(0) - lengths)[row] + position]
@@ -102,7 +104,10 @@ def packs_rows(model: nn.Module) -> bool:
             batch.packed = False
             expected = token_states(backbone(model), batch, row, position).float()
             batch.packed = True
-            gap = token_states(backbone(model), batch, row, position).float() - expected
+            # Long rows of a model with windows go the second way.
+            ways = (True, False) if attention_windows(config) else (True,)
+            packed = [token_states(backbone(model), batch, row, position, by_row).float() for by_row in ways]
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False  # no positions can be given
-    return bool(gap.abs().max() <= SAME * expected.abs().max().clamp(min=1.0))
+    gap = (torch.stack(packed) - expected).abs().max()
+    return bool(gap <= SAME * expected.abs().max().clamp(min=1.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from lightning_scalerl import ScaleRL
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.ranks import Ranks
+from lightning_scalerl.measure.probe import _trainer_logprobs
 from lightning_scalerl.model import policy as policy_module
 from lightning_scalerl.model import value as value_module
 from lightning_scalerl.model.load import load_model
@@ -34,6 +35,7 @@ from lightning_scalerl.task.arithmetic_base import tokenizer
 from lightning_scalerl.update.before import scored_before
 from lightning_scalerl.update.terms import terms
 from lightning_scalerl.update.token_credit import token_credit
+from lightning_scalerl.update.trained import TrainedPolicy
 from sweeps.run.journal import read_journal
 from tests.axes.test_contract import each_aggregation, each_loss
 from tests.axes.test_terms import choices_of, each_set
@@ -102,6 +104,10 @@ def test_every_family_gives_what_padded_rows_give(
     assert shapes == [(len(batch.lengths), int(batch.lengths.max()) - 1), (1, int((batch.lengths - 1).sum()))]
     # Weights of these are large, so that attention matters: sums of unlike size round a little more.
     assert alike(packed, padded, 1e-4)
+    to_the_window = batch_of([[5, 6], [7]], [[WINDOW - 1, 1], [WINDOW, 2]])
+    assert int(to_the_window.lengths.max()) == WINDOW + 1  # the last token is given to no model
+    padded, packed = (scores_and_gradient(policy, replace(to_the_window, packed=way)) for way in (False, True))
+    assert alike(packed, padded, 1e-4)
 
 
 # Of the last two short rows do not show it: chunks lie elsewhere once rows are long, and a table of the mask ends.
@@ -142,17 +148,19 @@ def test_it_is_not_even_tried_unless_asked_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_model_that_ignores_positions_or_masks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the two alone, in a model that otherwise packs."""
-    model = tiny("Llama", LLAMA, attn_implementation="eager")
-    assert packs_rows(model)
-    plain = transformers.models.llama.modeling_llama.create_causal_mask
-
-    def unmasked(*arguments: Any, position_ids: Any = None, **options: Any) -> Any:
-        return plain(*arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(transformers.models.llama.modeling_llama, "create_causal_mask", unmasked)
-        assert not packs_rows(model)
+    """Each of the two alone, in a model that otherwise packs; of a window that short rows do not leave as well."""
+    for family, more, options in (
+        ("Llama", {}, {"attn_implementation": "eager"}),
+        ("Mistral", {"sliding_window": 32}, {}),
+    ):
+        model = tiny(family, {**LLAMA, **more}, **options)
+        assert packs_rows(model)
+        code = sys.modules[type(model).__module__]
+        name = "create_sliding_window_causal_mask" if more else "create_causal_mask"
+        plain = getattr(code, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(code, name, lambda plain=plain, position_ids=None, **given: plain(**given))
+            assert not packs_rows(model)
     learned = tiny("GPT2", {"vocab_size": 16, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64})
     assert packs_rows(learned)
     at: Any = learned.transformer.wpe
@@ -223,10 +231,14 @@ def test_a_row_costs_what_it_costs_alone(never_shared: None) -> None:
     assert alone < again < 1.5 * alone
     eager = tiny("Llama", {**LLAMA, "vocab_size": 48}, attn_implementation="eager")
     windowed = tiny("Mistral", {**LLAMA, "sliding_window": WINDOW})
-    lengths = [3, 2], torch.device("cpu")
-    assert row_mask(policy.model, *lengths) is not None
-    assert row_mask(eager, *lengths) is row_mask(windowed, *lengths) is None
-    assert packs_rows(eager) and packs_rows(windowed)
+    for model, longest, by_row in (
+        (policy.model, 9, True),
+        (eager, 2, False),
+        (windowed, 4, True),
+        (windowed, 5, False),
+    ):
+        assert packs_rows(model)
+        assert (row_mask(model, [2, longest, 1], torch.device("cpu")) is not None) == by_row
 
 
 def test_prompts_are_still_shared_where_that_saves_more() -> None:
@@ -247,6 +259,17 @@ def test_a_critic_is_given_real_tokens_alone() -> None:
     padded, packed = (critic(replace(batch, packed=packed)).detach() for packed in (False, True))
     assert shapes[1] == (1, int((batch.lengths - 1).sum())) != shapes[0]
     assert padded.abs().max() > 0.1 and alike([packed], [padded])
+
+
+def test_a_probe_of_the_generator_goes_the_same_way(never_shared: None) -> None:
+    policy, group = ready(), make_group([1.0, 0.0, 1.0, 0.5])
+    shapes, found = tokens_given(policy.model), {}
+    for packs in (False, True):
+        policy.packs = packs
+        rollouts = [(group, rollout) for rollout in group.rollouts]
+        found[packs] = _trainer_logprobs(rollouts, TrainedPolicy(policy, Ranks), PassSize(9))
+    assert [rows for rows, _ in shapes] == [4, 1]
+    assert alike(found[True], found[False])
 
 
 # --- losses, aggregations, terms --------------------------------------------------------------------------------
