@@ -20,13 +20,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lightning_scalerl.callbacks.trainer import refuse_pytorch_lightning
+from lightning_scalerl.distributed.checkpoint_folder import is_folder
 from lightning_scalerl.distributed.ranks import Follower, Ranks
 from lightning_scalerl.distributed.sharded import whole_tensor
 from lightning_scalerl.generator.base import Generator
@@ -40,7 +41,7 @@ from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.rollout import Part, Rollout, Scored, TrainBatch, whole
-from lightning_scalerl.session.checkpoint_state import load_state, save_state
+from lightning_scalerl.session.checkpoint_state import from_folder, load_state, save_state
 from lightning_scalerl.session.continuation import Continuation
 from lightning_scalerl.session.data_path import DataPath
 from lightning_scalerl.session.export import export
@@ -316,6 +317,35 @@ class ScaleRL(LightningModule):
             RuntimeError: the merged model computes something else than the trained policy.
         """
         return export(self, directory, dtype, adapter)
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]  # Lightning's own is no plain classmethod
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **arguments: Any,
+    ) -> Self:
+        """Make a module with the weights of a checkpoint of either form: a file, or a folder of shards.
+
+        Args:
+            checkpoint_path: of the checkpoint.
+            map_location, hparams_file: as of Lightning's; a folder's weights are read to the host.
+            strict: whether the names of all weights must agree.
+            weights_only: whether torch may read plain values and tensors only.
+            arguments: of this class, in place of those that the checkpoint holds.
+
+        Raises:
+            ConfigurationError: the folder lacks a part, or an argument is missing.
+        """
+        if is_folder(checkpoint_path):
+            return from_folder(cls, Path(checkpoint_path), strict is not False, weights_only is not False, arguments)
+        own: Self = super().load_from_checkpoint(
+            checkpoint_path, map_location, hparams_file, strict, weights_only, **arguments
+        )
+        return own
 
     # --- Lightning's hooks, in the order in which they are called ----------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -42,8 +42,8 @@ class StateRegistry:
         """Return the state of every registered part, by name."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore every registered part from a checkpoint.
+    def load_state_dict(self, state: Mapping[str, Any], later: Collection[str] = ()) -> None:
+        """Restore every registered part from a checkpoint, but for those that are restored `later` by themselves.
 
         Raises:
             ConfigurationError: the parts saved and the parts registered differ (both lists are named), or one of them
@@ -55,6 +55,8 @@ class StateRegistry:
                 "it comes from another version or configuration"
             )
         for name, part in self._parts.items():
+            if name in later:
+                continue
             try:
                 part.load_state_dict(state[name])
             except (KeyError, IndexError, TypeError, AttributeError) as error:

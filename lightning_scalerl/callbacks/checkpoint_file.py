@@ -1,8 +1,10 @@
-"""Checkpoint files: written without a second copy in memory, checked to the last bit before they are trusted."""
+"""Checkpoint files: written without a second copy in memory, checked to the last bit before they are trusted.
+
+That of a sharded run is a folder (`distributed.checkpoint_folder`), whose parts are files like these.
+"""
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import zipfile
@@ -12,10 +14,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Trainer
-from torch.serialization import get_crc32_options, set_crc32_options
 
+from lightning_scalerl.distributed.checkpoint_folder import META, checksums, damaged, is_folder, read_whole
+from lightning_scalerl.distributed.sharded import ShardedStrategy
 from sweeps.run.activity import activity
 
 # Key in a checkpoint, beside Lightning's own, for the identity of its run.
@@ -39,7 +42,7 @@ class DirectCheckpointIO(TorchCheckpointIO):
         """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _checksums(), target.open("xb") as handle:
+        with checksums(), target.open("xb") as handle:
             # torch hands over views of the tensors' own memory, one tensor of a GPU at a time.
             file = _File(handle)
             torch.save(checkpoint, cast("BinaryIO", file))
@@ -96,27 +99,41 @@ def written_directly(trainer: Trainer) -> Iterator[None]:
         strategy.checkpoint_io = usual
 
 
-@contextmanager
-def _checksums() -> Iterator[None]:
-    """Turn on torch's checksums in the `with` block: a script may have turned them off for its own files."""
-    before = get_crc32_options()
-    set_crc32_options(True)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
+class EitherCheckpointIO(CheckpointIO):
+    """Reads checkpoints of both forms, folders of shards whole; writes files as the Trainer did before.
+
+    Args:
+        usual: the Trainer's own.
+    """
+
+    def __init__(self, usual: CheckpointIO) -> None:
+        self._usual = usual
+
+    def save_checkpoint(self, *given: Any, **named: Any) -> None:
+        """Write as the Trainer did before."""
+        self._usual.save_checkpoint(*given, **named)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of either form; a folder's tensors are whole, and on the host."""
+        if is_folder(path):
+            return read_whole(Path(path), weights_only is not False)
+        named = {} if map_location is None else {"map_location": map_location}
+        return self._usual.load_checkpoint(path, weights_only=weights_only, **named)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint as the Trainer did before."""
+        self._usual.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """End what the Trainer's own has under way."""
+        self._usual.teardown()
 
 
-def fsync_folder(folder: Path) -> None:
-    """Sync a folder to disk: only then does a new name in it survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that has no such thing
-            raise
-    finally:
-        os.close(descriptor)
+def read_either(trainer: Trainer) -> None:
+    """Let a Trainer go on from folders of shards, under a strategy that knows files alone. Done for every fit."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, ShardedStrategy) and not isinstance(strategy.checkpoint_io, EitherCheckpointIO):
+        strategy.checkpoint_io = EitherCheckpointIO(strategy.checkpoint_io)
 
 
 def damage(path: Path) -> str | None:
@@ -127,11 +144,19 @@ def damage(path: Path) -> str | None:
     Raises:
         OSError: it cannot be read.
     """
+    if is_folder(path):
+        if not (path / META).is_file():
+            return f"a folder without {META}"
+        return damage(path / META) or damaged(path, _damage)
     # Opening a FIFO waits for a writer that never comes.
     if not stat.S_ISREG(path.stat().st_mode):
         return "no regular file"
+    return _damage(path)
+
+
+def _damage(file: Path | BinaryIO) -> str | None:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
             bad = next((record.filename for record in records if not _is_sound(archive, record)), None)
     except OSError:

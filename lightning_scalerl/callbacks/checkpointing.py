@@ -16,17 +16,18 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_scalerl.callbacks.checkpoint_file import IDENTITY, damage, fsync_folder, written_directly
+from lightning_scalerl.callbacks.checkpoint_file import IDENTITY, damage, written_directly
 from lightning_scalerl.callbacks.evaluate import owed
 from lightning_scalerl.callbacks.run_log import PassedOver, RunLog
 from lightning_scalerl.checks import ConfigurationError, said, whole_number
+from lightning_scalerl.distributed.checkpoint_folder import META, VOID, WHOLE_ONE, fsync_folder, is_folder, move, remove
 from lightning_scalerl.distributed.start import process_rank
 from lightning_scalerl.run import Run, run_of
 from sweeps.run.interruption import RunInterruptedError
 from sweeps.run.journal import JOURNAL_FILE, covered_step
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
-VOID, UNRECORDED = ".void", ".unrecorded"
+UNRECORDED = ".unrecorded"
 
 
 class ResumableCheckpoint(Checkpoint):
@@ -37,7 +38,8 @@ class ResumableCheckpoint(Checkpoint):
     journal stays, as `.unrecorded`.
 
     Lightning calls a `Checkpoint` after all other callbacks, so the step's records are written before they are
-    declared durable. With several ranks rank 0 writes.
+    declared durable. With several ranks rank 0 writes; each writes its own part where the model is sharded, and the
+    checkpoint is a folder.
 
     This is where a request to stop (`sweeps.run.interruption`, or a SIGTERM that Lightning has taken) to any of the
     ranks is honoured: once the step it came in is saved, `Trainer.fit` raises `RunInterruptedError` on all of them. One
@@ -74,7 +76,7 @@ class ResumableCheckpoint(Checkpoint):
         if halves := list(self.directory.glob("step-*.part")):
             self._guard()
         for half in halves:
-            half.unlink(missing_ok=True)
+            remove(half)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if it is time; stop if the run is asked to, unless it has reached its end anyway."""
@@ -118,6 +120,9 @@ class ResumableCheckpoint(Checkpoint):
                 # The other ranks wait at Lightning's barrier after the write: join it, then tell them of the failure.
                 failure = error
                 trainer.strategy.barrier("Trainer.save_checkpoint")
+            elsewhere = run.ranks.agree(None if failure is None else said(failure))
+            if failure is None and elsewhere is not None:
+                failure = RuntimeError(f"checkpoint: a rank could not write its part, {elsewhere}")
             run.ranks.share(lambda: self._put_in_place(trainer, unfinished, step, failure))
 
     def _put_in_place(self, trainer: Trainer, unfinished: Path, step: int, failure: Exception | None) -> None:
@@ -125,17 +130,17 @@ class ResumableCheckpoint(Checkpoint):
             if failure is not None:
                 raise failure
             self._guard()
-            unfinished.rename(self.directory / f"step-{step:08d}.ckpt")
+            move(unfinished, self.directory / f"step-{step:08d}.ckpt")
             fsync_folder(self.directory)
         except Exception:
             with suppress(OSError):
-                unfinished.unlink()
+                remove(unfinished)
             raise
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RunLog):
                 callback.checkpointed(step)
         for old in [*checkpoints(self.directory)[self.KEEP :], *self.directory.glob(f"step-*{VOID}")]:
-            old.unlink(missing_ok=True)
+            remove(old)
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -155,8 +160,7 @@ def check_whole(path: Any) -> None:
     """
     if str(path or "").endswith((".part", VOID)):
         raise ConfigurationError(
-            f"ckpt_path: {str(path)!r} is what a broken save has left, or was found damaged; give a whole checkpoint, "
-            "step-N.ckpt (newest_checkpoint finds the newest)"
+            f"ckpt_path: {str(path)!r} is what a broken save has left, or was found damaged; {WHOLE_ONE}"
         )
 
 
@@ -168,7 +172,7 @@ def set_aside(directory: Path, step: int, suffix: str = VOID) -> None:
     """
     for path in checkpoints(directory):
         if _step(path) > step:
-            path.replace(path.with_suffix(suffix))
+            move(path, path.with_suffix(suffix))
 
 
 def _step(path: Path) -> int:
@@ -231,7 +235,7 @@ def unusable(path: Path, run: str | None = None) -> str | None:
         why = damage(path)
         if why is not None:
             return why
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        saved = torch.load(path / META if is_folder(path) else path, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(saved, dict) or "scalerl" not in saved:
             return "holds no run to go on with"
     except MemoryError:

@@ -89,6 +89,11 @@ class Ranks:
         """Return whether no rank has the whole model: whatever passes through it passes on all ranks together."""
         return isinstance(self.strategy, ShardedStrategy)
 
+    @property
+    def writes_shards(self) -> bool:
+        """Return whether each rank writes its own part of a checkpoint."""
+        return isinstance(self.strategy, ShardedStrategy) and self.strategy.writes_shards
+
     # --- on the hosts ------------------------------------------------------------------------------------
 
     def share(self, work: Callable[[], T], lean: Callable[[T], T] = lambda result: result) -> T:

@@ -7,11 +7,16 @@ are global (`rollout.Denominators`).
 
 from __future__ import annotations
 
+import os
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
@@ -21,22 +26,49 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.distributed.checkpoint_folder import (
+    META,
+    fill,
+    fsync_folder,
+    is_folder,
+    move,
+    outline,
+    remove,
+    write_shards,
+)
+
 NAME = "fsdp2"
+# Forms of a checkpoint: a folder to which each rank writes its own part, or one file that rank 0 gathers and writes.
+CHECKPOINTS = ("shards", "whole")
+# Timeout of ranks that wait for the slowest to write its part.
+_PATIENCE = timedelta(hours=24)
 
 
 class ShardedStrategy(ModelParallelStrategy):
     """`Trainer(strategy="fsdp2")`: weights, gradients and optimizer states sharded over all ranks, by FSDP2.
 
-    A checkpoint is one file of whole tensors, as one device and DDP write it, so that a run goes on under any strategy
-    and on any number of devices. It is gathered tensor by tensor on the first rank's host.
+    A checkpoint is a folder in which each rank has written its own part (`checkpoint_folder`), so that no host holds
+    all of it. A run goes on from it, and from a file that one device or DDP has written, under any strategy and on any
+    number of devices.
 
     Args:
         timeout: of collective operations on the devices.
+        checkpoint: "shards" for such a folder; "whole" for one file of whole tensors, as one device and DDP write it,
+            gathered tensor by tensor on the first rank's host.
+
+    Raises:
+        ConfigurationError: a form of checkpoints that there is not.
     """
 
-    def __init__(self, timeout: timedelta | None = default_pg_timeout) -> None:
+    def __init__(self, timeout: timedelta | None = default_pg_timeout, checkpoint: str = "shards") -> None:
         # Lightning's mesh has a tensor-parallel dimension; of size one it is not seen.
         super().__init__("auto", 1, save_distributed_checkpoint=False, timeout=timeout)
+        if checkpoint not in CHECKPOINTS:
+            raise ConfigurationError(f"strategy.checkpoint: {checkpoint!r} is unknown; valid: {', '.join(CHECKPOINTS)}")
+        self.writes_shards = checkpoint == "shards"
+        self._hosts: dist.ProcessGroup | None = None
+        self._folder: Path | None = None  # that the checkpoint comes from which is being loaded
 
     def setup_environment(self) -> None:
         """Set the mesh to one data-parallel group of all ranks, and make its process group."""
@@ -53,8 +85,64 @@ class ShardedStrategy(ModelParallelStrategy):
         """Return True: the optimizer's state is loaded by `load_optimizer_state_dict`."""
         return True
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint in the form that was chosen. All ranks call it, and fail together.
+
+        A folder is written beside its place, and renamed once all ranks' parts are on the disk; a path that ends in
+        `.part` is the caller's to rename.
+
+        Raises:
+            OSError: a rank could not write; nothing is in the checkpoint's place.
+        """
+        if not self.writes_shards:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if self._hosts is None:  # on the hosts: the devices' group has their time limit
+            self._hosts = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        target = Path(self._from_first(str(filepath)))
+        unfinished = target
+        if target.suffix != ".part":
+            unfinished = target.with_name(self._from_first(f"{target.name}.{uuid.uuid4().hex[:8]}.part"))
+        rest = write_shards(checkpoint, unfinished, self._hosts)
+        failure: Exception | None = None
+        if self.is_global_zero:
+            try:
+                self.checkpoint_io.save_checkpoint(rest, unfinished / META)
+                self._put_in_place(unfinished, target)
+            except Exception as error:
+                failure = error
+        said = self._from_first(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            with suppress(OSError):
+                remove(unfinished)
+            raise failure
+        if said is not None:
+            raise RuntimeError(f"checkpoint: rank 0 could not write it, {said}")
+
+    @staticmethod
+    def _put_in_place(unfinished: Path, target: Path) -> None:
+        with (unfinished / META).open("rb") as handle:
+            os.fsync(handle.fileno())
+        fsync_folder(unfinished)
+        if unfinished != target:
+            move(unfinished, target)
+        fsync_folder(target.parent)
+
+    def _from_first(self, value: Any) -> Any:
+        """Return rank 0's value, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._hosts)
+        return values[0]
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return what the file holds, mapped and not read: each rank reads its own part of each tensor."""
+        """Return what a checkpoint holds, its tensors not read yet: each rank reads its own part of each.
+
+        Those of a file are mapped, those of a folder are on the meta device.
+        """
+        self._folder = None
+        if is_folder(checkpoint_path):
+            self._folder = Path(checkpoint_path)
+            return outline(self._folder, weights_only is not False)
         checkpoint: dict[str, Any] = torch.load(
             checkpoint_path, "cpu", weights_only=weights_only is not False, mmap=True
         )
@@ -73,32 +161,50 @@ class ShardedStrategy(ModelParallelStrategy):
         if strict and given.keys() != own.keys():
             missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
             raise RuntimeError(f"checkpoint: weights {missing[:5]} are missing, {unexpected[:5]} belong to no module")
-        for name in own.keys() & given.keys():
-            own[name].copy_(part_like(given[name], own[name]))
+        both = own.keys() & given.keys()
+        for name in both:
+            if not given[name].is_meta:
+                own[name].copy_(part_like(given[name], own[name]))
+        if self._folder is not None:
+            parts = {f"state_dict.{name}": own[name] for name in own if name in both and given[name].is_meta}
+            fill(self._folder, checkpoint, parts)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer's state."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        for place, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            parts = {
-                number: {name: part_like(value, parameters[number]) for name, value in of_one.items()}
-                for number, of_one in state["state"].items()
-            }
+            to_read: dict[str, Tensor] = {}
+            parts: dict[int, dict[str, Any]] = {}
+            for number, of_one in state["state"].items():
+                parts[number] = {}
+                for name, value in of_one.items():
+                    if isinstance(value, Tensor) and value.is_meta:
+                        key = f"optimizer_states.{place}.state.{number}.{name}"
+                        parts[number][name] = to_read[key] = _blank(value, parameters[number])
+                    else:
+                        parts[number][name] = part_like(value, parameters[number])
+            if self._folder is not None:
+                fill(self._folder, checkpoint, to_read)
             optimizer.load_state_dict({**state, "state": parts})
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return all weights, whole and on the host, on rank 0; nothing on the others. All ranks call it."""
+        """Return the weights for a checkpoint: this rank's parts, or whole on rank 0's host. All ranks call it."""
         assert self.lightning_module is not None
-        return gathered(self.lightning_module.state_dict(), self.global_rank == 0)
+        state = self.lightning_module.state_dict()
+        return state if self.writes_shards else gathered(state, self.global_rank == 0)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state, whole and on the host, on rank 0. All ranks call it."""
+        """Return the optimizer's state as `lightning_module_state_dict` returns the weights. All ranks call it."""
         state = (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+        if self.writes_shards:
+            return state
         leads = self.global_rank == 0
         return {**state, "state": {number: gathered(of_one, leads) for number, of_one in state["state"].items()}}
 
 
-StrategyRegistry.register(NAME, ShardedStrategy, description="FSDP2 for ScaleRL: summed gradients, whole checkpoints")
+StrategyRegistry.register(
+    NAME, ShardedStrategy, description="FSDP2 for ScaleRL: summed gradients, checkpoints in parts"
+)
 
 
 def shard(root: nn.Module, mesh: DeviceMesh) -> None:
@@ -155,6 +261,13 @@ def part_like(value: Any, sample: Tensor) -> Any:
         return value
     # None: every rank has the whole and keeps its own part of it; nothing is sent.
     return distribute_tensor(value.to(sample.device), sample.device_mesh, sample.placements, src_data_rank=None)
+
+
+def _blank(value: Tensor, sample: Tensor) -> Tensor:
+    """Return an empty tensor for one without data, laid out as `sample` is if the shapes are the same, else whole."""
+    if isinstance(sample, DTensor) and value.shape == sample.shape:
+        return torch.empty_like(sample, dtype=value.dtype)
+    return torch.empty_like(value, device="cpu")
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,10 +29,10 @@ def process_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {"ddp": DDPStrategy, "fsdp2": ShardedStrategy}
+STRATEGIES: dict[str, Callable[..., Strategy]] = {"ddp": DDPStrategy, "fsdp2": ShardedStrategy}
 
 
-def trainer_settings(strategy: str = "ddp", layout: tuple[int, int] | None = None) -> dict[str, Any]:
+def trainer_settings(strategy: str = "ddp", layout: tuple[int, int] | None = None, **options: Any) -> dict[str, Any]:
     """Return arguments of `Trainer` that name the run's devices, from how this process was started.
 
     One task, under SLURM or not, trains on one device, whatever the job has been given. Tasks that one `srun` (or
@@ -42,13 +42,14 @@ def trainer_settings(strategy: str = "ddp", layout: tuple[int, int] | None = Non
     Args:
         strategy: how several ranks share the model, a name of `STRATEGIES`.
         layout: nodes and ranks on each that the run is to have; None for as many as there are.
+        options: of that strategy, the settings of its file in `conf/strategy/`.
 
     Raises:
         ConfigurationError: nodes with different numbers of tasks, a node with fewer GPUs than tasks, another number of
             ranks than the run is to have, or a job that asks for GPUs with a torch that was built for CPUs.
         NoGpuError: the job asks for GPUs, and torch cannot use any here.
     """
-    settings = _settings(strategy)
+    settings = _settings(strategy, options)
     there = settings.get("num_nodes", 1), settings["devices"]
     if layout is not None and there != layout:
         raise ConfigurationError(
@@ -59,13 +60,13 @@ def trainer_settings(strategy: str = "ddp", layout: tuple[int, int] | None = Non
     return settings
 
 
-def _settings(strategy: str) -> dict[str, Any]:
+def _settings(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:
     _check_gpu()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         tasks, tasks_a_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         if tasks == 1:
             return {"accelerator": "auto", "devices": 1}
-        return _several(tasks // tasks_a_node, tasks_a_node, strategy)
+        return _several(tasks // tasks_a_node, tasks_a_node, STRATEGIES[strategy](**options))
     tasks = slurm_job.step_tasks()
     if tasks == 1:
         # Lightning would take SLURM's variables for several tasks, and its signals for requests to requeue the job.
@@ -83,7 +84,10 @@ def _settings(strategy: str) -> dict[str, Any]:
     if nodes == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(_port()))
-    return {**_several(nodes, tasks // nodes, strategy), "plugins": [SLURMEnvironment(auto_requeue=False)]}
+    return {
+        **_several(nodes, tasks // nodes, STRATEGIES[strategy](**options)),
+        "plugins": [SLURMEnvironment(auto_requeue=False)],
+    }
 
 
 def _check_gpu() -> None:
@@ -116,14 +120,14 @@ def devices_beside(ranks: int) -> list[str]:
     return visible[ranks:]
 
 
-def _several(nodes: int, tasks_a_node: int, strategy: str) -> dict[str, Any]:
+def _several(nodes: int, tasks_a_node: int, strategy: Strategy) -> dict[str, Any]:
     visible = torch.cuda.device_count() if torch.cuda.is_available() else tasks_a_node
     if visible < tasks_a_node:
         raise ConfigurationError(
             f"devices: {tasks_a_node} ranks on this node see {visible} GPUs; give every task all of the node's "
             "(SLURM: --gpus-per-node, not --gpus-per-task)"
         )
-    return {"accelerator": "auto", "devices": tasks_a_node, "num_nodes": nodes, "strategy": STRATEGIES[strategy]()}
+    return {"accelerator": "auto", "devices": tasks_a_node, "num_nodes": nodes, "strategy": strategy}
 
 
 def _port() -> int:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from torch import nn
 
 from lightning_scalerl.axes.adapter import NoAdapter
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint, unusable
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, use_folders
+from lightning_scalerl.distributed.checkpoint_folder import check_weights, fill, is_folder, outline
 from lightning_scalerl.member.trust import check_run
 from lightning_scalerl.model.adapter import adapt, plain_copy
 from lightning_scalerl.model.chat import Chat, Rendering, told_of
@@ -54,13 +57,10 @@ def export_run(
         config = OmegaConf.create(dict(spec.config))
         source = str(build(config, "model"))
         model, tokenizer = load_model(source), load_tokenizer(source)
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        weights = {
-            name.removeprefix(_PREFIX): value for name, value in saved["state_dict"].items() if name.startswith(_PREFIX)
-        }
+        saved = outline(path) if is_folder(path) else torch.load(path, "cpu", weights_only=True, mmap=True)
         adapter = build(config, "adapter") if "adapter" in config else NoAdapter()
         adapt(model, adapter)
-        model.load_state_dict(weights)
+        _load(model, saved, path)
         model = plain_copy(model) if adapter.adapts else model
         at = int(saved["scalerl"]["stream"]["completed_steps"])
         rendering = Rendering(tokenizer, build(config, "chat") if "chat" in config else Chat(template="none"))
@@ -68,6 +68,19 @@ def export_run(
     except ConfigurationError as error:
         raise UserError(str(error)) from error
     return f"{spec.title}, step {at}: {directory} ({dtype}), for AutoModelForCausalLM.from_pretrained"
+
+
+def _load(model: nn.Module, saved: Mapping[str, Any], path: Path) -> None:
+    """Read the policy's weights of a checkpoint into a model; those of a folder of shards in their place."""
+    given = {name: value for name, value in saved["state_dict"].items() if name.startswith(_PREFIX)}
+    if not is_folder(path):
+        model.load_state_dict({name.removeprefix(_PREFIX): value for name, value in given.items()})
+        return
+    own = {f"{_PREFIX}{name}": value for name, value in model.state_dict().items()}
+    check_weights(path, {"state_dict": given}, own)
+    fill(path, saved, {f"state_dict.{name}": value for name, value in own.items() if given[name].is_meta})
+    whole = {name.removeprefix(_PREFIX): value for name, value in given.items() if not value.is_meta}
+    model.load_state_dict(whole, strict=False)
 
 
 def _checkpoint(folder: Path, step: int | None, run: str) -> Path:

@@ -42,6 +42,7 @@ _WHOLE_NUMBERS = {
 }
 # As in `distributed.start`, which imports torch.
 STRATEGIES = ("ddp", "fsdp2")
+CHECKPOINTS = ("shards", "whole")
 # Settings whose classes import torch at most: seconds less to say what is wrong with them.
 _WITHOUT_LIGHTNING = ("reward", "health", "verify", "optimizer", "schedule")
 DEFAULT_RECIPE = "scalerl"  # as in conf/train.yaml
@@ -150,6 +151,9 @@ def _check_settings(config: Mapping[str, Any]) -> None:
     for field in ("strategy.nodes", "strategy.devices") if "strategy" in config else ():
         if (count := _setting(config, field)) is not None:
             whole_number(field, count)
+    form = _setting(config, "strategy.checkpoint") if "strategy" in config else None
+    if form is not None and form not in CHECKPOINTS:
+        raise ConfigurationError(f"strategy.checkpoint: {shown(form)} is unknown; valid: {', '.join(CHECKPOINTS)}")
     address = _setting(config, "mlflow.uri")
     if not isinstance(address, str | None):
         raise ConfigurationError(

@@ -98,9 +98,12 @@ def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, 
         code=[*spec.folders, *files_named(spec.config)],
         strict_code=bool(config.launch.get("strict_code", False)),
     )
+    # How many ranks there are to be is asked of those that start them (`spec.layout`).
+    given = config.get("strategy", {"name": "ddp"})
+    strategy = {str(key): value for key, value in given.items() if key not in ("nodes", "devices")}
     trainer = Trainer(
         max_steps=spec.steps,
-        **trainer_settings(config.get("strategy", {}).get("name", "ddp"), spec.layout),
+        **trainer_settings(strategy.pop("name"), spec.layout, **strategy),
         logger=False,
         enable_progress_bar=progress,
         enable_model_summary=False,

@@ -11,18 +11,25 @@ In comes a module or a checkpoint, out goes the other.
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning.pytorch import LightningModule
 
 from lightning_scalerl.axes.adapter import LoRA
 from lightning_scalerl.callbacks.checkpoint_file import IDENTITY
 from lightning_scalerl.callbacks.checkpointing import check_whole
 from lightning_scalerl.callbacks.trainer import count_from
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.distributed.checkpoint_folder import INDEX, check_weights, fill, outline
 from lightning_scalerl.distributed.ranks import Follower
 from lightning_scalerl.session.continuation import check_identity, identity
 from lightning_scalerl.session.models import adapt_policy, made_on, shard_models
 from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.state import TorchRandomState
+from lightning_scalerl.stream.live_driver import LiveDriver
 
 
 def save_state(module: Parts, checkpoint: dict[str, Any]) -> None:
@@ -31,7 +38,11 @@ def save_state(module: Parts, checkpoint: dict[str, Any]) -> None:
     if module.data_path is None:
         return
     with module.driver.quiet():
-        checkpoint["scalerl"] = module.data_path.state.state_dict()
+        state = checkpoint["scalerl"] = module.data_path.state.state_dict()
+    # In virtual time the rollouts that follow depend on the weights that were published last, which are not always the
+    # trainer's. In real time they do not, and beside a folder of shards they would be the whole model once more.
+    if module.ranks.writes_shards and isinstance(module.driver, LiveDriver):
+        state["generator"]["weights"] = None
     checkpoint[IDENTITY] = identity(module)
     checkpoint["scalerl_followers"] = others
     checkpoint["scalerl_update"] = {
@@ -68,6 +79,8 @@ def load_state(module: Parts, checkpoint: dict[str, Any]) -> None:
         weights = checkpoint["state_dict"]
         for name in [name for name in weights if name.startswith("critic.")]:
             del weights[name]
+    if INDEX in checkpoint and trainer is not None:
+        check_weights(trainer.ckpt_path, checkpoint, module.state_dict())
     if trainer is None or trainer.state.fn != "fit":
         module.continuation.meaning = None
         steps = checkpoint.get("scalerl", {}).get("stream", {}).get("completed_steps", 0)
@@ -91,9 +104,43 @@ def load_state(module: Parts, checkpoint: dict[str, Any]) -> None:
         module.reference_model.restore(update.get("reference"), module.policy, module.choices, made_on(module))
         shard_models(module)  # a reference that was loaded just now
     if module.data_path is not None:
-        module.data_path.state.load_state_dict(checkpoint["scalerl"])
+        state = checkpoint["scalerl"]
+        published = state["generator"].get("weights", ...) is not None
+        module.data_path.state.load_state_dict(state, later=() if published else ("generator",))
+        module.continuation.generator = None if published else state["generator"]
         return
     module.stream.completed_steps = steps
     states = checkpoint.get("scalerl_followers", [])
     if module.ranks.number <= len(states):
         TorchRandomState().load_state_dict(states[module.ranks.number - 1])
+
+
+T = TypeVar("T", bound=LightningModule)
+
+
+def from_folder(kind: type[T], folder: Path, strict: bool, weights_only: bool, arguments: Mapping[str, Any]) -> T:
+    """Make a module with the weights of a folder of shards, read in their place: `ScaleRL.load_from_checkpoint`.
+
+    Args:
+        kind: class of the module.
+        folder: of the checkpoint.
+        strict: whether the names of all weights must agree.
+        weights_only: whether torch may read plain values and tensors only.
+        arguments: of the class, in place of those that the checkpoint holds.
+
+    Raises:
+        ConfigurationError: the folder lacks a part, is of another model, or an argument is missing.
+    """
+    check_whole(folder)
+    checkpoint = outline(folder, weights_only)
+    saved = checkpoint.get("hyper_parameters", {})
+    known = inspect.signature(kind.__init__).parameters
+    module = kind(**{**{name: value for name, value in saved.items() if name in known}, **arguments})
+    module.on_load_checkpoint(checkpoint)
+    own = module.state_dict()
+    if strict:
+        check_weights(folder, checkpoint, own)
+    given = checkpoint["state_dict"]
+    module.load_state_dict({name: value for name, value in given.items() if not value.is_meta}, strict=False)
+    fill(folder, checkpoint, {f"state_dict.{name}": own[name] for name in own if name in given and given[name].is_meta})
+    return module

@@ -25,11 +25,14 @@ class Continuation:
 
     `meaning` holds the settings, choices, seed and task by which two fits are of the same run, None before the first
     fit; `failure` is the name of the error that the last fit ended with, None if it ended well or was interrupted.
+    `generator` is the state of the generator from a checkpoint that holds no weights of it: it is restored once the
+    trainer has its own, which are published.
     """
 
     def __init__(self) -> None:
         self.meaning: dict[str, Any] | None = None
         self.failure: str | None = None
+        self.generator: dict[str, Any] | None = None
         self._under_way = False
 
     def goes_on(self, meaning: dict[str, Any], steps: int) -> bool:

@@ -25,6 +25,7 @@ def begin_fit(module: Parts) -> None:
     trainer, steps = module.trainer, module.completed_steps
     module.ranks.check_alike("checkpoint: completed steps", steps)
     module.records.begin(trainer)
+    module.ranks.share(partial(_publish_again, module))
     if steps >= trainer.max_steps and owed(trainer, steps):
         module.meter.start()
         if not validate_now(trainer):
@@ -44,6 +45,14 @@ def begin_training(module: Parts) -> None:
     module.ranks.restore_sigterm(module.sigterm_handler)
     module.meter.start()
     module.continuation.fit_began()
+
+
+def _publish_again(module: Parts) -> None:
+    """Restore a generator whose weights were not saved under the trainer's, which are those of the last step."""
+    state, module.continuation.generator = module.continuation.generator, None
+    if state is not None:
+        published = {"weights": module.trained.weights(), "version": module.completed_steps}
+        module.generator.load_state_dict({**state, **published})
 
 
 def _probe(module: Parts) -> None:

@@ -81,6 +81,10 @@ class Parts(Run, Protocol):
         """Method by which Lightning's modules log metrics."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return all weights by name."""
+        ...
+
     def save_hyperparameters(self, *given: Any) -> None:
         """Keep values as hyper-parameters, for loggers and checkpoints."""
         ...

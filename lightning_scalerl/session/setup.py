@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
+from lightning_scalerl.callbacks.checkpoint_file import read_either
 from lightning_scalerl.callbacks.evaluate import evaluation_of
 from lightning_scalerl.callbacks.trainer import STAGES, check_trainer, count_from, prepare_trainer
 from lightning_scalerl.checks import ConfigurationError
@@ -47,6 +48,7 @@ def supplied_choices(module: Parts) -> Sequence[Callback]:
         evaluation.follow(recipe.evaluation)
     check_trainer(trainer)
     meet(trainer)
+    read_either(trainer)
     if trainer.state.fn == "fit":
         prepare_trainer(trainer)
     # Trainer.validate after a fit uses the choices of that fit, whatever callbacks this Trainer has.

@@ -39,6 +39,7 @@ USUAL = ("checkpoints", "leftovers")
 
 _CHECKPOINTS_DIR = "checkpoints"
 _CHECKPOINT = re.compile(r"step-\d+\.ckpt")
+_IN_PARTS = re.compile(r"step-\d+\.")
 _SET_ASIDE = re.compile(r"step-\d+(\.[0-9a-f]+)?\.(part|void|unrecorded)")
 # As `run.files` and `run.lease` name what is not in its place yet.
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{12}|\.\w+\.json\.[0-9a-f]{8}")
@@ -141,7 +142,10 @@ def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[flo
                 for path in told.found[kind]:
                     # Before each file: while this process stood still a controller may have taken the study over.
                     lease.check()
-                    path.unlink(missing_ok=True)
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                    else:
+                        path.unlink(missing_ok=True)
             if "attempts" in kinds:
                 _remove_empty(study)
         finally:
@@ -204,7 +208,10 @@ def _submissions(study: Path, states: Iterable[MemberState], undone: set[str], t
 
 
 def _files(folder: Path, told: Inventory) -> dict[Path, int]:
-    """Return the regular files in a folder with their sizes; symbolic links are left out and never followed."""
+    """Return the regular files in a folder with their sizes; symbolic links are left out and never followed.
+
+    A checkpoint of a sharded run is a folder of files, and goes as one.
+    """
     if folder.is_symlink():
         told.linked.append(folder)
         return {}
@@ -213,7 +220,9 @@ def _files(folder: Path, told: Inventory) -> dict[Path, int]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     sizes = ((Path(each.path), each.stat(follow_symlinks=False)) for each in entries)
-    return {path: about.st_size for path, about in sizes if stat.S_ISREG(about.st_mode)}
+    found = {path: about.st_size for path, about in sizes if stat.S_ISREG(about.st_mode)}
+    parted = [Path(each.path) for each in entries if each.is_dir(follow_symlinks=False) and _IN_PARTS.match(each.name)]
+    return found | {path: sum(_files(path, told).values()) for path in parted}
 
 
 def _remove_empty(study: Path) -> None:

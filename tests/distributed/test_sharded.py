@@ -16,6 +16,7 @@ from lightning_scalerl import RolloutDataModule, ScaleRL
 from lightning_scalerl.axes.aggregation import TokenAggregation
 from lightning_scalerl.axes.loss import DAPO
 from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
+from lightning_scalerl.distributed.checkpoint_folder import read_whole
 from lightning_scalerl.distributed.sharded import gathered
 from lightning_scalerl.model.load import load_model
 from sweeps.run.journal import read_journal
@@ -39,6 +40,14 @@ def weights(module: ScaleRL) -> str:
     for tensor in gathered(module.policy.state_dict(), keep=True).values():
         digest.update(tensor.float().numpy().tobytes())
     return digest.hexdigest()
+
+
+def saved_weights(run_dir: Path) -> dict[str, Any]:
+    """The weights of a run's newest checkpoint, whole, whichever form it has."""
+    path = newest_checkpoint(run_dir / "checkpoints").path
+    assert path is not None
+    saved = read_whole(path) if path.is_dir() else torch.load(path, weights_only=True)
+    return dict(saved["state_dict"])
 
 
 def callbacks() -> list[Callback]:
@@ -98,7 +107,7 @@ def test_a_run_goes_on_under_another_strategy(strategies: Sequence[str], tiny_mo
         said = on_ranks(2, lambda rank, on=on, by=strategy: weights(fit(tiny_model_path, run, 2, strategy=by, **on)))  # type: ignore[misc]
         assert said[0] == said[1] and len(said[0]) == 64, said
     check_same_curve(read_journal(tmp_path / "one"), read_journal(run), steps=2 * len(strategies))
-    saved = torch.load(newest_checkpoint(run / "checkpoints").path, weights_only=True)["state_dict"]
+    saved = saved_weights(run)
     for name, tensor in whole.state_dict().items():
         assert saved[name].allclose(tensor, rtol=1e-4, atol=1e-5), name
 
@@ -157,7 +166,7 @@ def test_an_adapter_trains_on_two_ranks_as_on_one(
         assert torch.equal(two[name], before[name]) == ("_proj" not in name), name
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert len(saved) == 2 * 14
-    checkpoint = torch.load(newest_checkpoint(tmp_path / "two" / "checkpoints").path, weights_only=True)["state_dict"]
+    checkpoint = saved_weights(tmp_path / "two")
     for name, value in whole.state_dict().items():
         assert checkpoint[name].allclose(value, rtol=1e-4, atol=1e-5), name
 

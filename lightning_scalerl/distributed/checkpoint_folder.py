@@ -1,0 +1,353 @@
+"""Checkpoint of a sharded model: a folder in which each rank has written its own part of weights and optimizer state.
+
+    step-00000100.ckpt/
+        __0_0.distcp  __1_0.distcp  ...     parts of tensors, by torch.distributed.checkpoint: one file a rank
+        .metadata                           torch's own index of them, for torch's own tools
+        meta.pt                             rank 0's: all else that a checkpoint of one file holds, and our index
+
+In memory a checkpoint is the same dictionary in both forms. Where it comes from a folder (`outline`), tensors that lie
+in parts stand in it without data, on the meta device, and `fill` reads them into tensors of any layout: whole, or this
+rank's part by another number of ranks. Our index repeats torch's, since that one is a pickle: reading it would run what
+a file says, and nothing tells whether a bit of it has flipped.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from lightning_scalerl.checks import ConfigurationError
+from sweeps.run.activity import activity
+
+# Lightning's name for what a sharded checkpoint holds beside its shards.
+META = "meta.pt"
+# Key in it of our index: by name of a tensor its type, its shape, and where its parts lie.
+INDEX = "scalerl_shards"
+# Suffix of a checkpoint that is not to be used.
+VOID = ".void"
+WHOLE_ONE = "give a whole checkpoint, step-N.ckpt (newest_checkpoint finds the newest)"
+
+
+def is_folder(path: Any) -> bool:
+    """Return whether a checkpoint is a folder of shards and not a file."""
+    return Path(path).is_dir()
+
+
+@contextmanager
+def checksums() -> Iterator[None]:
+    """Turn on torch's checksums in the `with` block: a script may have turned them off for its own files."""
+    before = get_crc32_options()
+    set_crc32_options(True)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Sync a folder to disk: only then does a new name in it survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that has no such thing
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint of either form, if it is there; never a part of a folder under a whole one's name."""
+    if path.is_dir() and not path.is_symlink():
+        if path.suffix != VOID:
+            path = move(path, path.with_suffix(VOID))
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(FileNotFoundError):
+        path.unlink()
+
+
+def move(path: Path, target: Path) -> Path:
+    """Rename a checkpoint of either form, in place of another that has the name; return the new path."""
+    if target.is_dir() or (target.exists() and path.is_dir()):
+        remove(target)
+    return path.replace(target)
+
+
+# --- writing -----------------------------------------------------------------------------------------------------
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        activity.note("checkpoint")
+        return super().resolve_data(write_item)
+
+
+def write_shards(checkpoint: Mapping[str, Any], folder: Path, group: Any) -> dict[str, Any]:
+    """Write this rank's part of every sharded tensor into a folder, and wait until all ranks' are on the disk.
+
+    All ranks call it. Raised on all of them is what any of them has raised.
+
+    Args:
+        checkpoint: as Lightning makes it; its sharded tensors are those of `state_dict` and `optimizer_states`.
+        folder: made if it is not there.
+        group: process group of the ranks on their hosts.
+
+    Returns:
+        The checkpoint without what has been written, with the index of that: what `meta.pt` is to hold; on rank 0.
+
+    Raises:
+        OSError: a rank could not write.
+    """
+    sharded: dict[str, Tensor] = {}
+
+    def without(value: Any, *path: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: without(each, *path, key) for key, each in value.items()}
+        if isinstance(value, list):
+            return [without(each, *path, number) for number, each in enumerate(value)]
+        if isinstance(value, DTensor):
+            sharded[_name(*path)] = value.detach()
+            return None
+        return value
+
+    parted = ("state_dict", "optimizer_states")
+    rest = {key: without(value, key) if key in parted else value for key, value in checkpoint.items()}
+    writer = FileSystemWriter(folder)
+    try:
+        with checksums():
+            written = save(sharded, storage_writer=writer, planner=_SavePlanner(), process_group=group)
+    except CheckpointException as error:
+        first, _ = next(iter(error.failures.values()))
+        raise first from error
+    if group is None or dist.get_rank() == 0:
+        rest[INDEX] = _index(written)
+    return rest
+
+
+def _name(*path: Any) -> str:
+    """Return the name of a tensor in the shards, which torch's own tools take apart at the dots."""
+    return ".".join(map(str, path))
+
+
+def _index(written: Metadata) -> dict[str, Any]:
+    """Return torch's index as plain values, which are read without running anything."""
+    parts: dict[str, list[tuple[Any, ...]]] = {}
+    for place, info in written.storage_data.items():
+        parts.setdefault(place.fqn, []).append(
+            (tuple(place.offset or ()), str(info.relative_path), int(info.offset), int(info.length))
+        )
+    index = {}
+    for name, about in written.state_dict_metadata.items():
+        assert isinstance(about, TensorStorageMetadata)
+        sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in about.chunks}
+        chunks = [(offsets, sizes[offsets], *where) for offsets, *where in parts[name]]
+        index[name] = {"dtype": about.properties.dtype, "size": tuple(about.size), "chunks": chunks}
+    return index
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def outline(folder: Path, weights_only: bool = True) -> dict[str, Any]:
+    """Return the checkpoint of a folder with its sharded tensors on the meta device: `fill` reads them.
+
+    Raises:
+        ConfigurationError: the folder is no checkpoint, or lacks a part of one.
+    """
+    if not (folder / META).is_file():
+        raise ConfigurationError(
+            f"ckpt_path: {str(folder)!r} is a folder without {META}, so no checkpoint; {WHOLE_ONE}"
+        )
+    rest: dict[str, Any] = torch.load(folder / META, "cpu", weights_only=weights_only, mmap=True)
+    if (why := lacks(folder, rest)) is not None:
+        raise ConfigurationError(f"ckpt_path: {str(folder)!r} {why}; {WHOLE_ONE}")
+    for name, about in rest[INDEX].items():
+        blank = torch.empty(about["size"], dtype=about["dtype"], device="meta")
+        _put(rest, name, blank)
+    return rest
+
+
+def lacks(folder: Path, rest: Mapping[str, Any]) -> str | None:
+    """Return what a folder lacks of the files that its `meta.pt` names; None if all are there and long enough."""
+    if INDEX not in rest:
+        return "is of another program: its meta.pt says nothing of parts"
+    ends: dict[str, int] = {}
+    for *_, file, offset, length in _chunks(rest):
+        ends[file] = max(ends.get(file, 0), offset + length)
+    for file, end in sorted(ends.items()):
+        if not (folder / file).is_file():
+            return f"lacks {file}, a part of its tensors"
+        if (folder / file).stat().st_size < end:
+            return f"holds a part of {file} only"
+    return None
+
+
+def _chunks(rest: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    return (chunk for about in rest[INDEX].values() for chunk in about["chunks"])
+
+
+def _put(rest: dict[str, Any], name: str, value: Any) -> None:
+    """Set a tensor in a checkpoint by its name in the shards: names of weights have dots of their own."""
+    top, _, inner = name.partition(".")
+    if top == "state_dict":
+        rest[top][inner] = value
+        return
+    number, _, parameter, key = inner.split(".", 3)
+    rest[top][int(number)]["state"][int(parameter)][key] = value
+
+
+class _Reader(FileSystemReader):
+    """Reader by our index in place of torch's pickle."""
+
+    def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        tensors: dict[str, Any] = {}
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        for name, about in self._index.items():
+            chunks = [
+                ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in about["chunks"]
+            ]
+            tensors[name] = TensorStorageMetadata(
+                TensorProperties(dtype=about["dtype"]), torch.Size(about["size"]), chunks
+            )
+            for number, (offsets, _, file, offset, length) in enumerate(about["chunks"]):
+                places[MetadataIndex(name, torch.Size(offsets), number)] = _StorageInfo(file, offset, length)
+        return Metadata(tensors, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def resolve_tensor(self, read_item: Any) -> Tensor:
+        activity.note("checkpoint")
+        tensor: Tensor = super().resolve_tensor(read_item)
+        return tensor
+
+
+@torch.no_grad()
+def fill(folder: Path, checkpoint: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Read tensors of a folder in place, each rank by itself; of a sharded one this rank's part.
+
+    Read at once is one part of one tensor, as the rank that saved it had it.
+
+    Args:
+        folder: of the checkpoint.
+        checkpoint: what `outline` returned of it.
+        tensors: to be filled, by their names in the shards, such as `state_dict.policy.model.lm_head.weight`; of the
+            shapes of those.
+    """
+    if not tensors:
+        return
+    with warnings.catch_warnings():
+        # That it loads in a single process: each does, since each knows what it needs.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(dict(tensors), storage_reader=_Reader(folder, checkpoint[INDEX]), planner=_LoadPlanner(), no_dist=True)
+
+
+def read_whole(folder: Path, weights_only: bool = True) -> dict[str, Any]:
+    """Return the checkpoint of a folder with all of its tensors whole on the host, as one file would hold it."""
+    checkpoint = outline(folder, weights_only)
+    tensors = {name: torch.empty(about["size"], dtype=about["dtype"]) for name, about in checkpoint[INDEX].items()}
+    fill(folder, checkpoint, tensors)
+    for name, tensor in tensors.items():
+        _put(checkpoint, name, tensor)
+    return checkpoint
+
+
+def damaged(folder: Path, sound: Callable[[BinaryIO], str | None]) -> str | None:
+    """Return a line on the damage to the bytes of a folder's parts; None if there is none.
+
+    Args:
+        folder: whose `meta.pt` is sound.
+        sound: returns the damage to what `torch.save` has written.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    rest = torch.load(folder / META, "cpu", weights_only=True, mmap=True)
+    if (why := lacks(folder, rest)) is not None:
+        return why
+    for *_, file, offset, length in _chunks(rest):
+        with (folder / file).open("rb") as handle:
+            if (why := sound(io.BufferedReader(_Part(handle, offset, length)))) is not None:
+                return f"{why}, in {file}"
+    return None
+
+
+class _Part(io.RawIOBase):
+    """Part of a file, read as if it were one."""
+
+    def __init__(self, handle: BinaryIO, offset: int, length: int) -> None:
+        self._handle, self._offset, self._length, self._at = handle, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._handle.seek(self._offset + self._at)
+        content = self._handle.read(max(0, min(len(buffer), self._length - self._at)))
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
+def check_weights(path: Any, checkpoint: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+    """Check that a folder's weights go into a model.
+
+    Args:
+        path: of the checkpoint, for the line.
+        checkpoint: of that folder.
+        own: the model's weights by name.
+
+    Raises:
+        ConfigurationError: names or shapes differ.
+    """
+    given = checkpoint["state_dict"]
+    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    other = [name for name in own if name in given and given[name].shape != own[name].shape]
+    if not (missing or unexpected or other):
+        return
+    shapes = [f"{name} {tuple(given[name].shape)}, not {tuple(own[name].shape)}" for name in other[:1]]
+    names = [f"without {missing[0]}" for _ in missing[:1]] + [f"with {unexpected[0]}" for _ in unexpected[:1]]
+    raise ConfigurationError(
+        f"ckpt_path: {path} is of another model ({', '.join(shapes or names)}); go on with a module made from the "
+        "model that its run trains"
+    )

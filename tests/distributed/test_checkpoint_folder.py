@@ -1,0 +1,442 @@
+"""A checkpoint of a sharded run is a folder that each rank writes its own part of, and that any run goes on from."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
+from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint, unusable
+from lightning_scalerl.distributed import checkpoint_folder
+from lightning_scalerl.distributed.checkpoint_folder import INDEX, META, outline, read_whole
+from lightning_scalerl.distributed.sharded import ShardedStrategy
+from lightning_scalerl.generator.torch_generator import TorchGenerator
+from lightning_scalerl.member.identify import CHECKPOINTS, plan_members
+from lightning_scalerl.member.run import run_member
+from lightning_scalerl.model.load import load_model, load_tokenizer
+from lightning_scalerl.module import LightningModule
+from sweeps.cli.main import main
+from sweeps.launch.clean import _files
+from sweeps.run.journal import JOURNAL_FILE, read_journal
+from tests.callbacks.test_checkpoints import flip
+from tests.distributed.test_ranks import check_same_curve, fit, on_ranks, one_thread  # noqa: F401
+from tests.distributed.test_sharded import EVERYTHING, saved_weights, weights
+from tests.helpers import SMALL, CountingTask, quiet
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of two steps on two ranks; copied by those who change it."""
+    run = tmp_path_factory.mktemp("folder")
+    torch.set_num_threads(1)
+    said = on_ranks(2, lambda rank: weights(fit(tiny_model_path, run, 2, steps=2, strategy="fsdp2")))
+    assert said[0] == said[1] and len(said[0]) == 64, said
+    return run / "checkpoints" / "step-00000002.ckpt"
+
+
+def test_each_rank_writes_its_own_part_and_gathers_nothing(tiny_model_path: str, tmp_path: Path) -> None:
+    """Of model and optimizer; no tensor is whole on any rank while a checkpoint is written."""
+
+    class Watched(Callback):
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            self.full = DTensor.full_tensor
+            DTensor.full_tensor = None  # type: ignore[method-assign,assignment]
+
+        def on_train_batch_end(self, *given: Any) -> None:
+            if hasattr(self, "full"):
+                DTensor.full_tensor = self.full  # type: ignore[method-assign]
+
+    def work(rank: int) -> str:
+        fit(tiny_model_path, tmp_path, 2, steps=1, strategy="fsdp2", callbacks=[Watched()])
+        return "saved"
+
+    assert on_ranks(2, work) == ["saved"] * 2
+    (path,) = checkpoints(tmp_path / "checkpoints")
+    assert names(path) == [".metadata", "__0_0.distcp", "__1_0.distcp", META]
+    sizes = [(path / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
+    assert max(sizes) < 1.2 * min(sizes)
+    index = torch.load(path / META, weights_only=True)[INDEX]
+    assert {name.split(".")[0] for name in index} == {"state_dict", "optimizer_states"}
+    # What rank 0 holds beside is no copy of the weights but the one that its own generator samples with.
+    rest = torch.load(path / META, weights_only=True)
+    assert not any(isinstance(value, torch.Tensor) for value in rest["state_dict"].values())
+    assert unusable(path) is None and names(tmp_path / "checkpoints") == [path.name]
+
+
+@pytest.mark.slow
+def test_a_folder_holds_what_a_file_does(tiny_model_path: str, tmp_path: Path) -> None:
+    """Bit for bit: weights, optimizer, and the state of the run."""
+    for form in CHECKPOINTS:
+
+        def work(rank: int, form: str = form) -> str:
+            fit(tiny_model_path, tmp_path / form, 2, steps=2, strategy=ShardedStrategy(checkpoint=form))
+            return "saved"
+
+        assert on_ranks(2, work) == ["saved"] * 2
+    folder, file = (newest_checkpoint(tmp_path / form / "checkpoints").path for form in CHECKPOINTS)
+    assert folder is not None and file is not None and folder.is_dir() and file.is_file()
+    parts, whole = read_whole(folder), torch.load(file, weights_only=True)
+    assert parts.keys() == {*whole, INDEX}
+    assert parts["state_dict"].keys() == whole["state_dict"].keys()
+    for name, value in whole["state_dict"].items():
+        assert torch.equal(parts["state_dict"][name], value), name
+    (own,), (others,) = parts["optimizer_states"], whole["optimizer_states"]
+    assert own["param_groups"] == others["param_groups"] and own["state"].keys() == others["state"].keys()
+    for number, state in others["state"].items():
+        assert own["state"][number].keys() == state.keys()
+        assert all(torch.equal(own["state"][number][name], value) for name, value in state.items())
+    published = [each["scalerl"]["generator"]["weights"]["model"] for each in (parts, whole)]
+    assert all(torch.equal(published[0][name], value) for name, value in published[1].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks", [(2, 3), pytest.param((3, 1, 2), marks=pytest.mark.full)], ids=lambda given: "-".join(map(str, given))
+)
+def test_a_run_goes_on_with_another_number_of_shards(
+    ranks: Sequence[int], tiny_model_path: str, tmp_path: Path
+) -> None:
+    """Two steps with each number of ranks; one is a process without a strategy. One curve, and one model in the end."""
+    given: dict[str, Any] = {"overrides": EVERYTHING}
+    whole = fit(tiny_model_path, tmp_path / "one", 1, steps=2 * len(ranks), **given)
+    run = tmp_path / "moved"
+    for number, count in enumerate(ranks):
+        on = {"steps": 2 * (number + 1), "resume": number > 0, **given}
+        if count == 1:
+            fit(tiny_model_path, run, 1, **on)
+            continue
+
+        def work(rank: int, on: dict[str, Any] = on, count: int = count) -> str:
+            return weights(fit(tiny_model_path, run, count, strategy="fsdp2", **on))
+
+        said = on_ranks(count, work)
+        assert len({*said}) == 1 and len(said[0]) == 64, said
+    check_same_curve(read_journal(tmp_path / "one"), read_journal(run), steps=2 * len(ranks))
+    saved = saved_weights(run)
+    for name, tensor in whole.state_dict().items():
+        assert saved[name].allclose(tensor, rtol=1e-4, atol=1e-5), name
+
+
+# --- what ends in the middle --------------------------------------------------------------------------------------
+
+
+class Killed(Callback):
+    """Kills its process once so many steps are trained."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        if pl_module.completed_steps == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_between_steps(rank: int) -> Sequence[Callback]:
+    return [Killed(3)] if rank == 1 else []
+
+
+def killed_writing(rank: int, who: int) -> Sequence[Callback]:
+    """The second checkpoint is never whole: a rank dies in the middle of its part of it."""
+    if rank == who:
+        resolve, done = checkpoint_folder._SavePlanner.resolve_data, []
+
+        def killed(self: Any, item: Any) -> Any:
+            done.append(item)
+            if Path.cwd().joinpath("checkpoints", "step-00000002.ckpt").exists() and len(done) % 10 == 9:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return resolve(self, item)
+
+        checkpoint_folder._SavePlanner.resolve_data = killed  # type: ignore[method-assign]
+    return []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("callbacks", "writes"),
+    [
+        pytest.param(killed_between_steps, 0, id="between two steps"),
+        pytest.param(lambda rank: killed_writing(rank, 1), 1, id="in the middle of its part"),
+        pytest.param(
+            lambda rank: killed_writing(rank, 0), 1, id="rank 0 in the middle of its part", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_a_rank_that_is_killed_costs_the_steps_since_the_last_whole_checkpoint(
+    callbacks: Any, writes: int, tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last whole folder is gone on from, and what is half is gone after the next."""
+    run = tmp_path / "run"
+    run.mkdir()
+    monkeypatch.chdir(run)
+    given: dict[str, Any] = {"checkpoint_every": 2, "strategy": "fsdp2", "steps": 6}
+    fit(tiny_model_path, tmp_path / "one", 1, steps=6)
+    died = on_ranks(2, lambda rank: str(fit(tiny_model_path, run, 2, callbacks=callbacks(rank), **given)))
+    assert "" in died and not any("went on" in said for said in died), died
+    left = [path for path in (run / "checkpoints").glob("*.part") if (path / META).exists()]
+    assert not left and len(names(run / "checkpoints")) == 1 + writes
+    assert newest_checkpoint(run / "checkpoints").path == run / "checkpoints" / "step-00000002.ckpt"
+    said = on_ranks(2, lambda rank: weights(fit(tiny_model_path, run, 2, resume=True, **given)))
+    assert said[0] == said[1] and len(said[0]) == 64, said
+    check_same_curve(read_journal(tmp_path / "one"), read_journal(run), steps=6)
+    assert names(run / "checkpoints") == ["step-00000004.ckpt", "step-00000006.ckpt"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_write_stops_all_and_leaves_no_half(tiny_model_path: str, tmp_path: Path) -> None:
+    def work(rank: int) -> str:
+        if rank == 1:
+
+            def full(self: Any, item: Any) -> Any:
+                raise OSError(28, "No space left on device")
+
+            checkpoint_folder._SavePlanner.resolve_data = full  # type: ignore[method-assign]
+        fit(tiny_model_path, tmp_path, 2, steps=1, strategy="fsdp2")
+        return "went on"
+
+    said = on_ranks(2, work)
+    assert all("No space left on device" in each for each in said), said
+    assert names(tmp_path / "checkpoints") == []
+
+
+# --- what is not whole, or of another model ------------------------------------------------------------------------
+
+
+def lose(folder: Path) -> None:
+    (folder / "__1_0.distcp").unlink()
+
+
+def cut(folder: Path) -> None:
+    part = folder / "__1_0.distcp"
+    part.write_bytes(part.read_bytes()[:-100])
+
+
+def turn(folder: Path) -> None:
+    part = folder / "__0_0.distcp"
+    flip(part, part.stat().st_size // 2)
+
+
+def turn_meta(folder: Path) -> None:
+    # In the middle of the state of the run.
+    flip(folder / META, (folder / META).stat().st_size // 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lose, "lacks __1_0.distcp, a part of its tensors"),
+        (cut, "holds a part of __1_0.distcp only"),
+        (turn, "in __0_0.distcp"),
+        (turn_meta, "damaged"),
+        (lambda folder: (folder / META).unlink(), f"a folder without {META}"),
+    ],
+    ids=["lost", "cut off", "a bit turned", "a bit of rank 0's turned", "without rank 0's"],
+)
+def test_a_folder_that_is_not_whole_is_passed_over(
+    harm: Any, said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = (tmp_path / f"step-0000000{step}.ckpt" for step in (2, 4))
+    for copy in (older, newer):
+        shutil.copytree(folder, copy)
+    assert newest_checkpoint(tmp_path).path == newer
+    harm(newer)
+    assert newest_checkpoint(tmp_path).path == older
+    assert said in str(unusable(newer)) and f"{newer.name} is passed over" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_loaded_by_its_name_a_folder_is_whole_and_of_this_model(
+    folder: Path, tiny_model_path: str, tmp_path: Path
+) -> None:
+    """One line with the remedy; else its weights bit for bit, as they are read whole."""
+    module = fit(tiny_model_path, tmp_path / "other", 1, steps=1)
+    tokenizer = load_tokenizer(tiny_model_path)
+    given: dict[str, Any] = {"tokenizer": tokenizer, "recipe": "scalerl", "overrides": [*SMALL, "precision=fp32"]}
+    loaded = ScaleRL.load_from_checkpoint(folder, model=load_model(tiny_model_path), **given)
+    assert loaded.completed_steps == 2
+    saved = read_whole(folder)["state_dict"]
+    assert loaded.state_dict().keys() == saved.keys()
+    assert all(torch.equal(value, saved[name]) for name, value in loaded.state_dict().items())
+    assert not all(torch.equal(value, saved[name]) for name, value in module.state_dict().items())
+
+    other = load_model(tiny_model_path)
+    other.resize_token_embeddings(other.config.vocab_size + 1)  # type: ignore[operator]
+    with pytest.raises(
+        ConfigurationError, match=r"^ckpt_path: .*is of another model \(.*, not .*\); go on with[^\n]*$"
+    ):
+        ScaleRL.load_from_checkpoint(folder, model=other, **given)
+    trainer = Trainer(max_steps=4, **quiet())
+    with pytest.raises(ConfigurationError, match="is of another model"):
+        trainer.fit(ScaleRL(other, **given), datamodule=RolloutDataModule(CountingTask()), ckpt_path=str(folder))
+    shutil.copytree(folder, half := tmp_path / "half.ckpt")
+    lose(half)
+    for load in (ScaleRL.load_from_checkpoint, outline):
+        with pytest.raises(ConfigurationError, match=r"half.ckpt' lacks __1_0.distcp[^\n]*; give a whole checkpoint"):
+            load(half, **(given if load is not outline else {}))
+    shutil.copytree(folder, part := tmp_path / "step-00000002.abc.part")
+    with pytest.raises(ConfigurationError, match="is what a broken save has left"):
+        ScaleRL.load_from_checkpoint(part, model=load_model(tiny_model_path), **given)
+
+
+def test_a_form_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"strategy\.checkpoint: 'half' is unknown; valid: shards, whole"):
+        ShardedStrategy(checkpoint="half")
+
+
+# --- who else saves, reads and removes them ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_lightnings_own_checkpoints_are_folders_too(tiny_model_path: str, tmp_path: Path) -> None:
+    """`ModelCheckpoint` keeps its best and its last, `ckpt_path="last"` finds it, and a save replaces another."""
+
+    def work(rank: int) -> str:
+        keeps = ModelCheckpoint(tmp_path, "{step}", monitor="train/reward", save_top_k=1, mode="max", save_last=True)
+        module = ScaleRL(load_model(tiny_model_path), "scalerl_core", SMALL, load_tokenizer(tiny_model_path))
+        data = RolloutDataModule(CountingTask())
+        options = {**quiet(), "enable_checkpointing": True, "devices": 2, "strategy": "fsdp2"}
+        Trainer(max_steps=2, callbacks=[keeps], **options).fit(module, datamodule=data)
+        again = ScaleRL(load_model(tiny_model_path), "scalerl_core", SMALL, load_tokenizer(tiny_model_path))
+        trainer = Trainer(max_steps=3, callbacks=[keeps], **options)
+        trainer.fit(again, datamodule=data, ckpt_path="last", weights_only=True)
+        for _ in range(2):
+            trainer.save_checkpoint(tmp_path / "mine.ckpt")
+        return f"{again.completed_steps}"
+
+    assert on_ranks(2, work) == ["3", "3"]
+    kept = [path for path in tmp_path.iterdir() if path.name.startswith("step=")]
+    assert len(kept) == 1 and unusable(kept[0]) is None
+    assert unusable(tmp_path / "last.ckpt") is None and unusable(tmp_path / "mine.ckpt") is None
+    assert {path.name for path in tmp_path.iterdir()} == {kept[0].name, "last.ckpt", "mine.ckpt"}
+
+
+@pytest.mark.slow
+def test_a_members_folder_is_gone_on_from_exported_and_cleaned_up(
+    tiny_model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A study's member under torchrun, sharded; then one process goes on with it, exports it, and clears it away."""
+
+    def planned(steps: int) -> Any:
+        given = ["recipe=ppo", "model=path", f"model.path={tiny_model_path}", "scaled_for=null", "task.train=[9]"]
+        (spec,) = plan_members(
+            [
+                [
+                    *given,
+                    *(each for each in SMALL if not each.startswith("async_mode")),
+                    "task.heldout=[4]",
+                    f"budget.steps={steps}",
+                    "checkpoint.every_n_steps=2",
+                    "strategy=fsdp2",
+                    f"output_dir={tmp_path}",
+                ]
+            ]
+        )
+        return spec
+
+    spec = planned(2)
+    run = tmp_path / "runs" / spec.run
+    spec.write(run)
+
+    def work(rank: int) -> str:
+        os.environ |= {"TORCHELASTIC_RUN_ID": "x", "RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        os.environ |= {"GROUP_RANK": "0"}
+        run_member(run)
+        return "trained"
+
+    assert on_ranks(2, work) == ["trained"] * 2
+    path = run / "checkpoints" / "step-00000002.ckpt"
+    saved = saved_weights(run)
+    assert main(["export", str(run), str(tmp_path / "model")]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.equal(value, saved[f"policy.model.{name}"]) for name, value in loaded.items())
+    lost = (path / "__1_0.distcp").rename(tmp_path / "lost")
+    assert main(["export", str(run), str(tmp_path / "other"), "--step", "2"]) == 1
+    assert "lacks __1_0.distcp" in capsys.readouterr().err
+    lost.rename(path / "__1_0.distcp")
+    planned(4).write(run)
+    run_member(run)
+    assert read_journal(run).status == "finished" and names(path.parent) == [path.name, "step-00000004.ckpt"]
+    assert path.is_dir() and not (path.parent / "step-00000004.ckpt").is_dir()
+    size = sum(part.stat().st_size for part in path.iterdir())
+    assert main(["clean", str(tmp_path), "--yes"]) == 0
+    assert names(path.parent) == [] and size > 0
+
+
+@pytest.mark.slow
+def test_a_generator_whose_weights_were_not_saved_gets_the_trainers(
+    folder: Path, tiny_model_path: str, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    shutil.copytree(folder, copy := tmp_path / "checkpoints" / folder.name)
+    shutil.copy(folder.parent.parent / JOURNAL_FILE, tmp_path)
+    rest = torch.load(copy / META, weights_only=True)
+    rest["scalerl"]["generator"]["weights"] = None
+    torch.save(rest, copy / META)
+    published: list[tuple[int, bool]] = []
+
+    class Sees(TorchGenerator):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            trained = read_whole(copy)["state_dict"]
+            own = state["weights"].items()
+            published.append(
+                (state["version"], all(torch.equal(value, trained[f"policy.model.{name}"]) for name, value in own))
+            )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchGenerator, "load_state_dict", Sees.load_state_dict)
+        fit(tiny_model_path, tmp_path, 1, steps=2, resume=True)
+    assert published == [(2, True)]
+
+
+@pytest.mark.full
+def test_live_generators_get_the_weights_again(tiny_model_path: str, tmp_path: Path) -> None:
+    """In real time the published copy is not saved: what goes on is published by the trainer, under its own version."""
+    given: dict[str, Any] = {"overrides": ["driver=live", "async_mode.k=2"], "strategy": "fsdp2"}
+
+    def first(rank: int) -> str:
+        fit(tiny_model_path, tmp_path, 2, steps=2, **given)
+        return "saved"
+
+    assert on_ranks(2, first) == ["saved"] * 2
+    path = newest_checkpoint(tmp_path / "checkpoints").path
+    assert path is not None
+    rest = torch.load(path / META, weights_only=True)
+    assert rest["scalerl"]["generator"]["weights"] is None
+    assert rest["scalerl"]["generator"]["version"] < 2
+    whole = sum(value.nbytes for value in read_whole(path)["state_dict"].values())
+    assert (path / META).stat().st_size < whole / 2
+
+    class Sees(Callback):
+        def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+            if hasattr(pl_module, "generator"):
+                assert pl_module.generator.version == 2
+
+    def second(rank: int) -> str:
+        return f"{fit(tiny_model_path, tmp_path, 2, steps=4, resume=True, callbacks=[Sees()], **given).completed_steps}"
+
+    assert on_ranks(2, second) == ["4", "4"]
+    assert read_journal(tmp_path).status == "finished"
+    # And one process does so too.
+    options: dict[str, Any] = {**given, "strategy": "auto"}
+    assert fit(tiny_model_path, tmp_path, 1, steps=5, resume=True, **options).completed_steps == 5
+
+
+@pytest.mark.slow
+def test_a_folder_goes_as_one(folder: Path) -> None:
+    sizes = _files(folder.parent, told=None)  # type: ignore[arg-type]
+    assert sizes == {folder: sum(part.stat().st_size for part in folder.iterdir())}
