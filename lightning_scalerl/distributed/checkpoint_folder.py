@@ -269,7 +269,8 @@ def fill(folder: Path, checkpoint: Mapping[str, Any], tensors: Mapping[str, Tens
     with warnings.catch_warnings():
         # That it loads in a single process: each does, since each knows what it needs.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(dict(tensors), storage_reader=_Reader(folder, checkpoint[INDEX]), planner=_LoadPlanner(), no_dist=True)
+        index = {name: checkpoint[INDEX][name] for name in tensors}
+        load(dict(tensors), storage_reader=_Reader(folder, index), planner=_LoadPlanner(), no_dist=True)
 
 
 def read_whole(folder: Path, weights_only: bool = True) -> dict[str, Any]:

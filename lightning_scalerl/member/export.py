@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from torch import nn
+from torch import Tensor
 
 from lightning_scalerl.axes.adapter import NoAdapter
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint, unusable
@@ -20,7 +21,7 @@ from lightning_scalerl.member.trust import check_run
 from lightning_scalerl.model.adapter import adapt, plain_copy
 from lightning_scalerl.model.chat import Chat, Rendering, told_of
 from lightning_scalerl.model.load import load_model, load_tokenizer
-from lightning_scalerl.model.save import free, save_model
+from lightning_scalerl.model.save import free, save_in_parts, save_model
 from sweeps.errors import UserError
 from sweeps.run.journal import JournalView, read_journal
 from sweeps.run.spec import RunSpec
@@ -56,31 +57,39 @@ def export_run(
         use_folders(spec.folders)
         config = OmegaConf.create(dict(spec.config))
         source = str(build(config, "model"))
-        model, tokenizer = load_model(source), load_tokenizer(source)
+        tokenizer = load_tokenizer(source)
         saved = outline(path) if is_folder(path) else torch.load(path, "cpu", weights_only=True, mmap=True)
         adapter = build(config, "adapter") if "adapter" in config else NoAdapter()
-        adapt(model, adapter)
-        _load(model, saved, path)
-        model = plain_copy(model) if adapter.adapts else model
         at = int(saved["scalerl"]["stream"]["completed_steps"])
         rendering = Rendering(tokenizer, build(config, "chat") if "chat" in config else Chat(template="none"))
-        save_model(model, rendering.to_save(), directory, dtype, _facts(spec, view, at) | told_of(rendering))
+        facts = _facts(spec, view, at) | told_of(rendering)
+        model = load_model(source, blank=is_folder(path) and not adapter.adapts)
+        adapt(model, adapter)
+        given = {
+            name.removeprefix(_PREFIX): value for name, value in saved["state_dict"].items() if name.startswith(_PREFIX)
+        }
+        if is_folder(path):
+            check_weights(path, {"state_dict": given}, model.state_dict())
+        weight = partial(_weight, path, saved)
+        if is_folder(path) and not adapter.adapts:
+            save_in_parts(model, weight, rendering.to_save(), directory, dtype, facts)
+        else:
+            model.load_state_dict({name: weight(name) for name in given})
+            model = plain_copy(model) if adapter.adapts else model
+            save_model(model, rendering.to_save(), directory, dtype, facts)
     except ConfigurationError as error:
         raise UserError(str(error)) from error
     return f"{spec.title}, step {at}: {directory} ({dtype}), for AutoModelForCausalLM.from_pretrained"
 
 
-def _load(model: nn.Module, saved: Mapping[str, Any], path: Path) -> None:
-    """Read the policy's weights of a checkpoint into a model; those of a folder of shards in their place."""
-    given = {name: value for name, value in saved["state_dict"].items() if name.startswith(_PREFIX)}
-    if not is_folder(path):
-        model.load_state_dict({name.removeprefix(_PREFIX): value for name, value in given.items()})
-        return
-    own = {f"{_PREFIX}{name}": value for name, value in model.state_dict().items()}
-    check_weights(path, {"state_dict": given}, own)
-    fill(path, saved, {f"state_dict.{name}": value for name, value in own.items() if given[name].is_meta})
-    whole = {name.removeprefix(_PREFIX): value for name, value in given.items() if not value.is_meta}
-    model.load_state_dict(whole, strict=False)
+def _weight(path: Path, saved: Mapping[str, Any], name: str) -> Tensor:
+    """Return a weight of the policy's model in a checkpoint, by its name; of a folder of shards it is read now."""
+    value: Tensor = saved["state_dict"][f"{_PREFIX}{name}"]
+    if not value.is_meta:
+        return value
+    whole = torch.empty_like(value, device="cpu")
+    fill(path, saved, {f"state_dict.{_PREFIX}{name}": whole})
+    return whole
 
 
 def _checkpoint(folder: Path, step: int | None, run: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,20 @@ from lightning_scalerl.model.adapter import has_adapter
 from lightning_scalerl.model.place import load_options, model_path
 
 
-def load_model(path: str) -> nn.Module:
+def load_model(path: str, blank: bool = False) -> nn.Module:
     """Load a causal language model in FP32.
 
     Args:
         path: a local directory in the transformers format, or a hub id.
+        blank: leave its tensors on the meta device, without data.
 
     Raises:
         ConfigurationError: nothing loadable there.
     """
     # Before transformers, which takes seconds to import.
     options, path = load_options(path), model_path(path)
+    if blank:
+        options["device_map"] = "meta"
     from transformers import AutoModelForCausalLM
 
     try:
@@ -32,6 +36,16 @@ def load_model(path: str) -> nn.Module:
     except (OSError, ValueError) as error:
         raise ConfigurationError(_unusable("model", path, error)) from error
     return model
+
+
+def blank_copy(model: Any) -> Any:
+    """Return a model of the same class and configuration on the meta device: shapes and names, without data."""
+    with torch.device("meta"):
+        copied = type(model)(copy.deepcopy(model.config))
+    copied.generation_config = model.generation_config
+    if hasattr(model, "_weight_conversions"):  # how the names of its files become those of its weights
+        copied._weight_conversions = model._weight_conversions
+    return copied
 
 
 def check_weights(model: nn.Module) -> None:

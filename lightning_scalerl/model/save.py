@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_scalerl.axes.precision import DTYPES
 from lightning_scalerl.checks import ConfigurationError
 from sweeps.redact import redact
+
+# Size of a file of weights where they are fetched one after the other.
+FILE_BYTES = 4 * 10**9
 
 
 def save_model(
@@ -47,6 +52,92 @@ def save_model(
         tokenizer.save_pretrained(unfinished)
         (unfinished / "README.md").write_text(_card({"weights": dtype, **(card or {})}))
     return target
+
+
+def save_in_parts(
+    blank: Any,
+    weight: Callable[[str], Tensor],
+    tokenizer: Any,
+    directory: str | Path,
+    dtype: str = "fp32",
+    card: Mapping[str, Any] | None = None,
+    most_bytes: int = FILE_BYTES,
+) -> Path:
+    """Write what `save_model` does of a model that is nowhere whole, one file of weights after the other.
+
+    Held at once are the weights of one file, and those of the layer that is fetched for it.
+
+    Args:
+        blank: the model on the meta device; it is changed.
+        weight: returns a weight of the model by its name, whole and on the host.
+        tokenizer, directory, dtype, card: as of `save_model`.
+        most_bytes: size of a file of weights, unless a single one is larger.
+
+    Returns:
+        The directory.
+
+    Raises:
+        ConfigurationError: something is there already, the type is unknown, or the model cannot be saved.
+    """
+    check_dtype(dtype)
+    if not hasattr(blank, "save_pretrained"):
+        raise ConfigurationError(f"model: {type(blank).__name__} has no save_pretrained; models of transformers do")
+    blank = blank.to(DTYPES[dtype])
+    with _whole(free(directory)) as (unfinished, target):
+        with _consistent(blank):
+            blank.save_pretrained(unfinished, state_dict={})  # all but the weights
+        for empty in unfinished.glob("*.safetensors"):
+            empty.unlink()
+        _stream(blank, weight, unfinished, most_bytes)
+        tokenizer.save_pretrained(unfinished)
+        (unfinished / "README.md").write_text(_card({"weights": dtype, **(card or {})}))
+    return target
+
+
+def _stream(blank: Any, weight: Callable[[str], Tensor], folder: Path, most_bytes: int) -> None:
+    """Write a model's weights as transformers lays them out: without the tied ones, under the names of its files."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    own = remove_tied_weights_from_state_dict(dict(blank.state_dict()), blank)
+    for name in blank._keys_to_ignore_on_save or ():
+        own.pop(name, None)
+    # A family that joins weights when they are loaded (experts, of one layer) parts them again: layer by layer. In all
+    # others each weight is by itself.
+    layers: dict[str, list[str]] = {}
+    for name in own:
+        numbered = re.match(r"(.*?\.\d+)\.", name)
+        layers.setdefault(numbered[1] if numbered else name, []).append(name)
+    saved: dict[str, Tensor] = {}
+    layer_of: dict[str, list[str]] = {}
+    for names in layers.values():
+        parts = revert_weight_conversion(blank, {name: own[name] for name in names})
+        saved |= {name: torch.empty_like(part) for name, part in parts.items()}  # of its own size, also of a view
+        alone = parts.keys() == {*names}
+        layer_of |= {name: [name] if alone else names for name in parts}
+    split = split_torch_state_dict_into_shards(
+        saved, filename_pattern="model{suffix}.safetensors", max_shard_size=most_bytes
+    )
+
+    def fetch(names: list[str]) -> dict[str, Tensor]:
+        parts: dict[str, Tensor] = revert_weight_conversion(
+            blank, {name: weight(name).to(own[name].dtype) for name in names}
+        )
+        return parts
+
+    fetched: dict[str, Tensor] = {}
+    for file, names in split.filename_to_tensors.items():
+        content: dict[str, Tensor] = {}
+        for name in names:
+            if name not in fetched:
+                fetched |= fetch(layer_of[name])
+            content[name] = fetched.pop(name).contiguous()
+        save_file(content, folder / file, {"format": "pt"})
+    if split.is_sharded:
+        about = {"total_parameters": blank.num_parameters(), **split.metadata}
+        index = {"metadata": about, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def save_adapter(

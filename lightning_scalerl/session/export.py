@@ -9,10 +9,12 @@ from torch import nn
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.distributed.sharded import is_sharded
 from lightning_scalerl.model.chat import Rendering, told_of
 from lightning_scalerl.model.head import eval_mode, output_head
+from lightning_scalerl.model.load import blank_copy
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.model.save import save_adapter, save_model
+from lightning_scalerl.model.save import save_adapter, save_in_parts, save_model
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.rollout import Group, Rollout
 from lightning_scalerl.session.parts import Parts
@@ -39,10 +41,15 @@ def export(module: Parts, directory: str | Path, dtype: str, adapter: bool) -> P
         if adapter:
             (config,) = dict(getattr(module.policy.model, "peft_config")).values()  # noqa: B009  # no field of nn.Module
             return str(save_adapter(config, module.trained.adapter_weights(), directory, dtype, card))
+        tokenizer = rendering.to_save()
+        if is_sharded(module.policy) and module.policy.adapter is None:
+            return str(
+                save_in_parts(blank_copy(module.policy.model), module.trained.weight, tokenizer, directory, dtype, card)
+            )
         model = module.trained.whole_model()
         if module.policy.adapter is not None:
             check_merged(module.trained, model)
-        return str(save_model(model, rendering.to_save(), directory, dtype, card))
+        return str(save_model(model, tokenizer, directory, dtype, card))
 
     module.ranks.share(write)
     return Path(directory)

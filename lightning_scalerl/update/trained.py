@@ -63,6 +63,11 @@ class TrainedPolicy:
         found: dict[str, Tensor] = self._together("gather")
         return found
 
+    def weight(self, name: str) -> Tensor:
+        """Return a weight of the model by its name, without its adapter; of a sharded one a whole copy on the host."""
+        found: Tensor = self._together("gather_one", name)
+        return found
+
     def adapter_weights(self) -> dict[str, Tensor]:
         """Return the weights of the model's adapter by name; of a sharded one whole copies on the host."""
         found: dict[str, Tensor] = self._together("gather_adapter")
@@ -108,6 +113,10 @@ class TrainedPolicy:
         ranks, state = self._ranks(), dict(self.policy.model.state_dict())
         whole = gathered(state, ranks.leads) if ranks.sharded else state
         return merge(whole, self.policy.model) if has_adapter(self.policy.model) else whole
+
+    @torch.no_grad()
+    def _gather_one(self, name: str) -> Tensor | None:
+        return gathered({name: self.policy.model.state_dict()[name]}, self._ranks().leads).get(name)
 
     def _gather_adapter(self) -> dict[str, Any]:
         ranks = self._ranks()

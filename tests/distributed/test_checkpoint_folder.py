@@ -22,6 +22,7 @@ from lightning_scalerl.distributed import checkpoint_folder
 from lightning_scalerl.distributed.checkpoint_folder import INDEX, META, outline, read_whole
 from lightning_scalerl.distributed.sharded import ShardedStrategy
 from lightning_scalerl.generator.torch_generator import TorchGenerator
+from lightning_scalerl.member import export
 from lightning_scalerl.member.identify import CHECKPOINTS, plan_members
 from lightning_scalerl.member.run import run_member
 from lightning_scalerl.model.load import load_model, load_tokenizer
@@ -361,7 +362,13 @@ def test_a_members_folder_is_gone_on_from_exported_and_cleaned_up(
     assert on_ranks(2, work) == ["trained"] * 2
     path = run / "checkpoints" / "step-00000002.ckpt"
     saved = saved_weights(run)
-    assert main(["export", str(run), str(tmp_path / "model")]) == 0
+    read: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        fill = export.fill
+        patch.setattr(export, "fill", lambda *given: (read.append(len(given[-1])), fill(*given)))
+        patch.setattr(export, "save_model", None)
+        assert main(["export", str(run), str(tmp_path / "model")]) == 0
+    assert {*read} == {1}  # one tensor after the other
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     assert all(torch.equal(value, saved[f"policy.model.{name}"]) for name, value in loaded.items())
     lost = (path / "__1_0.distcp").rename(tmp_path / "lost")

@@ -19,6 +19,7 @@ from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
 from lightning_scalerl.distributed.checkpoint_folder import read_whole
 from lightning_scalerl.distributed.sharded import gathered
 from lightning_scalerl.model.load import load_model
+from lightning_scalerl.update import trained
 from sweeps.run.journal import read_journal
 from tests.distributed.test_ranks import check_same_curve, fit, on_ranks, one_thread  # noqa: F401
 from tests.helpers import CountingTask, quiet
@@ -119,7 +120,16 @@ def test_what_follows_a_sharded_fit(tiny_model_path: str, tmp_path: Path) -> Non
 
     def work(rank: int) -> str:
         module = fit(tiny_model_path, tmp_path / "two", 2, steps=2, strategy="fsdp2")
-        module.save_pretrained(tmp_path / "exported")
+        gathered_at_once: list[int] = []
+
+        def counted(state: Any, keep: bool) -> dict[str, Any]:
+            gathered_at_once.append(len(state))
+            return gathered(state, keep)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trained, "gathered", counted)
+            module.save_pretrained(tmp_path / "exported")
+        assert set(gathered_at_once) == {1} and len(gathered_at_once) == len(module.policy.model.state_dict())
         trainer = module.trainer
         rates = trainer.validate(module, datamodule=trainer.datamodule, verbose=False)
         trainer = Trainer(max_steps=4, strategy="fsdp2", devices=2, **quiet())
@@ -129,9 +139,14 @@ def test_what_follows_a_sharded_fit(tiny_model_path: str, tmp_path: Path) -> Non
 
     said = on_ranks(2, work)
     assert said[0] == said[1] and "eval/" in said[0], said
-    exported, trained = load_model(str(tmp_path / "exported")).state_dict(), whole.policy.model.state_dict()
-    assert exported.keys() == trained.keys()
-    assert all(exported[name].allclose(trained[name], rtol=1e-4, atol=1e-5) for name in trained)
+    exported, one = load_model(str(tmp_path / "exported")).state_dict(), whole.policy.model.state_dict()
+    assert exported.keys() == one.keys()
+    assert all(exported[name].allclose(one[name], rtol=1e-4, atol=1e-5) for name in one)
+    whole.save_pretrained(tmp_path / "plain")
+    files = {path.name for path in (tmp_path / "plain").iterdir()}
+    assert {path.name for path in (tmp_path / "exported").iterdir()} == files
+    for name in files - {"model.safetensors"}:
+        assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes(), name
     assert load_model(str(tmp_path / "exported")).generation_config.eos_token_id is not None
 
 
