@@ -36,6 +36,8 @@ from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.measure.probe import check_probe, logprob_gaps, probe_metrics
 from lightning_scalerl.measure.step_metrics import Pass, step_metrics
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
+from lightning_scalerl.model.files import WeightFiles
+from lightning_scalerl.model.load import load_model
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.prompt import Prompt
@@ -79,6 +81,8 @@ class ScaleRL(LightningModule):
         overrides: Hydra overrides of a named recipe, such as "optimizer.lr=1e-3".
         config_dir: a folder of yours where recipes and choices are looked for too (docs/guide/extend.md).
         tokenizer: needed if `model` is not a path.
+        streamed: leave the weights of a model's folder where they are until `Trainer(strategy="fsdp2")` shards it: each
+            rank then reads its own part, and none has the whole. Where that cannot be, the model is loaded at once.
 
     Raises:
         ConfigurationError: an unknown recipe, key or value, a model that cannot be loaded, or settings that were made
@@ -104,21 +108,25 @@ class ScaleRL(LightningModule):
         overrides: Sequence[str] = (),
         tokenizer: Any = None,
         config_dir: str | Path | None = None,
+        streamed: bool = False,
     ) -> None:
         super().__init__()
         refuse_pytorch_lightning(ScaleRL)
         self.automatic_optimization = False
-        made = make(model, recipe, overrides, tokenizer, config_dir)
+        made = make(model, recipe, overrides, tokenizer, config_dir, streamed)
         self.recipe, self.tokenizer, self.stop_tokens = made.recipe, made.tokenizer, made.stop_tokens
         self.arguments = made.arguments
         # Models that are trained and saved. The reference is neither, and hidden from `nn.Module`.
         self.policy = made.policy
         self.critic: ValueModel | None = None
-        self.reference_model = Reference(made.arguments.get("model"))
+        # Where the policy's weights are as long as it has none, or why each rank reads the whole model.
+        self.files = made.files if isinstance(made.files, WeightFiles) else None
+        self.read_whole = made.files if isinstance(made.files, str) else None
+        self.reference_model = Reference(made.arguments.get("model"), self.files)
         # What `setup` settles anew for every fit.
         self.choices = made.recipe.choices
         self.ranks = Ranks()
-        self.trained = TrainedPolicy(self.policy, lambda: self.ranks)
+        self.trained = TrainedPolicy(self.policy, lambda: self.ranks, lambda: load_model(made.arguments["model"]))
         self.stream = Follower()  # type: ignore[assignment]  # no step is completed yet
         self.memory = ""  # what a fit takes of its device's
         self.data_path: DataPath | None = None
@@ -288,7 +296,11 @@ class ScaleRL(LightningModule):
         """Lines to show once at the start of a fit: memory, prompts and their lengths, the verifier's trial."""
         given = self.arguments.get("model_adapter")
         trained = [] if given is None else [f"adapter: the model came with one, which is trained: {given}"]
-        return [] if self.data_path is None else [*trained, *filter(None, [self.memory]), *self.data_path.began]
+        if self.read_whole is not None:
+            trained.append(f"model: every rank reads the whole of it before it keeps its part: {self.read_whole}")
+        if self.memory:
+            trained.append(self.memory)
+        return [] if self.data_path is None else [*trained, *self.data_path.began]
 
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
         """Return a completion in the form that a grader takes."""

@@ -17,13 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from lightning_scalerl.checks import ConfigurationError
@@ -107,7 +110,10 @@ class ShardedStrategy(ModelParallelStrategy):
         failure: Exception | None = None
         if self.is_global_zero:
             try:
-                self.checkpoint_io.save_checkpoint(rest, unfinished / META)
+                usual = self.checkpoint_io
+                # What is written in the background is not there yet when the folder takes its place.
+                at_once = TorchCheckpointIO() if isinstance(usual, AsyncCheckpointIO) else usual
+                at_once.save_checkpoint(rest, unfinished / META)
                 self._put_in_place(unfinished, target)
             except Exception as error:
                 failure = error
@@ -261,6 +267,15 @@ def part_like(value: Any, sample: Tensor) -> Any:
         return value
     # None: every rank has the whole and keeps its own part of it; nothing is sent.
     return distribute_tensor(value.to(sample.device), sample.device_mesh, sample.placements, src_data_rank=None)
+
+
+def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...] | None]:
+    """Return the part of a tensor that this rank keeps, and where it lies in the whole; None if that is what it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor, None
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    place = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+    return tensor.to_local(), place
 
 
 def _blank(value: Tensor, sample: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from lightning_scalerl.callbacks.rollout_log import RolloutLog
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.composition import axes_of, build, build_recipe, use_folders
 from lightning_scalerl.data import RolloutDataModule
+from lightning_scalerl.distributed.sharded import ShardedStrategy
 from lightning_scalerl.distributed.start import process_rank, trainer_settings
 from lightning_scalerl.member.identity import check_identity
 from lightning_scalerl.module import ScaleRL
@@ -85,7 +86,12 @@ def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, 
     reference = build_recipe(OmegaConf.create({**shared, **own_choices}), spec.baseline)
     # A variant may also change settings, which are in the configuration already.
     changed = [build(config, axis) for axis in spec.departures if axis in axes_of(spec.config)]
-    module = ScaleRL(model=build(config, "model"), recipe=reference)
+    # How many ranks there are to be is asked of those that start them (`spec.layout`).
+    given = config.get("strategy", {"name": "ddp"})
+    strategy = {str(key): value for key, value in given.items() if key not in ("nodes", "devices")}
+    devices = trainer_settings(strategy.pop("name"), spec.layout, **strategy)
+    sharded = isinstance(devices.get("strategy"), ShardedStrategy)
+    module = ScaleRL(model=build(config, "model"), recipe=reference, streamed=sharded)
     task = build(config, "task")
     guard = lease.check if lease is not None else None
     newest = newest_checkpoint(run_dir / "checkpoints", run=spec.run, at_most=covered)
@@ -98,12 +104,9 @@ def _fit(run_dir: Path, spec: RunSpec, config: DictConfig, lease: Lease | None, 
         code=[*spec.folders, *files_named(spec.config)],
         strict_code=bool(config.launch.get("strict_code", False)),
     )
-    # How many ranks there are to be is asked of those that start them (`spec.layout`).
-    given = config.get("strategy", {"name": "ddp"})
-    strategy = {str(key): value for key, value in given.items() if key not in ("nodes", "devices")}
     trainer = Trainer(
         max_steps=spec.steps,
-        **trainer_settings(strategy.pop("name"), spec.layout, **strategy),
+        **devices,
         logger=False,
         enable_progress_bar=progress,
         enable_model_summary=False,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.model.adapter import has_adapter
@@ -66,10 +67,16 @@ def check_weights(model: nn.Module) -> None:
         )
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Return a digest of all weights' bytes, the same on any device; about a second for every gigabyte."""
+def fingerprint(model: nn.Module, read: Callable[[str], Tensor] | None = None) -> str:
+    """Return a digest of all weights' bytes, the same on any device; about a second for every gigabyte.
+
+    Args:
+        model: whose weights these are.
+        read: returns a weight by its name, one after the other, where the model has no data.
+    """
     digest = hashlib.sha256()
-    for name, weights in model.state_dict().items():
+    for name, held in model.state_dict().items():
+        weights: Any = held if read is None else read(name)
         digest.update(f"{name} {tuple(weights.shape)} {weights.dtype};".encode())
         # Viewed as bytes: numpy has no bfloat16.
         digest.update(weights.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

@@ -23,6 +23,7 @@ from lightning_scalerl.composer import load_recipe
 from lightning_scalerl.distributed.sharded import NAME, gathered, is_sharded, shard
 from lightning_scalerl.distributed.start import process_rank
 from lightning_scalerl.model.adapter import adapt, described, has_adapter, keep_in, merge, plain_copy, unwrapped
+from lightning_scalerl.model.files import WeightFiles, is_blank
 from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.load import check_weights, fingerprint, load_model, load_tokenizer, stop_tokens
 from lightning_scalerl.model.packed import packs_rows
@@ -30,6 +31,7 @@ from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.recompute import can_recompute, recompute
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.recipe import Recipe
+from lightning_scalerl.session.streamed import blank_or_whole, names_in_files, read_parts, within
 from lightning_scalerl.task.arithmetic_base import is_arithmetic_base
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class Made:
 
     `stop_tokens` are the ids that end a completion; `arguments` those of the constructor that a checkpoint can hold, as
     hyper-parameters, for `load_from_checkpoint`.
+    `files` hold the weights of a policy that has none yet; if that was asked for in vain, they say why.
     """
 
     recipe: Recipe
@@ -51,6 +54,7 @@ class Made:
     tokenizer: Any
     stop_tokens: list[int]
     arguments: dict[str, Any]
+    files: WeightFiles | str | None = None
 
 
 def make(
@@ -59,6 +63,7 @@ def make(
     overrides: Sequence[str],
     tokenizer: Any,
     config_dir: str | Path | None,
+    streamed: bool = False,
 ) -> Made:
     """Make recipe, policy and tokenizer from the arguments of `ScaleRL`, where they are described.
 
@@ -90,16 +95,21 @@ def make(
         raise ConfigurationError("tokenizer: a model object comes without one; pass tokenizer=")
     if not any(override.startswith("scale=") for override in overrides):
         built.check_scale(is_arithmetic_base(model))
-    model = load_model(model) if isinstance(model, str) else unwrapped(model)
+    files: WeightFiles | str | None = None
+    if isinstance(model, str) and streamed:
+        model, files = blank_or_whole(model, built.choices.adapter)
+    else:
+        model = load_model(model) if isinstance(model, str) else unwrapped(model)
     check_weights(model)
-    check_head(model)
+    if not isinstance(files, WeightFiles):  # else once it has weights to be run with
+        check_head(model)
     policy = Policy(model, built.choices.precision, built.context.temperature)
     policy.packs = built.batch.packed and _packs(model)
     if has_adapter(model):
         policy.adapter = arguments["model_adapter"] = described(model)
     if built.choices.adapter.adapts:
         adapt_policy(policy, built.choices.adapter)
-    return Made(built, policy, tokenizer, stop_tokens(model, tokenizer), arguments)
+    return Made(built, policy, tokenizer, stop_tokens(model, tokenizer), arguments, files)
 
 
 def _packs(model: nn.Module) -> bool:
@@ -162,7 +172,8 @@ def plain_model(policy: Policy) -> nn.Module:
 def make_critic(policy: Policy, choices: Choices, device: torch.device) -> ValueModel:
     """Make the critic of axis `critic` from the policy's body, on the device that trains it."""
     model = policy.model if policy.adapter is None else plain_model(policy)
-    return ValueModel(model, choices.precision).to(device)
+    critic = ValueModel(model, choices.precision)
+    return critic if is_blank(critic) else critic.to(device)
 
 
 class Reference:
@@ -172,10 +183,12 @@ class Reference:
 
     Args:
         path: of the model that the module was made from; None if it was made from a model object.
+        files: that its weights are read from, where the policy begins without any.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, files: WeightFiles | None = None) -> None:
         self._path = path
+        self._files = files
         self._fingerprint: str | None = None
         self.policy: Policy | None = None
 
@@ -220,13 +233,16 @@ class Reference:
         """Return the reference's fingerprint; computed once and only for a checkpoint, as it reads all weights."""
         assert self.policy is not None
         if self._fingerprint is None:
-            self._fingerprint = fingerprint(self.policy.model)
+            read = self._files.read if self._files is not None and is_blank(self.policy) else None
+            self._fingerprint = fingerprint(self.policy.model, read)
         return self._fingerprint
 
     def _freeze(self, model: nn.Module, policy: Policy, choices: Choices, device: torch.device) -> None:
         self._fingerprint = None
         frozen = Policy(model, choices.precision, policy.temperature)
-        self.policy = frozen.requires_grad_(False).eval().to(device)
+        self.policy = frozen.requires_grad_(False).eval()
+        if not is_blank(frozen):
+            self.policy.to(device)
 
 
 def recompute_activations(module: Parts) -> None:
@@ -265,7 +281,7 @@ def place(module: Parts) -> None:
             "strategy: an earlier fit has sharded this module's model over the ranks of its Trainer; go on under "
             f'strategy="{NAME}", or from a checkpoint with another module'
         )
-    if not is_sharded(module.policy):
+    if not is_sharded(module.policy) and not is_blank(module.policy):
         module.policy.to(made_on(module))
 
 
@@ -276,9 +292,15 @@ def shard_models(module: Parts) -> None:
     mesh = module.device_mesh["data_parallel"]
     if module.reference is not None:
         module.reference_model.fingerprint()  # while it is whole: a checkpoint asks for it on rank 0 alone
+    blank = module.policy.model
     for root in (module.policy, module.critic, module.reference):
         if root is None or is_sharded(root):
             continue
+        names = names_in_files(root, blank, module.files) if is_blank(root) and module.files is not None else None
         shard(root, mesh)
+        if names is not None and module.files is not None:
+            read_parts(root, names, module.files, module.trainer.strategy.root_device)
+            if root is module.policy:
+                within(root, lambda: check_head(module.policy.model))
         if isinstance(root, Policy):
             root.agree = module.ranks.all_would

@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
+from lightning_scalerl.model.files import WeightFiles
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.run import Run
@@ -39,6 +40,8 @@ class Parts(Run, Protocol):
     reference_model: Reference
     continuation: Continuation
     records: Records
+    files: WeightFiles | None
+    read_whole: str | None
 
     # By `setup`, on every rank.
     memory: str

@@ -31,6 +31,7 @@ from lightning_scalerl.session.memory import check_memory
 from lightning_scalerl.session.models import made_on, make_critic, place, prepare_adapter, recompute_activations
 from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.session.sampling import Inputs, Sampling
+from lightning_scalerl.session.streamed import read_whole_model
 from lightning_scalerl.task.base import check_curriculum
 from lightning_scalerl.update.health import HealthWatch
 from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
@@ -91,6 +92,7 @@ def set_up(module: Parts, stage: str) -> None:
     recipe.check(choices)
     module.choices = choices
     module.policy.precision = choices.precision
+    read_whole_model(module)
     prepare_adapter(module)
     # Lightning warns of modules that are not; what they train in is decided in `fit.begin_training`.
     module.policy.train()
@@ -133,6 +135,7 @@ def _set_up_fit(module: Parts, inputs: Inputs, resolved: dict[str, Any]) -> None
     meaning = {**resolved, "task": (type(inputs.task).__name__, prompts)}
     steps = module.completed_steps
     goes_on = module.continuation.goes_on(meaning, steps)
+    module.continuation.generator = None
     # A copy, before the parts that it is the state of are replaced.
     state = module.data_path.state.state_dict() if goes_on and module.data_path is not None else {}
     if not goes_on:

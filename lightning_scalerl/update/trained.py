@@ -16,6 +16,7 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.distributed.sharded import gathered, is_sharded, part_like, whole_tensor
 from lightning_scalerl.model.adapter import has_adapter, merge, of_adapter, plain_copy
+from lightning_scalerl.model.files import is_blank
 from lightning_scalerl.model.head import eval_mode
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollout import TrainBatch
@@ -34,11 +35,13 @@ class TrainedPolicy:
     Args:
         policy: `Policy`, which is called with a batch and keeps its language model in `model`.
         ranks: returns the ranks of the run as they are now.
+        load: loads the language model whole, where the policy's weights are in their folder still.
     """
 
-    def __init__(self, policy: Policy, ranks: Callable[[], Ranks]) -> None:
+    def __init__(self, policy: Policy, ranks: Callable[[], Ranks], load: Callable[[], nn.Module] | None = None) -> None:
         self.policy = policy
         self._ranks = ranks
+        self._load = load
         self._before: dict[str, Tensor] = {}
 
     def answer(self, request: Sequence[Any]) -> None:
@@ -79,7 +82,10 @@ class TrainedPolicy:
         It is the policy's own, unless that has an adapter, or is or will be sharded: then a copy on the device.
         """
         model: nn.Module = self.policy.model
-        if has_adapter(model):
+        if is_blank(model):
+            assert self._load is not None
+            model = self._load()
+        elif has_adapter(model):
             model = plain_copy(model, self.weights())
         elif is_sharded(self.policy):
             weights, sharded = self.weights(), model

@@ -1,0 +1,235 @@
+"""A model is sharded without any rank having it whole: each reads its own part of every weight from the folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from huggingface_hub import constants
+from lightning.pytorch import Callback, Trainer
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_scalerl import Evaluate, ResumableCheckpoint, RolloutDataModule, RunLog, ScaleRL
+from lightning_scalerl.axes.adapter import NoAdapter
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
+from lightning_scalerl.distributed.sharded import is_sharded, shard, whole_tensor
+from lightning_scalerl.model import files as of_files
+from lightning_scalerl.model.files import WeightFiles, is_blank, load_blank
+from lightning_scalerl.model.load import fingerprint, load_model, load_tokenizer
+from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.model.value import ValueModel
+from lightning_scalerl.session import models, streamed
+from lightning_scalerl.session.streamed import blank_or_whole, names_in_files, read_parts
+from sweeps.run.journal import read_journal
+from tests.distributed.test_ranks import check_same_curve, on_ranks, one_thread  # noqa: F401
+from tests.distributed.test_sharded import EVERYTHING, weights
+from tests.examples import every
+from tests.families import FAMILIES, save
+from tests.helpers import SMALL, CountingTask, quiet
+
+# Whose weights are joined as they are loaded.
+CONVERTED = ("DeepSeek-V3", "Mixtral", "Qwen3-MoE")
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """Of this process alone, and gone before others are forked from it."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", every(3, sorted({*FAMILIES} - {*CONVERTED})))
+def test_what_is_read_in_parts_is_what_is_loaded(family: str, mesh: DeviceMesh, tmp_path: Path) -> None:
+    """Bit for bit: weights, tied ones, tables that no file holds, what is computed, the critic's, the fingerprint."""
+    source = str(save(FAMILIES[family], tmp_path / "source"))
+    plain = load_model(source)
+    model, files = blank_or_whole(source, NoAdapter())
+    assert isinstance(files, WeightFiles) and is_blank(model) and not is_blank(plain)
+    assert fingerprint(model, files.read) == fingerprint(plain)
+    roots = {
+        "policy": (Policy(model, Precision("fp32")), Policy(plain, Precision("fp32"))),
+        "critic": (ValueModel(model, Precision("fp32")), ValueModel(plain, Precision("fp32"))),
+    }
+    for name, (root, whole) in roots.items():
+        names = names_in_files(root, model, files)
+        shard(root, mesh)
+        read_parts(root, names, files, torch.device("cpu"))
+        own, theirs = root.state_dict(), whole.state_dict()
+        assert own.keys() == theirs.keys(), name
+        assert all(torch.equal(whole_tensor(own[key]), theirs[key]) for key in theirs), name
+        own, theirs = dict(root.named_buffers()), dict(whole.named_buffers())
+        assert own.keys() == theirs.keys() and all(torch.equal(whole_tensor(own[key]), theirs[key]) for key in own)
+        assert [key for key, _ in root.named_parameters()] == [key for key, _ in whole.named_parameters()]
+    body, plain_body = (each.model.base_model.eval() for each in roots["policy"])
+    tokens = torch.arange(3, 33).reshape(2, 15)
+    with torch.no_grad():
+        # The root gathers what is not in a layer: as an embedding would be in its own pass.
+        roots["policy"][0].unshard()  # type: ignore[operator]
+        hidden = body(input_ids=tokens).last_hidden_state
+        assert torch.equal(hidden, plain_body(input_ids=tokens).last_hidden_state)
+
+
+def test_of_a_hub_id_the_files_on_this_machine_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several files, as large models are."""
+    home = tmp_path / "models--owner--name"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("abc")
+    source = save(FAMILIES["Qwen3"], tmp_path / "source")
+    model = load_model(str(source))
+    model.save_pretrained(home / "snapshots" / "abc", max_shard_size=50_000)  # type: ignore[operator]
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    found = load_blank("owner/name")
+    assert isinstance(found, tuple)
+    blank, files = found
+    assert len({*files.file_of.values()}) > 2 and fingerprint(blank, files.read) == fingerprint(model)
+
+
+@pytest.mark.parametrize("family", every(1, CONVERTED))
+def test_families_that_convert_weights_are_loaded_whole(family: str, tmp_path: Path) -> None:
+    source = str(save(FAMILIES[family], tmp_path / "source"))
+    model, why = blank_or_whole(source, NoAdapter())
+    assert why == "its family converts weights as they are loaded" and not is_blank(model)
+
+
+def test_what_is_not_plain_is_loaded_whole(tiny_model_path: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """An adapter, .bin files, a tied weight twice, a weight under another name, tables computed in its own way."""
+    source = tmp_path / "source"
+
+    def why(change: Any) -> str:
+        shutil.rmtree(source, ignore_errors=True)
+        save(FAMILIES["Qwen3"], source)
+        tensors = load_file(source / "model.safetensors")
+        change(tensors)
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+        found = load_blank(str(source))
+        assert isinstance(found, str)
+        return found
+
+    tied = "model.embed_tokens.weight"
+    assert isinstance(load_blank(tiny_model_path), tuple)
+    assert why(lambda tensors: tensors.update({"lm_head.weight": tensors[tied].clone()})).endswith("twice")
+    assert "under another name" in why(lambda tensors: tensors.pop("model.norm.weight"))
+    torch.save(load_model(str(source)).state_dict(), source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    assert load_blank(str(source)) == "its folder holds no safetensors"
+    kind = type(load_model(tiny_model_path)).__mro__[1]
+    monkeypatch.setattr(kind, "_init_weights", lambda self, module: None)
+    assert load_blank(tiny_model_path) == "its family computes tables in a way of its own"
+
+
+# --- a run --------------------------------------------------------------------------------------------------------
+
+
+def fit(
+    path: str, run_dir: Path, streams: bool, overrides: Sequence[str] = (), steps: int = 4, resume: bool = False,
+    callbacks: Sequence[Callback] = (), **options: Any,
+) -> ScaleRL:  # fmt: skip
+    torch.manual_seed(7)
+    given = [*SMALL, "precision=fp32", *overrides]
+    module = ScaleRL(path, "scalerl", given, load_tokenizer(path), streamed=streams)
+    directory = run_dir / "checkpoints"
+    kept = [*callbacks, Evaluate(2, 2), RunLog(run_dir), ResumableCheckpoint(directory, 1000)]
+    trainer = Trainer(max_steps=steps, callbacks=kept, **{**quiet(), "enable_checkpointing": True, **options})
+    newest = newest_checkpoint(directory).path if resume else None
+    trainer.fit(module, datamodule=RolloutDataModule(CountingTask()), ckpt_path=newest, weights_only=True)
+    return module
+
+
+SHARDED: dict[str, Any] = {"devices": 2, "strategy": "fsdp2"}
+
+
+def counted(patch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
+    """The models that are loaded whole from now on in this process, and the bytes of each part that is read."""
+    loaded: list[str] = []
+    parts: list[int] = []
+    load, read = models.load_model, WeightFiles.read
+
+    def loads(path: str, blank: bool = False) -> Any:
+        if not blank:
+            loaded.append(path)
+        return load(path, blank)
+
+    def reads(self: WeightFiles, name: str, part: Any = None) -> torch.Tensor:
+        value = read(self, name, part)
+        parts.append(value.nbytes)
+        return value
+
+    for module in (models, streamed, of_files):
+        patch.setattr(module, "load_model", loads)
+    patch.setattr(WeightFiles, "read", reads)
+    return loaded, parts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), id="the policy"),
+        pytest.param(EVERYTHING, id="a critic and a reference", marks=pytest.mark.full),
+    ],
+)
+def test_a_run_learns_the_same_bit_for_bit(overrides: Sequence[str], tiny_model_path: str, tmp_path: Path) -> None:
+    """And no rank reads more than its part, but rank 0 for its own generator."""
+    whole = sum(parameter.nbytes for parameter in load_model(tiny_model_path).parameters())
+    roots = 3 if overrides else 1
+
+    def work(rank: int, streams: bool) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            loaded, parts = counted(patch)
+            module = fit(tiny_model_path, tmp_path / f"{streams}", streams, overrides, **SHARDED)
+        if streams:
+            assert not loaded and is_sharded(module.policy) and module.read_whole is None
+            # The reference is read once more for its fingerprint, one weight after the other.
+            assert sum(parts) < 0.6 * whole * roots + (whole if overrides else 0)
+        else:
+            assert len(loaded) == 1
+        return weights(module)
+
+    said = [on_ranks(2, lambda rank, streams=streams: work(rank, streams)) for streams in (False, True)]  # type: ignore[misc]
+    assert said[0] == said[1] and said[0][0] == said[0][1] and len(said[0][0]) == 64, said
+    plain, parts = (read_journal(tmp_path / f"{streams}") for streams in (False, True))
+    assert plain.status == parts.status == "finished" and plain.deterministic() == parts.deterministic()
+
+
+@pytest.mark.slow
+def test_where_it_is_asked_for_in_vain_the_model_is_loaded(tiny_model_path: str, tmp_path: Path) -> None:
+    """By one process, and with an adapter; the run is told of it once, and learns as ever."""
+    plain = fit(tiny_model_path, tmp_path / "plain", False, steps=2)
+    module = fit(tiny_model_path, tmp_path / "asked", True, steps=2)
+    assert not is_blank(module.policy)
+    told = [line for line in module.began if "every rank reads the whole" in line]
+    assert len(told) == 1 and told[0].endswith('Trainer(strategy="fsdp2") alone shards it')
+    one, two = (read_journal(tmp_path / name) for name in ("plain", "asked"))
+    assert one.deterministic() == two.deterministic()
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in module.state_dict().items())
+
+    def work(rank: int) -> str:
+        adapted = fit(tiny_model_path, tmp_path / "adapted", True, ["adapter=lora"], steps=1, **SHARDED)
+        return str(adapted.read_whole)
+
+    assert on_ranks(2, work) == ["an adapter is put into it"] * 2
+
+
+@pytest.mark.slow
+def test_a_streamed_run_goes_on(tiny_model_path: str, tmp_path: Path) -> None:
+    """From its folder, with a reference that is known by what it began with."""
+    given: dict[str, Any] = {"overrides": ["kl=fixed"]}
+    fit(tiny_model_path, tmp_path / "one", False, **given)
+    for steps in (2, 4):
+
+        def work(rank: int, steps: int = steps) -> str:
+            module = fit(tiny_model_path, tmp_path / "run", True, steps=steps, resume=steps > 2, **given, **SHARDED)
+            return weights(module)
+
+        said = on_ranks(2, work)
+        assert said[0] == said[1] and len(said[0]) == 64, said
+    check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "run"), steps=4)
