@@ -106,7 +106,12 @@ class ShardedStrategy(ModelParallelStrategy):
         unfinished = target
         if target.suffix != ".part":
             unfinished = target.with_name(self._from_first(f"{target.name}.{uuid.uuid4().hex[:8]}.part"))
-        rest = write_shards(checkpoint, unfinished, self._hosts)
+        try:
+            rest = write_shards(checkpoint, unfinished, self._hosts)
+        except Exception:
+            if self.is_global_zero:
+                remove(unfinished)
+            raise
         failure: Exception | None = None
         if self.is_global_zero:
             try:

@@ -197,8 +197,21 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_last_whole_checkpoint(
     assert names(run / "checkpoints") == ["step-00000004.ckpt", "step-00000006.ckpt"]
 
 
+class SavesIt(Callback):
+    """A save of a script's own, after a step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
 @pytest.mark.slow
-def test_a_rank_that_cannot_write_stops_all_and_leaves_no_half(tiny_model_path: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["the run's", "a script's"])
+def test_a_rank_that_cannot_write_stops_all_and_leaves_no_half(own: bool, tiny_model_path: str, tmp_path: Path) -> None:
+    callbacks = [SavesIt(tmp_path / "checkpoints" / "own.ckpt")] if own else []
+
     def work(rank: int) -> str:
         if rank == 1:
 
@@ -206,7 +219,7 @@ def test_a_rank_that_cannot_write_stops_all_and_leaves_no_half(tiny_model_path: 
                 raise OSError(28, "No space left on device")
 
             checkpoint_folder._SavePlanner.resolve_data = full  # type: ignore[method-assign]
-        fit(tiny_model_path, tmp_path, 2, steps=1, strategy="fsdp2")
+        fit(tiny_model_path, tmp_path, 2, steps=1, strategy="fsdp2", callbacks=callbacks)
         return "went on"
 
     said = on_ranks(2, work)
