@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_scalerl import Evaluate, ResumableCheckpoint, RolloutDataModule, RunLog, ScaleRL
-from lightning_scalerl.axes.adapter import NoAdapter
+from lightning_scalerl.axes.adapter import LoRA, NoAdapter
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
 from lightning_scalerl.distributed.sharded import is_sharded, shard, whole_tensor
 from lightning_scalerl.model import files as of_files
+from lightning_scalerl.model.adapter import has_adapter
 from lightning_scalerl.model.files import WeightFiles, is_blank, load_blank
 from lightning_scalerl.model.load import fingerprint, load_model, load_tokenizer
 from lightning_scalerl.model.policy import Policy
@@ -212,11 +213,15 @@ def test_where_it_is_asked_for_in_vain_the_model_is_loaded(tiny_model_path: str,
     assert one.deterministic() == two.deterministic()
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in module.state_dict().items())
 
-    def work(rank: int) -> str:
-        adapted = fit(tiny_model_path, tmp_path / "adapted", True, ["adapter=lora"], steps=1, **SHARDED)
+    def work(rank: int, by_callback: bool) -> str:
+        how: dict[str, Any] = {"callbacks": [LoRA()]} if by_callback else {"overrides": ["adapter=lora"]}
+        adapted = fit(tiny_model_path, tmp_path / f"adapted {by_callback}", True, steps=1, **how, **SHARDED)
+        assert has_adapter(adapted.policy.model)
         return str(adapted.read_whole)
 
-    assert on_ranks(2, work) == ["an adapter is put into it"] * 2
+    for by_callback in (False, True):
+        said = on_ranks(2, lambda rank, by_callback=by_callback: work(rank, by_callback))  # type: ignore[misc]
+        assert said == ["an adapter is put into it"] * 2
 
 
 @pytest.mark.slow
