@@ -13,10 +13,11 @@ import json
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.speed import breakdown, fits, generation, packing, training
+from benchmarks.speed import breakdown, fits, generation, head, packing, training
 from benchmarks.speed.pairs import Record, machine, seconds
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -27,6 +28,11 @@ COMPARISONS: dict[str, Callable[[int], list[Record]]] = {
     "generation": generation.measure,
     "packing": packing.measure,
     "fits": fits.measure,
+}
+# What has a table of its own.
+APART: dict[str, tuple[Callable[[int], Any], Callable[[Any], list[str]]]] = {
+    "head": (head.measure, head.section),
+    "profile": (lambda rounds: breakdown.measure(), breakdown.section),
 }
 HEAD = """# Speed
 
@@ -71,16 +77,17 @@ def page() -> str:
                 *rows(found["records"]),
                 "",
             ]
-    path = RESULTS / "profile.json"
-    if path.exists():
-        parts += breakdown.section(json.loads(path.read_text()))
+    for name, (_, section) in APART.items():
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            parts += section(json.loads(path.read_text()))
     return "\n".join(parts).rstrip() + "\n"
 
 
 def main() -> int:
     """Measure, keep, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = (*COMPARISONS, "profile")
+    names = (*COMPARISONS, *APART)
     parser.add_argument("what", nargs="*", metavar="WHAT", help=f"of {', '.join(names)}; all if none is named")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--page-only", action="store_true", help="write the page from what was measured before")
@@ -91,10 +98,10 @@ def main() -> int:
     RESULTS.mkdir(parents=True, exist_ok=True)
     for name in [] if given.page_only else given.what or names:
         print(f"{name} ...", flush=True)
-        records = breakdown.measure() if name == "profile" else COMPARISONS[name](given.rounds)
+        records = COMPARISONS[name](given.rounds) if name in COMPARISONS else APART[name][0](given.rounds)
         kept = {"date": str(date.today()), "machine": machine(), "rounds": given.rounds, "records": records}
         (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
-        if name != "profile":
+        if name in COMPARISONS:
             print("\n".join(rows(records)), flush=True)
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(page())

@@ -1,0 +1,128 @@
+"""Log-probabilities from hidden states at a real vocabulary: memory and time of the head, whole and in chunks.
+
+Bytes are counted on tensors without data at 8k tokens x 152k x 1,024; seconds are a thread's own, at a size that a CPU
+can compute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.speed.pairs import Record, compared, in_turns, seconds
+from lightning_scalerl.measure.memory import LiveBytes
+from lightning_scalerl.model.chunked_head import Scaling, chunked_scores
+from lightning_scalerl.model.policy import MAX_LOGITS
+
+# Tokens, vocabulary, width: what is counted, and what is timed, in as many chunks.
+COUNTED, TIMED = (8192, 151_936, 1024), (1024, 19_000, 128)
+GIB = 2**30
+
+Way = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+def ours(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Chunks whose gradient is written over their logits."""
+    return chunked_scores(hidden, weight, None, targets, Scaling(), torch.float32, chunk, False)[0]
+
+
+def whole(hidden: Tensor, weight: Tensor, targets: Tensor, _: int) -> Tensor:
+    """All logits at once."""
+    logits = F.linear(hidden, weight)
+    return logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def recomputed(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Chunks that torch recomputes, each with a gradient of the weights of its own."""
+    parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    return torch.cat([checkpoint(whole, part, weight, wanted, 0, use_reentrant=False) for part, wanted in parts])
+
+
+WAYS: Mapping[str, Way] = {
+    "in chunks, the gradient over the logits": ours,
+    "in chunks, recomputed by torch's checkpoint": recomputed,
+    "all logits at once": whole,
+}
+
+
+def chunk_of(sizes: tuple[int, int, int]) -> int:
+    """As many chunks as the policy makes of what is counted."""
+    tokens, _, _ = sizes
+    return max(1, MAX_LOGITS // COUNTED[1] * tokens // COUNTED[0])
+
+
+def tensors(sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, weights and targets."""
+    tokens, vocabulary, width = sizes
+    hidden, weight = torch.randn(tokens, width), torch.randn(vocabulary, width) / width**0.5
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.arange(tokens) % vocabulary
+
+
+def peak(way: Way) -> int:
+    """Most bytes alive in a forward and backward pass, inputs and weights among them."""
+    with FakeTensorMode():
+        hidden, weight, targets = tensors(COUNTED)
+        live = LiveBytes()
+        with live:
+            for each in (hidden, weight):
+                live.watch(each)
+            way(hidden, weight, targets, chunk_of(COUNTED)).sum().backward()  # type: ignore[no-untyped-call]
+    return live.peak
+
+
+def step_s(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
+    """Seconds of a forward and a backward pass."""
+    hidden.grad = weight.grad = None
+    began = time.process_time()
+    way(hidden, weight, targets, chunk_of(TIMED)).sum().backward()  # type: ignore[no-untyped-call]
+    return time.process_time() - began
+
+
+def measure(rounds: int) -> list[Record]:
+    """One record for each way."""
+    torch.set_num_threads(1)
+    tokens, vocabulary, width = COUNTED
+    needed = 4 * (2 * tokens * width + 2 * vocabulary * width + chunk_of(COUNTED) * vocabulary)
+    given = tensors(TIMED)
+    sides = {name: partial(step_s, way, *given) for name, way in WAYS.items()}
+    times = in_turns(sides, rounds)
+    first = next(iter(WAYS))
+    beside = {each["other"]: each for each in compared(times, first, "head")}
+    return [
+        {
+            "way": name,
+            "gib": round(peak(way) / GIB, 2),
+            "of_needed": round(peak(way) / needed, 2),
+            "seconds": sorted(times[name])[rounds // 2],
+            "ratios": beside[name]["ratios"] if name in beside else [],
+        }
+        for name, way in WAYS.items()
+    ]
+
+
+def section(kept: Mapping[str, Any]) -> list[str]:
+    """Part of the page."""
+    tokens, vocabulary, width = (f"{size:,}" for size in COUNTED)
+    timed = " x ".join(f"{size:,}" for size in TIMED)
+    lines = [
+        "## Head\n",
+        f"{kept['date']}, {kept['machine']}; {kept['rounds']} rounds. Bytes alive at {tokens} tokens x {vocabulary} x "
+        f"{width} in FP32, beside inputs, weights, their gradients and one chunk of logits; CPU seconds at {timed}, in "
+        "as many chunks.\n",
+        "| log-probabilities, forward and backward | peak | of what is needed | time | times ours |",
+        "|---|---|---|---|---|",
+    ]
+    for each in kept["records"]:
+        ratios = sorted(each["ratios"])
+        times = f"**{ratios[len(ratios) // 2]:.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})" if ratios else "1"
+        cells = [each["way"], f"{each['gib']:.2f} GiB", f"{each['of_needed']:.2f}", seconds(each["seconds"]), times]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
