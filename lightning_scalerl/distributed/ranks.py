@@ -94,6 +94,23 @@ class Ranks:
         """Return whether each rank writes its own part of a checkpoint."""
         return isinstance(self.strategy, ShardedStrategy) and self.strategy.writes_shards
 
+    @property
+    def partners(self) -> int:
+        """Return how many ranks split each layer between them: they have the same rows, and compute the same."""
+        return self.strategy.tensor_parallel if isinstance(self.strategy, ShardedStrategy) else 1
+
+    @property
+    def place(self) -> int:
+        """Return this rank's number among those that rows are dealt to; its partners have the same one."""
+        return self.number // self.partners
+
+    @property
+    def _group(self) -> Any:
+        """Process group of ranks with different rows, one of each set of partners; None for all ranks."""
+        if isinstance(self.strategy, ShardedStrategy) and self.partners > 1:
+            return self.strategy.device_mesh["data_parallel"].get_group()
+        return None
+
     # --- on the hosts ------------------------------------------------------------------------------------
 
     def share(self, work: Callable[[], T], lean: Callable[[T], T] = lambda result: result) -> T:
@@ -190,12 +207,15 @@ class Ranks:
     # --- on the devices ----------------------------------------------------------------------------------
 
     def rows(self, batch: TrainBatch) -> TrainBatch:
-        """Return this rank's rows of the batch, possibly none; long and short ones are dealt out evenly."""
+        """Return this rank's rows of the batch, possibly none; long and short ones are dealt out evenly.
+
+        Tensor-parallel partners get the same ones.
+        """
         if self.count == 1:
             return batch
         # Stable, since each rank sorts for itself and all must deal out the same.
         order = torch.argsort(batch.lengths, descending=True, stable=True)
-        return batch.select(order[self.number :: self.count])
+        return batch.select(order[self.place :: self.count // self.partners])
 
     def passes(self, rows: TrainBatch, size: PassSize) -> Iterator[tuple[Tensor, TrainBatch]]:
         """Yield micro-batches of this rank's rows, with the numbers of their rows; if sharded, as many on every rank.
@@ -254,9 +274,9 @@ class Ranks:
                 gradient.copy_(summed.view_as(gradient))
 
     def sum(self, value: Tensor) -> Tensor:
-        """Return the sum over ranks, on every rank; `value` itself is overwritten."""
+        """Return the sum over ranks, each row counted once, on every rank; `value` itself is overwritten."""
         if self.count > 1:
-            dist.all_reduce(value)
+            dist.all_reduce(value, group=self._group)
         return value
 
     def gather_rows(self, batch: TrainBatch, rows: TrainBatch) -> TrainBatch:
@@ -273,7 +293,7 @@ class Ranks:
         for table, name in zip(tables, names, strict=True):
             values = getattr(rows, name)
             table[place, : values.shape[1]] = values
-        # Each row is one rank's and zero on the others: the sum is a gather, and exact.
+        # Each row is one rank's (or its partners') and zero on the others: the sum is a gather, and exact.
         found: dict[str, Any] = dict(zip(names, self.sum(tables), strict=True))
         return replace(batch, **found)
 

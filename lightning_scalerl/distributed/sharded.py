@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.distributed.checkpoint_folder import (
     META,
     fill,
@@ -57,16 +57,23 @@ class ShardedStrategy(ModelParallelStrategy):
 
     Args:
         timeout: of collective operations on the devices.
+        tensor_parallel: ranks that split each layer between them; they train on the same rows. The others share the
+            model layer by layer.
         checkpoint: "shards" for such a folder; "whole" for one file of whole tensors, as one device and DDP write it,
             gathered tensor by tensor on the first rank's host.
 
     Raises:
-        ConfigurationError: a form of checkpoints that there is not.
+        ConfigurationError: a form of checkpoints that there is not, or no number of ranks.
     """
 
-    def __init__(self, timeout: timedelta | None = default_pg_timeout, checkpoint: str = "shards") -> None:
-        # Lightning's mesh has a tensor-parallel dimension; of size one it is not seen.
-        super().__init__("auto", 1, save_distributed_checkpoint=False, timeout=timeout)
+    def __init__(
+        self,
+        timeout: timedelta | None = default_pg_timeout,
+        checkpoint: str = "shards",
+        tensor_parallel: int = 1,
+    ) -> None:
+        self.tensor_parallel = whole_number("strategy.tensor_parallel", tensor_parallel, 1)
+        super().__init__("auto", tensor_parallel, save_distributed_checkpoint=False, timeout=timeout)
         if checkpoint not in CHECKPOINTS:
             raise ConfigurationError(f"strategy.checkpoint: {checkpoint!r} is unknown; valid: {', '.join(CHECKPOINTS)}")
         self.writes_shards = checkpoint == "shards"
@@ -74,9 +81,17 @@ class ShardedStrategy(ModelParallelStrategy):
         self._folder: Path | None = None  # that the checkpoint comes from which is being loaded
 
     def setup_environment(self) -> None:
-        """Set the mesh to one data-parallel group of all ranks, and make its process group."""
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        """Set the mesh to data-parallel groups of tensor-parallel partners, and make its process groups.
+
+        Raises:
+            ConfigurationError: the ranks are not divided by the number of partners.
+        """
+        ranks = self.num_nodes * self.num_processes
+        check_divides(self.tensor_parallel, ranks)
+        self._data_parallel_size = ranks // self.tensor_parallel
         super().setup_environment()
+        if self.tensor_parallel > 1:
+            self.device_mesh._flatten()  # what is summed over all ranks, such as norms, is summed at once
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -218,6 +233,19 @@ StrategyRegistry.register(
 )
 
 
+def check_divides(tensor_parallel: int, ranks: int) -> None:
+    """Check that a run's ranks are divided by the number that splits each layer.
+
+    Raises:
+        ConfigurationError: they are not.
+    """
+    if ranks % tensor_parallel:
+        raise ConfigurationError(
+            f"strategy.tensor_parallel: {tensor_parallel} does not divide the {ranks} device(s) of the run; give a "
+            "number that does, 1 for none, or more devices"
+        )
+
+
 def shard(root: nn.Module, mesh: DeviceMesh) -> None:
     """Shard a module over a mesh of one dimension: each repeated block by itself, then the rest with the root.
 
@@ -261,17 +289,36 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+def partners_of(module: nn.Module) -> int:
+    """Return over how many tensor-parallel ranks each layer of a sharded module is split."""
+    mesh = next(parameter for parameter in module.parameters() if isinstance(parameter, DTensor)).device_mesh
+    return mesh.size(1) if mesh.ndim > 1 else 1
+
+
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor as one device would have it: of a sharded one all parts. All ranks call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device_mesh.ndim > 1:
+        # One dimension after the other, inner parts first: torch does so as well, but warns of it.
+        tensor = tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
+    return tensor.full_tensor()
 
 
 def part_like(value: Any, sample: Tensor) -> Any:
     """Return this rank's part of a whole tensor, laid out as `sample` is; other values as they are."""
     if not isinstance(sample, DTensor) or not isinstance(value, Tensor) or value.shape != sample.shape:
         return value
-    # None: every rank has the whole and keeps its own part of it; nothing is sent.
-    return distribute_tensor(value.to(sample.device), sample.device_mesh, sample.placements, src_data_rank=None)
+    # Every rank has the whole and keeps its own part of it; nothing is sent.
+    _, place = own_part(sample)
+    return DTensor.from_local(
+        value[place].to(sample.device, copy=True),
+        sample.device_mesh,
+        sample.placements,
+        run_check=False,
+        shape=sample.shape,
+        stride=sample.stride(),
+    )
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...] | None]:

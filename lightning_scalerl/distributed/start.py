@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lightning_scalerl.checks import ConfigurationError, said
-from lightning_scalerl.distributed.sharded import ShardedStrategy
+from lightning_scalerl.distributed.sharded import ShardedStrategy, check_divides
 from sweeps.run import slurm_job
 from sweeps.run.gpu import REMEDY, REQUIRED, NoGpuError
 
@@ -46,10 +46,12 @@ def trainer_settings(strategy: str = "ddp", layout: tuple[int, int] | None = Non
 
     Raises:
         ConfigurationError: nodes with different numbers of tasks, a node with fewer GPUs than tasks, another number of
-            ranks than the run is to have, or a job that asks for GPUs with a torch that was built for CPUs.
+            ranks than the run is to have, a job that asks for GPUs with a torch that was built for CPUs, or devices
+            that `tensor_parallel` does not divide.
         NoGpuError: the job asks for GPUs, and torch cannot use any here.
     """
-    settings = _settings(strategy, options)
+    _check_gpu()
+    settings = _devices(strategy, options)
     there = settings.get("num_nodes", 1), settings["devices"]
     if layout is not None and there != layout:
         raise ConfigurationError(
@@ -57,11 +59,12 @@ def trainer_settings(strategy: str = "ddp", layout: tuple[int, int] | None = Non
             f"were started; start them by torchrun --nnodes {layout[0]} --nproc-per-node {layout[1]} or by "
             "cluster=slurm, or say strategy.devices=null"
         )
+    check_divides(options.get("tensor_parallel", 1), there[0] * there[1])
     return settings
 
 
-def _settings(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    _check_gpu()
+def _devices(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `Trainer` by how this process was started."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         tasks, tasks_a_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         if tasks == 1:

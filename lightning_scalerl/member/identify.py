@@ -154,6 +154,8 @@ def _check_settings(config: Mapping[str, Any]) -> None:
     form = _setting(config, "strategy.checkpoint") if "strategy" in config else None
     if form is not None and form not in CHECKPOINTS:
         raise ConfigurationError(f"strategy.checkpoint: {shown(form)} is unknown; valid: {', '.join(CHECKPOINTS)}")
+    if "strategy" in config and (partners := _setting(config, "strategy.tensor_parallel")) is not None:
+        whole_number("strategy.tensor_parallel", partners, 1)
     address = _setting(config, "mlflow.uri")
     if not isinstance(address, str | None):
         raise ConfigurationError(

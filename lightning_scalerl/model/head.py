@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from lightning_scalerl.checks import ConfigurationError, said
 from lightning_scalerl.model.chunked_head import Scaling
@@ -74,6 +76,70 @@ def scaling_of(model: nn.Module, temperature: float) -> Scaling:
     return Scaling(factor, getattr(config, "final_logit_softcapping", None) or None, temperature)
 
 
+def head_weights(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """Return weights and bias of the output head; None where they are split over the vocabulary."""
+    head: Any = output_head(model)
+    if not isinstance(head.weight, DTensor):
+        return head.weight, head.bias
+    if not head.weight.placements[0].is_replicate():
+        return None
+    return head.weight.to_local(), None if head.bias is None else head.bias.to_local()
+
+
+def token_scores(
+    model: nn.Module, hidden: Tensor, wanted: Tensor, dtype: torch.dtype, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of tokens (N,) and entropies (N,) from hidden states (N, width), in FP32.
+
+    Args:
+        model: whose head it is; its weights are whole, or split over the vocabulary (`model.tensor_parallel`).
+        hidden: states before the head, on each rank that shares the head the same ones.
+        wanted: tokens (N,).
+        dtype: that the head multiplies in.
+        temperature: that the logits are divided by.
+        entropy_gradient: whether the entropies have a gradient, too.
+    """
+    whole = head_weights(model)
+    if whole is None:
+        return _scores_in_parts(model, hidden, wanted, dtype, temperature, entropy_gradient)
+    logits = head_logits(model, hidden, *whole, dtype) / temperature
+    logprobs = F.log_softmax(logits, dim=-1)
+    scored = logprobs if entropy_gradient else logprobs.detach()
+    entropies = -(scored.exp() * scored).sum(-1)
+    return logprobs.gather(-1, wanted.unsqueeze(-1)).squeeze(-1), entropies
+
+
+def _scores_in_parts(
+    model: nn.Module, hidden: Tensor, wanted: Tensor, dtype: torch.dtype, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what `token_scores` does where each rank has a part of the vocabulary: no rank makes all logits.
+
+    Reduced over the ranks are the largest logit, the sum of exponentials, the wanted logit, and for the entropy the
+    sum of exponentials times logits.
+    """
+    head: Any = output_head(model)
+    mesh = head.weight.device_mesh
+    # Each rank's states get a gradient from its part of the vocabulary: the sum, in the head's type, is the gradient.
+    common = DTensor.from_local(hidden.to(dtype), mesh, [Replicate()], run_check=False)
+    states = common.to_local(grad_placements=[Partial()])
+    weight, bias = head.weight.to_local(), None if head.bias is None else head.bias.to_local()
+    logits = head_logits(model, states, weight, bias, dtype) / temperature
+    largest = logits.detach().amax(-1, keepdim=True)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group())
+    shifted = logits - largest
+    exponentials = shifted.exp()
+    # Parts are of one size: a vocabulary that the ranks do not divide is not split.
+    own = wanted - mesh.get_local_rank() * weight.shape[0]
+    elsewhere = (own < 0) | (own >= weight.shape[0])
+    chosen = shifted.gather(-1, own.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
+    weighed = exponentials * shifted if entropy_gradient else exponentials.detach() * shifted.detach()
+    parts = torch.stack([exponentials.sum(-1), chosen, weighed.sum(-1)])
+    summed = DTensor.from_local(parts, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+    total, target, moment = summed.to_local().unbind()
+    entropies = total.log() - moment / total
+    return target - total.log(), entropies if entropy_gradient else entropies.detach()
+
+
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Turn dropout off in the `with` block, then restore every module's own mode."""
@@ -100,7 +166,10 @@ def check_head(model: nn.Module) -> None:
         with eval_mode(model):
             expected = model(input_ids=tokens, use_cache=False).logits.float()
             hidden = backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state
-            ours = head_logits(model, hidden, head.weight, head.bias, head.weight.dtype)
+            weight, bias = (
+                each.full_tensor() if isinstance(each, DTensor) else each for each in (head.weight, head.bias)
+            )
+            ours = head_logits(model, hidden, weight, bias, weight.dtype)
     except Exception as error:
         raise ConfigurationError(
             f"model: {type(model).__name__} cannot be run on a few tokens ({said(error)}); it is not a "

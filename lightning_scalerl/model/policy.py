@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.model.chunked_head import chunked_scores
-from lightning_scalerl.model.head import backbone, head_logits, output_head, scaling_of
+from lightning_scalerl.model.head import backbone, head_weights, output_head, scaling_of, token_scores
 from lightning_scalerl.model.packed import token_states
 from lightning_scalerl.model.shared_prompt import shares_prompts, worthwhile
 from lightning_scalerl.model.shared_prompt import states as completion_states
@@ -111,18 +111,18 @@ class Policy(nn.Module):
         self, hidden: Tensor, targets: Tensor, precision: Precision, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of `targets` (N,) and entropies (N,), from hidden states (N, width)."""
-        head = output_head(self.model)
         dtype = precision.head_dtype(precision.fp32_head_trainer)
 
         def score(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-            logits = head_logits(self.model, states, head.weight, head.bias, dtype) / self.temperature
-            logprobs = F.log_softmax(logits, dim=-1)
-            scored = logprobs if entropy_gradient else logprobs.detach()
-            entropies = -(scored.exp() * scored).sum(-1)
-            return logprobs.gather(-1, wanted.unsqueeze(-1)).squeeze(-1), entropies
+            return token_scores(self.model, states, wanted, dtype, self.temperature, entropy_gradient)
 
-        chunk = max(1, MAX_LOGITS // head.weight.shape[0])
+        chunk = max(1, MAX_LOGITS // output_head(self.model).weight.shape[0])
         if hidden.shape[0] <= chunk:
             return score(hidden, targets)
-        scaling = scaling_of(self.model, self.temperature)
-        return chunked_scores(hidden, head.weight, head.bias, targets, scaling, dtype, chunk, entropy_gradient)
+        if (whole := head_weights(self.model)) is not None:
+            scaling = scaling_of(self.model, self.temperature)
+            return chunked_scores(hidden, *whole, targets, scaling, dtype, chunk, entropy_gradient)
+        # Split over the vocabulary: its reductions are repeated as the chunk is recomputed.
+        pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        parts = [checkpoint(score, states, wanted, use_reentrant=False) for states, wanted in pieces]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

@@ -20,7 +20,7 @@ from lightning_scalerl.axes.adapter import Adapter
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composer import load_recipe
-from lightning_scalerl.distributed.sharded import NAME, gathered, is_sharded, shard
+from lightning_scalerl.distributed.sharded import NAME, gathered, is_sharded, partners_of, shard
 from lightning_scalerl.distributed.start import process_rank
 from lightning_scalerl.model.adapter import adapt, described, has_adapter, keep_in, merge, plain_copy, unwrapped
 from lightning_scalerl.model.files import WeightFiles, is_blank
@@ -29,6 +29,7 @@ from lightning_scalerl.model.load import check_weights, fingerprint, load_model,
 from lightning_scalerl.model.packed import packs_rows
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.recompute import can_recompute, recompute
+from lightning_scalerl.model.tensor_parallel import check_tensor_parallel, parallelize
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.session.streamed import blank_or_whole, names_in_files, read_parts, within
@@ -274,8 +275,26 @@ def place(module: Parts) -> None:
     A model that is to be sharded stays on the host: each rank moves its own part (`shard_models`).
 
     Raises:
-        ConfigurationError: an earlier Trainer has sharded the policy, and this one does not.
+        ConfigurationError: an earlier Trainer has sharded the policy, and this one does not, or has other partners; or
+            the model cannot be split between tensor-parallel partners.
     """
+    partners = module.ranks.partners
+    if is_sharded(module.policy) and module.ranks.sharded:
+        if (before := partners_of(module.policy)) != partners:
+            raise ConfigurationError(
+                f"strategy.tensor_parallel: {partners}, and an earlier fit has split the layers over {before}; "
+                "give that again, or go on from a checkpoint with another module"
+            )
+    elif partners > 1:
+        if module.policy.adapter is not None:
+            raise ConfigurationError(
+                f"strategy.tensor_parallel: {partners}, and the model has an adapter, which is not split; give 1"
+            )
+        if module.recipe.optimizer.dropout:  # partners would drop unlike parts of what they all have
+            raise ConfigurationError(
+                f"strategy.tensor_parallel: {partners}, and optimizer.dropout is on; give 1, or optimizer.dropout=false"
+            )
+        check_tensor_parallel(module.policy.model, partners)
     if is_sharded(module.policy) and not module.ranks.sharded:
         raise ConfigurationError(
             "strategy: an earlier fit has sharded this module's model over the ranks of its Trainer; go on under "
@@ -297,6 +316,8 @@ def shard_models(module: Parts) -> None:
         if root is None or is_sharded(root):
             continue
         names = names_in_files(root, blank, module.files) if is_blank(root) and module.files is not None else None
+        if module.ranks.partners > 1:
+            parallelize(root, module.device_mesh["tensor_parallel"])
         shard(root, mesh)
         if names is not None and module.files is not None:
             read_parts(root, names, module.files, module.trainer.strategy.root_device)

@@ -1,0 +1,162 @@
+"""Tensor parallelism: each layer of a model split over some ranks, by the plan that its class in transformers has.
+
+The plan names the linear layers that are split by output features (`colwise`) or by input features (`rowwise`). The
+embedding and the output head are split over the vocabulary. All other weights, such as norms, are whole on each rank,
+and have one gradient. Between the layers every partner has the same activations.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.model.head import text_config
+
+FIELD = "strategy.tensor_parallel"
+
+
+class _Whole(ParallelStyle):
+    """Style of a layer that every partner computes with whole weights, from the same activations."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _enter(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        def common(value: Any) -> Any:
+            plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            return DTensor.from_local(value, mesh, [Replicate()], run_check=False) if plain else value
+
+        return tuple(common(value) for value in inputs)
+
+    @staticmethod
+    def _leave(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.to_local() if isinstance(output, DTensor) else output
+
+
+# Styles of transformers' plans, in torch's terms.
+STYLES: dict[str, ParallelStyle] = {
+    "colwise": ColwiseParallel(),
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel(),
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+    # Norms of one attention head each: a partner sees its own heads only, so gradients are summed. As if the rows were
+    # split, for they are never what is normalized over.
+    "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=0, use_local_output=True),
+}
+
+
+def check_tensor_parallel(model: nn.Module, size: int) -> None:
+    """Check that a causal language model can be split over so many ranks; nothing is changed.
+
+    Raises:
+        ConfigurationError: it cannot, or has an adapter.
+    """
+    config = text_config(model)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None) or size
+        if heads % size:
+            raise ConfigurationError(
+                f"{FIELD}: {size} does not divide the model's {name}={heads}; give a number that does, or 1"
+            )
+    _styles(model, size)
+
+
+def parallelize(root: nn.Module, mesh: DeviceMesh) -> None:
+    """Split a model over the ranks of a mesh of one dimension: all of its weights become sharded tensors of it.
+
+    Args:
+        root: `Policy` or `ValueModel`, before it is sharded over other ranks.
+        mesh: of the ranks that share each layer.
+
+    Raises:
+        ConfigurationError: the model has no plan, or one that we cannot follow.
+    """
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, name))
+    frozen = {id(parameter) for parameter in root.parameters() if not parameter.requires_grad}
+    parallelize_module(root, mesh, _styles(root, mesh.size()), src_data_rank=None)
+    for place, parts in owners.items():
+        # torch has made new parameters: what was one weight in two places, or frozen, is so again.
+        made: list[Any] = [module._parameters[name] for module, name in parts]
+        assert all(each.placements == made[0].placements for each in made)
+        made[0].requires_grad_(place not in frozen)
+        for module, name in parts[1:]:
+            module._parameters[name] = made[0]
+
+
+def _styles(root: nn.Module, size: int) -> dict[str, ParallelStyle]:
+    """Return the style of each layer that has weights, by its name in `root`."""
+    owner: tuple[str, Any] = next((name, module) for name, module in root.named_modules() if hasattr(module, "tp_plan"))
+    prefix, model = f"{owner[0]}." if owner[0] else "", owner[1]
+    plan: dict[str, str] = {f"{prefix}{name}": style for name, style in (model.tp_plan or {}).items()}
+    kind = type(model).__name__
+    if not any(style.startswith(("colwise", "rowwise")) for name, style in plan.items() if ".*." in name):
+        raise _refused(size, f"{kind} has no plan of how its layers are split")
+    if unknown := sorted(set(plan.values()) - STYLES.keys()):
+        raise _refused(size, f"the plan of {kind} splits layers in ways not supported here ({', '.join(unknown)})")
+    found: dict[str, ParallelStyle] = {}
+    for name, module in root.named_modules():
+        weights = [f"{name}.{of}" for of, _ in module.named_parameters(recurse=False)]
+        if not weights:
+            continue
+        if next(module.children(), None) is not None or any(_wildcard(weight) in plan for weight in weights):
+            raise _refused(size, f"{kind} has weights outside of plain layers ({weights[0]})")
+        if (ends := _end(model, module)) is not None:
+            divided = module.get_parameter("weight").shape[0] % size == 0
+            found[name] = STYLES[ends] if divided else _Whole()
+        elif (style := plan.get(_wildcard(name))) is not None:
+            _check_layer(f"{kind}'s {name}", module, style, size)
+            found[name] = STYLES[style]
+        elif any(style == "colwise" and _beside(of) == _beside(_wildcard(name)) for of, style in plan.items()):
+            # It may see this rank's features alone: its gradient would be a part of the whole, without a sign of it.
+            raise _refused(size, f"the plan of {kind} splits layers beside {name}, of which it says nothing")
+        else:
+            found[name] = _Whole()
+    return found
+
+
+def _end(model: Any, module: nn.Module) -> str | None:
+    """Return the style of the embedding and of the head, whatever the plan says: they may be one weight; else None."""
+    if module is model.get_output_embeddings() and isinstance(module, nn.Linear):
+        return "colwise_gather_output"
+    return "embedding_rowwise" if module is model.get_input_embeddings() and isinstance(module, nn.Embedding) else None
+
+
+def _check_layer(name: str, module: nn.Module, style: str, size: int) -> None:
+    if style == "replicated_with_grad_allreduce":
+        return
+    if not isinstance(module, nn.Linear):
+        raise _refused(size, f"{name} is no linear layer that could be split")
+    what, features = ("input", module.in_features) if style.startswith("rowwise") else ("output", module.out_features)
+    if features % size:
+        raise _refused(size, f"{name} has {features} {what} features, which that does not divide")
+
+
+def _refused(size: int, why: str) -> ConfigurationError:
+    return ConfigurationError(f"{FIELD}: {size}, and {why}; give {FIELD}=1")
+
+
+def _beside(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _wildcard(name: str) -> str:
+    """Return a name as plans have it, with a star for the number of a layer."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -1,0 +1,348 @@
+"""Layers split over tensor-parallel ranks train as whole ones do, and their checkpoints fit any strategy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_scalerl import ConfigurationError, ScaleRL
+from lightning_scalerl.axes.precision import Precision
+from lightning_scalerl.distributed.sharded import ShardedStrategy, own_part, part_like, shard, whole_tensor
+from lightning_scalerl.distributed.start import trainer_settings
+from lightning_scalerl.model import head
+from lightning_scalerl.model.load import load_model
+from lightning_scalerl.model.policy import Policy
+from lightning_scalerl.model.tensor_parallel import check_tensor_parallel, parallelize
+from lightning_scalerl.model.value import ValueModel
+from lightning_scalerl.task.arithmetic_base import tokenizer
+from sweeps.run.journal import read_journal
+from tests.axes.test_contract import batch_of
+from tests.distributed.test_ranks import check_same_curve, fit, on_ranks, one_thread  # noqa: F401
+from tests.distributed.test_sharded import EVERYTHING, callbacks, saved_weights, weights
+from tests.examples import every
+from tests.families import FAMILIES, save
+
+# With plans that are followed; Gemma2 caps its logits, Granite scales them, OLMo2's vocabulary is odd.
+SPLIT = ("Granite", "Gemma2", "OLMo2", "Qwen3", "Llama", "Qwen2", "Phi3", "Mistral")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Llama of the arithmetic task with four attention heads, and two of keys and values."""
+    torch.manual_seed(3)
+    words = tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.1, bos_token_id=None,
+        eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("models") / "heads"
+    LlamaForCausalLM(config).save_pretrained(path)
+    words.save_pretrained(path)
+    return str(path)
+
+
+def split(partners: int = 2, **given: Any) -> ShardedStrategy:
+    return ShardedStrategy(tensor_parallel=partners, **given)
+
+
+# --- models by themselves -----------------------------------------------------------------------------------------
+
+
+def on_mesh(tmp_path: Path, others: int, partners: int, work: Callable[[DeviceMesh], None]) -> None:
+    """Do `work` on the ranks of a mesh of two dimensions, and raise what any of them raises."""
+
+    def on_one(rank: int) -> str:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=others * partners)
+        names = ("data_parallel", "tensor_parallel")
+        work(init_device_mesh("cpu", (others, partners), mesh_dim_names=names))
+        return ""
+
+    assert on_ranks(others * partners, on_one) == [""] * (others * partners)
+
+
+def scored(root: nn.Module, entropy_gradient: bool) -> tuple[Tensor, ...]:
+    """What a policy or critic returns for some rows, after two passes forward and backward."""
+    for _ in range(2):  # gradients add up
+        if isinstance(root, ValueModel):
+            found: tuple[Tensor, ...] = (root(batch_of(4)),)
+        else:
+            found = root(batch_of(4), entropy_gradient=entropy_gradient)
+        loss = sum(value.exp().sum() for value in found if value.requires_grad)
+        assert isinstance(loss, Tensor)
+        loss.backward()  # type: ignore[no-untyped-call]
+    return tuple(value.detach() for value in found)
+
+
+def check_alike(root: nn.Module, plain: nn.Module, mesh: DeviceMesh, entropy_gradient: bool = False) -> None:
+    """Split and shard `root`, and check values, gradients and their norm against the same model whole."""
+    parallelize(root, mesh["tensor_parallel"])
+    shard(root, mesh["data_parallel"])
+    with torch.no_grad():
+        for (name, own), value in zip(root.state_dict().items(), plain.state_dict().values(), strict=True):
+            assert torch.equal(whole_tensor(own), value), name
+    for own, value in zip(scored(root, entropy_gradient), scored(plain, entropy_gradient), strict=True):
+        assert own.allclose(value, rtol=1e-6, atol=4e-6)
+    others = mesh.size(0)  # each has computed the same rows, and FSDP sums
+    theirs = dict(plain.named_parameters())
+    for name, parameter in root.named_parameters():
+        assert (parameter.grad is None) == (theirs[name].grad is None), name
+        if parameter.grad is not None:
+            expected = theirs[name].grad * others  # type: ignore[operator]
+            gap = (whole_tensor(parameter.grad) - expected).abs().max()
+            assert gap <= 5e-6 * expected.abs().max(), f"{name}: {gap}"
+    norm, expected = (nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (root, plain))
+    assert float(whole_tensor(norm)) == pytest.approx(float(expected) * others, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", every(2, SPLIT))
+def test_families_that_have_a_plan_compute_the_same(family: str, tmp_path: Path) -> None:
+    """Log-probabilities, entropies, values and all gradients: norms beside and between, tied weights, capped logits."""
+    path = str(save(FAMILIES[family], tmp_path / "model"))
+
+    def work(mesh: DeviceMesh) -> None:
+        model, plain = load_model(path), load_model(path)
+        check_tensor_parallel(model, 2)
+        critics = [ValueModel(each, Precision("fp32")) for each in (model, plain)]
+        for critic in critics:
+            torch.manual_seed(0)
+            nn.init.normal_(critic.head.weight, std=0.1)
+        check_alike(*(Policy(each, Precision("fp32"), 0.7) for each in (model, plain)), mesh, True)
+        tied = plain.get_input_embeddings().weight is plain.get_output_embeddings().weight  # type: ignore[operator]
+        assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied  # type: ignore[operator]
+        check_alike(*critics, mesh)
+
+    on_mesh(tmp_path, 1, 2, work)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma2"])
+def test_two_by_two_compute_the_same(family: str, tmp_path: Path) -> None:
+    path = str(save(FAMILIES[family], tmp_path / "model"))
+
+    def work(mesh: DeviceMesh) -> None:
+        check_alike(*(Policy(load_model(path), Precision("fp32")) for _ in range(2)), mesh)
+
+    on_mesh(tmp_path, 2, 2, work)
+
+
+@pytest.mark.parametrize("vocabulary", [24, 25], ids=["split", "odd, so whole"])
+def test_the_head_by_parts_of_the_vocabulary(vocabulary: int, tmp_path: Path) -> None:
+    """Values and gradients of the plain head, with bias, cap, temperature and chunks; no rank makes all logits."""
+
+    def work(mesh: DeviceMesh) -> None:
+        torch.manual_seed(0)
+        config = LlamaConfig(vocabulary, 16, 16, 1, 2, initializer_range=0.5, final_logit_softcapping=3.0)
+        config.logit_scale = 2.0
+        model = LlamaForCausalLM(config)
+        model.lm_head = nn.Linear(16, vocabulary)  # with bias
+        plain = copy.deepcopy(model)
+        parallelize(model, mesh["tensor_parallel"])
+        hidden = torch.randn(7, 16)
+        wanted = torch.tensor([0, 1, 11, 12, 13, vocabulary - 2, vocabulary - 1])
+        widths: set[int] = set()
+        logits = head.head_logits
+
+        def seen(*given: Any) -> Tensor:
+            found = logits(*given)
+            widths.add(found.shape[-1])
+            return found
+
+        for entropy_gradient in (False, True):
+            results = []
+            for each in (model, plain):
+                states = hidden.clone().requires_grad_()
+                each.zero_grad()
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(head, "head_logits", seen if each is model else logits)
+                    patch.setattr("lightning_scalerl.model.policy.MAX_LOGITS", 3 * vocabulary)
+                    policy = Policy(each, Precision("fp32"), 0.7)
+                    logprobs, entropies = policy._score(states, wanted, policy.precision, entropy_gradient)
+                assert entropies.requires_grad == entropy_gradient
+                (logprobs * torch.arange(7)).sum().add((entropies**2).sum() if entropy_gradient else 0.0).backward()
+                gradients = [states.grad, each.lm_head.weight.grad, each.lm_head.bias.grad]
+                results.append([logprobs, entropies, *(whole_tensor(each) for each in gradients)])  # type: ignore[arg-type]
+            for own, expected in zip(*results, strict=True):
+                assert own.shape == expected.shape
+                assert (own - expected).abs().max() <= 1e-6 * expected.abs().max().clamp(min=1.0)
+            assert results[1][3].abs().max() > 0.1
+        assert widths == {12 if vocabulary == 24 else 25}
+
+    on_mesh(tmp_path, 1, 2, work)
+
+
+@pytest.mark.slow
+def test_parts_of_uneven_weights(tmp_path: Path) -> None:
+    """On two dimensions: gathered whole, cut by others as they are, and put back."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 3)
+
+    def work(mesh: DeviceMesh) -> None:
+        torch.manual_seed(0)
+        plain = Model()
+        model = parallelize_module(
+            copy.deepcopy(plain), mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
+        shard(model, mesh["data_parallel"])
+        whole = plain.state_dict()
+        for name, own in model.state_dict().items():
+            assert isinstance(own, DTensor) and own.device_mesh.ndim == 2
+            assert torch.equal(whole_tensor(own), whole[name]), name
+            again = part_like(whole[name], own)
+            assert again.placements == own.placements and torch.equal(again.to_local(), own.to_local()), name
+            part, place = own_part(own)
+            assert place is not None and torch.equal(whole[name][place], part), name
+
+    on_mesh(tmp_path, 2, 2, work)
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("GPT2", "GPT2LMHeadModel has no plan of how its layers are split"),
+        ("Gemma3", "2 does not divide the model's num_key_value_heads=1"),
+        ("Qwen3-MoE", r"splits layers in ways not supported here \(moe_tp_experts, packed_colwise\)"),
+        ("Cohere", "splits layers beside model.layers.0.self_attn.q_norm, of which it says nothing"),
+    ],
+)
+def test_models_that_cannot_be_split(family: str, why: str, tmp_path: Path) -> None:
+    model = load_model(str(save(FAMILIES[family], tmp_path / "model")))
+    with pytest.raises(ConfigurationError, match=f"^strategy.tensor_parallel: 2.*{why}.*; give .*1$"):
+        check_tensor_parallel(model, 2)
+
+
+def test_layers_that_are_not_divided(model_path: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^strategy.tensor_parallel: 4 .*num_key_value_heads=2; give"):
+        check_tensor_parallel(load_model(model_path), 4)
+    odd = LlamaForCausalLM(LlamaConfig(16, 32, 45, 1, 4))
+    with pytest.raises(ConfigurationError, match=r"layers.0.mlp.gate_proj has 45 output features"):
+        check_tensor_parallel(odd, 2)
+
+
+def test_settings_that_do_not_go_together(model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are not divided, no number, dropout, an adapter: each in one line, before a step."""
+    for given in (0, True, "2"):
+        with pytest.raises(
+            ConfigurationError, match=r"^strategy.tensor_parallel: .* must be a whole number, 1 or more"
+        ):
+            ShardedStrategy(tensor_parallel=given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"^strategy.tensor_parallel: 2 does not divide the 1 device\(s\)"):
+        trainer_settings("fsdp2", checkpoint="shards", tensor_parallel=2)
+    assert trainer_settings("fsdp2", tensor_parallel=1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert trainer_settings("fsdp2", tensor_parallel=2)["strategy"].tensor_parallel == 2
+    monkeypatch.undo()
+    refused = {
+        "does not divide the 2 device(s) of the run": {"strategy": lambda: split(3)},
+        "the model has an adapter": {"strategy": split, "overrides": ["adapter=lora"]},
+        "optimizer.dropout is on": {"strategy": split, "dropout": 0.1},
+    }
+    for why, given in refused.items():
+
+        def work(rank: int, given: Any = given) -> str:
+            fit(model_path, tmp_path / "run", 2, **{**given, "strategy": given["strategy"]()})
+            return "trained"
+
+        said = on_ranks(2, work)
+        assert all(line.startswith("ConfigurationError: strategy.tensor_parallel: ") for line in said), said
+        assert all(why in line and "; give " in line for line in said), said
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_partners_train_as_one(model_path: str, tmp_path: Path) -> None:
+    """The same rollouts, loss, gradient norm, entropies, clipping and counters; half of each split weight each."""
+    given: dict[str, Any] = {"steps": 3, "overrides": ["optimizer.lr=1e-2"]}
+    one = fit(model_path, tmp_path / "one", 1, callbacks=callbacks(), **given)
+
+    def work(rank: int) -> str:
+        module = fit(model_path, tmp_path / "two", 2, callbacks=callbacks(), strategy=split(), **given)
+        for name, parameter in module.policy.named_parameters():
+            assert isinstance(parameter, DTensor)
+            share = 1 if "norm" in name else 2
+            assert parameter.to_local().numel() * share == parameter.numel(), name
+        return weights(module)
+
+    said = on_ranks(2, work)
+    assert said[0] == said[1] and len(said[0]) == 64, said
+    view = read_journal(tmp_path / "two")
+    assert view.status == "finished"
+    check_same_curve(read_journal(tmp_path / "one"), view, steps=3)
+    assert any(record.metrics["mechanism/loss"] for record in view.of_kind("train"))
+    check_same_weights(one, tmp_path / "two")
+
+
+def check_same_weights(one: ScaleRL, run: Path) -> None:
+    """Check that a run's last checkpoint holds the weights of a module."""
+    saved = saved_weights(run)
+    for name, tensor in one.state_dict().items():
+        assert saved[name].allclose(tensor, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overrides", [(), EVERYTHING], ids=["alone", "a critic and a reference"])
+def test_two_by_two_train_as_one(overrides: Sequence[str], model_path: str, tmp_path: Path) -> None:
+    """Twenty steps on four ranks."""
+    given: dict[str, Any] = {"steps": 20, "overrides": overrides}
+    one = fit(model_path, tmp_path / "one", 1, **given)
+    said = on_ranks(4, lambda rank: weights(fit(model_path, tmp_path / "four", 4, strategy=split(), **given)))
+    assert set(said) == {said[0]} and len(said[0]) == 64, said
+    check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "four"), steps=20)
+    check_same_weights(one, tmp_path / "four")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(("split", "one", "split"), id="split-one-split"),
+        pytest.param(
+            ("two by two", "one", "two by two", "ddp", "two by two", "fsdp2"), id="all", marks=pytest.mark.full
+        ),
+        pytest.param(("fsdp2", "two by two", "split whole", "ddp"), id="back", marks=pytest.mark.full),
+    ],
+)
+def test_a_run_goes_on_in_another_layout(layouts: Sequence[str], model_path: str, tmp_path: Path) -> None:
+    """Two steps in each: one curve, and in the end the weights of one process."""
+    given: dict[str, Any] = {"overrides": EVERYTHING}
+    whole = fit(model_path, tmp_path / "one", 1, steps=2 * len(layouts), **given)
+    run = tmp_path / "moved"
+    by: dict[str, Callable[[], Any]] = {
+        "ddp": lambda: "ddp", "fsdp2": lambda: "fsdp2", "split": split, "two by two": split,
+        "split whole": lambda: split(checkpoint="whole"),
+    }  # fmt: skip
+    for number, layout in enumerate(layouts):
+        on = {"steps": 2 * (number + 1), "resume": number > 0, **given}
+        if layout == "one":
+            fit(model_path, run, 1, **on)
+            continue
+        ranks = 4 if layout == "two by two" else 2
+
+        def work(rank: int, on: Any = on, layout: str = layout, ranks: int = ranks) -> str:
+            return weights(fit(model_path, run, ranks, strategy=by[layout](), **on))
+
+        said = on_ranks(ranks, work)
+        assert set(said) == {said[0]} and len(said[0]) == 64, said
+    check_same_curve(read_journal(tmp_path / "one"), read_journal(run), steps=2 * len(layouts))
+    check_same_weights(whole, run)
