@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.distributed.meeting import all_gather, encode, receive, send
-from lightning_scalerl.distributed.sharded import ShardedStrategy
+from lightning_scalerl.distributed.sharded import ShardedStrategy, check_divides
 from lightning_scalerl.rollout import BEFORE_UPDATE, Part, PassSize, TrainBatch, whole
 from sweeps.run.interruption import interruption
 
@@ -337,8 +337,10 @@ def check_strategy(strategy: Any) -> None:
     """Refuse strategies other than a single device, plain data parallelism and FSDP2.
 
     Raises:
-        ConfigurationError: another strategy.
+        ConfigurationError: another strategy, or one that does not go with the number of devices.
     """
+    if isinstance(strategy, ShardedStrategy):
+        check_divides(strategy.tensor_parallel, strategy.num_nodes * strategy.num_processes)
     if isinstance(strategy, SingleDeviceStrategy | ShardedStrategy):
         return
     remedy = 'use strategy="ddp" or, sharded, "fsdp2" in a script (or under torchrun or srun), or devices=1'

@@ -57,10 +57,10 @@ class ShardedStrategy(ModelParallelStrategy):
 
     Args:
         timeout: of collective operations on the devices.
-        tensor_parallel: ranks that split each layer between them; they train on the same rows. The others share the
-            model layer by layer.
         checkpoint: "shards" for such a folder; "whole" for one file of whole tensors, as one device and DDP write it,
             gathered tensor by tensor on the first rank's host.
+        tensor_parallel: how many neighbouring ranks split each layer between them, and train on the same rows; it
+            divides the number of devices. The parts are sharded over the others.
 
     Raises:
         ConfigurationError: a form of checkpoints that there is not, or no number of ranks.
@@ -81,14 +81,8 @@ class ShardedStrategy(ModelParallelStrategy):
         self._folder: Path | None = None  # that the checkpoint comes from which is being loaded
 
     def setup_environment(self) -> None:
-        """Set the mesh to data-parallel groups of tensor-parallel partners, and make its process groups.
-
-        Raises:
-            ConfigurationError: the ranks are not divided by the number of partners.
-        """
-        ranks = self.num_nodes * self.num_processes
-        check_divides(self.tensor_parallel, ranks)
-        self._data_parallel_size = ranks // self.tensor_parallel
+        """Set the mesh to data-parallel groups of tensor-parallel partners, and make its process groups."""
+        self._data_parallel_size = self.num_nodes * self.num_processes // self.tensor_parallel
         super().setup_environment()
         if self.tensor_parallel > 1:
             self.device_mesh._flatten()  # what is summed over all ranks, such as norms, is summed at once
@@ -237,9 +231,9 @@ def check_divides(tensor_parallel: int, ranks: int) -> None:
     """Check that a run's ranks are divided by the number that splits each layer.
 
     Raises:
-        ConfigurationError: they are not.
+        ConfigurationError: they are not, or it is no number.
     """
-    if ranks % tensor_parallel:
+    if ranks % whole_number("strategy.tensor_parallel", tensor_parallel, 1):
         raise ConfigurationError(
             f"strategy.tensor_parallel: {tensor_parallel} does not divide the {ranks} device(s) of the run; give a "
             "number that does, 1 for none, or more devices"

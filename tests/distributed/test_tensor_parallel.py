@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,28 +11,34 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_scalerl import ConfigurationError, ScaleRL
+from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.distributed.sharded import ShardedStrategy, own_part, part_like, shard, whole_tensor
 from lightning_scalerl.distributed.start import trainer_settings
+from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.model import head
+from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.tensor_parallel import check_tensor_parallel, parallelize
 from lightning_scalerl.model.value import ValueModel
+from lightning_scalerl.session import models
 from lightning_scalerl.task.arithmetic_base import tokenizer
 from sweeps.run.journal import read_journal
 from tests.axes.test_contract import batch_of
 from tests.distributed.test_ranks import check_same_curve, fit, on_ranks, one_thread  # noqa: F401
 from tests.distributed.test_sharded import EVERYTHING, callbacks, saved_weights, weights
+from tests.distributed.test_streamed import fit as streamed_fit
 from tests.examples import every
 from tests.families import FAMILIES, save
+from tests.helpers import CountingTask, quiet
 
 # With plans that are followed; Gemma2 caps its logits, Granite scales them, OLMo2's vocabulary is odd.
 SPLIT = ("Granite", "Gemma2", "OLMo2", "Qwen3", "Llama", "Qwen2", "Phi3", "Mistral")
@@ -51,6 +58,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     LlamaForCausalLM(config).save_pretrained(path)
     words.save_pretrained(path)
     return str(path)
+
+
+SPLIT_IN_TWO = ("strategy=fsdp2", "strategy.tensor_parallel=2")
+
+
+def small(**given: Any) -> LlamaConfig:
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16}
+    return LlamaConfig(**{**sizes, "num_hidden_layers": 1, "num_attention_heads": 2, **given})
 
 
 def split(partners: int = 2, **given: Any) -> ShardedStrategy:
@@ -144,12 +159,16 @@ def test_the_head_by_parts_of_the_vocabulary(vocabulary: int, tmp_path: Path) ->
 
     def work(mesh: DeviceMesh) -> None:
         torch.manual_seed(0)
-        config = LlamaConfig(vocabulary, 16, 16, 1, 2, initializer_range=0.5, final_logit_softcapping=3.0)
-        config.logit_scale = 2.0
+        config = small(vocab_size=vocabulary, initializer_range=0.5)
+        config.logit_scale, config.final_logit_softcapping = 2.0, 3.0
         model = LlamaForCausalLM(config)
         model.lm_head = nn.Linear(16, vocabulary)  # with bias
+        model.model.norm.requires_grad_(False)
         plain = copy.deepcopy(model)
         parallelize(model, mesh["tensor_parallel"])
+        assert [each.requires_grad for each in model.parameters()] == [
+            each.requires_grad for each in plain.parameters()
+        ]
         hidden = torch.randn(7, 16)
         wanted = torch.tensor([0, 1, 11, 12, 13, vocabulary - 2, vocabulary - 1])
         widths: set[int] = set()
@@ -218,7 +237,7 @@ def test_parts_of_uneven_weights(tmp_path: Path) -> None:
     ("family", "why"),
     [
         ("GPT2", "GPT2LMHeadModel has no plan of how its layers are split"),
-        ("Gemma3", "2 does not divide the model's num_key_value_heads=1"),
+        ("Gemma3", "does not divide the model's num_key_value_heads=1"),
         ("Qwen3-MoE", r"splits layers in ways not supported here \(moe_tp_experts, packed_colwise\)"),
         ("Cohere", "splits layers beside model.layers.0.self_attn.q_norm, of which it says nothing"),
     ],
@@ -232,7 +251,7 @@ def test_models_that_cannot_be_split(family: str, why: str, tmp_path: Path) -> N
 def test_layers_that_are_not_divided(model_path: str) -> None:
     with pytest.raises(ConfigurationError, match=r"^strategy.tensor_parallel: 4 .*num_key_value_heads=2; give"):
         check_tensor_parallel(load_model(model_path), 4)
-    odd = LlamaForCausalLM(LlamaConfig(16, 32, 45, 1, 4))
+    odd = LlamaForCausalLM(small(intermediate_size=45))
     with pytest.raises(ConfigurationError, match=r"layers.0.mlp.gate_proj has 45 output features"):
         check_tensor_parallel(odd, 2)
 
@@ -247,6 +266,10 @@ def test_settings_that_do_not_go_together(model_path: str, tmp_path: Path, monke
     with pytest.raises(ConfigurationError, match=r"^strategy.tensor_parallel: 2 does not divide the 1 device\(s\)"):
         trainer_settings("fsdp2", checkpoint="shards", tensor_parallel=2)
     assert trainer_settings("fsdp2", tensor_parallel=1)
+    with pytest.raises(ConfigurationError, match=r"^strategy.tensor_parallel: 0 must be a whole number, 1 or more"):
+        plan_members([["recipe=scalerl", "strategy=fsdp2", "strategy.tensor_parallel=0"]])
+    (plain,), (apart,) = (plan_members([["recipe=scalerl", *more]]) for more in ([], [*SPLIT_IN_TWO]))
+    assert plain.run == apart.run
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -277,12 +300,18 @@ def test_two_partners_train_as_one(model_path: str, tmp_path: Path) -> None:
     one = fit(model_path, tmp_path / "one", 1, callbacks=callbacks(), **given)
 
     def work(rank: int) -> str:
+        warnings: list[logging.LogRecord] = []
+        handler = logging.Handler()
+        handler.emit = warnings.append  # type: ignore[method-assign]
+        logging.getLogger(_redistribute.__name__).addHandler(handler)
         module = fit(model_path, tmp_path / "two", 2, callbacks=callbacks(), strategy=split(), **given)
+        digest = weights(module)
+        assert not warnings  # torch's, where it sums or gathers over one dimension at a time
         for name, parameter in module.policy.named_parameters():
             assert isinstance(parameter, DTensor)
             share = 1 if "norm" in name else 2
             assert parameter.to_local().numel() * share == parameter.numel(), name
-        return weights(module)
+        return digest
 
     said = on_ranks(2, work)
     assert said[0] == said[1] and len(said[0]) == 64, said
@@ -301,7 +330,7 @@ def check_same_weights(one: ScaleRL, run: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("overrides", [(), EVERYTHING], ids=["alone", "a critic and a reference"])
+@pytest.mark.parametrize("overrides", [("resampling=uniform",), EVERYTHING], ids=["alone", "a critic and a reference"])
 def test_two_by_two_train_as_one(overrides: Sequence[str], model_path: str, tmp_path: Path) -> None:
     """Twenty steps on four ranks."""
     given: dict[str, Any] = {"steps": 20, "overrides": overrides}
@@ -316,9 +345,9 @@ def test_two_by_two_train_as_one(overrides: Sequence[str], model_path: str, tmp_
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(("split", "one", "split"), id="split-one-split"),
+        pytest.param(("one", "split", "fsdp2", "split"), id="short"),
         pytest.param(
-            ("two by two", "one", "two by two", "ddp", "two by two", "fsdp2"), id="all", marks=pytest.mark.full
+            ("two by two", "one", "two by two", "ddp", "two by two", "fsdp2"), id="there", marks=pytest.mark.full
         ),
         pytest.param(("fsdp2", "two by two", "split whole", "ddp"), id="back", marks=pytest.mark.full),
     ],
@@ -346,3 +375,66 @@ def test_a_run_goes_on_in_another_layout(layouts: Sequence[str], model_path: str
         assert set(said) == {said[0]} and len(said[0]) == 64, said
     check_same_curve(read_journal(tmp_path / "one"), read_journal(run), steps=2 * len(layouts))
     check_same_weights(whole, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+def test_activations_are_recomputed(precision: str, model_path: str, tmp_path: Path) -> None:
+    """Through layers in parts, collectives included; in BF16 partners have the same weights."""
+    given: dict[str, Any] = {"overrides": [*EVERYTHING, "batch.recompute=true", f"precision={precision}"], "steps": 2}
+    said = on_ranks(2, lambda rank: weights(fit(model_path, tmp_path / "two", 2, strategy=split(), **given)))
+    assert said[0] == said[1] and len(said[0]) == 64, said
+    one = fit(model_path, tmp_path / "one", 1, **given)
+    if precision == "fp32":
+        check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=2)
+        check_same_weights(one, tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_weights_are_read_in_parts(model_path: str, tmp_path: Path) -> None:
+    """From the folder, bit for bit, onto two dimensions; and the head is checked before the first step."""
+    overrides = ("kl=fixed", "critic=value_network", "advantage=gae", "filter=none")
+
+    def work(rank: int, streams: bool) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            checked: list[bool] = []
+
+            def checks(model: Any) -> None:
+                checked.append(isinstance(model.lm_head.weight, DTensor))
+                check_head(model)
+
+            patch.setattr(models, "check_head", checks)
+            module = streamed_fit(
+                model_path, tmp_path / f"{streams}", streams, overrides, steps=2, devices=2, strategy=split()
+            )
+        assert module.read_whole is None and checked == [streams]
+        return weights(module)
+
+    said = [on_ranks(2, lambda rank, streams=streams: work(rank, streams)) for streams in (False, True)]  # type: ignore[misc]
+    assert said[0] == said[1] and said[0][0] == said[0][1] and len(said[0][0]) == 64, said
+    plain, parts = (read_journal(tmp_path / f"{streams}") for streams in (False, True))
+    assert plain.status == parts.status == "finished" and plain.deterministic() == parts.deterministic()
+
+
+@pytest.mark.slow
+def test_what_follows_a_fit_in_parts(model_path: str, tmp_path: Path) -> None:
+    """The model is exported whole and trained further; another number of partners is refused."""
+    whole = fit(model_path, tmp_path / "one", 1, steps=2)
+
+    def work(rank: int) -> str:
+        module = fit(model_path, tmp_path / "two", 2, steps=2, strategy=split())
+        module.save_pretrained(tmp_path / "exported")
+        again = Trainer(max_steps=4, strategy=split(), devices=2, **quiet())
+        again.fit(module, datamodule=RolloutDataModule(CountingTask()))
+        assert module.completed_steps == 4
+        found = weights(module)
+        with pytest.raises(ConfigurationError, match=r"^strategy.tensor_parallel: 1, and an earlier fit .* over 2"):
+            other = Trainer(max_steps=6, strategy="fsdp2", devices=2, **quiet())
+            other.fit(module, datamodule=RolloutDataModule(CountingTask()))
+        return found
+
+    said = on_ranks(2, work)
+    assert said[0] == said[1] and len(said[0]) == 64, said
+    exported, one = load_model(str(tmp_path / "exported")).state_dict(), whole.policy.model.state_dict()
+    assert exported.keys() == one.keys()
+    assert all(exported[name].allclose(one[name], rtol=1e-4, atol=1e-5) for name in one)
