@@ -256,6 +256,7 @@ def test_layers_that_are_not_divided(model_path: str) -> None:
         check_tensor_parallel(odd, 2)
 
 
+@pytest.mark.slow
 def test_settings_that_do_not_go_together(model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are not divided, no number, dropout, an adapter: each in one line, before a step."""
     for given in (0, True, "2"):
