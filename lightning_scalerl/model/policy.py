@@ -123,6 +123,6 @@ class Policy(nn.Module):
             scaling = scaling_of(self.model, self.temperature)
             return chunked_scores(hidden, *whole, targets, scaling, dtype, chunk, entropy_gradient)
         # Split over the vocabulary: its reductions are repeated as the chunk is recomputed.
-        pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        pieces = zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
         parts = [checkpoint(score, states, wanted, use_reentrant=False) for states, wanted in pieces]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
