@@ -1,7 +1,8 @@
 """A run's choices as one record, with one field an axis.
 
-A new axis is a module in `axes/`, a folder in `conf/` and a field here, which names the file of its neutral choice:
-`conf/train.yaml` and recipes that say nothing of an axis have that. Light: importing this does not import Lightning.
+A new axis is a module in `axes/`, a folder in `conf/`, public names and a field here, which names the file of its
+neutral choice: `conf/train.yaml` and recipes that say nothing of an axis have that. Light: importing this does not
+import Lightning.
 """
 
 from __future__ import annotations

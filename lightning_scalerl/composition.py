@@ -267,8 +267,8 @@ def build(config: Any, group: str) -> Any:
         cause = error.__cause__
         if isinstance(cause, ConfigurationError):
             raise cause from None
-        first = str(cause or error).splitlines()[0]
-        raise ConfigurationError(f"{group}: {first}") from error
+        line = " ".join(str(cause or error).split())
+        raise ConfigurationError(f"{group}: {line}") from error
     if group not in SETTINGS and getattr(built, "axis", None) != group:
         raise ConfigurationError(
             f"{group}: {node['_target_']} is no choice on this axis, but {getattr(built, 'axis', 'none at all')!r}; a "

@@ -42,7 +42,8 @@ class Outcome:
 
     Attributes:
         run: identity of the member.
-        exit_code: exit code of the process, or minus the number of the signal that killed it.
+        exit_code: exit code of the process (86: it hung and ended itself; 87: asked to stop, it has saved itself), or
+            minus the number of the signal that killed it.
         kind: kind of failure (`sweeps.executor.failure.KINDS`); None where the exit code alone tells.
         reason: the failure in words; None where the executor does not know it.
         node: node to blame for the failure; None if none is.

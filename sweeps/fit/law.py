@@ -149,6 +149,8 @@ class Law:
     def confidence(self, values: Array) -> Array:
         """Twice the posterior beyond each trial value of A, on its lesser side: 0.05 at the ends of the 95% interval.
 
+        That of `asymptote_interval`: the one that a fit names may reach further up (`constants.OTHERS`).
+
         Shapes: (k,), increasing -> (k,).
 
         Raises:

@@ -44,7 +44,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Log:
-    """Log of one run: `series` reads a metric, `label` a text that describes the run (a tag, a constant column)."""
+    """Log of one run: `series` reads a metric, `label` a text that describes the run (a tag, a constant column).
+
+    Asked for as labels are `recipe`, `seed` and `baseline`; without a recipe, `name` is the recipe.
+    """
 
     name: str
     names: Sequence[str]

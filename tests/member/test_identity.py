@@ -272,6 +272,11 @@ def test_what_is_left_out() -> None:
     assert identity_of({"seed": 1, "study": "x", "nested": {"a": [{"b": 1}]}}) == {"nested": {"a": [{"b": 1}]}}
 
 
+def test_every_case_has_its_identity() -> None:
+    """Asked here as well as where they are compared: that one is slow."""
+    assert set(CASES) <= set(json.loads(TABLE.read_text())), "new cases: python -m tests.member.test_identity"
+
+
 def test_frozen_files_name_what_never_moves() -> None:
     """Specifications name public classes, launches and jobs public functions: by these names, wherever they stand."""
     targets = set()

@@ -57,7 +57,11 @@ def clip_bounds(
 
 
 class Loss(DesignChoice):
-    """A surrogate of the policy's objective, as one loss per token; its aggregation is another axis."""
+    """A surrogate of the policy's objective, as one loss per token; its aggregation is another axis.
+
+    At a ratio of 1 its gradient is REINFORCE's, -A_t times that of the log-probability. `semantics` may add
+    `ratio_interval`, the bounds within which the ratio acts, and `gradient_of_clipped`: kept or dropped.
+    """
 
     axis: ClassVar[str] = "loss"
 

@@ -127,9 +127,9 @@ class ExecutorContract:
     def test_a_member_that_is_stopped_has_saved_itself_and_says_why(self, engine: Engine) -> None:
         executor = engine.executor()
         for run in "ab":
-            while executor.next_batch([engine_launch := engine.launch(run, "wait")]) == 0:
-                executor.poll(1.0)
-            executor.submit(once(), [engine_launch])
+            launch = engine.launch(run, "wait")
+            engine.until(executor, lambda launch=launch: executor.next_batch([launch]) > 0)
+            executor.submit(once(), [launch])
         engine.until(executor, lambda: engine.has_begun("a") and engine.has_begun("b"))
         outcomes: dict[str, Outcome] = {}
         executor.stop(["a", "unheard of"], "no longer needed")
