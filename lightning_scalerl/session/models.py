@@ -7,7 +7,6 @@ modules with FP32 weights.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,24 +20,20 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composer import load_recipe
 from lightning_scalerl.distributed.sharded import NAME, gathered, is_sharded, partners_of, shard
-from lightning_scalerl.distributed.start import process_rank
 from lightning_scalerl.model.adapter import adapt, described, has_adapter, keep_in, merge, plain_copy, unwrapped
 from lightning_scalerl.model.files import WeightFiles, is_blank
-from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.load import check_weights, fingerprint, load_model, load_tokenizer, stop_tokens
-from lightning_scalerl.model.packed import packs_rows
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.recompute import can_recompute, recompute
 from lightning_scalerl.model.tensor_parallel import check_tensor_parallel, parallelize
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.session.streamed import blank_or_whole, names_in_files, read_parts, within
+from lightning_scalerl.session.trials import try_out
 from lightning_scalerl.task.arithmetic_base import is_arithmetic_base
 
 if TYPE_CHECKING:
     from lightning_scalerl.session.parts import Parts
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,27 +97,14 @@ def make(
     else:
         model = load_model(model) if isinstance(model, str) else unwrapped(model)
     check_weights(model)
-    if not isinstance(files, WeightFiles):  # else once it has weights to be run with
-        check_head(model)
     policy = Policy(model, built.choices.precision, built.context.temperature)
-    policy.packs = built.batch.packed and _packs(model)
+    if not isinstance(files, WeightFiles):  # else once it has weights to be run with
+        try_out(policy, built)
     if has_adapter(model):
         policy.adapter = arguments["model_adapter"] = described(model)
     if built.choices.adapter.adapts:
         adapt_policy(policy, built.choices.adapter)
     return Made(built, policy, tokenizer, stop_tokens(model, tokenizer), arguments, files)
-
-
-def _packs(model: nn.Module) -> bool:
-    """Return whether the model can be given packed rows; tried while it is whole, in FP32 and without adapter."""
-    packs = packs_rows(model)
-    if not packs and process_rank() == 0:
-        _log.warning(
-            "batch.packed: %s computes something else where rows stand one behind the other; they are padded, and "
-            "batch.micro_tokens counts the padding",
-            type(model).__name__,
-        )
-    return packs
 
 
 def adapt_policy(policy: Policy, choice: Adapter) -> None:
@@ -322,6 +304,6 @@ def shard_models(module: Parts) -> None:
         if names is not None and module.files is not None:
             read_parts(root, names, module.files, module.trainer.strategy.root_device)
             if root is module.policy:
-                within(root, lambda: check_head(module.policy.model))
+                within(root, lambda: try_out(module.policy, module.recipe))
         if isinstance(root, Policy):
             root.agree = module.ranks.all_would

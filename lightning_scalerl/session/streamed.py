@@ -18,6 +18,7 @@ from lightning_scalerl.model.files import WeightFiles, is_blank, load_blank
 from lightning_scalerl.model.head import backbone
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.model.value import ValueModel
+from lightning_scalerl.session.trials import try_out
 
 if TYPE_CHECKING:
     from lightning_scalerl.session.parts import Parts
@@ -40,6 +41,7 @@ def read_whole_model(module: Parts) -> None:
     else:
         return
     module.policy.model = load_model(module.arguments["model"])
+    try_out(module.policy, module.recipe)
     module.policy.model.train(module.policy.training)
 
 

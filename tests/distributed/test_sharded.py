@@ -18,6 +18,7 @@ from lightning_scalerl.axes.loss import DAPO
 from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
 from lightning_scalerl.distributed.checkpoint_folder import read_whole
 from lightning_scalerl.distributed.sharded import gathered
+from lightning_scalerl.model import policy
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.update import trained
 from sweeps.run.journal import read_journal
@@ -89,6 +90,16 @@ def test_two_shards_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
 def test_shards_of_everything(given: dict[str, Any], tiny_model_path: str, tmp_path: Path) -> None:
     fit(tiny_model_path, tmp_path / "one", 1, **given)
     said = on_ranks(2, lambda rank: weights(fit(tiny_model_path, tmp_path / "two", 2, strategy="fsdp2", **given)))
+    assert said[0] == said[1] and len(said[0]) == 64, said
+    check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=4)
+
+
+@pytest.mark.slow
+def test_shards_of_a_head_in_chunks(tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are parted again between the forward and the backward pass, which makes the logits anew."""
+    fit(tiny_model_path, tmp_path / "one", 1)
+    monkeypatch.setattr(policy, "MAX_LOGITS", 64)
+    said = on_ranks(2, lambda rank: weights(fit(tiny_model_path, tmp_path / "two", 2, strategy="fsdp2")))
     assert said[0] == said[1] and len(said[0]) == 64, said
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=4)
 

@@ -174,14 +174,14 @@ def counted(patch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param((), id="the policy"),
+        pytest.param(("batch.packed=true", "batch.micro_tokens=24"), id="the policy, packed"),
         pytest.param(EVERYTHING, id="a critic and a reference", marks=pytest.mark.full),
     ],
 )
 def test_a_run_learns_the_same_bit_for_bit(overrides: Sequence[str], tiny_model_path: str, tmp_path: Path) -> None:
     """And no rank reads more than its part, but rank 0 for its own generator."""
     whole = sum(parameter.nbytes for parameter in load_model(tiny_model_path).parameters())
-    roots = 3 if overrides else 1
+    roots = 3 if overrides is EVERYTHING else 1
 
     def work(rank: int, streams: bool) -> str:
         with pytest.MonkeyPatch.context() as patch:
@@ -190,9 +190,10 @@ def test_a_run_learns_the_same_bit_for_bit(overrides: Sequence[str], tiny_model_
         if streams:
             assert not loaded and is_sharded(module.policy) and module.read_whole is None
             # The reference is read once more for its fingerprint, one weight after the other.
-            assert sum(parts) < 0.6 * whole * roots + (whole if overrides else 0)
+            assert sum(parts) < 0.6 * whole * roots + (whole if overrides is EVERYTHING else 0)
         else:
             assert len(loaded) == 1
+        assert module.policy.packs == ("batch.packed=true" in overrides)
         return weights(module)
 
     said = [on_ranks(2, lambda rank, streams=streams: work(rank, streams)) for streams in (False, True)]  # type: ignore[misc]

@@ -29,7 +29,7 @@ from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.recompute import recompute, set_mode
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.rollout import PassSize, Scored, TrainBatch
-from lightning_scalerl.session import models
+from lightning_scalerl.session import trials
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.task.arithmetic_base import tokenizer
 from lightning_scalerl.update.before import scored_before
@@ -143,7 +143,7 @@ def test_a_model_that_cannot_is_named_once_and_given_padded_rows(
 
 
 def test_it_is_not_even_tried_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "packs_rows", lambda model: pytest.fail("tried"))
+    monkeypatch.setattr(trials, "packs_rows", lambda model: pytest.fail("tried"))
     assert not ScaleRL(tiny("Llama", LLAMA), overrides=SMALL, tokenizer=tokenizer()).policy.packs
 
 
@@ -356,7 +356,7 @@ def test_a_run_whose_model_cannot_is_the_padded_one_bit_for_bit(
     tiny_model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes are cut as ever too: what would be packed would be cut elsewhere."""
-    monkeypatch.setattr(models, "packs_rows", lambda model: False)
+    monkeypatch.setattr(trials, "packs_rows", lambda model: False)
     limit = "batch.micro_tokens=40"
     padded, packed = trained(tiny_model_path, limit), trained(tiny_model_path, limit, "batch.packed=true")
     assert all(torch.equal(packed[name], padded[name]) for name in padded)
