@@ -5,7 +5,9 @@ a checkpoint. Out go a module that is ready for `ScaleRL.training_step`, checkpo
 loggers. `ScaleRL` holds all parts; each of its hooks is a line that calls one of these files:
 
     __init__                       models            arguments -> policy, tokenizer, recipe
+                                     trials            is its head known, does it take packed rows?
     setup                          setup             choices -> critic, reference, terms of the loss
+                                     memory            does it fit into its device?
                                      sampling          task, chat -> prompts, a generator, verifiers
                                      data_path         task -> prompts -> stream -> verifiers -> generator -> driver
                                      continuation      the same run as the last fit's, or another?
