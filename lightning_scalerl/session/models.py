@@ -19,7 +19,7 @@ from lightning_scalerl.axes.adapter import Adapter
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composer import load_recipe
-from lightning_scalerl.distributed.sharded import NAME, gathered, is_sharded, partners_of, shard
+from lightning_scalerl.distributed.sharded import NAME, ShardedStrategy, gathered, is_sharded, partners_of, shard
 from lightning_scalerl.model.adapter import adapt, described, has_adapter, keep_in, merge, plain_copy, unwrapped
 from lightning_scalerl.model.files import WeightFiles, is_blank
 from lightning_scalerl.model.load import check_weights, fingerprint, load_model, load_tokenizer, stop_tokens
@@ -251,17 +251,15 @@ def made_on(module: Parts) -> torch.device:
     return torch.device("cpu") if module.ranks.sharded else module.trainer.strategy.root_device
 
 
-def place(module: Parts) -> None:
-    """Move the policy to this rank's device: Lightning does so after `setup`, and the generator copies it before.
-
-    A model that is to be sharded stays on the host: each rank moves its own part (`shard_models`).
+def check_partners(module: Parts) -> None:
+    """Check that tensor-parallel partners can split the model; before ranks wait for each other, so that each says so.
 
     Raises:
-        ConfigurationError: an earlier Trainer has sharded the policy, and this one does not, or has other partners; or
-            the model cannot be split between tensor-parallel partners.
+        ConfigurationError: an earlier Trainer had other partners, or the model cannot be split between these.
     """
-    partners = module.ranks.partners
-    if is_sharded(module.policy) and module.ranks.sharded:
+    strategy = module.trainer.strategy
+    partners = strategy.tensor_parallel if isinstance(strategy, ShardedStrategy) else 1
+    if is_sharded(module.policy) and isinstance(strategy, ShardedStrategy):
         if (before := partners_of(module.policy)) != partners:
             raise ConfigurationError(
                 f"strategy.tensor_parallel: {partners}, and an earlier fit has split the layers over {before}; "
@@ -277,6 +275,16 @@ def place(module: Parts) -> None:
                 f"strategy.tensor_parallel: {partners}, and optimizer.dropout is on; give 1, or optimizer.dropout=false"
             )
         check_tensor_parallel(module.policy.model, partners)
+
+
+def place(module: Parts) -> None:
+    """Move the policy to this rank's device: Lightning does so after `setup`, and the generator copies it before.
+
+    A model that is to be sharded stays on the host: each rank moves its own part (`shard_models`).
+
+    Raises:
+        ConfigurationError: an earlier Trainer has sharded the policy, and this one does not.
+    """
     if is_sharded(module.policy) and not module.ranks.sharded:
         raise ConfigurationError(
             "strategy: an earlier fit has sharded this module's model over the ranks of its Trainer; go on under "

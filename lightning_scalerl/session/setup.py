@@ -28,7 +28,14 @@ from lightning_scalerl.measure.flops import FlopModel
 from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.session.data_path import DataPath, build_data_path
 from lightning_scalerl.session.memory import check_memory
-from lightning_scalerl.session.models import made_on, make_critic, place, prepare_adapter, recompute_activations
+from lightning_scalerl.session.models import (
+    check_partners,
+    made_on,
+    make_critic,
+    place,
+    prepare_adapter,
+    recompute_activations,
+)
 from lightning_scalerl.session.parts import Parts
 from lightning_scalerl.session.sampling import Inputs, Sampling
 from lightning_scalerl.session.streamed import read_whole_model
@@ -100,6 +107,7 @@ def set_up(module: Parts, stage: str) -> None:
         module.critic.train()
     resolved = {**resolved_choices(recipe, choices), **module.arguments, "seed": module.seed}
     module.save_hyperparameters(resolved)
+    check_partners(module)
     devices = trainer.world_size + recipe.driver.generators
     module.meter = ComputeMeter(FlopModel.of(module.policy.model), devices=devices)
     module.ranks = Ranks.of(trainer, module.trained.answer)

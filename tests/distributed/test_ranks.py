@@ -103,6 +103,8 @@ def on_ranks(count: int, work: Callable[[int], str]) -> list[str]:
         child = os.fork()
         if child == 0:
             os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            # A fork leaves torch's pool of threads to be made anew: by one thread, before a model is loaded by several.
+            torch.set_num_threads(torch.get_num_threads())
             try:
                 said = work(rank)
             except BaseException as error:

@@ -432,6 +432,7 @@ def test_what_follows_a_fit_in_parts(model_path: str, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"^strategy.tensor_parallel: 1, and an earlier fit .* over 2"):
             other = Trainer(max_steps=6, strategy="fsdp2", devices=2, **quiet())
             other.fit(module, datamodule=RolloutDataModule(CountingTask()))
+        dist.barrier()  # the store by which the other rank meets ends with this process
         return found
 
     said = on_ranks(2, work)
