@@ -42,15 +42,10 @@ def save_model(
     Raises:
         ConfigurationError: something is there already, the type is unknown, or the model cannot be saved.
     """
-    check_dtype(dtype)
-    if not hasattr(model, "save_pretrained"):
-        raise ConfigurationError(f"model: {type(model).__name__} has no save_pretrained; models of transformers do")
-    with _whole(free(directory)) as (unfinished, target):
+    with _model_folder(model, tokenizer, directory, dtype, card) as (unfinished, target):
         saved = model if dtype == "fp32" else copy.deepcopy(model).to(DTYPES[dtype])
         with _consistent(saved):
             saved.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        (unfinished / "README.md").write_text(_card({"weights": dtype, **(card or {})}))
     return target
 
 
@@ -79,19 +74,28 @@ def save_in_parts(
     Raises:
         ConfigurationError: something is there already, the type is unknown, or the model cannot be saved.
     """
-    check_dtype(dtype)
-    if not hasattr(blank, "save_pretrained"):
-        raise ConfigurationError(f"model: {type(blank).__name__} has no save_pretrained; models of transformers do")
-    blank = blank.to(DTYPES[dtype])
-    with _whole(free(directory)) as (unfinished, target):
+    with _model_folder(blank, tokenizer, directory, dtype, card) as (unfinished, target):
+        blank = blank.to(DTYPES[dtype])
         with _consistent(blank):
             blank.save_pretrained(unfinished, state_dict={})  # all but the weights
         for empty in unfinished.glob("*.safetensors"):
             empty.unlink()
         _stream(blank, weight, unfinished, most_bytes)
+    return target
+
+
+@contextmanager
+def _model_folder(
+    model: Any, tokenizer: Any, directory: str | Path, dtype: str, card: Mapping[str, Any] | None
+) -> Iterator[tuple[Path, Path]]:
+    """Yield a folder to write a model into, and what it becomes; tokenizer and card follow at the end of the block."""
+    check_dtype(dtype)
+    if not hasattr(model, "save_pretrained"):
+        raise ConfigurationError(f"model: {type(model).__name__} has no save_pretrained; models of transformers do")
+    with _whole(free(directory)) as (unfinished, target):
+        yield unfinished, target
         tokenizer.save_pretrained(unfinished)
         (unfinished / "README.md").write_text(_card({"weights": dtype, **(card or {})}))
-    return target
 
 
 def _stream(blank: Any, weight: Callable[[str], Tensor], folder: Path, most_bytes: int) -> None:
