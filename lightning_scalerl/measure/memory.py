@@ -193,6 +193,34 @@ def foretell(of: Measured, recipe: Recipe, ranks: int = 1, strategy: str = "ddp"
     return Memory(device, generator if slots else {}, host, of.parameters, of.tokens, of.row)
 
 
+def fitted(
+    skeleton: Callable[[], nn.Module],
+    recipe: Recipe,
+    ranks: int,
+    strategy: str,
+    slots: int,
+    most_gib: float | None,
+    limit: int | None,
+) -> tuple[Memory, str]:
+    """Return the memory of a run, and a setting with which it fits into `limit` bytes a device; empty where it does.
+
+    Args:
+        skeleton, recipe: as of `measure`.
+        ranks, strategy: as of `foretell`.
+        slots: of a generator on rank 0's device; 0 if the generator has devices of its own.
+        most_gib: GiB that its keys and values may take (`generator.cache_gib`); None for what all slots need.
+        limit: bytes of a device; None for no limit.
+
+    Raises:
+        ConfigurationError: a model whose step cannot be gone through without data.
+    """
+    measured = measure(skeleton, recipe)
+    slots = decoded_together(measured, slots, most_gib)
+    found = foretell(measured, recipe, ranks, strategy, slots)
+    fits = limit is None or found.peak <= limit
+    return found, "" if fits or limit is None else advice(skeleton, recipe, ranks, strategy, slots, limit)
+
+
 def decoded_together(of: Measured, slots: int, most_gib: float | None) -> int:
     """Return how many rollouts an engine decodes together: its slots, or fewer where keys and values may take less.
 

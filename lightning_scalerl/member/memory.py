@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,9 +11,10 @@ from torch import nn
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build_recipe, compose
-from lightning_scalerl.measure.memory import Memory, advice, decoded_together, foretell, from_config, measure
+from lightning_scalerl.measure.memory import Memory, fitted, from_config
 from lightning_scalerl.task.arithmetic_base import new_model
 from sweeps.errors import UserError
+from sweeps.run.spec import layout_of
 
 
 def memory_of(
@@ -37,16 +39,13 @@ def memory_of(
 def _memory_of(overrides: Sequence[str], devices: int | None, limit: int | None) -> tuple[Memory, int, str, str]:
     config = compose(overrides)
     if devices is None:
-        devices = int(config.strategy.nodes or 1) * int(config.strategy.devices or 1)
+        devices = math.prod(layout_of(config) or (1, 1))
     recipe = build_recipe(config, "")
     # A live driver's generators have devices of their own.
     slots = 0 if str(config.driver._target_).endswith("Live") else int(config.generator.get("slots") or 0)
     strategy, skeleton = str(config.strategy.name), _skeleton(config.model)
-    measured = measure(skeleton, recipe)
-    slots = decoded_together(measured, slots, config.generator.get("cache_gib"))
-    found = foretell(measured, recipe, devices, strategy, slots)
-    fits = limit is None or found.peak <= limit
-    remedy = "" if fits or limit is None else advice(skeleton, recipe, devices, strategy, slots, limit)
+    most_gib = config.generator.get("cache_gib")
+    found, remedy = fitted(skeleton, recipe, devices, strategy, slots, most_gib, limit)
     return found, devices, strategy, remedy
 
 

@@ -10,7 +10,7 @@ import torch
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.memory import GIB
-from lightning_scalerl.measure.memory import Memory, advice, decoded_together, foretell, measure
+from lightning_scalerl.measure.memory import Memory, fitted
 from lightning_scalerl.session.parts import Parts
 
 
@@ -29,22 +29,20 @@ def check_memory(module: Parts) -> str:
     recipe = replace(module.recipe, choices=module.choices)
     strategy = "fsdp2" if module.ranks.sharded else "ddp"
     skeleton = partial(model.__class__, model.config)
-    try:
-        with torch.random.fork_rng(devices=[]):  # making a model draws random numbers
-            measured = measure(skeleton, recipe)
-    except Exception:  # whatever it is: a model that cannot be gone through without data may train all the same
-        return ""
     given = getattr(recipe.generator, "keywords", {})
     beside = recipe.driver.generators > 0  # they have devices of their own
-    slots = 0 if beside else decoded_together(measured, int(given.get("slots") or 0), given.get("cache_gib"))
-    ranks = module.trainer.world_size
-    found = foretell(measured, recipe, ranks, strategy, slots)
-    if found.peak > limit:
+    slots, most_gib = 0 if beside else int(given.get("slots") or 0), given.get("cache_gib")
+    try:
+        with torch.random.fork_rng(devices=[]):  # making a model draws random numbers
+            found, remedy = fitted(skeleton, recipe, module.trainer.world_size, strategy, slots, most_gib, limit)
+    except Exception:  # whatever it is: a model that cannot be gone through without data may train all the same
+        return ""
+    if remedy:
         raise ConfigurationError(
             f"memory: this run takes about {found.peak / GIB:.1f} GiB on its fullest device, which has "
-            f"{limit / GIB:.1f} ({parts(found)}); {advice(skeleton, recipe, ranks, strategy, slots, limit)}"
+            f"{limit / GIB:.1f} ({listed(found)}); {remedy}"
         )
-    return f"memory: about {found.peak / GIB:.1f} of {limit / GIB:.1f} GiB on the fullest device ({parts(found)})"
+    return f"memory: about {found.peak / GIB:.1f} of {limit / GIB:.1f} GiB on the fullest device ({listed(found)})"
 
 
 def device_bytes(device: torch.device) -> int | None:
@@ -52,7 +50,7 @@ def device_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
-def parts(memory: Memory) -> str:
+def listed(memory: Memory) -> str:
     """Return the parts of the fullest device's memory in GiB, the largest first."""
     sizes = sorted({**memory.device, **memory.leader}.items(), key=lambda each: -each[1])
     return ", ".join(f"{name} {size / GIB:.1f}" for name, size in sizes if size)

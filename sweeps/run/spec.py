@@ -83,9 +83,7 @@ class RunSpec:
     @property
     def layout(self) -> tuple[int, int] | None:
         """Nodes and ranks on each that the run is to have (group `strategy`); None where it leaves that open."""
-        strategy = self.config.get("strategy") or {}
-        devices = strategy.get("devices")
-        return None if devices is None else (strategy.get("nodes") or 1, devices)
+        return layout_of(self.config)
 
     def header(self) -> dict[str, Any]:
         """Return the fields of the journal's header record."""
@@ -249,6 +247,13 @@ def curve_of(run_dir: Path) -> str | None:
         return told[1] if told else str(parse_json(text)["curve"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def layout_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return `RunSpec.layout` of a run's configuration."""
+    strategy = config.get("strategy") or {}
+    devices = strategy.get("devices")
+    return None if devices is None else (strategy.get("nodes") or 1, devices)
 
 
 def science(config: Mapping[str, Any]) -> dict[str, Any]:
