@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from sweeps.errors import UserError
-from sweeps.executor.signs import shown_by
+from sweeps.executor.error_signatures import shown_by
 
 # kind: (in words, attempts after the first; None is as many as it takes)
 KINDS: Mapping[str, tuple[str, int | None]] = {

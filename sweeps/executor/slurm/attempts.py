@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sweeps.executor.signs import OF_A_PEER
+from sweeps.executor.error_signatures import OF_A_PEER
 from sweeps.redact import redact
 from sweeps.run.files import append_lines, parse_lines, read_json, write_json
 

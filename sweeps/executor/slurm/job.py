@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sweeps.executor.base import load_entry
+from sweeps.executor.error_signatures import OF_A_PEER
 from sweeps.executor.failure import MAX_IDLE_ATTEMPTS, first_line, kind_of
-from sweeps.executor.signs import OF_A_PEER
 from sweeps.executor.slurm.attempts import Attempt, AttemptLog, attempts, log_mark
 from sweeps.redact import redact
 from sweeps.run.activity import activity

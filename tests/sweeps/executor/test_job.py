@@ -28,7 +28,7 @@ from submitit.core.submission import process_job
 from sweeps.executor.failure import MAX_IDLE_ATTEMPTS
 from sweeps.executor.slurm import handover, job
 from sweeps.executor.slurm.attempts import ATTEMPTS_DIR, Attempt, AttemptLog, attempts
-from sweeps.executor.slurm.executor import end_of_logs
+from sweeps.executor.slurm.ending import end_of_logs
 from sweeps.executor.slurm.job import DISK_FULL_CODE, idle_attempts
 from sweeps.run import gpu, slurm_job
 from sweeps.run.activity import HUNG_CODE, Patience, activity

@@ -22,6 +22,7 @@ from sweeps.errors import UserError
 from sweeps.executor.failure import BLAMES_NODE, KINDS, NEVER
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.slurm.attempts import attempts
+from sweeps.executor.slurm.ending import FollowedJob, JobEndings
 from sweeps.executor.slurm.executor import ClusterExecutor
 from sweeps.executor.slurm.handover import pickle_of
 from sweeps.executor.slurm.settings import JobSettings
@@ -324,18 +325,18 @@ def test_a_journal_that_cannot_be_read_is_no_budget_that_grew(
     here = place(tmp_path)
     (spec,) = here.specs
     path = tmp_path / "runs" / spec.run / JOURNAL_FILE
-    judge = ClusterExecutor._outcome
+    judge = JobEndings.outcome
 
-    def spoil_and_judge(executor: ClusterExecutor, each: object) -> object:
+    def spoil_and_judge(endings: JobEndings, each: FollowedJob, nodes: int) -> object:
         lines = path.read_bytes().splitlines(keepends=True)
         if damage == "a line":  # and the end is lost
             path.write_bytes(b"".join([*lines[:3], b"<<<\n", *lines[4:-1]]))
         else:
             header = {**(parse_line(lines[0]) or {}), "run": "somebody"}
             path.write_bytes(b"".join([dump_line(header, checksum=True), *lines[1:]]))
-        return judge(executor, each)  # type: ignore[arg-type]
+        return judge(endings, each, nodes)
 
-    monkeypatch.setattr(ClusterExecutor, "_outcome", spoil_and_judge)
+    monkeypatch.setattr(JobEndings, "outcome", spoil_and_judge)
     states = here.run()
     assert state(states, spec) == ("failed", "error")
     reason = states[spec.run].reason

@@ -8,12 +8,12 @@ import urllib.error
 
 import pytest
 
+from sweeps.executor.error_signatures import OF_A_PEER, SIGNATURES, shown_in
 from sweeps.executor.failure import BLAMES_NODE, KINDS, kind_of, retries
-from sweeps.executor.signs import OF_A_PEER, SIGNS, shown_in
 
-TEXTS = [(kind, text) for kind, signs in SIGNS.items() for text in signs.texts]
-TYPES = [(kind, name) for kind, signs in SIGNS.items() for name in signs.types]
-ERRNOS = [(kind, number) for kind, signs in SIGNS.items() for number in signs.errnos]
+TEXTS = [(kind, text) for kind, signs in SIGNATURES.items() for text in signs.texts]
+TYPES = [(kind, name) for kind, signs in SIGNATURES.items() for name in signs.types]
+ERRNOS = [(kind, number) for kind, signs in SIGNATURES.items() for number in signs.errnos]
 
 
 def named(name: str, *bases: type[BaseException]) -> type[BaseException]:
@@ -22,17 +22,17 @@ def named(name: str, *bases: type[BaseException]) -> type[BaseException]:
 
 
 def test_each_kind_of_the_table_is_one_that_has_attempts() -> None:
-    assert SIGNS.keys() <= KINDS.keys()
-    assert SIGNS.keys() >= {"gpu", "storage", "collective", "network"}
+    assert SIGNATURES.keys() <= KINDS.keys()
+    assert SIGNATURES.keys() >= {"gpu", "storage", "collective", "network"}
     for kind in ("gpu", "storage", "collective", "network"):
         assert retries()[kind], "it may be otherwise elsewhere, or later"
     assert {"gpu", "storage", "collective"} <= BLAMES_NODE
     assert "network" not in BLAMES_NODE
-    assert SIGNS.keys() >= OF_A_PEER
+    assert SIGNATURES.keys() >= OF_A_PEER
 
 
 def test_each_text_has_a_source() -> None:
-    for kind, signs in SIGNS.items():
+    for kind, signs in SIGNATURES.items():
         for text, source in signs.texts.items():
             assert source and "://" not in source, (kind, text)
 
@@ -45,7 +45,7 @@ def caused_by(error: BaseException) -> BaseException:
 
 def test_a_text_is_known_whatever_stands_around_it() -> None:
     for kind, text in TEXTS:
-        signs = SIGNS[kind]
+        signs = SIGNATURES[kind]
         raised = RuntimeError if issubclass(RuntimeError, signs.of) else signs.of
         for words in (text, text.upper(), f"Triggered internally: {text}!\nat some.cpp:12"):
             assert kind_of(raised(words)) == kind, words
@@ -55,7 +55,7 @@ def test_a_text_is_known_whatever_stands_around_it() -> None:
 def test_a_text_counts_in_a_log_where_the_table_says_so() -> None:
     for kind, text in TEXTS:
         log = f"step 3\n[rank0]: {text} (and more)\n  frame #0: c10::Error\n"
-        expected = (kind, f"[rank0]: {text} (and more)") if SIGNS[kind].in_logs else None
+        expected = (kind, f"[rank0]: {text} (and more)") if SIGNATURES[kind].in_logs else None
         assert shown_in(log) == expected, text
 
 

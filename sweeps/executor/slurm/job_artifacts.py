@@ -16,7 +16,7 @@ from sweeps.run.files import parse_json
 _LOG = re.compile(r"(.+)_[^_]+_log\..*")
 
 
-class Remains:
+class JobArtifacts:
     """Index of a submission's folder, listed once at first use: an array of a thousand leaves thousands of files."""
 
     def __init__(self, study: Path, submission: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Signs:
+class Signatures:
     """Patterns that identify one kind of failure.
 
     Attributes:
@@ -32,9 +32,9 @@ class Signs:
 
 # An error that shows the signs of several kinds is of the first: out of memory before the NCCL error that it became,
 # a GPU that failed on one rank before the others' wait for it.
-SIGNS: Mapping[str, Signs] = {
+SIGNATURES: Mapping[str, Signatures] = {
     # What looks like the hardware's or the network's and is the program's or its configuration's.
-    "error": Signs(
+    "error": Signatures(
         texts={
             "an illegal memory access was encountered": "pytorch#21819",
             "device-side assert triggered": "pytorch#75534",
@@ -49,17 +49,17 @@ SIGNS: Mapping[str, Signs] = {
             "OfflineModeIsEnabled",
         ),
     ),
-    "disk_full": Signs(
+    "disk_full": Signatures(
         # torch writes files through its own streams, whose errors carry the number in words only.
         texts={"No space left on device": "strerror(ENOSPC)", "Disk quota exceeded": "strerror(EDQUOT)"},
         errnos=(errno.ENOSPC, errno.EDQUOT),
     ),
-    "out_of_memory": Signs(
+    "out_of_memory": Signatures(
         texts={"out of memory": "torch.cuda.OutOfMemoryError", "not enough memory": "torch's DefaultCPUAllocator"},
         types=("MemoryError", "OutOfMemoryError"),
         of=RuntimeError,
     ),
-    "gpu": Signs(
+    "gpu": Signatures(
         texts={
             "uncorrectable ECC error encountered": "vllm#5222, accelerate#1192",
             "CUDA_ERROR_ECC_UNCORRECTABLE": "nagadit/DeepFaceLab_Linux#89",
@@ -94,7 +94,7 @@ SIGNS: Mapping[str, Signs] = {
         types=("NoGpuError",),
         in_logs=True,
     ),
-    "storage": Signs(
+    "storage": Signatures(
         texts={
             "Stale file handle": "strerror(ESTALE); transformers#9732, LlamaFactory#3243",
             "Stale NFS file handle": "strerror(ESTALE) of older systems; sjl/peat#2",
@@ -112,7 +112,7 @@ SIGNS: Mapping[str, Signs] = {
         in_logs=True,
     ),
     # A rank waited in vain for another.
-    "collective": Signs(
+    "collective": Signatures(
         texts={
             "Watchdog caught collective operation timeout": "pytorch#118369, sglang#1693",
             "ProcessGroupNCCL's watchdog got stuck": "torch's ProcessGroupNCCL.cpp",
@@ -126,7 +126,7 @@ SIGNS: Mapping[str, Signs] = {
         in_logs=True,
     ),
     # Another rank of the job is gone; its own end says why, if it could.
-    "killed": Signs(
+    "killed": Signatures(
         texts={
             "connection closed by peer": "gloo",
             "connection reset by peer": "gloo",
@@ -142,8 +142,8 @@ SIGNS: Mapping[str, Signs] = {
         of=RuntimeError,
     ),
     # The scheduler has lost sight of a job, and started it again.
-    "duplicate": Signs(types=("DuplicateRunError",)),
-    "network": Signs(
+    "duplicate": Signatures(types=("DuplicateRunError",)),
+    "network": Signatures(
         texts={
             "Temporary failure in name resolution": "gai_strerror(EAI_AGAIN)",
             "Name or service not known": "gai_strerror(EAI_NONAME)",
@@ -177,9 +177,9 @@ SIGNS: Mapping[str, Signs] = {
 # Another rank's end as it looks from here: that rank's own word counts more.
 OF_A_PEER = frozenset({"killed", "collective"})
 
-_KIND_OF_TYPE = {name: kind for kind, signs in SIGNS.items() for name in signs.types}
-_KIND_OF_ERRNO = {number: kind for kind, signs in SIGNS.items() for number in signs.errnos}
-_LOW = {kind: tuple(text.lower() for text in signs.texts) for kind, signs in SIGNS.items()}
+_KIND_OF_TYPE = {name: kind for kind, signs in SIGNATURES.items() for name in signs.types}
+_KIND_OF_ERRNO = {number: kind for kind, signs in SIGNATURES.items() for number in signs.errnos}
+_LOW = {kind: tuple(text.lower() for text in signs.texts) for kind, signs in SIGNATURES.items()}
 
 
 def shown_by(error: BaseException) -> str | None:
@@ -194,7 +194,7 @@ def shown_by(error: BaseException) -> str | None:
         kind = "network" if of_a_socket else _KIND_OF_ERRNO.get(error.errno or 0, kind)
     if kind is not None:
         return kind
-    for kind, signs in SIGNS.items():
+    for kind, signs in SIGNATURES.items():
         if isinstance(error, signs.of) and any(words in text for words in _LOW[kind]):
             return kind
     return None
@@ -210,7 +210,7 @@ def shown_in(log: str) -> tuple[str, str] | None:
     low = log.lower()
     if any(words in low for words in _LOW["error"]):
         return None
-    for kind, signs in SIGNS.items():
+    for kind, signs in SIGNATURES.items():
         if signs.in_logs and any(words in low for words in _LOW[kind]):
             return kind, next(_lines_with(log, _LOW[kind]), "")
     return None

@@ -1,0 +1,233 @@
+"""Why a job has ended: from SLURM's view of it, the job's own record, and the logs that it left."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sweeps.executor.base import Launch, Outcome
+from sweeps.executor.error_signatures import shown_in
+from sweeps.executor.failure import KINDS
+from sweeps.executor.slurm.attempts import Attempt, attempts, log_mark
+from sweeps.executor.slurm.job import DISK_FULL_CODE
+from sweeps.executor.slurm.job_artifacts import JobArtifacts
+from sweeps.executor.slurm.scheduler import ENDED, QUEUED, JobInfo
+from sweeps.run.interruption import stop_asked
+from sweeps.run.journal import LOG_FILE
+from sweeps.run.progress import is_done, trouble
+from sweeps.run.spec import budget_of
+
+_KIND_OF_STATE = {
+    "TIMEOUT": "time_limit",
+    "DEADLINE": "time_limit",
+    "PREEMPTED": "preempted",
+    "NODE_FAIL": "node",
+    "BOOT_FAIL": "node",
+    "OUT_OF_MEMORY": "out_of_memory",
+    "CANCELLED": "cancelled",
+    "REVOKED": "cancelled",
+}
+
+# How slurmd tells of a task that was killed for its memory where the job's state does not say so.
+_OUT_OF_MEMORY = re.compile(r"(?i)exceeded (job |step )?memory limit|oom[-_ ]?kill|out of memory")
+
+# How srun names the node of a task that was killed; tasks that exited by themselves came after.
+_TASK_DIED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (?!Exited)")
+
+# slurmctld was down while a job began, or a node refused its launch: SLURM requeues the job and holds it, for ever.
+_LAUNCH_FAILED = "launch failed requeued held"
+
+# These failures are reported even of a member that was asked to stop.
+_OWN_FAULT = frozenset({"error", "out_of_memory", "disk_full"})
+
+
+@dataclass
+class FollowedJob:
+    """A job that this process waits for.
+
+    Attributes:
+        launch, submission, job: the member, the name of its submission, and SLURM's id of the job.
+        info: the scheduler's newest view of the job; None if it has none.
+        missing_since: executor's clock when the queue first lacked the job; None while it lists it.
+        suspect: whether the job had ended at the last look; SLURM may still requeue it.
+    """
+
+    launch: Launch
+    submission: str
+    job: str
+    info: JobInfo | None = None
+    missing_since: float | None = None
+    suspect: bool = False
+    seen: bool = True  # in the queue and not over, since this process follows it
+
+
+class JobEndings:
+    """Judge of ended jobs by what they left in the study's folder, each submission's files listed once a look.
+
+    Args:
+        study: the study's folder.
+    """
+
+    def __init__(self, study: Path) -> None:
+        self._study = study
+        self._artifacts: dict[str, JobArtifacts] = {}
+
+    def forget(self) -> None:
+        """Have the files of submissions listed anew, for jobs write more of them."""
+        self._artifacts.clear()
+
+    def left_by(self, submission: str) -> JobArtifacts:
+        """Return the files of a submission's jobs, as they were when they were first asked for."""
+        if submission not in self._artifacts:
+            self._artifacts[submission] = JobArtifacts(self._study, submission)
+        return self._artifacts[submission]
+
+    def was_refused(self, info: JobInfo | None, member: Launch) -> bool:
+        """Return whether SLURM lists a job that it did not accept: its record says ended, but it never started."""
+        if info is None or info.state not in ENDED:
+            return False
+        began = any(attempt.submission == member.submission for attempt in attempts(member.run_dir))
+        return not began and not self.left_by(member.submission or "").starts(info.job)
+
+    def last_attempt(self, each: FollowedJob, outcome: bool = False) -> Attempt | None:
+        """Return the record of a job's newest start; None if it left none, or (with `outcome`) none of its end."""
+        own = [
+            attempt
+            for attempt in attempts(each.launch.run_dir)
+            if attempt.job == each.job and attempt.submission == each.submission
+        ]
+        if not own or (outcome and own[-1].outcome is None):
+            return None
+        # A later start of the job that never came to the member must not be judged by what the earlier one said.
+        newest = max(self.left_by(each.submission).starts(each.job), default=0)
+        return own[-1] if own[-1].restart >= newest else None
+
+    def outcome(self, each: FollowedJob, nodes: int) -> Outcome:
+        """Judge a job on so many nodes that has ended, by scheduler, attempt record, logs and journal."""
+        logs = self.left_by(each.submission).logs(each.job)
+        attempt = self.last_attempt(each)
+        kind, reason = why_ended(
+            each.info,
+            attempt,
+            lambda: last_words(logs),
+            lambda: end_of_logs(logs, each.launch.run_dir, each.submission, each.job),
+            self.left_by(each.submission).handed_over(each.job),
+        )
+        if kind is None:
+            # If the journal says otherwise, it cannot be read, or the job had read a budget that was raised since.
+            run, run_dir = each.launch.run, each.launch.run_dir
+            steps = budget_of(run_dir)
+            if (steps is None or not is_done(run_dir, steps, run)) and (wrong := trouble(run_dir, run)):
+                return Outcome(run, 1, "error", wrong)
+            where = attempt.node if attempt else None
+            return Outcome(each.launch.run, 0, "outgrown", KINDS["outgrown"][0], where)
+        if kind not in _OWN_FAULT and (asked := stop_asked(each.launch.run_dir)):
+            return Outcome(each.launch.run, 1, "stopped", asked)  # whatever has ended it: it is not to go on
+        return Outcome(each.launch.run, 1, kind, reason, _to_blame(each, attempt, nodes, logs))
+
+
+def _to_blame(each: FollowedJob, attempt: Attempt | None, nodes: int, logs: Sequence[Path]) -> str | None:
+    """Return the node to exclude from the next attempt; of several, the one that a rank or srun names, or None."""
+    if nodes > 1:
+        if attempt is not None and (attempt.culprit or attempt.kind in ("gpu", "storage")):
+            return attempt.culprit or attempt.node  # the rank that failed has said where it was
+        died = _TASK_DIED.search(last_words(logs, lines=100))
+        return died[1] if died else None
+    return attempt.node if attempt else (each.info.node or None if each.info else None)
+
+
+def launch_failed(info: JobInfo) -> bool:
+    """Return whether SLURM holds the job in the queue for ever after it failed to launch it."""
+    return info.state in QUEUED and _LAUNCH_FAILED in info.reason.replace("_", " ")
+
+
+def why_ended(
+    info: JobInfo | None,
+    attempt: Attempt | None,
+    last_words: Callable[[], str],
+    logs: Callable[[], str] = lambda: "",
+    handed_over: bool = True,
+) -> tuple[str | None, str | None]:
+    """Return kind and reason of a job's failure, both None if its member finished.
+
+    The scheduler's state, the job's own last word and its log are put together: a Python error and an empty node look
+    alike to SLURM, and a job that was killed had no last word.
+
+    Args:
+        info: the scheduler's view of the job; None if it does not know it.
+        attempt: the job's own record; None if the member never began.
+        last_words: reads the last lines of the batch log; called only if needed, as `logs`.
+        logs: reads the end of the logs of the batch script and of every rank.
+        handed_over: whether the job has the pickle that submitit starts from.
+    """
+    state = info.state if info else "UNKNOWN"
+    if state == "CANCELLED":
+        return "cancelled", "cancelled (scancel, or by an administrator)"
+    if attempt is not None and attempt.outcome == "finished":
+        return None, None
+    if info is not None and launch_failed(info):
+        return "node", f"SLURM could not launch it, and holds it ({info.reason}); its job was cancelled"
+    if state == "OUT_OF_MEMORY":
+        return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
+    if attempt is not None and attempt.outcome == "stopped":
+        return "stopped", attempt.reason
+    if attempt is not None and attempt.outcome == "failed":
+        return attempt.kind or "error", attempt.reason or "failed"
+    if info is not None and info.exit_code == f"{DISK_FULL_CODE}:0":
+        return "disk_full", KINDS["disk_full"][0]
+    kind = _KIND_OF_STATE.get(state)
+    if kind is not None:
+        node = f" ({info.node})" if info and info.node and kind == "node" else ""
+        return kind, KINDS[kind][0] + node
+    if attempt is not None and attempt.outcome == "interrupted":
+        return attempt.kind or "preempted", f"{attempt.reason}; the job was not requeued"
+    if attempt is None and not handed_over:
+        return "half_submitted", KINDS["half_submitted"][0]
+    if info is None:
+        return "lost", "the scheduler no longer knows the job, and it left no last word"
+    detail = f"SLURM says {state}" + (f", exit code {info.exit_code}" if info.exit_code else "")
+    words = last_words()
+    if _OUT_OF_MEMORY.search(words):
+        return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
+    if shown := shown_in(f"{logs()}\n{words}"):
+        kind, line = shown
+        return kind, f"{line} ({detail}, on {attempt.node if attempt else info.node})"
+    if attempt is None:
+        hint = "it said nothing; did a command of setup end the job, or does the node not see output_dir?"
+        return "launch", f"the member never began ({detail}): {words[-500:] or hint}"
+    return "killed", f"killed from outside on {attempt.node} ({detail})"
+
+
+def last_words(logs: Sequence[Path], lines: int = 5) -> str:
+    """Return the last lines of the batch logs, joined into one of at most 2000 characters."""
+    said_lines = [line.strip() for path in logs for line in _tail(path)[0].splitlines() if line.strip()]
+    return " / ".join(said_lines[-lines:])[-2000:]
+
+
+# What native code prints when it gives up is long: a stack of each thread.
+_LOG_TAIL = 1 << 16
+
+
+def end_of_logs(logs: Sequence[Path], run_dir: Path, submission: str, job: str) -> str:
+    """Return the end of the logs of a job's last start, those of the batch script and of every rank."""
+    said = [_tail(path)[0] for path in logs]
+    starts = [each.restart for each in attempts(run_dir) if (each.job, each.submission) == (job, submission)]
+    for path in [run_dir / LOG_FILE, *sorted(run_dir.glob("log.rank*.txt"))] if starts else []:
+        text, whole = _tail(path)
+        _, found, own = text.rpartition(log_mark(submission, job, max(starts)))
+        # A log without the mark is of other attempts, unless the mark is out of sight by now.
+        said.append(own if found or not whole else "")
+    return "\n".join(said)
+
+
+def _tail(path: Path) -> tuple[str, bool]:
+    """Return the end of a log, and whether that is the whole of it."""
+    try:
+        with path.open("rb") as handle:
+            size = handle.seek(0, 2)
+            handle.seek(max(0, size - _LOG_TAIL))
+            return handle.read().decode(errors="replace"), size <= _LOG_TAIL
+    except OSError:
+        return "", True
