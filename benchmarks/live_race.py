@@ -29,7 +29,7 @@ from sweeps.fit.fit import fit_curves
 from sweeps.launch.ledger import Ledger
 from sweeps.run.files import append_lines
 from sweeps.run.journal import read_journal
-from sweeps.search.record import RaceRecord
+from sweeps.search.race_log import RaceRecord
 from sweeps.source import load
 from tests.slurm.cluster import Lab
 

@@ -23,7 +23,7 @@ from benchmarks.live_race import ON_LAB, Studies, lab
 from sweeps.executor.slurm.attempts import attempts
 from sweeps.launch.ledger import Ledger
 from sweeps.run.journal import read_journal
-from sweeps.search.optuna_search import TRIALS_FILE
+from sweeps.search.trials import TRIALS_FILE
 
 SPACE = ("loss=dapo,gspo,cispo,reinforce", "optimizer.lr=tag(log,interval(1e-4,1e-2))")
 TINY = (

@@ -16,8 +16,8 @@ by which Lightning asks for it are at the end of the class.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -33,8 +33,8 @@ from lightning_scalerl.distributed.sharded import whole_tensor
 from lightning_scalerl.generator.base import Generator
 from lightning_scalerl.measure.compute_meter import ComputeMeter
 from lightning_scalerl.measure.mechanism import MechanismCounters
-from lightning_scalerl.measure.probe import check_probe, logprob_gaps, probe_metrics
-from lightning_scalerl.measure.step_metrics import Pass, step_metrics
+from lightning_scalerl.measure.probe import check_probe, probe_metrics
+from lightning_scalerl.measure.step_metrics import Pass
 from lightning_scalerl.measure.truncation_alarm import TruncationAlarm
 from lightning_scalerl.model.files import WeightFiles
 from lightning_scalerl.model.load import load_model
@@ -42,22 +42,31 @@ from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.recipe import Recipe
-from lightning_scalerl.rollout import Part, Rollout, Scored, TrainBatch, whole
+from lightning_scalerl.rollout import Part, Rollout, Scored, TrainBatch
 from lightning_scalerl.session.checkpoint_state import from_folder, load_state, save_state
 from lightning_scalerl.session.continuation import Continuation
 from lightning_scalerl.session.data_path import DataPath
 from lightning_scalerl.session.export import export
-from lightning_scalerl.session.fit import begin_fit, begin_training, close_engines, end_fit, fail, stop_between_steps
+from lightning_scalerl.session.fit import (
+    begin_fit,
+    begin_training,
+    close_engines,
+    end_fit,
+    fail,
+    lines_at_start,
+    stop_between_steps,
+)
 from lightning_scalerl.session.models import Reference, make, shard_models
 from lightning_scalerl.session.records import Records, validate
 from lightning_scalerl.session.sampling import Sampling
-from lightning_scalerl.session.setup import build_optimizer, learning_rates, set_up, supplied_choices
+from lightning_scalerl.session.setup import build_optimizer, set_learning_rates, set_up, supplied_choices
+from lightning_scalerl.session.step import count_mechanisms, generator_gaps, metrics_of
 from lightning_scalerl.stream.drivers import Driver
 from lightning_scalerl.stream.prompts import PromptSet, PromptSource
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import Task
 from lightning_scalerl.update.before import scored_before
-from lightning_scalerl.update.health import HealthWatch, at_the_limit
+from lightning_scalerl.update.health import HealthWatch
 from lightning_scalerl.update.loss_scale import LossScale, SkippedUpdates
 from lightning_scalerl.update.terms import Term
 from lightning_scalerl.update.token_credit import token_credit
@@ -145,15 +154,10 @@ class ScaleRL(LightningModule):
     def next_batch(self) -> TrainBatch:
         """Generate until a batch is due: on rank 0, for all."""
         # Before the step begins, so that whoever looks at its beginning (LearningRateMonitor) sees its own rate.
-        self._set_learning_rate()
+        set_learning_rates(self)
         with self.meter.phase("generate"):
             batch = self.ranks.share_batch(lambda: self.driver.next_batch(lambda: self.stop_reason is not None))
         return batch if batch is not None else stop_between_steps(self)
-
-    def _set_learning_rate(self) -> None:
-        factor = self.recipe.schedule.factor(self.completed_steps)
-        for group, rate in zip(self.optimizers().param_groups, learning_rates(self), strict=True):  # type: ignore[union-attr]
-            group["lr"] = rate * factor
 
     def training_step(self, batch: TrainBatch, batch_index: int) -> None:
         """Take one training step: as many updates of the weights on one batch as axis `epochs` says."""
@@ -170,16 +174,14 @@ class ScaleRL(LightningModule):
                 done = self._backward(batch, rows)
                 passes.append(done)
                 if number == 0:
-                    gaps = self.ranks.share(lambda: self._gaps(batch, passes[0]))
+                    gaps = self.ranks.share(lambda: generator_gaps(self, batch, passes[0]))
                 if number + 1 < self.choices.epochs.count:
                     self.optimizers(use_pl_optimizer=False).step()  # type: ignore[union-attr]  # Lightning counts batches
-            self.ranks.share(lambda: self._count_mechanisms(batch, passes))
+            self.ranks.share(lambda: count_mechanisms(self, batch, passes))
             optimizer.step()  # type: ignore[union-attr]
             self.meter.trained(batch, self.choices.passes)
         self.stream.step_completed()
-        recorded = self.records.record(
-            self, "train", lambda: {**self._step_metrics(batch, passes), **probe_metrics(gaps)}
-        )
+        recorded = self.records.record(self, "train", lambda: self._step_metrics(batch, passes, gaps))
         check_probe(recorded, self.choices.precision, self.completed_steps - 1)
         self.health.check(recorded, self.completed_steps)
 
@@ -218,45 +220,9 @@ class ScaleRL(LightningModule):
             self.optimizers().zero_grad(set_to_none=True)  # type: ignore[union-attr]
         return Pass(gathered, {term.name: total for term, total in zip(self.terms, totals, strict=True)}, norms, finite)
 
-    def _gaps(self, batch: TrainBatch, done: Pass) -> Tensor:
-        """Return the gaps between trainer and generator before the first update, on rank 0."""
-        if not done.finite:  # an update that is left out says nothing of the generator
-            return torch.zeros(0)
-        trainer_logprobs, _ = whole(batch, done.parts)
-        asked = self.generator if self.driver.may_probe else None
-        size = self.recipe.batch.a_pass
-        return logprob_gaps(batch, trainer_logprobs, self.trained, self.completed_steps, size, asked, self._asking)
-
-    def _count_mechanisms(self, batch: TrainBatch, passes: Sequence[Pass]) -> None:
-        """Count the departures from the recipe that act in this step, on rank 0."""
-        if self.mechanism.axes:
-            last, first = (whole(batch, each.parts)[0] for each in (passes[-1], passes[0]))
-            self.mechanism.observe(batch, last, first)
-
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Book the time of a probe of the generator under the driver's phase."""
-        with self.meter.phase(self.driver.probe_phase), self.driver.asking():
-            yield
-
-    def _step_metrics(self, batch: TrainBatch, passes: Sequence[Pass]) -> dict[str, Any]:
-        """Return the metrics of the step on `batch`, on rank 0."""
-        metrics = step_metrics(batch, passes, self.choices, self.completed_steps - 1, self.stream.dropped_for_batch)
-        clip = self.recipe.optimizer.clip_norm
-        clipped = [clip is not None and float(each.norms["gradient_norm"]) > clip for each in passes]
-        return {
-            "train/learning_rate": self.optimizers().param_groups[0]["lr"],  # type: ignore[union-attr]
-            "train/epoch": self.prompts.epoch,
-            "train/prompts_retired": self.prompts.retired,
-            **metrics,
-            "train/gradient_clipped": sum(clipped) / len(clipped),
-            **self.meter.reward_rate(sum(float(group.rewards.sum()) for group in batch.groups)),
-            **self.stream.watch.metrics(),
-            **self.skipped.metrics(),
-            **({"train/loss_scale": self.loss_scale.factor} if self.loss_scale.acts else {}),
-            **self.alarm.observe(at_the_limit(metrics), self.completed_steps),
-            **self.mechanism.metrics(),
-        }
+    def _step_metrics(self, batch: TrainBatch, passes: Sequence[Pass], gaps: Tensor) -> dict[str, Any]:
+        rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+        return {"train/learning_rate": rate, **metrics_of(self, batch, passes), **probe_metrics(gaps)}
 
     # --- what callbacks and scripts ask of a run ---------------------------------------------------------
 
@@ -294,13 +260,7 @@ class ScaleRL(LightningModule):
     @property
     def began(self) -> list[str]:
         """Lines to show once at the start of a fit: memory, prompts and their lengths, the verifier's trial."""
-        given = self.arguments.get("model_adapter")
-        trained = [] if given is None else [f"adapter: the model came with one, which is trained: {given}"]
-        if self.read_whole is not None:
-            trained.append(f"model: every rank reads the whole of it before it keeps its part: {self.read_whole}")
-        if self.memory:
-            trained.append(self.memory)
-        return [] if self.data_path is None else [*trained, *self.data_path.began]
+        return lines_at_start(self)
 
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
         """Return a completion in the form that a grader takes."""
@@ -354,10 +314,8 @@ class ScaleRL(LightningModule):
         """
         if is_folder(checkpoint_path):
             return from_folder(cls, Path(checkpoint_path), strict is not False, weights_only is not False, arguments)
-        own: Self = super().load_from_checkpoint(
-            checkpoint_path, map_location, hparams_file, strict, weights_only, **arguments
-        )
-        return own
+        file = (checkpoint_path, map_location, hparams_file, strict, weights_only)
+        return super().load_from_checkpoint(*file, **arguments)
 
     # --- Lightning's hooks, in the order in which they are called ----------------------------------------
 

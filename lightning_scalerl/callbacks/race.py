@@ -15,7 +15,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.run import run_of
 
 if TYPE_CHECKING:
-    from sweeps.search.onlooker import Onlooker
+    from sweeps.search.run_observer import RunObserver
 
 log = logging.getLogger(__name__)
 
@@ -65,14 +65,14 @@ class Race(Recorder):
         except UserError as error:
             raise ConfigurationError(f"Race: {str(error).removeprefix('--')}") from error
         self.study, self.dry_run, self._metric, self._axis = Path(study), dry_run, metric, axis
-        self._onlooker: Onlooker | None = None
+        self._observer: RunObserver | None = None
         self._due = self._said = self._told_namesakes = False
         self._trouble: str | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Find the run's own directory through its `RunLog`, and set up the looks at the study's journals."""
         from sweeps.errors import UserError
-        from sweeps.search.onlooker import Onlooker
+        from sweeps.search.run_observer import RunObserver
 
         found = [each for each in trainer.callbacks if isinstance(each, RunLog)]  # type: ignore[attr-defined]
         if not found:
@@ -80,7 +80,7 @@ class Race(Recorder):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return  # nothing is written then, and so there is nothing to look at
         try:
-            self._onlooker = Onlooker(self.study, found[0].run_dir, self.rules, self._metric, self._axis)
+            self._observer = RunObserver(self.study, found[0].run_dir, self.rules, self._metric, self._axis)
         except UserError as error:
             raise ConfigurationError(f"Race: {error}") from error
 
@@ -90,16 +90,16 @@ class Race(Recorder):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Look at the study's journals after an evaluation; rank 0's view decides for all ranks."""
-        if self._onlooker is None:
+        if self._observer is None:
             return
-        why = self._onlooker.look() if self._due else None
+        why = self._observer.look() if self._due else None
         self._due = False
-        if self._onlooker.trouble not in (None, self._trouble):
-            log.warning("race: no look: %s", self._onlooker.trouble)
-        self._trouble = self._onlooker.trouble
-        if self._onlooker.namesakes is not None and not self._told_namesakes:
+        if self._observer.trouble not in (None, self._trouble):
+            log.warning("race: no look: %s", self._observer.trouble)
+        self._trouble = self._observer.trouble
+        if self._observer.namesakes is not None and not self._told_namesakes:
             self._told_namesakes = True
-            log.warning("race: %s", self._onlooker.namesakes)
+            log.warning("race: %s", self._observer.namesakes)
         why = run_of(pl_module).ranks.agree(why)
         if why is None:
             return

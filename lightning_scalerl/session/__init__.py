@@ -13,6 +13,7 @@ loggers. `ScaleRL` holds all parts; each of its hooks is a line that calls one o
                                      continuation      the same run as the last fit's, or another?
     configure_model                models            shard them; streamed: each rank reads its own part of the weights
     on_fit_start ... on_fit_end    fit               probe, first weights, compute meter, stop, failure
+    training_step                  step              rank 0's measurements of it: generator's gaps, mechanisms, metrics
     training_step, validation_step records           metrics -> callbacks and loggers
     on_save/on_load_checkpoint     checkpoint_state  state of the run <-> checkpoint
     save_pretrained                export            policy -> folder for `from_pretrained`

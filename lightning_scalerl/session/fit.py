@@ -97,3 +97,14 @@ def fail(module: Parts, error: BaseException) -> None:
         module.meter.stop()
     close_engines(module)
     module.continuation.fit_ended(error)
+
+
+def lines_at_start(module: Parts) -> list[str]:
+    """Return what a user is shown once at the start of a fit: memory, prompts, the verifier's trial."""
+    given = module.arguments.get("model_adapter")
+    trained = [] if given is None else [f"adapter: the model came with one, which is trained: {given}"]
+    if module.read_whole is not None:
+        trained.append(f"model: every rank reads the whole of it before it keeps its part: {module.read_whole}")
+    if module.memory:
+        trained.append(module.memory)
+    return [] if module.data_path is None else [*trained, *module.data_path.began]

@@ -84,6 +84,10 @@ class Parts(Run, Protocol):
         """Method by which Lightning's modules log metrics."""
         ...
 
+    def optimizers(self) -> Any:
+        """Return the optimizer, as Lightning wraps it."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Return all weights by name."""
         ...

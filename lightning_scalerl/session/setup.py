@@ -84,6 +84,13 @@ def learning_rates(module: Parts) -> list[float]:
     return [rate] if module.critic is None else [rate, rate if own is None else own]
 
 
+def set_learning_rates(module: Parts) -> None:
+    """Set the optimizer's learning rates to those of the step that comes next, by the recipe's schedule."""
+    factor = module.recipe.schedule.factor(module.completed_steps)
+    for group, rate in zip(module.optimizers().param_groups, learning_rates(module), strict=True):
+        group["lr"] = rate * factor
+
+
 def set_up(module: Parts, stage: str) -> None:
     """Resolve the choices, place the models, and build what the stage needs.
 

@@ -229,9 +229,9 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             show_results(study.directory, plan.tracking)  # trials that failed are part of a search
         else:
             report_failures(study, states, "more trials, by a larger hydra.sweeper.n_trials, propose others")
-            if refusals := search.refusals():
-                raise UserError(f"{search.sentence()}: {refusals[0]}")
-        print(search.sentence(), file=sys.stderr)
+            if refusals := search.trials.refusals():
+                raise UserError(f"{search.trials.sentence()}: {refusals[0]}")
+        print(search.trials.sentence(), file=sys.stderr)
 
     def _run(self, study: Study, plan: LaunchSettings, search: Decider | None = None) -> dict[str, MemberState]:
         """Prepare the launch and run it; show the results of a study that is done, unless it is a search."""

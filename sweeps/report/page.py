@@ -25,7 +25,7 @@ from sweeps.report.plan_text import gain
 from sweeps.run.health import code_changes, idle_variants, mechanism_counters, truncation_alarms
 from sweeps.run.journal import JournalView
 from sweeps.run.rollouts import Shown
-from sweeps.search.record import RaceRecord
+from sweeps.search.race_log import RaceRecord
 
 # Verdicts with a curve beyond its bend: those whose A is worth shaking at.
 NAMED = ("identifiable", "open")

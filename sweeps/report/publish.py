@@ -17,7 +17,7 @@ from sweeps.launch.ledger import Ledger
 from sweeps.launch.settings import LaunchSettings
 from sweeps.run.journal import find_runs, read_journal
 from sweeps.run.spec import SPEC_FILE
-from sweeps.search.record import RACE_FILE
+from sweeps.search.race_log import RACE_FILE
 from sweeps.source import LoadedStudy, load
 from sweeps.tracking import FitSummary, Member, TrackedSweep, Tracker, ship, ui_command
 from sweeps.tracking import publish as publish_fits

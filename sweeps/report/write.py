@@ -22,7 +22,7 @@ from sweeps.fit.sensitivity import sensitivity
 from sweeps.launch.resume_command import command
 from sweeps.run.journal import JournalView
 from sweeps.run.rollouts import a_few
-from sweeps.search.record import RaceRecord
+from sweeps.search.race_log import RaceRecord
 
 # Fits a recipe in `histories`, about: they are most of a report's time.
 _PREFIXES = 12

@@ -12,25 +12,22 @@ A folder that launches share may hold several races: what follows a line of memb
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from sweeps.curve import Curve
-from sweeps.decide.next_run import choice_of, split_budget
 from sweeps.decide.race import Look, next_look, result
 from sweeps.errors import UserError
-from sweeps.fit.fit import fit_curves
 from sweeps.launch.decider import Wish
 from sweeps.launch.ledger import RUNS_DIR, MemberState
-from sweeps.launch.planning import PlannerLostError
 from sweeps.launch.study import Study
 from sweeps.run.files import append_lines
 from sweeps.run.spec import RunSpec
+from sweeps.search.freed import FreedCompute, Planner
 from sweeps.search.journals import Journals, how_far
-from sweeps.search.record import RACE_FILE, RaceRecord
+from sweeps.search.race_log import RACE_FILE, RaceRecord
 from sweeps.search.settings import RaceSettings
 
 # Share of its steps after which a run has shown what a step costs.
@@ -39,8 +36,6 @@ _SHOWN = 0.1
 _QUEUED_S = 120.0
 # Tolerance on a compute: sums of steps' compute may fall short of a level by rounding.
 _ABOUT = 1 - 1e-9
-
-Planner = Callable[[Sequence[Sequence[str]]], list[RunSpec]]
 
 
 class LiveRace:
@@ -65,7 +60,7 @@ class LiveRace:
         planned: Planner | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._study, self._settings, self._planned, self._clock = study, settings, planned, clock
+        self._study, self._settings, self._clock = study, settings, clock
         # A launch races its own members; whoever goes on with the folder, those that the newest race has written down.
         newest = RaceRecord.read(study.directory).members
         here = [spec.run for spec in study.specs]
@@ -75,14 +70,13 @@ class LiveRace:
         self._check_rules()
         self._live = settings.mode == "live"
         self._journals = Journals(study.directory / RUNS_DIR)
-        self._specs: dict[str, RunSpec] = {}
+        self._freed = FreedCompute(study, self._journals, planned)
         self._reached: dict[str, float] = {}
         self._trouble = ""
         self._queued_since: dict[str, float] = {}
         self._extra: list[str] = []  # runs that freed compute pays for
         self._freed_done = settings.freed == "nothing" or not self._live
         self._over = False  # no further look will be taken
-        self._refused: list[str] = []  # of what freed compute was to pay for; to be said
         self._seen: object = None
         self._worked = False  # a member has been at work since this process looks
         self._ended: list[str] = []  # what was said of the end
@@ -126,7 +120,7 @@ class LiveRace:
         if self._over and not at_work and not self._freed_done and (dead := self._dead(states)):
             said.append(f"race: what was freed is kept for {', '.join(dead)}, of which every run has failed")
         go_on, later, over = self._wanted(states, ended, at_work, waits)
-        said, self._refused = [*said, *self._refused, *self._end(states, over, at_work)], []
+        said, self._freed.refused = [*said, *self._freed.refused, *self._end(states, over, at_work)], []
         others = {
             spec.run: everybody[spec.run] for spec in self._study.specs if spec.run in everybody.keys() - states.keys()
         }
@@ -195,16 +189,11 @@ class LiveRace:
 
     def _cost(self, run: str) -> float | None:
         """Estimate a run's compute to its last step from its first tenth; None before an evaluation there."""
-        axis, steps = self._record.axis, self._spec(run).steps
+        axis, steps = self._record.axis, self._freed.spec(run).steps
         for record in self._journals.evaluations(run) if axis is not None else []:
             if record.step >= _SHOWN * steps:
                 return record.metrics[axis or ""] * steps / record.step
         return None
-
-    def _spec(self, run: str) -> RunSpec:
-        if len(self._specs) != len(self._study.specs):
-            self._specs = {spec.run: spec for spec in self._study.specs}
-        return self._specs[run]
 
     # --- looks ---------------------------------------------------------------------------------------------------
 
@@ -313,114 +302,30 @@ class LiveRace:
             raced = {each.recipe for look in self._record.looks for each in look.chances}
             if raced - {state.recipe for state in states.values()}:
                 return []  # a launch of some of them knows nothing of what the others were spared
-            line = self._plan(states, [run for run in racing if states[run].state == "finished"])
+            finished = {run: states[run] for run in racing if states[run].state == "finished"}
+            curves = [curve for curve in self._curves() if curve.recipe not in stopped]
+            freed, axis = sum(self._spared(states).values()), self._record.axis or ""
+            line = self._freed.plan(freed, axis, curves, finished, self._reached)
             self._write(line)
             self._record = replace(self._record, freed=line)
         assert self._record.freed is not None
         return self._bought(self._record.freed)
 
     def _bought(self, freed: Mapping[str, Any]) -> list[RunSpec]:
-        """Make the specs of the runs that freed compute pays for, with their new budgets."""
-        mine = {spec.run for spec in self._study.specs}
-        planned = [
-            spec
-            for step in freed["steps"]
-            for run, override in step["members"]
-            if run in mine
-            for spec in self._planned_as(self._spec(run), override)
-        ]
-        # One that is made longer and committed to besides has one budget, the larger.
-        specs = list({spec.run: spec for spec in sorted(planned, key=lambda spec: spec.steps)}.values())
+        specs = self._freed.bought(freed)
         self._extra = [spec.run for spec in specs]
-        self._freed_done, self._seen, self._specs = True, None, {}
+        self._freed_done, self._seen = True, None
         return specs
+
+    def _spared(self, states: Mapping[str, MemberState]) -> dict[str, float]:
+        """Return the compute saved, or in a dry run to be saved, on each racing member of a stopped recipe, by run."""
+        racing = {run: states[run] for run in self._members if run in states}
+        return self._freed.spared(self._record, racing, self._reached, self._live)
 
     def _dead(self, states: Mapping[str, MemberState]) -> list[str]:
         """Return the recipes in the race whose runs have all failed, sorted."""
         own = [(state.recipe, state.state, 0.0) for state in states.values()]
         return sorted(how_far(own)[1] - self._record.stopped.keys())
-
-    def _plan(self, states: Mapping[str, MemberState], finished: Sequence[str]) -> dict[str, Any]:
-        """Split the freed compute over the remaining recipes, as `scalerl plan --budget` does; return the record."""
-        rules, stopped = self._record.rules, self._record.stopped
-        assert rules is not None
-        freed = sum(self._spared(states).values())
-        curves = [curve for curve in self._curves() if curve.recipe not in stopped]
-        line: dict[str, Any] = {"kind": "freed", "compute": freed, "steps": [], "sentence": "nothing was freed"}
-        if not curves or freed <= 0:
-            return line
-        split = split_budget(choice_of(fit_curves(curves)), freed)
-        steps = []
-        for step in split.steps:
-            mine = [run for run in finished if states[run].recipe == step.recipe]
-            members = [self._seed(mine[0])] if step.action == "seed" else self._longer(mine, step.compute)
-            steps.append({"recipe": step.recipe, "action": step.action, "compute": step.compute, "members": members})
-        if split.winner is not None and split.commit is not None:
-            mine = [run for run in finished if states[run].recipe == split.winner]
-            run = max(mine, key=lambda run: (self._reached.get(run, 0.0), run))
-            to = split.commit[1]
-            members = self._longer([run], to)
-            steps.append({"recipe": split.winner, "action": "commit", "compute": to, "members": members})
-        return {**line, "steps": steps, "sentence": split.sentence}
-
-    def _spared(self, states: Mapping[str, MemberState]) -> dict[str, float]:
-        """Return the compute saved, or in a dry run to be saved, on each member of a stopped recipe, by run."""
-        record = self._record
-        assert record.rules is not None
-        started: dict[str, float] = {}
-        for entry in self._study.ledger.entries() if self._live and record.stopped else []:
-            if entry["event"] == "started":
-                started[entry["run"]] = float(entry.get("time", 0.0))
-        when = {name: taken for look, taken in zip(record.looks, record.taken, strict=True) for name in look.stopped}
-        found = {}
-        for run in (run for run in self._members if run in states and states[run].recipe in record.stopped):
-            name = states[run].recipe
-            spent = record.stopped[name].compute
-            if self._live:
-                at, mode = when[name]
-                if states[run].state == "finished":
-                    spent = record.rules.budget
-                elif mode != "live" or started.get(run, at) > at:
-                    # A dry run stopped nothing, and a launch without a race has let it go on.
-                    spent = max(spent, self._reached.get(run, 0.0))
-                # Else as the look has it: how far it came before it was really stopped is a matter of time.
-            found[run] = max(0.0, record.rules.budget - spent)
-        return found
-
-    def _seed(self, run: str) -> tuple[str, str]:
-        """Return a run to copy for one more seed of its recipe, and the overrides that differ."""
-        spec = self._spec(run)
-        seeds = [each.seed for each in self._study.specs if each.recipe == spec.recipe]
-        # The budget is written down: the run that it is like may be made longer.
-        return run, f"seed={max(seeds) + 1} budget.steps={spec.steps}"
-
-    def _longer(self, runs: Sequence[str], compute: float) -> list[tuple[str, str]]:
-        """Extend runs to a compute at their pace so far; return those that become longer, with the new budget."""
-        found = []
-        for run in [run for run in runs if self._reached.get(run, 0.0) > 0]:
-            last = self._journals.evaluations(run)[-1]
-            steps = math.ceil(last.step * compute / last.metrics[self._record.axis or ""])
-            found += [(run, f"budget.steps={steps}")] if steps > self._spec(run).steps else []
-        return found
-
-    def _planned_as(self, base: RunSpec, override: str) -> list[RunSpec]:
-        """Plan a member like another, with a few overrides changed, under the same label; empty if it cannot be."""
-        if self._planned is None or not base.overrides:
-            return []
-        changed = override.split()
-        keys = {"output_dir", *(each.partition("=")[0] for each in changed)}
-        kept = [each for each in base.overrides if each.lstrip("+~").split("=")[0] not in keys]
-        try:
-            (spec,) = self._planned([[*kept, *changed, f"output_dir={self._study.directory}"]])
-        except PlannerLostError:
-            raise
-        except UserError as error:
-            self._refused.append(f"race: what was freed is not spent on {base.title} ({override}): {error}")
-            return []
-        # A run whose choices depend on its budget (a cosine, a curriculum) would be another one with a larger.
-        if spec.curve != base.curve or ("seed" not in keys and spec.run != base.run):
-            return []
-        return [replace(spec, recipe=base.recipe, settings=base.settings, overrides=(*kept, *changed))]
 
 
 def _same(before: str | None, why: str) -> str:

@@ -12,7 +12,7 @@ from lightning_scalerl import ConfigurationError, Evaluate, Race, RunLog
 from sweeps.decide.rules import Rules
 from sweeps.errors import UserError
 from sweeps.run.journal import Journal, read_journal
-from sweeps.search.onlooker import Onlooker
+from sweeps.search.run_observer import RunObserver
 from tests.helpers import fit
 from tests.sweeps.search.runners import EVERY, STEPS, evaluation, member
 
@@ -116,15 +116,15 @@ def test_scripts_that_share_a_label_do_not_race_and_are_told_once(
 
 def test_of_one_label_are_seeds_where_seeds_tell_them_apart(tmp_path: Path) -> None:
     mine, rules = begun(tmp_path, 0.7, 4), Rules(1.0, 0.05)
-    onlooker = Onlooker(tmp_path, mine, rules)
-    onlooker.look()
-    assert onlooker.namesakes is None, "alone it has nobody to race"
+    observer = RunObserver(tmp_path, mine, rules)
+    observer.look()
+    assert observer.namesakes is None, "alone it has nobody to race"
     for name, recipe, seed in (("b", "scalerl+a=0.7", 1), ("c", "other", 0), ("d", "scalerl+a=0.7", 0)):
         journal = Journal(tmp_path / name)
         journal.header(**{**member(0.7).header(), "run": name, "recipe": recipe, "seed": seed})
         journal.close()
-        onlooker.look()
-        assert (onlooker.namesakes is None) == (name == "c"), "those of another label are rivals"
+        observer.look()
+        assert (observer.namesakes is None) == (name == "c"), "those of another label are rivals"
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def begun(study: Path, a: float, until: int) -> Path:
 def test_onlookers_decide_alike_whenever_they_look(tmp_path: Path) -> None:
     rules = Rules(1.0, 0.05, growth=1.2)
     good, bad = begun(tmp_path, 0.7, 20), begun(tmp_path, 0.4, 6)
-    early = Onlooker(tmp_path, good, rules)
+    early = RunObserver(tmp_path, good, rules)
     assert early.look() is None and early.waits_for == ("scalerl+a=0.4",)
     for run_dir in (good, bad):
         journal = Journal(run_dir)
@@ -170,12 +170,12 @@ def test_onlookers_decide_alike_whenever_they_look(tmp_path: Path) -> None:
             journal.record("eval", step, evaluation(spec, step))
         journal.close()
     assert early.look() is None, "it leads"
-    late = Onlooker(tmp_path, bad, rules)
+    late = RunObserver(tmp_path, bad, rules)
     assert "of ending ahead of scalerl+a=0.7" in str(late.look())
     assert (good / "race.jsonl").read_text() == (bad / "race.jsonl").read_text()
-    assert Onlooker(tmp_path, bad, rules).look() == late.look(), "who comes back remembers"
+    assert RunObserver(tmp_path, bad, rules).look() == late.look(), "who comes back remembers"
     with pytest.raises(UserError, match="looked by other rules"):
-        Onlooker(tmp_path, bad, Rules(1.0, 0.2))
+        RunObserver(tmp_path, bad, Rules(1.0, 0.2))
 
 
 def test_an_onlooker_neither_waits_for_a_run_that_died_nor_judges_it(tmp_path: Path) -> None:
@@ -184,8 +184,8 @@ def test_an_onlooker_neither_waits_for_a_run_that_died_nor_judges_it(tmp_path: P
     died = Journal(begun(tmp_path, 0.66, 12))
     died.end(12, "failed", "ValueError: no good")
     died.close()
-    onlooker = Onlooker(tmp_path, good, Rules(1.0, 0.05, growth=1.2))
-    onlooker.look()
+    observer = RunObserver(tmp_path, good, Rules(1.0, 0.05, growth=1.2))
+    observer.look()
     seen = [json.loads(line)["look"] for line in (good / "race.jsonl").read_text().splitlines()]
     assert [any(each["recipe"] == "scalerl+a=0.66" for each in look["chances"]) for look in seen] == [
         look["compute"] <= 12 / STEPS for look in seen

@@ -26,7 +26,7 @@ from sweeps.run.interruption import stop_asked
 from sweeps.run.progress import last_metrics
 from sweeps.run.spec import RunSpec
 from sweeps.search.race import LiveRace
-from sweeps.search.record import RACE_FILE, RaceRecord
+from sweeps.search.race_log import RACE_FILE, RaceRecord
 from sweeps.search.settings import RaceSettings
 from sweeps.source import load
 from tests.examples import every
@@ -550,7 +550,7 @@ class Waiting(Cluster):
 def test_what_freed_compute_pays_for_is_found_in_the_queue_by_the_next_controller(tmp_path: Path, action: str) -> None:
     specs, rules = four(), replace(LIVE, freed="plan")
     raced(tmp_path, specs)
-    seed = LiveRace(Study(tmp_path, specs), rules, planned)._seed(specs[0].run)
+    seed = LiveRace(Study(tmp_path, specs), rules, planned)._freed._seed(specs[0].run)
     freed_by_hand(tmp_path, [(specs[0].run, "budget.steps=60") if action == "longer" else seed])
     jobs: list[str] = []
     for _ in range(3):
@@ -613,7 +613,7 @@ def test_an_added_seed_has_the_budget_of_the_launch_whoever_takes_the_study_up(
     specs, rules = four(), replace(LIVE, freed="plan")
     raced(tmp_path, specs)
     race = LiveRace(Study(tmp_path, specs), rules, planned)
-    members = [race._seed(specs[0].run), (specs[0].run, "budget.steps=80")]
+    members = [race._freed._seed(specs[0].run), (specs[0].run, "budget.steps=80")]
     step = {"recipe": specs[0].recipe, "action": "both", "members": members}
     with (tmp_path / RACE_FILE).open("a") as file:
         file.write(json.dumps({"kind": "freed", "compute": 1.0, "steps": [step]}) + "\n")

@@ -20,9 +20,10 @@ from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.planning import PlannerLostError
 from sweeps.launch.study import Study
 from sweeps.run.spec import RunSpec
-from sweeps.search import optuna_search
-from sweeps.search.optuna_search import TRIALS_FILE, Search
+from sweeps.search import trials as trials_module
+from sweeps.search.optuna_search import Search
 from sweeps.search.settings import Axis, SearchSettings
+from sweeps.search.trials import TRIALS_FILE
 from tests.examples import every
 from tests.sweeps.search.runners import STEPS, KilledError, Runners, planned, uneven
 from tests.sweeps.search.test_live_race import Told
@@ -152,15 +153,15 @@ def test_an_interrupted_search_counts_what_is_not_done(tmp_path: Path) -> None:
 
 def test_a_lock_that_a_killed_process_left_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, lock = tmp_path / TRIALS_FILE, tmp_path / f"{TRIALS_FILE}.lock"
-    monkeypatch.setattr(optuna_search, "_LOCK_GRACE_S", 0.05)
+    monkeypatch.setattr(trials_module, "_LOCK_GRACE_S", 0.05)
     lock.symlink_to(journal)  # as Optuna's own lock
-    optuna_search._break_stale_lock(journal)
+    trials_module._break_stale_lock(journal)
     assert not lock.is_symlink()
     # One that its owner releases meanwhile, and takes again, is not touched.
     lock.symlink_to(journal)
     taken = iter([lock.unlink, lambda: lock.symlink_to(tmp_path)])
-    monkeypatch.setattr(optuna_search.time, "sleep", lambda seconds: (next(taken)(), next(taken)()))
-    optuna_search._break_stale_lock(journal)
+    monkeypatch.setattr(trials_module.time, "sleep", lambda seconds: (next(taken)(), next(taken)()))
+    trials_module._break_stale_lock(journal)
     assert lock.readlink() == tmp_path
 
 
@@ -527,14 +528,14 @@ def test_a_search_is_gone_on_with_once_a_killed_ones_lock_is_gone(
 ) -> None:
     """Before Optuna opens its file: there it would wait 30 s for the lock."""
     search(tmp_path, SearchSettings(2, 2, budget=1.0))
-    lock, opened = tmp_path / f"{TRIALS_FILE}.lock", optuna_search._opened
+    lock, opened = tmp_path / f"{TRIALS_FILE}.lock", trials_module._opened
     lock.symlink_to(tmp_path / TRIALS_FILE)
 
     def unlocked(path: Path) -> optuna.Study:
         assert not lock.is_symlink()
         return opened(path)
 
-    monkeypatch.setattr(optuna_search, "_LOCK_GRACE_S", 0.05)
-    monkeypatch.setattr(optuna_search, "_opened", unlocked)
+    monkeypatch.setattr(trials_module, "_LOCK_GRACE_S", 0.05)
+    monkeypatch.setattr(trials_module, "_opened", unlocked)
     search(tmp_path, SearchSettings(3, 2, budget=1.0))
     assert len(trials(tmp_path)) == 3

@@ -16,10 +16,10 @@ from sweeps.errors import UserError
 from sweeps.run.files import append_lines, parse_lines
 from sweeps.run.journal import JournalView, find_runs
 from sweeps.search.journals import Journals, how_far
-from sweeps.search.record import RACE_FILE
+from sweeps.search.race_log import RACE_FILE
 
 
-class Onlooker:
+class RunObserver:
     """Observer for one run that takes a race's looks at its folder, and appends them to `race.jsonl` in its directory.
 
     Args:

@@ -1,0 +1,249 @@
+"""Trials of a search: Optuna's study, kept in a journal in the study's folder (`optuna.jsonl`)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from sweeps.errors import UserError
+from sweeps.redact import redact_override
+from sweeps.run.spec import RunSpec
+from sweeps.search.settings import Axis, SearchSettings
+
+TRIALS_FILE = "optuna.jsonl"
+_NAME = "search"
+
+# Trials on which a sampler is tried: more than most of them draw at random before they look at what was told.
+_REHEARSED = 12
+
+# A lock on Optuna's journal that nobody releases for so long has no owner: it is held for one write.
+_LOCK_GRACE_S = 1.0
+
+# The journal holds how far these have come in a sequence that their seed alone decides.
+_NUMBERED = (optuna.samplers.GridSampler, optuna.samplers.QMCSampler)
+
+Planner = Callable[[Sequence[Sequence[str]]], list[RunSpec]]
+
+
+class Trials:
+    """Trials of a search in Optuna's journal, with the sampler that proposes them.
+
+    Args:
+        directory: the study's folder.
+        space: axes of the search space.
+        settings: settings of the search.
+        base: command-line overrides that all trials share.
+        planned: makes members' specifications from lists of overrides.
+        sampler: makes Optuna's sampler from a seed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        space: Sequence[Axis],
+        settings: SearchSettings,
+        base: Sequence[str],
+        planned: Planner,
+        sampler: Callable[[int], optuna.samplers.BaseSampler],
+    ) -> None:
+        self._directory, self._space, self._settings, self._base = directory, space, settings, base
+        self._planned, self._sampler = planned, sampler
+        self._study: optuna.Study | None = None
+
+    @property
+    def study(self) -> optuna.Study:
+        """Optuna's study in the journal, opened at first use, when this process holds the study's lease."""
+        if self._study is None:
+            optuna.logging.set_verbosity(optuna.logging.ERROR)  # what it says of a rehearsal is no news
+            self._rehearse()
+            optuna.logging.set_verbosity(optuna.logging.WARNING)
+            path = self._directory / TRIALS_FILE
+            _break_stale_lock(path)
+            _cut_torn_line(path)
+            found = _opened(path)
+            try:
+                self._check_same(found)
+            except UserError:
+                if any("run" in each.user_attrs for each in found.get_trials(deepcopy=False)):
+                    raise
+                path.unlink()  # every trial was refused: there is nothing that this one could be mixed with
+                found = _opened(path)
+                self._check_same(found)
+            found.sampler = self._sampler(self._settings.seed)
+            if not isinstance(found.sampler, _NUMBERED):
+                # A sampler's own state is not kept: another process draws on, and does not draw the same again.
+                found.sampler = self._sampler(self._settings.seed + len(found.trials))
+            found.stop = self._no_more  # type: ignore[method-assign]
+            self._study = found
+        return self._study
+
+    def _rehearse(self) -> None:
+        """Try the sampler on the space in memory, before any run is paid for.
+
+        Most samplers show only once they sample that they do not fit the space, or lack a package.
+
+        Raises:
+            UserError: what it says.
+        """
+        made = self._sampler(self._settings.seed)
+        if not isinstance(made, optuna.samplers.BaseSampler):
+            raise UserError(
+                f"hydra.sweeper.sampler: a {type(made).__name__} is none of Optuna's; give its _target_ and arguments"
+            )
+        tried = optuna.create_study(direction="maximize", sampler=made)
+        tried.stop = lambda: None  # type: ignore[method-assign]
+        for value in range(min(self._settings.n_trials, _REHEARSED)):
+            with sampling():
+                trial = tried.ask()
+                self.suggested(trial)
+                tried.tell(trial, float(value))
+
+    def _check_same(self, found: optuna.Study) -> None:
+        """Check that the folder's search was begun with the same objective, budget, space and base configuration."""
+        (base,) = self._planned([self._base])
+        budget = self._settings.budget
+        asked = {"hydra.sweeper.objective": self._settings.objective}
+        asked |= {"hydra.sweeper.budget": "null" if budget is None else str(float(budget))}
+        asked |= {} if budget is not None else {"budget.steps": str(base.steps)}
+        asked |= {f"the space of {axis.key}": str(axis) for axis in self._space}
+        shared = [redact_override(each) for each in self._base]
+        begun: Any = found.user_attrs.get("begun_with")
+        if begun is None:
+            found.set_user_attr("begun_with", {"asked": asked, "run": base.run, "shared": shared})
+            return
+        for name in [*asked, *begun["asked"]]:
+            now, then = asked.get(name, "none"), begun["asked"].get(name, "none")
+            if now != then:
+                self._refuse(f"{name}: {now}", then)
+        if base.run != begun["run"]:
+            # What is no part of a run may differ: where it runs, where it is tracked.
+            here = [each for each in shared if each not in begun["shared"]]
+            there = [each for each in begun["shared"] if each not in shared]
+            same = "none" if here or there else "the same words, which stand for something else"
+            self._refuse(f"what all trials share: {' '.join(here) or same}", " ".join(there) or same)
+
+    def _refuse(self, now: str, then: str) -> None:
+        raise UserError(
+            f"{now}, and the search in {self._directory} was begun with {then}; go on with that, or give this "
+            "one a folder of its own (study=NAME)"
+        )
+
+    @property
+    def exhausted(self) -> bool:
+        """True once the sampler has said that it has nothing more to propose."""
+        return self.study.user_attrs.get("exhausted") == _named(self.study.sampler)
+
+    def _no_more(self) -> None:
+        """Record that the sampler has nothing more to propose; replaces `optuna.Study.stop`."""
+        self.study.set_user_attr("exhausted", _named(self.study.sampler))
+
+    def unfinished(self) -> list[FrozenTrial]:
+        """Return the trials that Optuna has no result of yet."""
+        return self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+
+    def suggested(self, trial: Trial) -> list[str]:
+        """Return a trial's proposal as overrides; asked again, a trial gives the same values."""
+        overrides = []
+        for axis in self._space:
+            value: Any
+            if axis.choices:
+                value = trial.suggest_categorical(axis.key, list(axis.choices))
+            elif isinstance(axis.low, int) and isinstance(axis.high, int):
+                value = trial.suggest_int(axis.key, axis.low, axis.high, log=axis.log)
+            else:
+                # As many digits as anybody reads: they are part of the recipe's label.
+                value = f"{trial.suggest_float(axis.key, axis.low, axis.high, log=axis.log):.6g}"
+            overrides.append(f"{axis.key}={value}")
+        return overrides
+
+    def sentence(self) -> str:
+        """Describe the search so far: counts of trials by outcome, and the best one."""
+        trials = self.study.get_trials(deepcopy=False)
+        count = {state: sum(each.state is state for each in trials) for state in TrialState}
+        done = [each for each in trials if each.state is TrialState.COMPLETE and each.value is not None]
+        said = f"{count[TrialState.COMPLETE]} of {self._settings.n_trials} trials finished"
+        for state, what in ((TrialState.PRUNED, "pruned"), (TrialState.FAIL, "failed")):
+            said += f", {count[state]} {what}" if count[state] else ""
+        said += ", and the sampler has no more to propose" if self.exhausted else ""
+        if not done:
+            return said
+        best = max(done, key=lambda each: (each.value or 0.0, -each.number))
+        proposed = " ".join(f"{key}={_shown(chosen)}" for key, chosen in best.params.items())
+        return f"{said}; the best is trial {best.number} with {best.value:.3f} ({proposed})"
+
+    def refusals(self) -> list[str]:
+        """Return the reasons of refused trials, in their order."""
+        return [str(each.user_attrs["refused"]) for each in self.study.get_trials() if "refused" in each.user_attrs]
+
+
+def _opened(path: Path) -> optuna.Study:
+    storage = JournalStorage(JournalFileBackend(str(path)))
+    return optuna.create_study(storage=storage, study_name=_NAME, direction="maximize", load_if_exists=True)
+
+
+@contextmanager
+def sampling() -> Iterator[None]:
+    """Context manager: turn what a sampler raises, on the space or a missing package, into a UserError."""
+    try:
+        yield
+    except OSError:
+        raise  # of the journal
+    except Exception as error:
+        raise UserError(
+            f"hydra.sweeper.sampler: {message_of(error)}; give one that fits the space (values of a grid as on the "
+            "command line, in quotes), and install what it needs"
+        ) from error
+
+
+def message_of(error: Exception) -> str:
+    """Format an exception's message on one line; its type if the message is empty."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _named(sampler: optuna.samplers.BaseSampler) -> str:
+    """Identify a sampler by its type, and by its grid if it has one."""
+    return f"{type(sampler).__name__} {getattr(sampler, '_search_space', '')}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _break_stale_lock(path: Path) -> None:
+    """Remove the lock (a link, `optuna.jsonl.lock`) that a killed process has left: Optuna itself waits 30 s for it.
+
+    Whoever runs the study alone writes there, and this process does; who only looks at the trials (a dashboard) holds
+    the lock for the time of one write, and is waited for.
+    """
+    lock = path.with_name(path.name + ".lock")
+
+    def held_as() -> tuple[int, int] | None:
+        try:
+            status = lock.lstat()
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    before = held_as()
+    deadline = time.monotonic() + _LOCK_GRACE_S
+    while before is not None and held_as() == before:
+        if time.monotonic() >= deadline:
+            lock.unlink(missing_ok=True)
+            return
+        time.sleep(_LOCK_GRACE_S / 10)
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Cut off a torn last line, as a power cut leaves it: Optuna would append behind it."""
+    whole = path.read_bytes() if path.exists() else b""
+    if whole and not whole.endswith(b"\n"):
+        os.truncate(path, whole.rfind(b"\n") + 1)
