@@ -1,10 +1,16 @@
-"""The part `scalerl_axes` of `conf/train.yaml`: every axis at its neutral choice, where it has one.
+"""What `conf/` holds without a file: the part `scalerl_axes` of `train.yaml`, and variants that are one choice.
 
-Hydra imports the modules of this namespace before it composes anything, whichever program has started it.
+`scalerl_axes` is every axis at its neutral choice, where it has one. Hydra imports the modules of this namespace before
+it composes anything, whichever program has started it.
 """
 
 from hydra.core.config_store import ConfigStore
 
 from lightning_scalerl.choices import NEUTRAL
+from lightning_scalerl.composition import plain_variants
 
-ConfigStore.instance().store("scalerl_axes", {"defaults": [{axis: file} for axis, file in NEUTRAL.items()]})
+_store = ConfigStore.instance()
+_store.store("scalerl_axes", {"defaults": [{axis: file} for axis, file in NEUTRAL.items()]})
+for _name, (_axis, _file) in plain_variants().items():
+    _node = {"defaults": [{f"override /{_axis}": _file}], "label": f"{_axis}={_file}"}
+    _store.store(_name, _node, group="variant", package="_global_")

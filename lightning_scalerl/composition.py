@@ -121,7 +121,21 @@ def is_group(key: str, folders: Folders = ()) -> bool:
 
 def names_in(group: str, folders: Folders = ()) -> list[str]:
     """Return the choices of a configuration group, by name."""
-    return sorted({path.stem for folder in (conf_dir(), *folders) for path in (Path(folder) / group).glob("*.yaml")})
+    found = {path.stem for folder in (conf_dir(), *folders) for path in (Path(folder) / group).glob("*.yaml")}
+    return sorted(found | plain_variants().keys() if group == "variant" else found)
+
+
+# Axes without plain variants: advantage and critic change together, an epoch's choice by its number alone.
+_NO_PLAIN_VARIANT = ("advantage", "critic", "epochs")
+
+
+def plain_variants() -> dict[str, tuple[str, str]]:
+    """Return axis and file of each variant that takes one file of an axis as it is, by name: `loss_dapo`.
+
+    Such a variant needs no file in `conf/variant/`: `hydra_plugins/scalerl_axes.py` hands it to Hydra.
+    """
+    files = ((axis, path.stem) for axis in AXES for path in (conf_dir() / axis).glob("*.yaml"))
+    return {f"{axis}_{name}": (axis, name) for axis, name in files if axis not in _NO_PLAIN_VARIANT}
 
 
 def check_choices(overrides: Sequence[str], folders: Folders = ()) -> None:

@@ -18,17 +18,18 @@ from lightning_scalerl import RolloutDataModule, train
 from lightning_scalerl.checks import ConfigurationError, check_arguments
 from lightning_scalerl.choices import AXES, NEUTRAL
 from lightning_scalerl.composer import load_recipe
-from lightning_scalerl.composition import build_recipe, compose, conf_dir
+from lightning_scalerl.composition import build_recipe, compose, conf_dir, plain_variants
 from lightning_scalerl.member.identify import plan_members
 from sweeps.decide.resolution import NULL
 from sweeps.run.spec import science
 from tests.examples import every
+from tests.variants import VARIANTS, variant_text
 
 CONF = conf_dir()
 ROOT = CONF.parent
-VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml") if path.stem != "none")
+CHANGING = [variant for variant in VARIANTS if variant != "none"]
 # Of a setting, and no choice on an axis: the scale says whether they change anything.
-OPTIMIZER = [variant for variant in VARIANTS if variant.startswith("clip_") or variant == "lr_0"]
+OPTIMIZER = [variant for variant in CHANGING if variant.startswith("clip_") or variant == "lr_0"]
 # Those that sweep variants of the default recipe; all others are in tests/test_recipes.py.
 OF_VARIANTS = [
     path.stem
@@ -56,10 +57,6 @@ def is_own_choice(recipe: str, variant: str) -> bool:
     return own_files(recipe).get(axis) == name and f"label: {axis}={name}\n" in variant_text(variant)
 
 
-def variant_text(variant: str) -> str:
-    return (CONF / "variant" / f"{variant}.yaml").read_text()
-
-
 @cache
 def resolved(recipe: str) -> dict[str, Any]:
     """A recipe's configuration in plain values; what it resolves to does not depend on who asks."""
@@ -76,7 +73,7 @@ def meanings(recipe: str) -> dict[str, dict[str, Any]]:
 # PPO for what is neutral elsewhere; a recipe more would show nothing new of a variant.
 PAIRS = [
     pytest.param(recipe, variant, marks=pytest.mark.full if again else ())
-    for variant in VARIANTS
+    for variant in CHANGING
     if variant not in OPTIMIZER
     for again, recipe in enumerate(
         [name for name in ("scalerl", "scalerl_core", "ppo") if not is_own_choice(name, variant)][:2]
@@ -134,7 +131,7 @@ def test_every_experiment_of_variants_plans(experiment: str) -> None:
     inherited = [name for name in own.get("defaults", []) if name != "_self_"]  # type: ignore[union-attr]
     files = [*(OmegaConf.load(CONF / "experiment" / f"{name}.yaml") for name in inherited), own]
     variants = OmegaConf.merge(*files).hydra.sweeper.params.variant.split(",")  # type: ignore[union-attr]
-    assert set(variants) <= {"none", *VARIANTS}
+    assert set(variants) <= set(VARIANTS)
     specs = plan_members(
         [[f"experiment={experiment}", f"variant={v}", f"seed={s}", *QUICK] for v in variants for s in (0, 1)]
     )
@@ -389,6 +386,13 @@ def test_the_wheel_carries_conf(tmp_path: Path) -> None:
     assert {f"lightning_scalerl/conf/{p.relative_to(CONF)}" for p in CONF.rglob("*.yaml")} <= names
     plugins = {f"hydra_plugins/{path.name}" for path in (ROOT / "hydra_plugins").glob("*.py")}
     assert {"sweeps/cli/main.py", "hydra_plugins/scalerl_axes.py"} | plugins <= names
+
+
+def test_a_file_of_a_variant_says_more_than_its_name() -> None:
+    """One that only takes a file of an axis has no file of its own; a file of its name would win over it."""
+    own = {path.stem for path in (CONF / "variant").glob("*.yaml")}
+    assert not own & plain_variants().keys()
+    assert {"loss_dapo", "adapter_lora"} <= plain_variants().keys() and "loss_dapo_28" in own
 
 
 def test_the_leave_one_out_is_the_papers() -> None:

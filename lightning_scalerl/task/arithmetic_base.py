@@ -33,7 +33,7 @@ PAD = "<pad>"
 HEAD_SIZE = 32  # so that other engines can load the model too
 # Beside the weights: how they were made.
 MADE_WITH = "made_with.json"
-# Settings, other than the defaults, of the base model that comes with the package (conf/experiment/demo.yaml).
+# Settings, other than the defaults, of the base model that comes with the package (conf/sums_of_two_digits.yaml).
 SHIPPED: dict[str, Any] = {"digits": 2}
 FOLDER = Path(__file__).parent / "base_models"
 

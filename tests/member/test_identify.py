@@ -16,7 +16,7 @@ from lightning_scalerl import composer
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composer import Composer
-from lightning_scalerl.composition import compose, conf_dir
+from lightning_scalerl.composition import compose, names_in
 from lightning_scalerl.member.identify import plan_members
 from tests.examples import every, examples
 
@@ -24,9 +24,9 @@ from tests.examples import every, examples
 QUICK = ["model.batches=1", "model.width=32", "model.layers=1"]
 
 GROUPS = [
-    f"{group}={path.stem}"
+    f"{group}={name}"
     for group in (*AXES, "variant", "recipe", "scale", "experiment", "task")
-    for path in sorted((conf_dir() / group).glob("*.yaml"))
+    for name in names_in(group)
 ]
 NUMBERS = st.one_of(
     st.integers(-3, 5000), st.floats(1e-8, 1e8).map(lambda x: float(f"{x:.4g}")), st.sampled_from(["1e-4", "inf"])

@@ -27,6 +27,7 @@ from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.identity import check_identity, identity_of
 from sweeps.executor.slurm.job import run_member
 from tests.paths import ROOT
+from tests.variants import VARIANTS, variant_text
 
 TABLE = Path(__file__).with_name("identities.json")
 CONF = ROOT / "conf"
@@ -43,7 +44,6 @@ RECIPES = (
     "ppo_large",
     "scalerl_32k",
 )
-VARIANTS = sorted(path.stem for path in (CONF / "variant").glob("*.yaml"))
 
 # Form by form, what a recipe or a scale was before it was corrected.
 _EVALUATED = ("evaluation.every_n_steps=10", "evaluation.samples=4")
@@ -84,7 +84,7 @@ def _case(variant: str) -> str:
     """On the first recipe whose own choice it is not: that would be no variant of it."""
     if variant in CASE_OF:
         return CASE_OF[variant]
-    text = (CONF / "variant" / f"{variant}.yaml").read_text()
+    text = variant_text(variant)
     lines = [line for line in text.splitlines() if line.startswith("  - override /")]
     values = any(line.startswith("  ") and line not in lines for line in text.splitlines())
     for recipe in ("scalerl", "scalerl_core", "ppo"):

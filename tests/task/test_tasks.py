@@ -91,7 +91,7 @@ def test_the_demos_base_model_comes_with_the_package(tmp_path: Path, monkeypatch
     monkeypatch.setenv("SCALERL_CACHE", str(tmp_path))
     monkeypatch.setattr(arithmetic_base, "_train", lambda **_: pytest.fail("it was made on the spot"))
     conf = conf_dir()
-    usual, demo = (OmegaConf.load(conf / name) for name in ("model/arithmetic_base.yaml", "experiment/demo.yaml"))
+    usual, demo = (OmegaConf.load(conf / name) for name in ("model/arithmetic_base.yaml", "sums_of_two_digits.yaml"))
     settings = {str(name): value for name, value in {**usual, **demo.model}.items() if name != "_target_"}
     before = torch.get_rng_state()
     path = Path(arithmetic_base_model(**settings))
