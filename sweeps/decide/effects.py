@@ -109,8 +109,9 @@ def table_of(recipes: Sequence[str], factors: Sequence[Mapping[str, str]]) -> li
     """Levels by axis of each recipe: what its label departs on (`base+axis=choice+...`), its base, and its factors."""
     found = []
     for recipe, more in zip(recipes, factors, strict=True):
-        # With factors a label goes on behind the recipe's.
-        base, *parts = recipe.split(" ")[0].split("+") if more else recipe.split("+")
+        # With factors a label goes on behind the recipe's, which may have spaces of its own.
+        behind = "".join(f" {name}={value}" for name, value in more.items())
+        base, *parts = recipe.removesuffix(behind).split("+")
         cell = {BASE: base, **more}
         for part in parts:
             axis, _, level = part.partition("=")

@@ -100,7 +100,7 @@ def append_to(
 
     Raises:
         OSError: they could not be written; what was written of them is taken back, so that nothing is there twice
-            when the caller tries again.
+            when the caller tries again. It stays, torn, if another process has appended behind it.
         ValueError: a number is not finite.
     """
     raw = b"".join(dump_line(entry, checksum) for entry in entries)
@@ -116,7 +116,10 @@ def append_to(
             os.fsync(descriptor)
     except OSError:
         with suppress(OSError):  # what is to be told is why it could not be written
-            os.ftruncate(descriptor, before)
+            written, end = len(raw) - len(rest), os.fstat(descriptor).st_size
+            # Another process may have appended since: only what is this one's may go.
+            if os.pread(descriptor, written, end - written) == raw[:written]:
+                os.ftruncate(descriptor, end - written)
         raise
 
 

@@ -179,12 +179,15 @@ def why_failed(run_dir: Path, fallback: str, earlier: tuple[int, int] = (0, 0)) 
 
 
 def last_metrics(run_dir: Path, tail_bytes: int = _TAIL_BYTES) -> dict[str, float]:
-    """Return the newest step and evaluation metrics within the last `tail_bytes` of the journal."""
+    """Return the newest step and evaluation metrics within the last `tail_bytes` of the journal; empty without any."""
     found: dict[str, float] = {}
     for entry in _from_end(run_dir, tail_bytes):
         if entry is None or entry.get("kind") not in ("train", "eval"):
             continue
-        found.setdefault("step", float(entry["step"]))
+        step, metrics = entry.get("step"), entry.get("metrics")
+        if not isinstance(step, int | float) or not isinstance(metrics, Mapping):
+            continue  # no record of ours, or a damaged one: whoever reads the whole journal names it
+        found.setdefault("step", float(step))
         if entry["kind"] == "eval":
-            return found | {key: value for key, value in entry["metrics"].items() if key.startswith("eval/")}
+            return found | {key: value for key, value in metrics.items() if key.startswith("eval/")}
     return found

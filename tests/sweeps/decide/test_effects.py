@@ -133,6 +133,9 @@ def test_labels_and_factors_are_axes() -> None:
         {"recipe": "t", "loss": OWN, "fast": "yes"},
     ]
     assert table_of(["s size=1"], [{"size": "1"}]) == [{"recipe": "s", "size": "1"}]
+    assert table_of(["my run+loss=dapo size=1 set=a b"], [{"size": "1", "set": "a b"}]) == [
+        {"recipe": "my run", "size": "1", "set": "a b", "loss": "dapo"}
+    ], "a label and a value may have spaces"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

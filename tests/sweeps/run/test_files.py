@@ -69,6 +69,32 @@ def test_a_full_disk_takes_back_what_was_written(tmp_path: Path, monkeypatch: py
     assert [entry["n"] for entry in parse_lines(path.read_bytes())] == [0, 1]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_what_another_process_has_appended_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """It takes back its own, wherever it came to stand; what it cannot take back without the other's it leaves."""
+    path, theirs, write, room = tmp_path / "lines.jsonl", b'{"n":7}\n', os.write, [5]
+    append_lines(path, [{"n": 0}])
+
+    def full(descriptor: int, data: memoryview) -> int:
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if first:
+            write(descriptor, theirs)
+        count = write(descriptor, data[: room.pop()])
+        if not first:
+            write(descriptor, b"\n" + theirs)
+        return count
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            append_lines(path, [{"n": 1}])
+    append_lines(path, [{"n": 1}])
+    assert [entry["n"] for entry in parse_lines(path.read_bytes())] == [0, 7, 1]
+
+
 def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     with pytest.raises(ValueError, match="JSON"):

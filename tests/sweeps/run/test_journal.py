@@ -27,7 +27,7 @@ from sweeps.run.journal import (
     read_journal,
 )
 from sweeps.run.mend import find_break, mend
-from sweeps.run.progress import is_done, looks_whole, trouble
+from sweeps.run.progress import is_done, last_metrics, looks_whole, trouble
 from sweeps.run.tail import JournalTail
 from tests.examples import examples
 
@@ -537,3 +537,15 @@ def test_runs_are_found_at_and_below_a_directory(tmp_path: Path) -> None:
     assert find_runs(tmp_path / "study") == [tmp_path / "study/runs/a", tmp_path / "study/runs/b"]
     assert [path.name for path in find_runs(tmp_path)] == ["c", "a", "b"]
     assert find_runs(tmp_path / "study" / "runs" / "empty") == []
+
+
+def test_the_newest_metrics_are_read_past_what_is_no_record(tmp_path: Path) -> None:
+    """Of no journal, a torn one, and lines that are JSON and no record of ours: none of these ends who asks."""
+    assert last_metrics(tmp_path) == {}
+    path = tmp_path / JOURNAL_FILE
+    good = b'{"kind":"eval","step":4,"metrics":{"eval/a/pass_rate":0.5,"time":1}}\n'
+    for bad in (b"", b'{"kind":"train","st', b'{"kind":"train"}\n', b'{"kind":"eval","step":"5","metrics":{}}\n'):
+        path.write_bytes(bad)
+        assert last_metrics(tmp_path) == {}
+        path.write_bytes(good + bad)
+        assert last_metrics(tmp_path) == {"step": 4.0, "eval/a/pass_rate": 0.5}
