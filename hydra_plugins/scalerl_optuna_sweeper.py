@@ -49,7 +49,7 @@ class ScaleRLOptunaSweeper(ScaleRLSweeper):
                 "that has them away, or give hydra.sweeper.rows=null and what is to be searched"
             )
         if not isinstance(self.launcher, StudyLauncher):
-            raise UserError("hydra/sweeper=scalerl_optuna: needs a launcher of ours: cluster=local, slurm or debug")
+            raise UserError(f"hydra/sweeper=scalerl_optuna: needs {self.launchers_of_ours()}")
         self.launcher.files = self.kept()
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         given = {each.get_key_element(): each for each in parser.parse_overrides([*self._parse_config(), *arguments])}

@@ -53,7 +53,7 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
         """
         if not isinstance(self.launcher, StudyLauncher):
             if _checked(self.rows) != [[]]:
-                raise UserError("hydra.sweeper.rows: they need a launcher of ours: cluster=local, slurm or debug")
+                raise UserError(f"hydra.sweeper.rows: they need {self.launchers_of_ours()}")
             directory = Path(self.config.hydra.sweep.dir)
             make_private(directory)
             (directory / "multirun.yaml").touch(mode=0o600)
@@ -77,6 +77,11 @@ class ScaleRLSweeper(BasicSweeper):  # type: ignore[misc]
             results.append(self.launcher.launch(batch, initial_job_idx=launched))
             launched += len(batch)
         return results
+
+    def launchers_of_ours(self) -> str:
+        """Return how a launcher of ours is asked for, by the files of the group `cluster`, the user's among them."""
+        names = self.hydra_context.config_loader.get_group_options("cluster")
+        return f"a launcher of ours: cluster={' or '.join(names)}"
 
     def kept(self) -> dict[Path, str]:
         """Return the redacted text of `multirun.yaml`, for its owner alone: a set-up command may hold a secret."""

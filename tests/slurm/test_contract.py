@@ -25,6 +25,7 @@ class Cluster(Engine):
     """The lab."""
 
     patience_s = PATIENCE_S
+    nodes = ("n1", "n2")
 
     def __init__(self, study: Path, lab: Lab) -> None:
         super().__init__(study)

@@ -73,7 +73,9 @@ def test_a_row_wins_over_the_grid_and_the_command_line_over_both() -> None:
 def test_a_launcher_that_would_not_see_the_rows_is_refused() -> None:
     sweeper = importlib.reload(scalerl_sweeper).ScaleRLSweeper(None, {"seed": "0,1"}, [["loss=dapo"]])
     sweeper.launcher = object()
-    with pytest.raises(UserError, match=r"hydra\.sweeper\.rows: they need a launcher of ours"):
+    loader = SimpleNamespace(get_group_options=lambda group: {"cluster": ["local", "moon"]}[group])
+    sweeper.hydra_context = SimpleNamespace(config_loader=loader)
+    with pytest.raises(UserError, match=r"hydra\.sweeper\.rows: they need a launcher of ours: cluster=local or moon$"):
         sweeper.sweep([])
 
 

@@ -11,9 +11,11 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sweeps.executor.base import Executor, Launch, Outcome
+from sweeps.executor.slurm.attempts import attempts
 from sweeps.run.interruption import RunInterruptedError, interruption
 
 # What a member does; `wait` until its study asks it to stop.
@@ -29,6 +31,7 @@ def perform(run_dir: Path) -> None:
     if does == "wait":
         with interruption.heeding(run_dir):
             while not interruption.requested:
+                (run_dir / "beat").write_text(str(time.monotonic()))
                 time.sleep(0.05)
         (run_dir / "saved").touch()
         raise RunInterruptedError(f"step 3: {interruption.reason}")
@@ -54,6 +57,16 @@ class Engine(ABC):
     def has_begun(self, run: str) -> bool:
         """Whether the member has been at work."""
 
+    def goes_on(self, run: str) -> bool:
+        """Whether a member that waits is at work now; here: whether its heart beats."""
+        beat = self.study / "runs" / run / "beat"
+        before, deadline = beat.read_text(), time.monotonic() + 2
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            if beat.read_text() not in ("", before):
+                return True
+        return False
+
     def launch(self, run: str, does: str) -> Launch:
         """A member."""
         assert does in BEHAVIOURS
@@ -65,6 +78,12 @@ class Engine(ABC):
     def only_room_for_one(self) -> None:
         """From now on at most one member is at work at a time; of an engine with a queue."""
         raise NotImplementedError
+
+    nodes: Sequence[str] = ()  # of an engine with a queue: where members may run
+
+    def node_of(self, run: str) -> str:
+        """The node on which a member ran; of an engine with a queue."""
+        return attempts(self.study / "runs" / run)[-1].node
 
     def until(self, executor: Executor, true: Callable[[], bool], outcomes: dict[str, Outcome] | None = None) -> None:
         """Poll until something holds; no outcome comes twice."""
@@ -161,6 +180,20 @@ class ExecutorContract:
         engine.until(later, lambda: "a" in outcomes, outcomes)
         assert outcomes["a"].kind == "stopped"
 
+    def test_closing_ends_what_does_not_outlive_it_and_nothing_else(self, engine: Engine) -> None:
+        executor = engine.executor()
+        launch = engine.launch("a", "wait")
+        kept = once()
+        job = executor.submit(kept, [launch])["a"]
+        engine.until(executor, lambda: engine.has_begun("a") and engine.goes_on("a"))
+        executor.close()
+        executor.close()  # twice is once
+        assert engine.goes_on("a") == executor.outlives
+        if executor.outlives:
+            later = engine.executor()
+            later.adopt([replace(launch, submission=kept, job=job)])
+            self.end(engine, later)
+
     def test_it_says_when_it_is_clear_of_every_member(self, engine: Engine) -> None:
         executor = engine.executor()
         executor.submit(once(), [engine.launch("a", "finish")])
@@ -176,6 +209,14 @@ class ExecutorContract:
 
 class QueueContract(ExecutorContract):
     """And of one that has a queue of its own, which outlives its controllers."""
+
+    def test_a_member_keeps_off_the_nodes_that_it_excludes(self, engine: Engine) -> None:
+        for number, kept in enumerate(engine.nodes):
+            others = tuple(node for node in engine.nodes if node != kept)
+            launch = replace(engine.launch(f"a{number}", "finish"), excluded=others)
+            engine.drive(engine.executor(), [launch])
+            assert engine.node_of(launch.run) == kept
+        assert len(engine.nodes) > 1, "or nothing was shown"
 
     def test_one_that_waits_for_its_turn_never_begins(self, engine: Engine) -> None:
         engine.only_room_for_one()

@@ -14,7 +14,7 @@ from sweeps.executor.slurm.executor import ClusterExecutor
 from sweeps.executor.slurm.settings import JobSettings
 from tests.sweeps.executor import contract
 from tests.sweeps.executor.contract import Engine, ExecutorContract, QueueContract
-from tests.sweeps.executor.fake_cluster import FINISHES, GOES_ON, RAISES, FakeCluster, VirtualTime, light
+from tests.sweeps.executor.fake_cluster import FINISHES, GOES_ON, NODES, RAISES, FakeCluster, VirtualTime, light
 
 
 class ThisMachine(Engine):
@@ -52,6 +52,7 @@ class Virtual(Engine):
     """A cluster that exists only in virtual time."""
 
     patience_s = 5000.0
+    nodes = NODES
 
     def __init__(self, study: Path) -> None:
         super().__init__(study)
@@ -72,6 +73,9 @@ class Virtual(Engine):
 
     def has_begun(self, run: str) -> bool:
         return self.cluster.begun[run] > 0
+
+    def goes_on(self, run: str) -> bool:
+        return any(process.run_dir.name == run for process in self.cluster.living())
 
     def only_room_for_one(self) -> None:
         self.cluster.places = 1

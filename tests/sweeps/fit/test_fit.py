@@ -423,6 +423,19 @@ def test_extrapolation_error_is_about_the_last_quarter() -> None:
     assert fit_curve(make_curve("x", np.arange(8.0), np.linspace(0.1, 0.9, 8))).extrapolation_error is None
 
 
+def test_the_intervals_of_one_curve_are_what_they_were() -> None:
+    """Of another level, or another kind, they are others; the noise here is the same on every machine."""
+    compute = np.geomspace(0.02, 8.0, 30)
+    noise = 0.01 * np.sin(7.0 * np.arange(30) ** 1.5)
+    fit = fit_curve(make_curve("x", compute, law(compute, 0.6, 1.5, 1.0, 0.2) + noise), FitOptions(r0=0.2))
+    assert (fit.A.low, fit.A.value, fit.A.high) == pytest.approx((0.59125, 0.60561, 0.62670), abs=3e-4)
+    assert (fit.B.low, fit.B.value, fit.B.high) == pytest.approx((1.3221, 1.4293, 1.5546), abs=2e-3)
+    assert (fit.C_mid.low, fit.C_mid.value, fit.C_mid.high) == pytest.approx((0.92936, 1.00068, 1.08649), abs=2e-3)
+    assert fit.A_total == pytest.approx((0.57289, 0.64179), abs=5e-4)
+    band = predict(fit, [16.0])
+    assert (band.low[0], band.high[0]) == pytest.approx((0.55626, 0.63618), abs=1e-3)
+
+
 def test_prediction_with_noise_is_wider_than_the_curve() -> None:
     fit = fit_curve(curve(white=0.02))
     bare, one, many = (predict(fit, [8000.0], observations=k) for k in (0, 1, 16))
