@@ -273,7 +273,7 @@ class SlurmStudyLauncher(StudyLauncher):
         return replace(
             super().plan(config),
             axis=default_axis(asks_for_gpus(settings.resources)),
-            settings=settings,
+            slurm=settings,
             retries=retry_policy(self._settings.get("retries")),
         )
 

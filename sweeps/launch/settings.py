@@ -32,6 +32,10 @@ LAUNCH_FILE = "launch.json"
 CLUSTER = "slurm"
 
 
+# Fields of the settings that the file has under another name.
+_IN_FILE = {"slurm": "settings"}
+
+
 class MemberFailedError(UserError):
     """Error: some members of a study failed; the message names them with their reasons."""
 
@@ -48,7 +52,7 @@ class LaunchSettings:
         threads: CPU threads of each member.
         tracking: MLflow's tracking URI; None for a study that is not tracked.
         axis: compute axis of MLflow's charts.
-        settings: resources and limits of the cluster's jobs.
+        slurm: resources and limits of a cluster's jobs; unused by the other kinds.
         retries: number of attempts after the first, by kind of failure; None for no limit.
         race: settings under `race`, see `sweeps.search.settings`; empty where there is no race.
         planner: `module:function` that plans members added later, see `sweeps.launch.planning.Planner`; "" for none.
@@ -62,7 +66,7 @@ class LaunchSettings:
     threads: int
     tracking: str | None
     axis: str
-    settings: JobSettings = field(default_factory=JobSettings)
+    slurm: JobSettings = field(default_factory=JobSettings)
     retries: Mapping[str, int | None] = field(default_factory=lambda: dict(NEVER))
     race: Mapping[str, Any] = field(default_factory=dict)
     planner: str = ""
@@ -70,11 +74,9 @@ class LaunchSettings:
 
     def text(self) -> str:
         """Return the content of `launch.json`, without the password in MLflow's address."""
-        values = {
-            **self.__dict__,
-            "settings": self.settings.given(),
-            "tracking": self.tracking and redact(self.tracking),
-        }
+        # The file calls a cluster's settings `settings`, and has the fields in their order.
+        values = {_IN_FILE.get(name, name): value for name, value in self.__dict__.items()}
+        values |= {"settings": self.slurm.given(), "tracking": self.tracking and redact(self.tracking)}
         return json.dumps(values, indent=1)
 
     @classmethod
@@ -85,10 +87,10 @@ class LaunchSettings:
             UserError: nothing there, not readable, or MLflow's address is to be given again.
         """
         try:
-            known = {each.name for each in fields(cls)}
             read = parse_json((study / LAUNCH_FILE).read_text())
-            values = {name: value for name, value in read.items() if name in known}
-            values["settings"] = JobSettings.of(values["settings"])
+            names = {each.name: _IN_FILE.get(each.name, each.name) for each in fields(cls)}
+            values = {name: read[key] for name, key in names.items() if key in read}
+            values["slurm"] = JobSettings.of(values["slurm"])
             values["preload"] = tuple(values["preload"])
             if values["kind"] == CLUSTER:
                 # Adds kinds of failure that an earlier version, which launched the study, did not distinguish.
@@ -143,11 +145,11 @@ class LaunchSettings:
         if self.outlives:
             return ClusterExecutor(
                 study.resolve(),
-                scheduler or Slurm(self.settings.clusters),
-                self.settings,
+                scheduler or Slurm(self.slurm.clusters),
+                self.slurm,
                 self.entry,
                 self.threads,
-                title=str(self.settings.resources.get("name") or study.resolve().name),
+                title=str(self.slurm.resources.get("name") or study.resolve().name),
             )
         if self.kind == "debug":
             return InProcessExecutor(self.entry)

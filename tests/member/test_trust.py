@@ -180,7 +180,7 @@ def test_what_somebody_elses_launch_names_is_not_run(run_dir: Path, tmp_path: Pa
         with pytest.raises(UserError, match=f"launch.json: {field}: .*--trust"):
             check()
     jobs = JobSettings.of({"setup": ["module load cuda"]})
-    launched(study, kind="slurm", settings=jobs)
+    launched(study, kind="slurm", slurm=jobs)
     check()
     (study / "launch.json").chmod(0o666)
     with pytest.raises(UserError, match=r"settings.setup: .*module load cuda.* --trust"):
