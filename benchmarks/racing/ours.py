@@ -24,8 +24,8 @@ from sweeps.decide.race import Look, judged
 from sweeps.decide.rules import Rules
 from sweeps.decide.standing import joint_rewards
 from sweeps.fit.fit import Fit, FitOptions, Interval
+from sweeps.fit.forecast import lookout
 from sweeps.fit.mixture import mixture, shared_prior
-from sweeps.fit.outlook import lookout
 from sweeps.fit.points import pooled, select
 from sweeps.fit.predict import paths
 from sweeps.fit.seeds import BORROWED_SEED_SD, SeedSpread

@@ -23,7 +23,7 @@ from sweeps.decide.reach import first_above
 from sweeps.decide.standing import joint, margin_of
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, shown
-from sweeps.fit.outlook import DRAWS
+from sweeps.fit.forecast import DRAWS
 from sweeps.fit.predict import paths, paths_over_seeds, quantiles, readable, within
 from sweeps.fit.seeds import BORROWED_SEED_SD, Pairing, SeedExcess, SeedSpread
 from sweeps.run.passes import Passes

@@ -1,6 +1,6 @@
 """The current choice between recipes: one joint posterior, which ranking, plan and report all read.
 
-Every recipe takes part with posterior draws of its asymptote (`sweeps.fit.outlook`): one that is not identifiable with
+Every recipe takes part with posterior draws of its asymptote (`sweeps.fit.forecast`): one that is not identifiable with
 the full width of its posterior, one without any forecast with draws from the whole scale. So a choice is sure only
 where it is sure against the recipes that could not be ranked, too.
 """
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from sweeps.decide.margin import MARGIN
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, refit
+from sweeps.fit.forecast import DRAWS
 from sweeps.fit.grid import by_weight
 from sweeps.fit.least_squares import Array
 from sweeps.fit.mixture import PRIOR, shared_prior
-from sweeps.fit.outlook import DRAWS
 from sweeps.fit.predict import asymptote_draws, paths_over_seeds, readable, seed_offsets, within
 from sweeps.fit.seeds import Pairing, paired_seed_spread
 

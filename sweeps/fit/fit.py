@@ -22,16 +22,16 @@ from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.fit import least_squares as profile
 from sweeps.fit import verdict
+from sweeps.fit.bad_seeds import BadSeed, without_bad_seeds
 from sweeps.fit.constants import AHEAD, OTHERS, PLATEAU, RULED_OUT
+from sweeps.fit.forecast import DRAWS, Lookout, Outlook, lookout
 from sweeps.fit.law import Draws, Law, law_of
 from sweeps.fit.least_squares import Array, Optimum, Problem
 from sweeps.fit.mixture import Mixture, mixture, shared_prior
-from sweeps.fit.outlook import DRAWS, Lookout, Outlook, lookout
 from sweeps.fit.points import FitOptions as FitOptions
 from sweeps.fit.points import Points, pooled, pulled_in, select, weighted
 from sweeps.fit.schedule import Schedule, schedule_of
 from sweeps.fit.seeds import BORROWED_SEED_SD, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
-from sweeps.fit.suspect import BadSeed, without_bad_seeds
 from sweeps.fit.wander import Noise
 from sweeps.parallel import mapped
 

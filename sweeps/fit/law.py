@@ -15,11 +15,11 @@ from scipy.optimize import brentq
 from scipy.special import ndtr
 
 from sweeps.fit.family import SIGMOID, Box, Family
+from sweeps.fit.forecast import Lookout
 from sweeps.fit.grid import Cells, Prior, by_weight, draw_levels, explore, log_sum, usual_prior
 from sweeps.fit.kinds import SIGMOID as SIGMOID_KIND
 from sweeps.fit.kinds import Kind
 from sweeps.fit.least_squares import Array, Optimum, Problem
-from sweeps.fit.outlook import Lookout
 from sweeps.fit.schedule import Schedule
 from sweeps.fit.wander import Noise, Noises, noise_of, noises
 

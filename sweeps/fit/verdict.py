@@ -2,7 +2,7 @@
 
 Only `identifiable` lets a recipe be ranked on A. The refusals: `too_few_points`, `degenerate`, `decreasing`,
 `flat`, `misfit`, `pre_inflection`, `at_bound`, `open`, tested in this order. They concern the asymptote alone: readings
-within the window, and forecasts, are available under any of them (`sweeps.fit.outlook`).
+within the window, and forecasts, are available under any of them (`sweeps.fit.forecast`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from sweeps.fit.constants import (
     RISE,
     TREND,
 )
+from sweeps.fit.forecast import Jump
 from sweeps.fit.least_squares import Array
-from sweeps.fit.outlook import Jump
 
 # Evaluations whose mean is called the best so far.
 _SMOOTH = 5

@@ -11,7 +11,7 @@ import pytest
 
 from sweeps.curve import Array, Curve, make_curve
 from sweeps.fit.fit import fit_curve
-from sweeps.fit.outlook import Outlook
+from sweeps.fit.forecast import Outlook
 from sweeps.fit.predict import predict, predict_mean
 from sweeps.fit.schedule import at_peak_rate, schedule_of
 from sweeps.run.journal import Journal

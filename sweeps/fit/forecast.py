@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from sweeps.fit.futures import Futures, draw
+from sweeps.fit.draws import Futures, draw
 from sweeps.fit.least_squares import Array
 from sweeps.fit.mixture import JUMP, Mixture, mixture
 from sweeps.fit.points import Points, pooled
