@@ -30,8 +30,8 @@ from lightning_scalerl.task.formats import Problem, verl
 from lightning_scalerl.task.rows import RowSource
 from lightning_scalerl.verify.grade import Outcome, Sample
 from lightning_scalerl.verify.mathematics import changed, stated
-from lightning_scalerl.verify.named import reward_sum
 from lightning_scalerl.verify.pool import VerifierPool
+from lightning_scalerl.verify.registry import reward_sum
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("gsm8k/train", "gsm8k/test", "math/train", "math/test")

@@ -22,10 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.composition import check_choices, conf_dir, explain
 from sweeps.errors import UserError, naming, of_the_system
-from sweeps.run.folders import user_folders
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.lease import LeaseLostError
 from sweeps.run.progress import check_own, is_done
+from sweeps.run.user_config_dirs import user_folders
 
 EXIT_INTERRUPTED = 85
 EXIT_CTRL_C = 130

@@ -25,8 +25,8 @@ from sweeps.run.files import write_atomically
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.journal import Journal, covered_step, read_journal
 from sweeps.run.lease import Lease
-from sweeps.run.mend import find_break, mend
 from sweeps.run.progress import check_own, is_done
+from sweeps.run.repair import find_break, mend
 from sweeps.run.spec import RunSpec, make_spec
 from sweeps.run.writer import sole_writer
 

@@ -52,14 +52,14 @@ GROUPS = {
     ),
     "journal": Group(
         ("sweeps/run/journal.py",),
-        _each("tests/sweeps/run", "test_journal", "test_code", "test_tail", "test_mend"),
+        _each("tests/sweeps/run", "test_journal", "test_provenance", "test_tail", "test_repair"),
     ),
     "ledger": Group(
         ("sweeps/launch/ledger.py",),
         _each(
             "tests/sweeps/launch",
             "test_ledger",
-            "test_nodes",
+            "test_node_blacklist",
             "test_accepted",
             "test_status",
             "test_study",

@@ -17,10 +17,10 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.measure.compute_meter import WASTED, spent_in
 from lightning_scalerl.measure.heartbeat import MeterHeartbeat, spent_by_heartbeat
 from lightning_scalerl.run import Run, run_of
-from sweeps.run.code import code_changes, code_facts, own_files, said
 from sweeps.run.interruption import RunInterruptedError
 from sweeps.run.journal import JOURNAL_FILE, Journal, JournalView, read_journal
 from sweeps.run.passes import Passes, write_passes
+from sweeps.run.provenance import code_changes, code_facts, own_files, said
 
 log = logging.getLogger(__name__)
 

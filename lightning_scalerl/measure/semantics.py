@@ -13,7 +13,7 @@ from lightning_scalerl.measure.mechanism import departures
 from lightning_scalerl.model.adapter import of_adapter
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.update.terms import terms
-from sweeps.run import code
+from sweeps.run import provenance
 from sweeps.run.journal import SEMANTICS_FILE
 
 # In what order credit is given; the paper does not say whether its filter comes before its normalization.
@@ -142,10 +142,10 @@ def parameter_count(module: Any) -> int:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect results."""
-    return code.versions(PACKAGES)
+    return provenance.versions(PACKAGES)
 
 
 def commit() -> str:
     """Return the code's commit, with `+changes` if the tree differs from it; "unknown" outside a checkout."""
-    here = code.checkout()
+    here = provenance.checkout()
     return "unknown" if here is None else here.commit[:12] + ("+changes" if here.diff else "")

@@ -15,7 +15,7 @@ from lightning_scalerl.member.trust import check_run
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.base import Task, passes
 from lightning_scalerl.verify.grade import Grader, Outcome, Sample
-from lightning_scalerl.verify.named import reward_sum
+from lightning_scalerl.verify.registry import reward_sum
 from lightning_scalerl.verify.verification import Verification
 from sweeps.errors import UserError
 from sweeps.run.files import append_lines

@@ -19,12 +19,12 @@ from lightning_scalerl.distributed.sharded import ShardedStrategy
 from lightning_scalerl.distributed.start import process_rank, trainer_settings
 from lightning_scalerl.member.identity import check_identity
 from lightning_scalerl.module import ScaleRL
-from sweeps.run.code import files_named
 from sweeps.run.files import write_atomically
 from sweeps.run.journal import CONFIG_FILE, covered_step
 from sweeps.run.lease import Lease
-from sweeps.run.mend import Break, find_break, mend
 from sweeps.run.progress import check_own, is_done
+from sweeps.run.provenance import files_named
+from sweeps.run.repair import Break, find_break, mend
 from sweeps.run.spec import RunSpec
 from sweeps.run.writer import sole_writer
 

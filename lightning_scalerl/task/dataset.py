@@ -15,8 +15,8 @@ from lightning_scalerl.task.formats import FORMATS, Columns, Problem, Row, no_an
 from lightning_scalerl.task.overlap import check_rules, without_overlap
 from lightning_scalerl.task.rows import RowSource, fields_of
 from lightning_scalerl.verify.grade import Grader, Known, Sample
-from lightning_scalerl.verify.named import QUICK, reward_sum
-from lightning_scalerl.verify.named import content as content_of
+from lightning_scalerl.verify.registry import QUICK, reward_sum
+from lightning_scalerl.verify.registry import content as content_of
 from lightning_scalerl.verify.rewards import FunctionGrader
 
 # Rows whose answers the verifier is tried on before the first step.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lightning_scalerl.verify.attempt import attempt
 from lightning_scalerl.verify.grade import Grader, Outcome, Sample
+from lightning_scalerl.verify.grade_once import attempt
 from sweeps.run.activity import activity
 
 

@@ -38,7 +38,7 @@ def main() -> None:
     try:
         import cloudpickle
 
-        from lightning_scalerl.verify.attempt import attempt
+        from lightning_scalerl.verify.grade_once import attempt
 
         grader = cloudpickle.loads(pickled)
         if hasattr(grader, "prepare"):

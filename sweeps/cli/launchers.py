@@ -30,8 +30,8 @@ from sweeps.launch.ledger import Ledger, MemberState, ended_well
 from sweeps.launch.planning import Planner, plan_apart
 from sweeps.launch.settings import CLUSTER, LAUNCH_FILE, LaunchSettings, prepare_study, report_failures
 from sweeps.launch.study import Study
-from sweeps.run.folders import user_folders
 from sweeps.run.spec import RunSpec
+from sweeps.run.user_config_dirs import user_folders
 from sweeps.search.deciders import decider_of
 from sweeps.search.settings import Axis, RaceSettings, SearchSettings
 

@@ -19,10 +19,10 @@ from sweeps.executor.slurm.scheduler import ENDED, QUEUED, JobInfo, Scheduler
 from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, MemberState
 from sweeps.launch.study import LEASE_NAME
 from sweeps.redact import redact
-from sweeps.run.code import said
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs
 from sweeps.run.lease import BEAT_S, alive, beaten_at, beating
 from sweeps.run.progress import is_done, journal_or_none, last_metrics, looks_whole, trouble
+from sweeps.run.provenance import said
 from sweeps.run.spec import budget_of
 
 # In the order in which people look for them.

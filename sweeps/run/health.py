@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sweeps.run.code import said
 from sweeps.run.journal import JournalView, finite
+from sweeps.run.provenance import said
 
 
 def mechanism_counters(runs: Sequence[JournalView]) -> dict[str, dict[str, float]]:

@@ -7,10 +7,10 @@ One JSON object a line, flushed as it is written. Kinds of record:
     {"kind": "eval", "time": ..., "step": 12, "metrics": {"eval/heldout/pass_rate": ..., ...}}
     {"kind": "checkpoint", "time": ..., "step": 12}          every record up to step 12 is durable now
     {"kind": "resume", "time": ..., "step": 12}              records after step 12 written so far are void
-        "code": what the run goes on with (`sweeps.run.code`; the header has it too), "passed_over": checkpoints that
-        could not be used, each with the reason
+        "code": what the run goes on with (`sweeps.run.provenance`; the header has it too), "passed_over": checkpoints
+        that could not be used, each with the reason
     {"kind": "mended", "time": ..., "step": 8, "line": ..., "kept": ..., "metrics": ...}
-        what came behind was broken, from that line of the file `kept` on (`sweeps.run.mend`): the run goes on from
+        what came behind was broken, from that line of the file `kept` on (`sweeps.run.repair`): the run goes on from
         step 8 or before, and `metrics` are the newest that were recorded. The next `resume` has it too
     {"kind": "end", "time": ..., "step": 150, "status": "finished" | "failed", "reason": ...}
 
@@ -36,8 +36,8 @@ from typing import Any
 from sweeps.errors import UserError
 from sweeps.redact import redact
 from sweeps.run.activity import activity
-from sweeps.run.code import code_changes
 from sweeps.run.files import append_to, parse_line, whole_lines
+from sweeps.run.provenance import code_changes
 
 JOURNAL_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"

@@ -549,7 +549,7 @@ def test_a_journal_of_an_earlier_version_goes_on_without_a_warning(
 
 def test_the_facts_are_those_of_this_checkout(tiny_model_path: str, tmp_path: Path) -> None:
     """Not a double's: the digest is of the very files that trained."""
-    from sweeps.run.code import code_facts
+    from sweeps.run.provenance import code_facts
 
     fit(tiny_model_path, tmp_path, steps=1)
     written = read_journal(tmp_path).header["code"]

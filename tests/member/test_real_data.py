@@ -24,8 +24,8 @@ from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.arithmetic_base import new_model, tokenizer
 from lightning_scalerl.task.dataset import DatasetTask
 from lightning_scalerl.verify.grade import Sample
-from lightning_scalerl.verify.named import reward_sum
 from lightning_scalerl.verify.pool import VerifierPool
+from lightning_scalerl.verify.registry import reward_sum
 from lightning_scalerl.verify.verification import RewardError
 from sweeps.errors import UserError
 from sweeps.run.journal import read_journal

@@ -18,8 +18,8 @@ from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.sandbox import launch
 from lightning_scalerl.verify.grade import Grade, Known, Outcome, Sample
 from lightning_scalerl.verify.inline import InlineVerifiers
-from lightning_scalerl.verify.named import reward_sum
 from lightning_scalerl.verify.pool import VerifierPool
+from lightning_scalerl.verify.registry import reward_sum
 from lightning_scalerl.verify.verification import (
     ErrorWatch,
     RewardError,

@@ -11,9 +11,9 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.formats import FORMATS
 from lightning_scalerl.verify.grade import Grade, Sample
-from lightning_scalerl.verify.named import reward_sum
 from lightning_scalerl.verify.pool import VerifierPool
 from lightning_scalerl.verify.programs import Programs, program_of
+from lightning_scalerl.verify.registry import reward_sum
 from lightning_scalerl.verify.verification import Verification
 from tests.examples import every
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.verify.attempt import attempt
 from lightning_scalerl.verify.grade import Grade, Outcome, Sample
-from lightning_scalerl.verify.named import content, named, reward_sum
+from lightning_scalerl.verify.grade_once import attempt
 from lightning_scalerl.verify.pool import VerifierPool
+from lightning_scalerl.verify.registry import content, named, reward_sum
 from lightning_scalerl.verify.rewards import RewardSum, Weighted
 from tests.examples import every, examples
 from tests.paths import ROOT

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_scalerl.prompt import Prompt
-from lightning_scalerl.verify.attempt import attempt
 from lightning_scalerl.verify.grade import Grade, Grader, Sample
+from lightning_scalerl.verify.grade_once import attempt
 from lightning_scalerl.verify.text import (
     Choice,
     ExactMatch,

@@ -27,8 +27,8 @@ from sweeps.executor.slurm.handover import Request
 from sweeps.executor.slurm.job import BEGAN_VARIABLE, MANIFEST_FILE, REQUEUE_VARIABLE
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.redact import redact, redact_config, redact_override
-from sweeps.run.code import checkout
 from sweeps.run.files import write_atomically
+from sweeps.run.provenance import checkout
 
 JOBS_DIR = "jobs"
 DIFF_FILE = "code.diff"

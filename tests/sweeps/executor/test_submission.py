@@ -29,7 +29,7 @@ from sweeps.executor.slurm import submission
 from sweeps.executor.slurm.handover import submit
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.executor.slurm.submission import freeze, freeze_code, harmless, new_folder
-from sweeps.run import code
+from sweeps.run import provenance
 from tests.paths import ROOT
 
 YAML = ROOT / "conf/hydra/launcher/scalerl_slurm.yaml"
@@ -593,7 +593,7 @@ def test_the_code_that_runs_is_written_down(tmp_path: Path, monkeypatch: pytest.
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "first")
-    monkeypatch.setattr(code, "ROOT", repository)
+    monkeypatch.setattr(provenance, "ROOT", repository)
     folder = tmp_path / "folder"
     folder.mkdir()
     assert freeze_code(folder) == {"commit": git("rev-parse", "HEAD"), "changed": False}

@@ -26,8 +26,8 @@ from sweeps.run.journal import (
     find_runs,
     read_journal,
 )
-from sweeps.run.mend import find_break, mend
 from sweeps.run.progress import is_done, last_metrics, looks_whole, trouble
+from sweeps.run.repair import find_break, mend
 from sweeps.run.tail import JournalTail
 from tests.examples import examples
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from sweeps.run import code
-from sweeps.run.code import MOST_FILES, TOO_MANY, code_changes, code_facts, files_named, said
+from sweeps.run import provenance
 from sweeps.run.health import code_changes as warnings_of
 from sweeps.run.journal import Journal, read_journal
+from sweeps.run.provenance import MOST_FILES, TOO_MANY, code_changes, code_facts, files_named, said
 from tests.paths import ROOT
 
 
@@ -176,7 +176,7 @@ def test_a_home_directory_is_not_read_through(tmp_path: Path, checkout: Path, mo
     empty = code_facts([home], root=checkout)["folders"][str(home)]
     (home / "env" / "x.py").write_text("changed")
     assert code_facts([home], root=checkout)["folders"][str(home)] == empty
-    monkeypatch.setattr(code, "MOST_FILES", 3)
+    monkeypatch.setattr(provenance, "MOST_FILES", 3)
     for number in range(4):
         (home / f"{number}.py").write_text("")
     assert code_facts([home], root=checkout)["folders"][str(home)] == TOO_MANY
@@ -189,7 +189,7 @@ def test_versions_are_named_without_importing_anything(checkout: Path) -> None:
     second = {**first, "versions": {**first["versions"], "torch": "9.1", "vllm": "8.0"}}
     before = first["versions"]
     assert code_changes(first, second) == (f"torch {before['torch']} -> 9.1", f"vllm {before['vllm']} -> 8.0")
-    program = "import sys; from sweeps.run.code import code_facts; code_facts(); print('torch' in sys.modules)"
+    program = "import sys; from sweeps.run.provenance import code_facts; code_facts(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from sweeps.errors import UserError
 from sweeps.run.journal import JOURNAL_FILE, Journal, JournalError, covered_step, read_journal
-from sweeps.run.mend import find_break, mend
 from sweeps.run.progress import check_own, is_done, looks_whole, trouble
+from sweeps.run.repair import find_break, mend
 from tests.examples import examples
 
 STEPS, EVERY = 9, 2
@@ -170,7 +170,7 @@ def broken_journal(run_dir: Path, line: int = 6) -> bytes:
 @pytest.mark.parametrize("operation", range(4))
 def test_killed_while_it_mends_the_next_process_mends_it(tmp_path: Path, operation: int) -> None:
     raw = broken_journal(tmp_path)
-    with patch("sweeps.run.mend.os.fsync", side_effect=[None] * operation + [KilledError]), suppress(KilledError):
+    with patch("sweeps.run.repair.os.fsync", side_effect=[None] * operation + [KilledError]), suppress(KilledError):
         go_on(tmp_path, 0)
     go_on(tmp_path)
     copies = sorted(tmp_path.glob("metrics.damaged-*"))
