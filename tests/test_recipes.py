@@ -40,8 +40,11 @@ REAL = [
 ON_ITS_OWN = [name for name in names("experiment") if name not in REAL]
 
 
-def recipe_file(recipe: str) -> Path:
-    return ROOT / "conf" / "recipe" / f"{recipe}.yaml"
+def recipe_text(recipe: str) -> str:
+    """A recipe's file, behind that of the recipe which it begins with."""
+    text = (ROOT / "conf" / "recipe" / f"{recipe}.yaml").read_text()
+    bases = [name for name in re.findall(r"^  - (\w+)$", text, re.MULTILINE) if name != "_self_"]
+    return "".join(map(recipe_text, bases)) + text
 
 
 def members(experiment: str) -> list[list[str]]:
@@ -99,7 +102,7 @@ def test_every_recipe_goes_with_every_scale(recipe: str, scale: str) -> None:
 @pytest.mark.parametrize("recipe", names("recipe"))
 def test_a_recipe_names_what_departs_from_neutral_or_is_stated(recipe: str) -> None:
     """And every axis without a neutral choice; a line at the neutral choice says what makes it a statement."""
-    lines = re.findall(r"^  - override /(\w+): (\w+)(.*)$", recipe_file(recipe).read_text(), re.MULTILINE)
+    lines = re.findall(r"^  - override /(\w+): (\w+)(.*)$", recipe_text(recipe), re.MULTILINE)
     named = {axis: file for axis, file, _ in lines}
     assert {axis for axis in AXES if NEUTRAL[axis] is None} <= named.keys()
     assert all(remark.startswith(" # ") for axis, file, remark in lines if NEUTRAL.get(axis) == file)
@@ -243,7 +246,8 @@ def test_a_recipe_resolves_to_what_its_source_says(recipe: str) -> None:
     config = compose([f"recipe={recipe}", f"scale={scale}"])
     build_recipe(config, recipe)
     for group, name in chosen.items():
-        file = OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml")
+        with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+            file = hydra.compose(f"{group}/{name}")[group]
         assert config[group]._target_ == file._target_, group
         assert set(config[group]) == set(file), group
         if group in ("normalization", "precision"):
@@ -263,7 +267,7 @@ def test_what_a_source_leaves_open_is_said_in_the_file() -> None:
         ("dapo", "aggregation"): "token",
     }
     for (recipe, axis), words in said.items():
-        text = recipe_file(recipe).read_text()
+        text = recipe_text(recipe)
         (line,) = (each for each in text.splitlines() if f"/{axis}:" in each)
         assert words in line, (recipe, axis)
 
