@@ -1,4 +1,4 @@
-"""What `conf/` holds without a file: the part `scalerl_axes` of `train.yaml`, and variants that are one choice.
+"""Configurations without a file in `conf/`: the part `scalerl_axes` of `train.yaml`, and variants of one choice.
 
 `scalerl_axes` is every axis at its neutral choice, where it has one. Hydra imports the modules of this namespace before
 it composes anything, whichever program has started it.

@@ -133,6 +133,6 @@ def test_a_study_of_an_earlier_version_tries_again_what_was_not_told_apart_then(
     (tmp_path / LAUNCH_FILE).write_text(json.dumps(kept))
     read = LaunchSettings.read(tmp_path)
     assert (read.retries["killed"], read.retries["gpu"], read.retries["storage"]) == (7, 3, 5)
-    assert read.settings.require_gpu
+    assert read.slurm.require_gpu
     (tmp_path / LAUNCH_FILE).write_text(json.dumps({**kept, "kind": "local"}))
     assert "gpu" not in LaunchSettings.read(tmp_path).retries, "on this machine nothing is tried again"
