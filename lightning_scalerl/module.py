@@ -79,8 +79,9 @@ from sweeps.run.interruption import interruption
 class ScaleRL(LightningModule):
     """RL post-training with verifiable rewards; every design choice is a callback.
 
-    The recipe supplies a choice for each axis that no callback of the Trainer claims. With several ranks only rank 0
-    (`ranks.leads`) has `generator`, `prompts`, `mechanism` and `alarm`, and only its records are made.
+    Holds the models, the recipe, and what `session` sets for a run (`session.parts`). The recipe supplies a choice for
+    each axis that no callback of the Trainer claims. With several ranks only rank 0 (`ranks.leads`) has `generator`,
+    `prompts`, `mechanism` and `alarm`, and only its records are made.
 
     `Trainer.fit` again, with a larger `max_steps`, goes on from where the last one ended. `Trainer.validate` evaluates.
 

@@ -39,6 +39,8 @@ _REFUSED = 10
 class Search:
     """Decider that runs a study as a search (`sweeps.launch.decider.Decider`).
 
+    Holds Optuna's side of it (`Trials`), what the members have written (`Journals`), and which trials were pruned.
+
     Args:
         study: study whose members the trials become.
         space: axes of the search space.

@@ -41,6 +41,9 @@ _ABOUT = 1 - 1e-9
 class LiveRace:
     """Decider that runs a study as a race (`sweeps.launch.decider.Decider`).
 
+    Holds the race's record, what the members have written (`Journals`), and `FreedCompute`, which plans the runs that
+    the spared compute pays for.
+
     Args:
         study: study whose members race.
         settings: settings of the race.

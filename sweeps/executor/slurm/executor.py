@@ -36,6 +36,9 @@ _MAY_COME_BACK = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED"})
 class ClusterExecutor:
     """Submits members as job arrays and follows them by the scheduler's queue.
 
+    Holds the jobs that it follows, a `Submitter`, which hands members over, and `JobEndings`, which says why a job has
+    ended.
+
     Args:
         study: the study's folder, on a file system that all nodes see.
         scheduler: access to the cluster's scheduler.
