@@ -23,7 +23,7 @@ from lightning_scalerl.member.identify import plan_members
 from sweeps.decide.resolution import NULL
 from sweeps.run.spec import science
 from tests.examples import every
-from tests.variants import VARIANTS, variant_text
+from tests.variants import VARIANTS, recipe_text, variant_text
 
 CONF = conf_dir()
 ROOT = CONF.parent
@@ -47,8 +47,7 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 
 def own_files(recipe: str) -> dict[str, str | None]:
     """The file of each axis that a recipe takes."""
-    text = (CONF / "recipe" / f"{recipe}.yaml").read_text()
-    return {**NEUTRAL, **dict(re.findall(r"^  - override /(\w+): (\w+)", text, re.MULTILINE))}
+    return {**NEUTRAL, **dict(re.findall(r"^  - override /(\w+): (\w+)", recipe_text(recipe), re.MULTILINE))}
 
 
 def is_own_choice(recipe: str, variant: str) -> bool:

@@ -23,6 +23,7 @@ from sweeps.run.journal import read_journal
 from sweeps.run.spec import science
 from tests.examples import every
 from tests.paths import ROOT
+from tests.variants import recipe_text
 
 STEPS = 10
 
@@ -38,13 +39,6 @@ REAL = [
     if "override /model: path" in (ROOT / f"conf/experiment/{name}.yaml").read_text()
 ]
 ON_ITS_OWN = [name for name in names("experiment") if name not in REAL]
-
-
-def recipe_text(recipe: str) -> str:
-    """A recipe's file, behind that of the recipe which it begins with."""
-    text = (ROOT / "conf" / "recipe" / f"{recipe}.yaml").read_text()
-    bases = [name for name in re.findall(r"^  - (\w+)$", text, re.MULTILINE) if name != "_self_"]
-    return "".join(map(recipe_text, bases)) + text
 
 
 def members(experiment: str) -> list[list[str]]:

@@ -1,6 +1,8 @@
-"""Variants of `conf/`: those with a file, and those that take one file of an axis as it is and need none."""
+"""Variants and recipes of `conf/` as their files state them, or would: many variants need no file of their own."""
 
 from __future__ import annotations
+
+import re
 
 from lightning_scalerl.composition import conf_dir, names_in, plain_variants
 
@@ -16,3 +18,10 @@ def variant_text(variant: str) -> str:
         return path.read_text()
     axis, file = plain_variants()[variant]
     return f"# @package _global_\ndefaults:\n  - override /{axis}: {file}\nlabel: {axis}={file}\n"
+
+
+def recipe_text(recipe: str) -> str:
+    """A recipe's file, behind that of the recipe which it begins with."""
+    text = (conf_dir() / "recipe" / f"{recipe}.yaml").read_text()
+    bases = [name for name in re.findall(r"^  - (\w+)$", text, re.MULTILINE) if name != "_self_"]
+    return "".join(map(recipe_text, bases)) + text
