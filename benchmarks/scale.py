@@ -365,6 +365,17 @@ def measured(options: argparse.Namespace, name: str, folder: str, members: int) 
 _rows: dict[str, float] = {}
 
 
+def of_a_study(options: argparse.Namespace, members: int) -> dict[str, dict[str, float]]:
+    """All phases of one study, by name."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in (*OF_A_STUDY, *(["ranking"] if options.ranking else [])):
+            found[name] = measured(options, name, folder, members)
+            if name == "planning":
+                write_journals(Path(folder), pickle.loads((Path(folder) / SPECS).read_bytes()))
+    return found
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -384,11 +395,7 @@ def main() -> None:
         f"{'phase':15}{'members':>8}{'CPU s':>8}{'ratio':>7}{'peak MB':>9}{'imports s':>11}{'MB':>6}{'worker MB':>11}"
     )
     for members in options.members:
-        with tempfile.TemporaryDirectory() as folder:
-            for name in (*OF_A_STUDY, *(["ranking"] if options.ranking else [])):
-                measured(options, name, folder, members)
-                if name == "planning":
-                    write_journals(Path(folder), pickle.loads((Path(folder) / SPECS).read_bytes()))
+        of_a_study(options, members)
     _rows.clear()
     with tempfile.TemporaryDirectory() as folder:
         for name in ("following", "following_anew", "following_on"):

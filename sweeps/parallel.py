@@ -8,6 +8,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TypeVar
 
+from sweeps.threads import multiply_on_one_thread
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -30,5 +32,5 @@ def mapped(work: Callable[[T], R], items: Sequence[T], workers: int = 1) -> list
     if workers < 2:
         return [work(item) for item in items]
     # Fresh processes: a fork would copy the locks of whatever threads the caller runs.
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=multiply_on_one_thread) as pool:
         return list(pool.map(work, items, chunksize=_LEAST))

@@ -15,6 +15,7 @@ from tests.paths import ROOT
 # Floors of the house, from the ground up: a room may import rooms of lower floors, never of its own or a higher one.
 FLOORS = {
     "sweeps": [
+        {"threads"},
         {"errors", "redact", "parallel", "as_json", "terminal"},
         {"curve", "run"},
         {"executor", "tracking", "fit"},

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.speed import breakdown, fits, generation, head, packing, training
+from benchmarks.speed import breakdown, fits, generation, head, packing, sweeps, training
 from benchmarks.speed.pairs import Record, machine, seconds
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -32,6 +32,7 @@ COMPARISONS: dict[str, Callable[[int], list[Record]]] = {
 # What has a table of its own.
 APART: dict[str, tuple[Callable[[int], Any], Callable[[Any], list[str]]]] = {
     "head": (head.measure, head.section),
+    "sweeps": (lambda rounds: sweeps.measure(), sweeps.section),
     "profile": (lambda rounds: breakdown.measure(), breakdown.section),
 }
 HEAD = """# Speed

@@ -1,16 +1,26 @@
-"""Sampling: ours in this process beside transformers' `generate`, with one rollout a prompt and with groups."""
+"""Sampling: ours in this process beside transformers' `generate` and `generate_batch`, and vLLM where it is installed.
+
+With one rollout a prompt, and with groups.
+"""
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import os
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 
 from benchmarks.speed.pairs import Record, compared, in_turns
 from benchmarks.speed.setting import SIZES, VOCABULARY, save_model
@@ -21,6 +31,7 @@ from lightning_scalerl.generator.torch_generator import TorchGenerator
 # Prompts, rollouts of each, tokens of a prompt, new tokens.
 SETTINGS = ((64, 1, 16, 64), (16, 8, 8, 16), (8, 16, 64, 32), (8, 16, 256, 32))
 _keys = count()
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def ours(generator: TorchGenerator, prompts: torch.Tensor, rollouts: int) -> float:
@@ -50,31 +61,89 @@ def theirs(model: Any, prompts: torch.Tensor, rollouts: int, new_tokens: int) ->
     return time.perf_counter() - began
 
 
+def theirs_in_pages(model: Any, prompts: torch.Tensor, rollouts: int, new_tokens: int) -> float:
+    """The same by `generate_batch`, which keeps keys and values in pages; as many as the rollouts need."""
+    rows = prompts.repeat_interleave(rollouts, 0)
+    # A page holds 256 tokens; by default pages fill the machine's memory, and making them takes half a minute.
+    pages = len(rows) * -(-(rows.shape[1] + new_tokens) // 256)
+    sampling = copy.deepcopy(model.generation_config)
+    sampling.update(do_sample=True, top_k=0, max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0)
+    began = time.perf_counter()
+    paged = ContinuousBatchingConfig(num_blocks=pages, max_batch_tokens=rows.numel())
+    done = model.generate_batch(rows.tolist(), sampling, paged)
+    passed = time.perf_counter() - began
+    assert all(len(each.generated_tokens) == new_tokens for each in done.values())
+    return passed
+
+
+@contextmanager
+def vllm(folder: str) -> Iterator[Callable[[tuple[int, int, int, int]], float] | None]:
+    """An engine of vLLM on one thread, asked for the seconds of a setting; None where it is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        yield None
+        return
+    command = [sys.executable, "-m", "benchmarks.speed.sample_vllm", folder]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as engine:
+        assert engine.stdin is not None and engine.stdout is not None
+        said = engine.stdout
+        # It prints lines of its own while it starts.
+        while (line := said.readline()).strip() != "ready":
+            if not line:
+                raise RuntimeError("vllm did not start; run the command of benchmarks.speed.sample_vllm by hand")
+
+        def seconds(setting: tuple[int, int, int, int]) -> float:
+            engine.stdin.write(" ".join(map(str, setting)) + "\n")  # type: ignore[union-attr]
+            return float(said.readline())
+
+        yield seconds
+        engine.stdin.close()
+
+
 def measure(rounds: int) -> list[Record]:
-    """One record a size and setting."""
+    """One record a size, a setting and another side."""
     torch.set_num_threads(1)
     records = []
     for size in SIZES:
         with tempfile.TemporaryDirectory() as folder:
             save_model(Path(folder), size)
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        model.generation_config.eos_token_id = None
-        for number, rollouts, prompt_tokens, new_tokens in SETTINGS:
-            prompts = torch.randint(1, VOCABULARY - 1, (number, prompt_tokens))
-            generator = TorchGenerator(
-                model,
-                Precision("fp32"),
-                slots=number * rollouts,
-                max_prompt_tokens=prompt_tokens,
-                max_new_tokens=new_tokens,
-                stop_tokens=[],
-            )
-            sides = {
-                "ours": partial(ours, generator, prompts, rollouts),
-                "transformers' `generate`": partial(theirs, model, prompts, rollouts, new_tokens),
-            }
-            for side in sides.values():
-                side()  # warms up
-            what = f"sampling, {size} parameters, {number} prompts of {prompt_tokens} tokens x {rollouts}"
-            records += compared(in_turns(sides, rounds), "ours", f"{what}, {new_tokens} new tokens")
+            paged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            model.generation_config.eos_token_id = None
+            with vllm(folder) as engine:
+                for setting in SETTINGS:
+                    records += _setting(size, setting, model, paged, engine, rounds)
     return records
+
+
+def _setting(
+    size: str,
+    setting: tuple[int, int, int, int],
+    model: Any,
+    paged: Any,
+    engine: Callable[[tuple[int, int, int, int]], float] | None,
+    rounds: int,
+) -> list[Record]:
+    """Records of one setting, each side in turn."""
+    number, rollouts, prompt_tokens, new_tokens = setting
+    prompts = torch.randint(1, VOCABULARY - 1, (number, prompt_tokens))
+    generator = TorchGenerator(
+        model,
+        Precision("fp32"),
+        slots=number * rollouts,
+        max_prompt_tokens=prompt_tokens,
+        max_new_tokens=new_tokens,
+        stop_tokens=[],
+    )
+    sides = {
+        "ours": partial(ours, generator, prompts, rollouts),
+        "transformers' `generate`": partial(theirs, model, prompts, rollouts, new_tokens),
+        "transformers' `generate_batch`": partial(theirs_in_pages, paged, prompts, rollouts, new_tokens),
+        **({"vLLM": partial(engine, setting)} if engine is not None else {}),
+    }
+    for side in sides.values():
+        side()  # warms up
+    what = f"sampling, {size} parameters, {number} prompts of {prompt_tokens} tokens x {rollouts}"
+    return compared(in_turns(sides, rounds), "ours", f"{what}, {new_tokens} new tokens")

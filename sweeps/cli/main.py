@@ -22,6 +22,7 @@ from sweeps.decide.margin import MARGIN
 from sweeps.decide.rules import Rules
 from sweeps.errors import UserError, of_the_system
 from sweeps.fit.names import FAMILY_NAMES, METHOD
+from sweeps.threads import multiply_on_one_thread
 
 if TYPE_CHECKING:
     from sweeps.fit.points import R0Mode
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 Handler = Callable[[argparse.Namespace], int]
 # Adds a command: its name, what runs it, a summary, an example.
 Command = Callable[[str, Handler, str, str], argparse.ArgumentParser]
+# Modules whose commands fit and decide, and start no member.
+CALCULATING = ("fitting_commands", "deciding_commands", "showing_commands")
 EPILOG = (
     "scalerl COMMAND --help says more, with an example. Completion of commands and options with TAB: "
     "scalerl completion bash|zsh|tcsh"
@@ -79,6 +82,8 @@ def _later(module: str, function: str) -> Handler:
     """Return a handler that imports the command's module when it runs."""
 
     def handler(options: argparse.Namespace) -> int:
+        if module in CALCULATING:
+            multiply_on_one_thread()
         code: int = getattr(import_module(f"sweeps.cli.{module}"), function)(options)
         return code
 

@@ -117,6 +117,20 @@ def test_little_is_imported(
     assert count < most
 
 
+@pytest.mark.parametrize("given", [None, "2"])
+def test_fits_multiply_on_one_thread_unless_told_otherwise(tmp_path: Path, given: str | None) -> None:
+    source = tmp_path / "curve.csv"
+    source.write_text("recipe,compute,reward\n" + "".join(f"a,{x},{x / (x + 5)}\n" for x in range(20)))
+    threads = {} if given is None else {"OPENBLAS_NUM_THREADS": given}
+    told = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")} | threads
+    asks = (
+        "import sys; from sweeps.cli.main import main; assert 'numpy' not in sys.modules\n"
+        f"main(['fit', {str(source)!r}]); import os; print('THREADS', os.environ['OPENBLAS_NUM_THREADS'])"
+    )
+    done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, env=told)
+    assert f"THREADS {given or 1}" in done.stdout, done.stderr
+
+
 SMALL = ["study=x", "seed=0,1", "budget.steps=2", "model.batches=1", "model.width=32", "model.layers=1"]
 REAL = "lightning_scalerl:plan_members"
 

@@ -1,0 +1,55 @@
+"""What a study costs its controller: CPU seconds of each phase by the number of members, and the exponent of growth."""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+from benchmarks import scale
+from benchmarks.speed.pairs import Record
+
+MEMBERS = (10, 100, 1000, 10_000)
+# Below this many members what a phase takes is mostly the same for every study.
+FITTED_FROM = 100
+
+
+def measure() -> list[Record]:
+    """One record a phase: its seconds and peak memory at each number of members."""
+    options = argparse.Namespace(recipes=9, values=4, ranking=True, workers=2)
+    studies = [scale.of_a_study(options, members) for members in MEMBERS]
+    return [
+        {
+            "phase": phase,
+            "members": list(MEMBERS),
+            "s": [study[phase]["s"] for study in studies],
+            "peak_mb": [study[phase]["peak_mb"] for study in studies],
+        }
+        for phase in studies[0]
+    ]
+
+
+def exponent(members: list[int], seconds: list[float]) -> float:
+    """Return the slope of log seconds on log members, from `FITTED_FROM` on."""
+    pairs = [(size, took) for size, took in zip(members, seconds, strict=True) if size >= FITTED_FROM]
+    slope, _ = np.polyfit(np.log([size for size, _ in pairs]), np.log([took for _, took in pairs]), 1)
+    return float(slope)
+
+
+def section(found: Record) -> list[str]:
+    """Markdown."""
+    records = found["records"]
+    head = " | ".join(f"{size:,} members" for size in records[0]["members"])
+    lines = [
+        "## Sweeps\n",
+        f"{found['date']}, {found['machine']}. CPU seconds of the controller, by what it does about a study whose "
+        "members' jobs end at once (`benchmarks/scale.py`; nine recipes at four learning rates, seeds enough); the "
+        f"exponent is fitted from {FITTED_FROM} members on, 1 is linear.\n",
+        f"| phase | {head} | exponent | peak at most |",
+        f"|---|{'---|' * len(records[0]['members'])}---|---|",
+    ]
+    for each in records:
+        cells = " | ".join(f"{took:.2f} s" for took in each["s"])
+        grown = exponent(each["members"], each["s"])
+        lines.append(f"| {each['phase']} | {cells} | {grown:.2f} | {max(each['peak_mb']):.0f} MB |")
+    return [*lines, ""]
