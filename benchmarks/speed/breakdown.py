@@ -75,8 +75,10 @@ def measure() -> list[Record]:
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     parts = dict(line.rsplit(" ", 1) for line in run.stdout.splitlines() if line.startswith("part "))
     record: dict[str, Any] = {name.removeprefix("part "): float(value) for name, value in parts.items()}
+    flops = dict(line.split(" ") for line in run.stdout.splitlines() if line.startswith("compute/"))
+    operations = {name.removeprefix("compute/flops_"): float(value) for name, value in flops.items()}
     starts = {"one_member_cpu_s": one, "further_member_s": (fifth - first) / 4}
-    return [{"peak_gflops": peak_gflops(), "parts": record, **starts}]
+    return [{"peak_gflops": peak_gflops(), "parts": record, "flops": operations, **starts}]
 
 
 def section(found: Record) -> list[str]:
@@ -84,6 +86,12 @@ def section(found: Record) -> list[str]:
     (record,) = found["records"]
     parts = {name: value for name, value in record["parts"].items() if name != "whole batch"}
     whole = record["parts"]["whole batch"]
+    gradient_s = parts["the trainer's forward pass"] + parts["the backward pass"]
+    reached = {
+        "sampling": record["flops"]["generate"] / parts["sampling"],
+        "forward and backward pass": record["flops"]["train"] / gradient_s,
+        "a batch": sum(record["flops"].values()) / whole,
+    }
     lines = [
         "## Where a batch's time goes\n",
         f"{found['date']}, {found['machine']}; {record['peak_gflops']:.0f} GFLOP/s in a product of two FP32 matrices "
@@ -98,6 +106,8 @@ def section(found: Record) -> list[str]:
         f"| {rest / whole:.0%} |",
         "",
     ]
+    shares = ", ".join(f"{name} {rate / 1e9 / record['peak_gflops']:.0%}" for name, rate in reached.items())
+    lines += [f"Of that product's rate, counted FLOPs by seconds: {shares}.", ""]
     lines += [
         "## Start\n",
         f"`scalerl train budget.steps=1` takes {record['one_member_cpu_s']:.1f} s of CPU from the command to its end, "

@@ -1,6 +1,6 @@
 """Seconds a batch of this project's trainer, as a user's script has it: FOLDER PROMPT_TOKENS BATCHES [--parts].
 
-With `--parts` also what a batch's seconds are spent on, by timing the calls that do it.
+With `--parts` also what a batch's seconds are spent on, by timing the calls that do it; and a batch's counted FLOPs.
 """
 
 from __future__ import annotations
@@ -61,13 +61,15 @@ class Clock(Callback):
 
     def __init__(self, spent: dict[str, float]) -> None:
         self.ends: list[float] = []
+        self.flops_before: Mapping[str, float] = {}
         self._spent = spent
 
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any, **kwargs: Any) -> None:
         """One more."""
         self.ends.append(time.perf_counter())
         if len(self.ends) == 2:
             self._spent.update(dict.fromkeys(self._spent, 0.0))
+            self.flops_before = module.meter.metrics()
 
 
 def timed(owner: Any, name: str, part: str, spent: dict[str, float]) -> None:
@@ -117,6 +119,8 @@ def main() -> None:
     trainer.fit(module, datamodule=RolloutDataModule(Words(prompt_tokens)))
     for part, seconds in spent.items():
         print(f"part {part} {seconds / batches}")
+    for name in ("compute/flops_train", "compute/flops_generate"):
+        print(f"{name} {(module.meter.metrics()[name] - clock.flops_before[name]) / batches}")
     print(f"part whole batch {(clock.ends[-1] - clock.ends[1]) / batches}")
 
 
