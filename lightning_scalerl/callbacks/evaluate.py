@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -18,13 +19,14 @@ from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.random_streams import EVALUATION_STREAM
 from lightning_scalerl.task.base import passes
-from lightning_scalerl.verify.verification import ErrorWatch, RewardError, Verifiers
+from lightning_scalerl.verify.grade import Sample, needs_group
+from lightning_scalerl.verify.verification import ErrorWatch, RewardError, Verifiers, submit_bundle
 from sweeps.run.passes import Passes, digest
 
 # Used where neither a script nor a recipe sets a value.
 _DEFAULTS: Mapping[str, Any] = {"every_n_steps": 10, "samples": 4, "seed": 0, "prompts": None}
-# Sentinel for "not given": None already means all prompts.
-_RECIPES: Any = object()
+# Stands for "not given": None already means all prompts. A text, which LightningCLI can write down.
+_RECIPES: Literal["recipe"] = "recipe"
 
 
 class Evaluate(Callback):
@@ -49,11 +51,11 @@ class Evaluate(Callback):
         every_n_steps: int | None = None,
         samples: int | None = None,
         seed: int | None = None,
-        prompts: int | None = _RECIPES,
+        prompts: int | Literal["recipe"] | None = _RECIPES,
     ) -> None:
         given = {"every_n_steps": every_n_steps, "samples": samples, "seed": seed}
         self._given: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if prompts is not _RECIPES:
+        if prompts != _RECIPES:
             self._given["prompts"] = prompts
         self._taken: dict[str, Any] = {}
         self.follow({})
@@ -140,28 +142,26 @@ class Evaluate(Callback):
         self, name: str, number: int, sets: PromptSet, run: Run, generator: Generator, verifiers: Verifiers
     ) -> dict[str, float] | None:
         prompts = sets.prompts[: self.prompts]
-        for place, tokens in enumerate(sets.tokens[: self.prompts]):
-            # The run's seed too: seeds that shared this noise would bend alike, and a fit takes that for the curve's
-            # own shape. Recipes still share it, seed by seed, so that their differences are paired.
-            key = (self.seed, EVALUATION_STREAM, number, place, run.completed_steps, run.seed)
-            generator.submit(GroupRequest(place, tuple(tokens), self.samples, key))
-        # Graded while others are still sampled.
-        tickets: list[tuple[int, int]] = []
-        while generator.in_flight:
-            if run.stop_reason is not None:
-                verifiers.forget(ticket for _, ticket in tickets)
-                return None
-            report = generator.step()
-            run.meter.on_event(Event("decode", 0.0, report))
-            for finished in report.finished:
-                _check_version(name, finished.rollout, run.completed_steps)
-                sample = run.sample(prompts[finished.key], finished.rollout)
-                tickets.append((finished.key, verifiers.submit(sample)))
+        # The run's seed too: seeds that shared this noise would bend alike, and a fit takes that for the curve's own
+        # shape. Recipes still share it, seed by seed, so that their differences are paired.
+        requests = [
+            GroupRequest(
+                place,
+                tuple(tokens),
+                self.samples,
+                (self.seed, EVALUATION_STREAM, number, place, run.completed_steps, run.seed),
+            )
+            for place, tokens in enumerate(sets.tokens[: self.prompts])
+        ]
+        tickets = sampled(run, prompts, requests, generator, verifiers, f"evaluation of {name}")
+        if tickets is None:
+            return None
         passed = torch.zeros(len(prompts), dtype=torch.float64)
         scored = torch.zeros(len(prompts), dtype=torch.float64)
         watch = ErrorWatch(run.recipe.verify)
-        for place, ticket in tickets:
-            outcome = verifiers.wait(ticket)
+        for each in tickets:
+            assert each.ticket is not None
+            place, outcome = each.place, verifiers.wait(each.ticket)
             watch.observe(prompts[place], outcome)
             if outcome.kind == "score":
                 scored[place] += 1
@@ -193,11 +193,75 @@ class Evaluate(Callback):
         return metrics
 
 
+@dataclass(frozen=True)
+class Submitted:
+    """Completion that was sampled: the place of its prompt, and the ticket of its outcome; None if it has none."""
+
+    place: int
+    sample: Sample
+    ticket: int | None
+
+
+def sampled(
+    run: Run,
+    prompts: Sequence[Prompt],
+    requests: Sequence[GroupRequest],
+    generator: Generator,
+    verifiers: Verifiers,
+    purpose: str,
+    ungraded: Collection[int] = (),
+) -> list[Submitted] | None:
+    """Sample completions of prompts, and have them graded while others are still sampled.
+
+    Args:
+        run: whose generator has its current weights.
+        prompts: those that `requests` count by their place.
+        requests: a group of completions for each.
+        generator, verifiers: of the run.
+        purpose: what they are sampled for, for errors.
+        ungraded: places of prompts that the task cannot grade.
+
+    Returns:
+        What was sampled, in the order in which it is graded; None if the run was asked to stop meanwhile.
+
+    Raises:
+        OtherWeightsError: the generator has sampled with other weights than the run's.
+    """
+    grader, sizes = run.task.grader(), {request.key: request.completions for request in requests}
+    for request in requests:
+        generator.submit(request)
+    submitted: list[Submitted] = []
+    ended: dict[int, dict[int, Sample]] = {}
+    while generator.in_flight:
+        if run.stop_reason is not None:
+            verifiers.forget(each.ticket for each in submitted if each.ticket is not None)
+            return None
+        report = generator.step()
+        run.meter.on_event(Event("decode", 0.0, report))
+        for finished in report.finished:
+            _check_version(purpose, finished.rollout, run.completed_steps)
+            place, sample = finished.key, run.sample(prompts[finished.key], finished.rollout)
+            group = ended.setdefault(place, {})
+            group[finished.index] = sample
+            if place in ungraded:
+                submitted.append(Submitted(place, sample, None))
+                continue
+            if not needs_group(grader, prompts[place]):
+                bundle = [sample]
+            elif len(group) == sizes[place]:
+                bundle = [group[index] for index in sorted(group)]
+            else:
+                continue
+            tickets = submit_bundle(verifiers, bundle)
+            submitted += [Submitted(place, each, ticket) for each, ticket in zip(bundle, tickets, strict=True)]
+    return submitted
+
+
 class OtherWeightsError(RuntimeError):
     """Point measured on other weights than those of its step: it belongs to no curve."""
 
 
-def _check_version(name: str, rollout: Rollout, version: int) -> None:
+def _check_version(purpose: str, rollout: Rollout, version: int) -> None:
     """Check that every token of an evaluation was sampled by the weights under evaluation.
 
     Raises:
@@ -206,7 +270,7 @@ def _check_version(name: str, rollout: Rollout, version: int) -> None:
     others = sorted(set(rollout.weight_versions) - {version})
     if others:
         raise OtherWeightsError(
-            f"evaluation of {name}: it is of step {version}, and the generator sampled with weights of step "
+            f"{purpose}: it is of step {version}, and the generator sampled with weights of step "
             f"{others[0]}; nothing is recorded"
         )
 

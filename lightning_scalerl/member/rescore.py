@@ -14,9 +14,9 @@ from lightning_scalerl.composition import build, use_folders
 from lightning_scalerl.member.trust import check_run
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.base import Task, passes
-from lightning_scalerl.verify.grade import Grader, Outcome, Sample
+from lightning_scalerl.verify.grade import Grader, Outcome, Sample, needs_group
 from lightning_scalerl.verify.registry import reward_sum
-from lightning_scalerl.verify.verification import Verification
+from lightning_scalerl.verify.verification import Verification, submit_bundle
 from sweeps.errors import UserError
 from sweeps.run.files import append_lines
 from sweeps.run.rollouts import Group, read_groups
@@ -96,10 +96,12 @@ def _graded(
 ) -> list[list[Outcome]]:
     verifiers = settings.verifiers(grader, trusted)
     try:
-        tickets = [
-            [verifiers.submit(_sample(prompts[group["prompt_id"]], each, group["step"])) for each in group["rollouts"]]
-            for group in groups
-        ]
+        tickets = []
+        for group in groups:
+            prompt = prompts[group["prompt_id"]]
+            samples = [_sample(prompt, each, group["step"]) for each in group["rollouts"]]
+            bundles = [samples] if needs_group(grader, prompt) else [[sample] for sample in samples]
+            tickets.append([ticket for bundle in bundles if bundle for ticket in submit_bundle(verifiers, bundle)])
         return [[verifiers.wait(ticket) for ticket in those] for those in tickets]
     finally:
         verifiers.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -134,7 +135,9 @@ def set_up(module: Parts, stage: str) -> None:
         ranks=trainer.num_devices,
         held_out=None if evaluation is None else evaluation.prompts,
     )
-    if stage == "validate":
+    if stage == "predict":
+        inputs = replace(inputs, task=trainer.datamodule.predicted, held_out=None)  # type: ignore[attr-defined]
+    if stage != "fit":
         # Evaluation asks the stream for the step alone; what a fit has left behind stays for the next one.
         sampling = module.ranks.on_leader(partial(Sampling, inputs, training=False))
         if sampling is not None:
@@ -147,7 +150,7 @@ def _set_up_fit(module: Parts, inputs: Inputs, resolved: dict[str, Any]) -> None
     """Build what a fit needs beside its policy, and go on where the last fit of this module ended, if it may."""
     check_curriculum(inputs.task, inputs.choices.curriculum)
     prompts = [(prompt.prompt_id, prompt.text) for prompt in inputs.task.train_prompts()]
-    meaning = {**resolved, "task": (type(inputs.task).__name__, prompts)}
+    meaning = {**resolved, "task": (type(inputs.task).__name__, prompts, inputs.task.identity())}
     steps = module.completed_steps
     goes_on = module.continuation.goes_on(meaning, steps)
     module.continuation.generator = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -19,7 +19,8 @@ from lightning_scalerl.generator.fleet import Fleet
 from lightning_scalerl.rollout import TrainBatch
 from lightning_scalerl.stream.events import Event
 from lightning_scalerl.stream.rollout_stream import Place, RolloutStream
-from lightning_scalerl.verify.verification import Verifiers
+from lightning_scalerl.verify.grade import Sample
+from lightning_scalerl.verify.verification import Verifiers, submit_bundle
 
 # Interval at which a wait checks whether to stop.
 LOOK_S = 0.05
@@ -127,8 +128,8 @@ class LiveDriver:
         for listener in self.listeners:
             listener(Event("decode", time.monotonic(), report))
         for finished in report.finished:
-            place = (finished.key, finished.index)
-            self._grading[self.verifiers.submit(self.stream.ended(finished))] = place
+            self.stream.ended(finished)
+            self._grade(self.stream.bundle((finished.key, finished.index)))
         graded = self.verifiers.done() if self._grading else ()
         for ticket, outcome in graded:
             if ticket in self._grading:
@@ -138,6 +139,11 @@ class LiveDriver:
             self.generator.submit(self.stream.admit(self.channel.version))
         if graded:
             self._changed.set()
+
+    def _grade(self, bundle: Sequence[tuple[Place, Sample]]) -> None:
+        if bundle:
+            tickets = submit_bundle(self.verifiers, [sample for _, sample in bundle])
+            self._grading |= {ticket: place for (place, _), ticket in zip(bundle, tickets, strict=True)}
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -207,4 +213,6 @@ class LiveDriver:
         """Restore the times; what the stream holds ungraded is graded again."""
         self._times = _Times(**state)
         self.verifiers.forget(self._grading)
-        self._grading = {self.verifiers.submit(sample): place for place, sample in self.stream.to_grade()}
+        self._grading = {}
+        for bundle in self.stream.bundles():
+            self._grade(bundle)

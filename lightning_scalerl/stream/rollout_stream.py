@@ -20,7 +20,7 @@ from lightning_scalerl.stream.credit import assemble, enters, remember
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
 from lightning_scalerl.stream.random_streams import INTERRUPTION_STREAM, TRAINING_STREAM
 from lightning_scalerl.task.base import RewardScale, Task, passes
-from lightning_scalerl.verify.grade import Outcome, Sample
+from lightning_scalerl.verify.grade import Outcome, Sample, needs_group
 from lightning_scalerl.verify.verification import ErrorWatch, Verification
 
 # A rollout by its group's admission and its number in it.
@@ -87,6 +87,7 @@ class RolloutStream:
         self.watch = ErrorWatch(self.verification)
         # Names of the rewards that the curriculum may weigh.
         self.reward_sums = self.task.reward_sums()
+        self._grader = self.task.grader()
 
     def step_completed(self) -> None:
         """Count an optimizer step as computed; a driver decides when the trainer is done with it."""
@@ -149,9 +150,23 @@ class RolloutStream:
     def _sample(self, place: Place) -> Sample:
         return self.sample(self._open[place[0]].prompt, *self._ungraded[place])
 
-    def to_grade(self) -> list[tuple[Place, Sample]]:
-        """Return ended rollouts without a grade, in order; a resumed run grades them again."""
-        return [(place, self._sample(place)) for place in self._ungraded]
+    def by_group(self, key: int) -> bool:
+        """Return whether the rollouts of an open group are graded by one call, once all of them have ended."""
+        return needs_group(self._grader, self._open[key].prompt)
+
+    def bundle(self, place: Place) -> list[tuple[Place, Sample]]:
+        """Return what is to be graded now that this rollout has ended: it alone, or its group with the last one."""
+        key = place[0]
+        if not self.by_group(key):
+            return [(place, self._sample(place))]
+        ended = sorted(each for each in self._ungraded if each[0] == key)
+        missing = sum(rollout is None for rollout in self._open[key].rollouts) - len(ended)
+        return [] if missing else [(each, self._sample(each)) for each in ended]
+
+    def bundles(self) -> list[list[tuple[Place, Sample]]]:
+        """Return ended rollouts without a grade, in order, as they are graded; a resumed run grades them again."""
+        once = {(place[0], 0) if self.by_group(place[0]) else place: place for place in self._ungraded}
+        return [bundle for place in once.values() if (bundle := self.bundle(place))]
 
     def graded(self, place: Place, outcome: Outcome) -> None:
         """Take the outcome of a rollout that has ended; its group is ready with the last one.

@@ -63,6 +63,10 @@ class Task(ABC):
         """
         return ()
 
+    def identity(self) -> Any:
+        """Return what, beside its class and its prompts, tells this task from another; None for nothing."""
+        return None
+
     def is_correct(self, reward: float) -> bool:
         """Return whether a reward counts as a pass: 1 or more."""
         return reward >= 1.0

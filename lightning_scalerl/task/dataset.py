@@ -13,9 +13,9 @@ from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask, contents, file_digest
 from lightning_scalerl.task.formats import FORMATS, Columns, Problem, Row, no_answer
 from lightning_scalerl.task.overlap import check_rules, without_overlap
-from lightning_scalerl.task.rows import RowSource, fields_of
+from lightning_scalerl.task.rows import fields_of, source_of
 from lightning_scalerl.verify.grade import Grader, Known, Sample
-from lightning_scalerl.verify.registry import QUICK, reward_sum
+from lightning_scalerl.verify.registry import QUICK, listed, reward_sum
 from lightning_scalerl.verify.registry import content as content_of
 from lightning_scalerl.verify.rewards import FunctionGrader
 
@@ -24,14 +24,17 @@ TRIED = 4
 
 
 class DatasetTask(PoolTask):
-    """Prompts of a data set: a training pool and held-out sets, each from a file, a folder or the hub.
+    """Prompts of a data set: a training pool and held-out sets, each from a file, a folder, the hub, or in memory.
 
     Args:
         format: how rows are read: one of `task.formats.FORMATS`, or "columns".
-        train: where the training rows are: a path, or {path, split, name, revision, rows}.
-        heldout: likewise, by set name; the first is the default of every fit.
-        rewards: what grades: names, places (`file.py:function`), or mappings with `use`, `weight`, `name`.
-        fields: of format "columns", which column is what: prompt, answer, difficulty, id.
+        train: the training rows, as a `datasets.Dataset` or a list of dicts, or where they are: a path, or {path,
+            split, name, revision, rows}.
+        heldout: likewise, by set name; the first is the default of every fit. A single set in memory needs no name: it
+            is called `heldout`.
+        rewards: what grades: functions, names, places (`file.py:function`), or mappings with `use`, `weight`, `name`.
+        fields: of format "columns", which column is what: prompt, answer, difficulty, id. Without it they are `prompt`
+            and `answer`, and a row that functions alone grade needs no answer.
         instruction: put behind every question, after a line break; empty for nothing.
         prefix: put before every question.
         right, wrong: a completion known to be right, or wrong, as a template of the row's columns such as
@@ -52,10 +55,10 @@ class DatasetTask(PoolTask):
 
     def __init__(
         self,
-        format: str,
-        train: Any,
-        heldout: Mapping[str, Any],
-        rewards: Any,
+        format: str = "columns",
+        train: Any = None,
+        heldout: Any = None,
+        rewards: Any = None,
         fields: Mapping[str, str] | None = None,
         instruction: str = "",
         prefix: str = "",
@@ -66,16 +69,16 @@ class DatasetTask(PoolTask):
         sandbox: Mapping[str, Any] | None = None,
     ) -> None:
         check_rules(duplicates=duplicates, leaks=leaks)
-        if not isinstance(heldout, Mapping) or not heldout:
-            raise ConfigurationError(
-                f"task.heldout: {heldout!r} must name at least one set, such as {{test: test.jsonl}}"
-            )
+        _check_given(train, heldout, rewards)
+        heldout = _by_name(heldout)
         self._rewards = reward_sum("task.rewards", _with_sandbox(rewards, dict(sandbox or {})))
         graders = [each.grader for each in self._rewards.rewards]
         self.trusted = all(isinstance(grader, QUICK) for grader in graders)
         # Only where a function may read them: columns travel with every completion, and may hold megabytes.
         self._keeps_columns = any(isinstance(grader, FunctionGrader) for grader in graders)
-        self._read = _reader(format, fields)
+        own = all(isinstance(grader, FunctionGrader) for grader in graders)
+        self._read = _OwnColumns() if format == "columns" and not fields and own else _reader(format, fields)
+        self._identity = rewards
         self._prefix, self._instruction = prefix, instruction
         self._templates = right, wrong
         self._known: list[Known] = []
@@ -92,8 +95,13 @@ class DatasetTask(PoolTask):
         Raises:
             ConfigurationError: a file that cannot be read.
         """
-        rewards = content_of(parameters.get("rewards"), lambda path: file_digest("task.rewards", path))
-        return contents(parameters, lambda field, given: RowSource.of(field, given).content()) | {"rewards": rewards}
+        rewards = _rewards_content(parameters.get("rewards"))
+        whole = {**parameters, "heldout": _by_name(parameters.get("heldout"))}
+        return contents(whole, lambda field, given: source_of(field, given).content()) | {"rewards": rewards}
+
+    def identity(self) -> Any:
+        """Return the digests of its reward functions, by which two fits of one module are of one task or of two."""
+        return _rewards_content(self._identity)
 
     def reward(self, prompt: Prompt, completion: str) -> float | None:
         """Return the weighted sum of the rewards, graded in this process."""
@@ -117,8 +125,16 @@ class DatasetTask(PoolTask):
         graders = [each.grader for each in self._rewards.rewards]
         return [*self._notes, *(line for grader in graders if hasattr(grader, "notes") for line in grader.notes())]
 
+    def read(self, rows: Sequence[Row]) -> list[Prompt]:
+        """Return prompts of more rows of the task's form, for `Trainer.predict`.
+
+        Raises:
+            ConfigurationError: a row that cannot be read.
+        """
+        return self._prompts("predict", list(rows))
+
     def _prompts(self, field: str, given: Any, remember: bool = False) -> list[Prompt]:
-        source = RowSource.of(field, given)
+        source = source_of(field, given)
         rows = source.read()
         prompts, rights = [], []
         unanswered: list[int] = []
@@ -190,6 +206,40 @@ class DatasetTask(PoolTask):
         return template.format(**{**prompt.columns, "answer": prompt.answer})
 
 
+def _check_given(train: Any, heldout: Any, rewards: Any) -> None:
+    """Check that all three are given, and say how.
+
+    Raises:
+        ConfigurationError: one is missing.
+    """
+    if train is None:
+        raise ConfigurationError("task.train: needs a value; give a file, a datasets.Dataset or a list of dicts")
+    if not isinstance(_by_name(heldout), Mapping) or not len(heldout):
+        raise ConfigurationError(f"task.heldout: {heldout!r} must name at least one set, such as {{test: test.jsonl}}")
+    if rewards is None:
+        raise ConfigurationError(
+            "task.rewards: needs a value; give a function, a list of them, a name such as math, or file.py:function"
+        )
+
+
+def _by_name(heldout: Any) -> Any:
+    """Return held-out sets by name; a single one in memory is called `heldout`, a file has to be given a name."""
+    rows = isinstance(heldout, list | tuple) and all(isinstance(row, Mapping) for row in heldout)
+    single = not isinstance(heldout, Mapping) and (rows or hasattr(heldout, "column_names"))
+    return {"heldout": heldout} if single else heldout
+
+
+def _rewards_content(rewards: Any) -> Any:
+    return content_of(rewards, lambda path: file_digest("task.rewards", path))
+
+
+class _OwnColumns:
+    """Reader of rows that functions alone grade: `prompt` has to be there, and `answer` may be."""
+
+    def __call__(self, row: Row) -> Problem:
+        return Columns(answer="answer" if "answer" in row else None)(row)
+
+
 def _reader(format: str, fields: Mapping[str, str] | None) -> Any:
     if format == "columns":
         try:
@@ -215,8 +265,7 @@ def _with_sandbox(rewards: Any, settings: dict[str, Any]) -> Any:
     """
     if not settings:
         return rewards
-    entries = [rewards] if isinstance(rewards, str | Mapping) else list(rewards)
-    found = [{"use": entry} if isinstance(entry, str) else dict(entry) for entry in entries]
+    found = [dict(entry) if isinstance(entry, Mapping) else {"use": entry} for entry in listed(rewards)]
     if not any(entry.get("use") == "code" for entry in found):
         raise ConfigurationError(f"task.sandbox: {settings!r}: task.rewards has no `code`, which alone runs programs")
     return [{**settings, **entry} if entry.get("use") == "code" else entry for entry in found]

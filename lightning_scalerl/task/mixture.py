@@ -10,7 +10,8 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask, Task, check_task
 from lightning_scalerl.task.overlap import check_rules, without_overlap
-from lightning_scalerl.verify.grade import Grade, Grader, Known, Sample
+from lightning_scalerl.verify.grade import Grade, Grader, Known, Sample, needs_group
+from lightning_scalerl.verify.rewards import together
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,27 @@ class MixtureGrader:
         grader = self.graders[sample.prompt.source]
         return float(grader.needs_s(sample)) if hasattr(grader, "needs_s") else 0.0
 
+    @property
+    def functions(self) -> Sequence[str]:
+        """Names of the user's own functions among the rewards of all tasks."""
+        return [name for grader in self.graders.values() for name in getattr(grader, "functions", ())]
+
+    def needs_group(self, prompt: Prompt) -> bool:
+        """Return whether the task's own grader is called with all completions of a group."""
+        return needs_group(self.graders[prompt.source], prompt)
+
+    def grade_group(self, samples: Sequence[Sample]) -> Sequence[Grade | Exception]:
+        """Grade the completions of a group with their task's own grader."""
+        source = samples[0].prompt.source
+        grades = together(self.graders[source], samples)
+        return [each if isinstance(each, Exception) else self._of(source, each) for each in grades]
+
     def grade(self, sample: Sample) -> Grade:
         """Grade with the task's own grader, and put the task's name before the names of parts and terms."""
         source = sample.prompt.source
-        grade = self.graders[source].grade(sample)
+        return self._of(source, self.graders[source].grade(sample))
+
+    def _of(self, source: str, grade: Grade) -> Grade:
         if grade.correct is None and grade.reward is not None:
             grade = replace(grade, correct=self.correct[source](float(grade.reward)))
         parts, terms = (
@@ -113,6 +131,10 @@ class MixtureTask(PoolTask):
     def content(parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return nothing: each task is identified by its own content."""
         return {}
+
+    def identity(self) -> Any:
+        """Return the identity of every task, by name."""
+        return {name: task.identity() for name, task in self._tasks.items()}
 
     def reward(self, prompt: Prompt, completion: str) -> float | None:
         """Return the reward by the prompt's own task."""

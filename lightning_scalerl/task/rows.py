@@ -1,14 +1,15 @@
-"""Rows of a data set: from a Parquet or JSON-lines file, a folder, or the hub at a stated revision."""
+"""Rows of a data set: from a Parquet or JSON-lines file, a folder, the hub at a stated revision, or in memory."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_scalerl.checks import ConfigurationError, looks_local, said, whole_number
 from lightning_scalerl.task.base import file_digest
@@ -168,6 +169,60 @@ class RowSource:
             )
         rows: list[Row] = loaded.to_list()
         return rows
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Rows that a script hands over: a list of dicts, or a `datasets.Dataset`.
+
+    Attributes:
+        field: of the configuration, for errors.
+        rows: as they were given.
+    """
+
+    field: str
+    rows: Any
+    path: ClassVar[str] = "the rows given"
+
+    def content(self) -> str:
+        """Return the digest of all rows, which identifies them in a run's identity."""
+        texts = (json.dumps(row, sort_keys=True, default=repr, ensure_ascii=False) for row in self.read())
+        return hashlib.sha256("\n".join(texts).encode(errors="surrogatepass")).hexdigest()
+
+    def read(self) -> list[Row]:
+        """Return all rows, in their order.
+
+        Raises:
+            ConfigurationError: what is given holds no rows, or something else.
+        """
+        given = self.rows
+        if isinstance(given, Mapping):  # a DatasetDict
+            first, names = next(iter(given)), ", ".join(map(str, given))
+            raise ConfigurationError(f"{self.field}: has the splits {names}; say which, such as data[{first!r}]")
+        rows = given.to_list() if hasattr(given, "to_list") and hasattr(given, "__len__") else given
+        if not isinstance(rows, list | tuple):
+            raise ConfigurationError(
+                f"{self.field}: {type(given).__name__} must be a file, a datasets.Dataset or a list of dicts; of a "
+                "stream give list(stream.take(1000))"
+            )
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise ConfigurationError(f"{self.field}: row {number} is no dict, but {str(row)[:40]!r}")
+        if not rows:
+            raise ConfigurationError(f"{self.field}: holds no rows")
+        return [dict(row) for row in rows]
+
+
+def source_of(field: str, given: Any) -> RowSource | InMemory:
+    """Return where rows are: a path, or a mapping with one, or the rows themselves.
+
+    Raises:
+        ConfigurationError: what it should be.
+    """
+    # Of `datasets`, whose other classes are refused there with what to give.
+    if isinstance(given, list | tuple) or hasattr(given, "column_names"):
+        return InMemory(field, given)
+    return RowSource.of(field, str(given) if isinstance(given, Path) else given)
 
 
 def _table(path: Path) -> list[Row]:

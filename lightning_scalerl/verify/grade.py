@@ -56,11 +56,21 @@ class Grade:
 
 
 class Grader(Protocol):
-    """Protocol of graders: one completion at a time, in whatever process."""
+    """Protocol of graders: one completion at a time, in whatever process.
+
+    One that compares the completions of a prompt with each other also has `needs_group(prompt)`, which says so, and
+    `grade_group(samples)`, which returns a grade for each, or the exception that this one ended in.
+    """
 
     def grade(self, sample: Sample) -> Grade:
         """Grade one completion; an exception is an error of the infrastructure, never a reward of zero."""
         ...
+
+
+def needs_group(grader: object, prompt: Prompt) -> bool:
+    """Return whether a grader is called once for all completions of a group, not for each as it ends."""
+    asked = getattr(grader, "needs_group", None)
+    return asked is not None and bool(asked(prompt))
 
 
 Kind = Literal["score", "abstain", "error"]

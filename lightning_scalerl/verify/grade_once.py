@@ -1,9 +1,10 @@
-"""Single attempt to grade a completion, with any exception turned into an outcome."""
+"""Single attempt to grade a completion, or those of a group by one call, with any exception turned into an outcome."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_scalerl.checks import said
@@ -15,12 +16,50 @@ def attempt(grader: Grader, sample: Sample) -> Outcome:
     began = time.perf_counter()
     try:
         grade = grader.grade(sample)
+    # Not BaseException: what ends a process has to end the worker, which the pool replaces.
+    except Exception as error:
+        return _raised(error, time.perf_counter() - began)
+    return _outcome(grade, began)
+
+
+def attempt_group(grader: Any, samples: Sequence[Sample]) -> list[Outcome]:
+    """Grade the completions of one prompt by one call; each has its share of the time.
+
+    An exception of the grader is an `error` outcome of all of them, one that it returns in a grade's place of that one.
+    """
+    began = time.perf_counter()
+    try:
+        grades = grader.grade_group(samples)
+    except Exception as error:
+        grades = [error] * len(samples)
+    share_s = (time.perf_counter() - began) / len(samples)
+    began = time.perf_counter() - share_s
+    return [_raised(each, share_s) if isinstance(each, Exception) else _outcome(each, began) for each in grades]
+
+
+def in_function(error: Exception, name: str) -> Exception:
+    """Note on an error which of a user's reward functions it comes from; return the error."""
+    error.add_note(f"{_IN}{name}")
+    return error
+
+
+# Before the function's name in an error's notes, where others may write too.
+_IN = "in reward function "
+
+
+def _raised(error: Exception, seconds: float) -> Outcome:
+    named = [note for note in getattr(error, "__notes__", ()) if note.startswith(_IN)]
+    return Outcome("error", why=f"raised {said(error)}{f' ({named[0]})' if named else ''}", seconds=seconds)
+
+
+def _outcome(grade: Grade, began: float) -> Outcome:
+    """Return the outcome of a grade: a score, an abstention, or an error where its reward is no number."""
+    try:
         problem = _problem(grade)
         # Converted within the `try`: a user's mapping or scalar may raise as well as the grader.
         parts = {str(name): float(value) for name, value in grade.parts.items() if _finite(value)}
-    # Not BaseException: what ends a process has to end the worker, which the pool replaces.
     except Exception as error:
-        return Outcome("error", why=f"raised {said(error)}", seconds=time.perf_counter() - began)
+        return _raised(error, time.perf_counter() - began)
     seconds = time.perf_counter() - began
     if problem:
         return Outcome("error", why=problem, seconds=seconds)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lightning_scalerl.verify.grade import Grader, Outcome, Sample
-from lightning_scalerl.verify.grade_once import attempt
+from lightning_scalerl.verify.grade_once import attempt, attempt_group
 from sweeps.run.activity import activity
 
 
@@ -34,6 +34,23 @@ class InlineVerifiers:
             outcome = replace(again, seconds=outcome.seconds + again.seconds, attempts=outcome.attempts + 1)
         self._done[ticket] = outcome
         return ticket
+
+    def submit_group(self, samples: Sequence[Sample]) -> list[int]:
+        """Grade the completions of a group by one call; return the tickets of their outcomes."""
+        activity.note("grade")
+        outcomes = attempt_group(self._grader, samples)
+        for attempts in range(2, self._retries + 2):
+            if not any(outcome.kind == "error" for outcome in outcomes):
+                break
+            spent = [outcome.seconds for outcome in outcomes]
+            outcomes = [
+                replace(again, seconds=before + again.seconds, attempts=attempts)
+                for before, again in zip(spent, attempt_group(self._grader, samples), strict=True)
+            ]
+        tickets = list(range(self._next, self._next + len(samples)))
+        self._next += len(samples)
+        self._done |= dict(zip(tickets, outcomes, strict=True))
+        return tickets
 
     def wait(self, ticket: int) -> Outcome:
         """Return the outcome of a ticket, once."""

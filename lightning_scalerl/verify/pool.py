@@ -45,17 +45,17 @@ _LONG_S = 0.1
 
 @dataclass
 class _Job:
-    """Completion that is being graded, or waits for it."""
+    """Completion, or those of a group, being graded by one call, or waiting for it."""
 
-    ticket: int
-    sample: Sample
+    tickets: tuple[int, ...]
+    samples: tuple[Sample, ...]
     attempts: int = 0
     seconds: float = 0.0
 
     @cached_property
     def message(self) -> memoryview:
         """Return the message that is sent to the worker."""
-        return ForkingPickler.dumps(self.sample)
+        return ForkingPickler.dumps(self.samples[0] if len(self.samples) == 1 else self.samples)
 
 
 @dataclass
@@ -91,7 +91,8 @@ class VerifierPool:
     Args:
         grader: grades one completion; sent to each worker by value (cloudpickle), functions of a script included.
         workers: number of processes.
-        timeout_s: wall-clock seconds for one attempt; more where the grader asks for more for a completion (`needs_s`).
+        timeout_s: wall-clock seconds for one attempt, times the completions that it grades; more where the grader asks
+            for more for a completion (`needs_s`).
         retries: number of further attempts after an error.
         memory_gib: data that a worker may hold, in GiB; None for no limit.
 
@@ -106,6 +107,8 @@ class VerifierPool:
 
         try:
             pickled = cloudpickle.dumps(grader)
+        except ConfigurationError:
+            raise
         except Exception as error:
             raise ConfigurationError(
                 f"task: the verifier of {type(grader).__name__} cannot be sent to a process of its own "
@@ -116,6 +119,9 @@ class VerifierPool:
         self._message = pickle.dumps((list(sys.path), memory_gib, pickled))
         self._timeout_s, self._retries = timeout_s, retries
         self._needs_s = getattr(grader, "needs_s", lambda sample: 0.0)
+        # A process that was killed cannot say in which function it was.
+        functions = getattr(grader, "functions", ())
+        self._named = f" (in reward function {' or '.join(functions)})" if functions else ""
         self._shared = _Shared()
         self._changed = threading.Condition()
         # A pipe, because poll() can wait for it together with the workers.
@@ -132,12 +138,17 @@ class VerifierPool:
 
     def submit(self, sample: Sample) -> int:
         """Queue a completion for grading; return its ticket at once."""
+        return self.submit_group([sample])[0]
+
+    def submit_group(self, samples: Sequence[Sample]) -> Sequence[int]:
+        """Queue the completions of a group, to be graded by one call; return their tickets at once."""
         with self._changed:
-            ticket, self._next = self._next, self._next + 1
-            self._shared.queue.append(_Job(ticket, sample))
-            self._shared.waiting.add(ticket)
+            tickets = tuple(range(self._next, self._next + len(samples)))
+            self._next += len(samples)
+            self._shared.queue.append(_Job(tickets, tuple(samples)))
+            self._shared.waiting.update(tickets)
             self._wake()
-        return ticket
+        return tickets
 
     def wait(self, ticket: int) -> Outcome:
         """Return the outcome of a ticket, once, as soon as there is one.
@@ -177,7 +188,7 @@ class VerifierPool:
         """Drop these tickets; a completion in hand is still graded, and its outcome dropped."""
         gone = set(tickets)
         with self._changed:
-            self._shared.queue = deque(job for job in self._shared.queue if job.ticket not in gone)
+            self._shared.queue = deque(job for job in self._shared.queue if not gone.issuperset(job.tickets))
             self._shared.waiting -= gone
             for ticket in gone:
                 self._shared.done.pop(ticket, None)
@@ -265,7 +276,7 @@ class VerifierPool:
         worker.deadline = worker.since + self._allowed_s(job)
 
     def _allowed_s(self, job: _Job) -> float:
-        return max(self._timeout_s, float(self._needs_s(job.sample)))
+        return sum(max(self._timeout_s, float(self._needs_s(sample))) for sample in job.samples)
 
     def _listen(self) -> None:
         """Wait until a worker has sent something, or a timeout has passed."""
@@ -310,8 +321,9 @@ class VerifierPool:
             return
         # A worker answers in order, and what was given away came behind what it kept.
         if worker.jobs:
-            self._mean_s += _LATEST * (said.seconds - self._mean_s)
-            self._ended(worker.jobs.popleft(), said)
+            outcomes = said if isinstance(said, list) else [said]
+            self._mean_s += _LATEST * (sum(outcome.seconds for outcome in outcomes) - self._mean_s)
+            self._ended(worker.jobs.popleft(), outcomes)
             if worker.jobs:
                 self._begins(worker)
         elif worker.given_away:
@@ -346,23 +358,29 @@ class VerifierPool:
             return
         self._workers[number] = self._started()
         if worker.jobs:
-            self._ended(worker.jobs.popleft(), Outcome("error", why=why, seconds=time.monotonic() - worker.since))
+            job = worker.jobs.popleft()
+            lost = Outcome("error", why=why + self._named, seconds=(time.monotonic() - worker.since) / len(job.tickets))
+            self._ended(job, [lost] * len(job.tickets))
         with self._changed:
             # extendleft reverses: the oldest stands first again.
             self._shared.queue.extendleft(reversed(worker.jobs))
 
-    def _ended(self, job: _Job, outcome: Outcome) -> None:
-        """Record a job's outcome, or queue the job again after an error if it has an attempt left."""
+    def _ended(self, job: _Job, outcomes: Sequence[Outcome]) -> None:
+        """Record a job's outcomes, or queue the job again after an error if it has an attempt left."""
         activity.note("grade")
-        job.seconds += outcome.seconds
         with self._changed:
-            if job.ticket not in self._shared.waiting:
+            if not self._shared.waiting.intersection(job.tickets):
                 return
-            if outcome.kind == "error" and job.attempts <= self._retries:
+            if any(outcome.kind == "error" for outcome in outcomes) and job.attempts <= self._retries:
+                job.seconds += sum(outcome.seconds for outcome in outcomes)
                 self._shared.queue.append(job)
                 return
-            self._shared.done[job.ticket] = replace(outcome, seconds=job.seconds, attempts=job.attempts)
-            if job.ticket in self._shared.awaited:
+            before_s = job.seconds / len(job.tickets)
+            for ticket, outcome in zip(job.tickets, outcomes, strict=True):
+                if ticket in self._shared.waiting:
+                    seconds = before_s + outcome.seconds
+                    self._shared.done[ticket] = replace(outcome, seconds=seconds, attempts=job.attempts)
+            if self._shared.awaited.intersection(job.tickets):
                 self._changed.notify_all()
 
     def _fail(self, why: str) -> None:

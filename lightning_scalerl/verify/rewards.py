@@ -1,6 +1,7 @@
 """Reward functions in TRL's form, in verl's, or ours; several of them with weights.
 
-Which form a function has is told by the names of its parameters. A file is loaded by its path, in each process anew.
+Which form a function has is told by the names of its parameters. A file is loaded by its path, in each process anew; a
+function that a script or notebook hands over is sent there by value.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ import asyncio
 import hashlib
 import importlib.util
 import inspect
+import json
+import math
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,8 +22,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.verify.grade import Grade, Grader, Sample
+from lightning_scalerl.checks import ConfigurationError, said
+from lightning_scalerl.prompt import Prompt
+from lightning_scalerl.verify.grade import Grade, Grader, Sample, needs_group
+from lightning_scalerl.verify.grade_once import in_function
 
 Form = Literal["trl", "verl", "sample", "answer"]
 
@@ -84,6 +90,75 @@ class Source:
         return found
 
 
+@dataclass(frozen=True)
+class Given:
+    """Function that was handed over itself, by a script or a notebook; stands where a `Source` stands.
+
+    Its identity is its source text, with the plain values that it takes from the function around it.
+    """
+
+    field: str
+    called: Callable[..., Any]
+
+    @property
+    def function(self) -> str:
+        """Name of the function, which its values are recorded under."""
+        name = str(getattr(self.called, "__name__", type(self.called).__name__))
+        return "reward" if name == "<lambda>" else name
+
+    @property
+    def place(self) -> str:
+        """Module that it was written in."""
+        return str(getattr(self.called, "__module__", "") or "__main__")
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the function's source text.
+
+        Raises:
+            ConfigurationError: it has none that can be read.
+        """
+        try:
+            text = textwrap.dedent(inspect.getsource(self.called))
+            around = inspect.getclosurevars(self.called).nonlocals if inspect.isfunction(self.called) else {}
+        except (OSError, TypeError) as error:
+            raise ConfigurationError(
+                f"{self.field}: the source text of {self.function} cannot be read ({said(error)}), and a run is "
+                "identified by it; give a function that is written with def or lambda in a file or a notebook, or "
+                '"file.py:function"'
+            ) from error
+        taken = {name: value for name, value in sorted(around.items()) if isinstance(value, str | int | float | None)}
+        whole = text + (json.dumps(taken) if taken else "")
+        return hashlib.sha256(whole.encode()).hexdigest()
+
+    def load(self) -> Callable[..., Any]:
+        """Return the function itself, as it was handed over."""
+        return self.called
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the function in bytes, for the process that grades.
+
+        Raises:
+            ConfigurationError: it cannot be sent.
+        """
+        import cloudpickle
+
+        try:
+            return {"field": self.field, "sent": cloudpickle.dumps(self.called)}
+        except Exception as error:
+            raise ConfigurationError(
+                f"{self.field}: {self.function} cannot be sent to the process that grades ({said(error)}); make what "
+                "it holds (a model, a client, a lock) inside of it, or write it into a file and give "
+                f'"file.py:{self.function}"; verify.workers=0 grades in the trainer\'s own process, where nothing can '
+                "stop it if it hangs"
+            ) from error
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        import cloudpickle
+
+        object.__setattr__(self, "field", state["field"])
+        object.__setattr__(self, "called", cloudpickle.loads(state["sent"]))
+
+
 def form_of(field: str, function: Callable[..., Any]) -> Form:
     """Return the form that a reward function is written in, by its parameters' names.
 
@@ -113,20 +188,36 @@ class FunctionGrader:
     """Grader that calls a user's function; it is loaded anew in each process, and refused if its file has changed."""
 
     field: str
-    source: Source
-    digest: str = ""  # of the file's bytes, if it is one
+    source: Source | Given
+    digest: str = ""  # of the file's bytes, if it is one, or of the source text of a function that was handed over
 
     def prepare(self) -> None:
         """Load the function before the first grade, as its imports may take long."""
         _ = self._form
 
+    def needs_group(self, prompt: Prompt) -> bool:
+        """Return whether the function is called with a list: in TRL's form."""
+        return self._form == "trl"
+
     def grade(self, sample: Sample) -> Grade:
         """Grade by calling the function in its form."""
-        return _CALLS[self._form](self._function, sample)
+        try:
+            return _CALLS[self._form](self._function, sample)
+        except Exception as error:
+            raise in_function(error, self.source.function) from error.__cause__
+
+    def grade_group(self, samples: Sequence[Sample]) -> Sequence[Grade | Exception]:
+        """Grade the completions of a group: by one call in TRL's form, one by one in the others."""
+        if self._form != "trl":
+            return one_by_one(self, samples)
+        try:
+            return _call_trl(self._function, samples)
+        except Exception as error:
+            raise in_function(error, self.source.function) from error.__cause__
 
     @cached_property
     def _function(self) -> Callable[..., Any]:
-        if self.digest and self.source.digest() != self.digest:
+        if isinstance(self.source, Source) and self.digest and self.source.digest() != self.digest:
             raise RuntimeError(f"{self.source.place} has changed since the run began; its rewards would be another's")
         return self.source.load()
 
@@ -156,32 +247,39 @@ class FunctionGrader:
         return {"field": self.field, "source": self.source, "digest": self.digest}
 
 
-def _call_trl(function: Callable[..., Any], sample: Sample) -> Grade:
-    """Call in TRL's form: keywords, lists of one, every column of the row but `prompt`; a list of a number or None.
+def _call_trl(function: Callable[..., Any], samples: Sequence[Sample]) -> list[Grade | Exception]:
+    """Call in TRL's form for the completions of one prompt, in order; an entry each, a number or None.
 
-    Of a conversation, prompts are lists of messages and completions lists of one message of the assistant's.
+    Keywords, all of them lists: every column of the row but `prompt`. Of a conversation, prompts are lists of messages
+    and completions lists of one message of the assistant's.
     """
-    prompt = sample.prompt
+    prompt, count = samples[0].prompt, len(samples)
     conversational = bool(prompt.messages)
     parts: dict[str, list[float]] = {}
-    extra: dict[str, str] = {}
+    extra: dict[str, list[str]] = {}
 
     def log_metric(name: str, value: Any) -> None:
         parts.setdefault(str(name), []).append(float(value))
 
-    def log_extra(column: str, values: Sequence[Any]) -> None:
-        extra[str(column)] = str(values[0] if isinstance(values, list | tuple) and values else values)
+    def log_extra(column: str, values: Any) -> None:
+        each = list(values) if isinstance(values, list | tuple) and len(values) == count else [values] * count
+        extra[str(column)] = [str(value) for value in each]
 
     arguments: dict[str, Any] = {
-        "prompts": [[dict(each) for each in prompt.messages] if conversational else prompt.text],
-        "completions": [[{"role": "assistant", "content": sample.completion}] if conversational else sample.completion],
-        "completion_ids": [list(sample.tokens)],
-        "trainer_state": SimpleNamespace(global_step=sample.step),
+        "prompts": [[dict(each) for each in prompt.messages] if conversational else prompt.text for _ in samples],
+        "completions": [
+            [{"role": "assistant", "content": sample.completion}] if conversational else sample.completion
+            for sample in samples
+        ],
+        "completion_ids": [list(sample.tokens) for sample in samples],
+        "trainer_state": SimpleNamespace(global_step=max(sample.step for sample in samples)),
         "log_extra": log_extra,
         "log_metric": log_metric,
     }
     arguments |= {
-        name: [value] for name, value in prompt.columns.items() if name not in ("prompt", "completion", *arguments)
+        name: [value] * count
+        for name, value in prompt.columns.items()
+        if name not in ("prompt", "completion", *arguments)
     }
     parameters = inspect.signature(function).parameters.values()
     if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
@@ -191,10 +289,35 @@ def _call_trl(function: Callable[..., Any], sample: Sample) -> Grade:
     # By `__len__` arrays and tensors are taken, too, of whichever library.
     if not isinstance(rewards, list | tuple) and not hasattr(rewards, "__len__"):
         raise TypeError(f"a reward function of TRL's form returns a list, not {type(rewards).__name__}")
-    if len(rewards) != 1:
-        raise ValueError(f"{len(rewards)} rewards for one completion")
+    if len(rewards) != count:
+        raise ValueError(f"{len(rewards)} rewards for {'one completion' if count == 1 else f'{count} completions'}")
     means = {name: sum(values) / len(values) for name, values in parts.items()}
-    return Grade(rewards[0], means, extra=extra)
+    return [
+        Grade(reward, means, extra={column: texts[number] for column, texts in extra.items()})
+        for number, reward in enumerate(rewards)
+    ]
+
+
+def one_by_one(grader: Grader, samples: Sequence[Sample]) -> list[Grade | Exception]:
+    """Grade each completion of a group by itself; what one raises is its own."""
+    grades: list[Grade | Exception] = []
+    for sample in samples:
+        try:
+            grades.append(grader.grade(sample))
+        except Exception as error:
+            grades.append(error)
+    return grades
+
+
+def together(grader: Grader, samples: Sequence[Sample]) -> Sequence[Grade | Exception]:
+    """Grade the completions of a group as the grader wants it: by one call, or one by one."""
+    if not needs_group(grader, samples[0].prompt):
+        return one_by_one(grader, samples)
+    try:
+        grades: Sequence[Grade | Exception] = grader.grade_group(samples)  # type: ignore[attr-defined]
+    except Exception as error:
+        return [error] * len(samples)
+    return grades
 
 
 def _call_verl(function: Callable[..., Any], sample: Sample) -> Grade:
@@ -241,18 +364,31 @@ def _awaited(value: Any) -> Any:
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
+def _call_trl_once(function: Callable[..., Any], sample: Sample) -> Grade:
+    (grade,) = _call_trl(function, [sample])
+    assert isinstance(grade, Grade)
+    return grade
+
+
 _CALLS: Mapping[Form, Callable[[Callable[..., Any], Sample], Grade]] = {
-    "trl": _call_trl,
+    "trl": _call_trl_once,
     "verl": _call_verl,
     "sample": _call_sample,
     "answer": _call_answer,
 }
 
 
-def _number(value: Any) -> float:
+def _number(name: str, value: Any) -> float:
+    """Return the number that a reward of this name has returned, and refuse what is none, naming the reward."""
     if isinstance(value, str):
-        raise TypeError(f"a reward is a number or None, not the text {value[:40]!r}")
-    return float(value)
+        raise TypeError(f"a reward is a number or None, not the text {value[:40]!r}, which {name} returned")
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"a reward is a number or None, not {str(value)[:40]}, which {name} returned") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{name} returned {number}; a reward must be a finite number, or None to abstain")
+    return number
 
 
 @dataclass(frozen=True)
@@ -290,15 +426,42 @@ class RewardSum:
         needs = (getattr(each.grader, "needs_s", None) for each in self.rewards)
         return float(sum(of(sample) for of in needs if of is not None))
 
+    @property
+    def functions(self) -> Sequence[str]:
+        """Names of the user's own functions among the rewards."""
+        return [each.name for each in self.rewards if isinstance(each.grader, FunctionGrader)]
+
+    def needs_group(self, prompt: Prompt) -> bool:
+        """Return whether one of the rewards is called with all completions of a group."""
+        return any(needs_group(each.grader, prompt) for each in self.rewards)
+
     def grade(self, sample: Sample) -> Grade:
         """Grade with every reward, and add up the weighted terms."""
-        grades = [(each, each.grader.grade(sample)) for each in self.rewards]
+        return self._summed([each.grader.grade(sample) for each in self.rewards])
+
+    def grade_group(self, samples: Sequence[Sample]) -> Sequence[Grade | Exception]:
+        """Grade the completions of a group with every reward, and add up each one's terms."""
+        rows = zip(*(together(each.grader, samples) for each in self.rewards), strict=True)
+        return [self._summed_or_error(row) for row in rows]
+
+    def _summed_or_error(self, row: Sequence[Grade | Exception]) -> Grade | Exception:
+        grades = [each for each in row if isinstance(each, Grade)]
+        if len(grades) < len(row):
+            return next(each for each in row if isinstance(each, Exception))
+        try:
+            return self._summed(grades)
+        except Exception as error:  # a reward that is no number
+            return error
+
+    def _summed(self, by_reward: Sequence[Grade]) -> Grade:
+        grades = list(zip(self.rewards, by_reward, strict=True))
+        numbers = {each.name: _number(each.name, grade.reward) for each, grade in grades if grade.reward is not None}
         parts: dict[str, float] = {}
         for each, grade in grades:
             parts |= dict(grade.parts)
-            if grade.reward is not None and len(grades) > 1:
-                parts[each.name] = float(grade.reward)
-        terms = {each.name: each.weight * _number(grade.reward) for each, grade in grades if grade.reward is not None}
+            if each.name in numbers and len(grades) > 1:
+                parts[each.name] = numbers[each.name]
+        terms = {each.name: each.weight * numbers[each.name] for each in self.rewards if each.name in numbers}
         extra = {name: text for _, grade in grades for name, text in grade.extra.items()}
         if not terms:
             return Grade(None, parts, grades[0][1].why or "every reward abstains", extra=extra)

@@ -36,6 +36,10 @@ class Verifiers(Protocol):
         """Queue a completion for grading; return its ticket."""
         ...
 
+    def submit_group(self, samples: Sequence[Sample]) -> Sequence[int]:
+        """Queue the completions of a group, to be graded by one call of a grader that needs a group."""
+        ...
+
     def wait(self, ticket: int) -> Outcome:
         """Return the outcome of a ticket, once, as soon as there is one."""
         ...
@@ -51,6 +55,11 @@ class Verifiers(Protocol):
     def close(self) -> None:
         """End all processes that it has started."""
         ...
+
+
+def submit_bundle(verifiers: Verifiers, samples: Sequence[Sample]) -> Sequence[int]:
+    """Queue what is graded together: one completion, or all of a group; return the tickets."""
+    return [verifiers.submit(samples[0])] if len(samples) == 1 else verifiers.submit_group(samples)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Process of a verifier: one completion at a time in its main thread; `pool` starts it with two descriptors.
+"""Process of a verifier: one completion or group at a time in its main thread; `pool` starts it with two descriptors.
 
 Its main thread, because math-verify and others stop themselves with SIGALRM, which works nowhere else. It is killed
 from outside if that does not help. It needs no torch, unless what it grades with does.
@@ -38,7 +38,7 @@ def main() -> None:
     try:
         import cloudpickle
 
-        from lightning_scalerl.verify.grade_once import attempt
+        from lightning_scalerl.verify.grade_once import attempt, attempt_group
 
         grader = cloudpickle.loads(pickled)
         if hasattr(grader, "prepare"):
@@ -52,7 +52,8 @@ def main() -> None:
             sample = connection.recv()
         except EOFError:
             return
-        connection.send(attempt(grader, sample))
+        # Several are the completions of one group.
+        connection.send(attempt_group(grader, sample) if isinstance(sample, tuple) else attempt(grader, sample))
 
 
 if __name__ == "__main__":

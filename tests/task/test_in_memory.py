@@ -1,0 +1,350 @@
+"""A task as TRL's users write one: rows in memory, and functions as rewards, called with a whole group."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from lightning.pytorch import Trainer
+
+from lightning_scalerl import DatasetTask, Evaluate, RolloutDataModule, ScaleRL
+from lightning_scalerl.checks import ConfigurationError
+from lightning_scalerl.task.base import passes
+from lightning_scalerl.verify.grade import Outcome, Sample
+from lightning_scalerl.verify.inline import InlineVerifiers
+from lightning_scalerl.verify.pool import VerifierPool
+from lightning_scalerl.verify.verification import Verifiers
+from tests.helpers import SMALL, quiet
+from tests.paths import ROOT
+
+ROWS = [{"prompt": f"{n}+{n}=", "solution": str(2 * n)} for n in range(12)]
+TRAIN, HELDOUT = ROWS[:9], ROWS[9:]
+
+
+def accuracy(completions: list[str], solution: list[str], **kwargs: Any) -> list[float]:
+    return [float(text.strip() == gold) for text, gold in zip(completions, solution, strict=True)]
+
+
+def shortest(completions: list[str], **kwargs: Any) -> list[float]:
+    """1 for the shortest of those it is called with: of one alone it is always 1."""
+    least = min(map(len, completions))
+    return [float(len(text) == least) for text in completions]
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    return float(solution_str == ground_truth)
+
+
+async def judged(completions: list[str], **kwargs: Any) -> list[float | None]:
+    return [None if not text else 0.5 for text in completions]
+
+
+def task_of(rewards: Any, train: Any = TRAIN, heldout: Any = HELDOUT, **more: Any) -> DatasetTask:
+    return DatasetTask(train=train, heldout=heldout, rewards=rewards, **more)
+
+
+def graded(task: DatasetTask, *texts: str, verifiers: Verifiers | None = None) -> list[Outcome]:
+    """The outcomes of a group of completions of the first prompt."""
+    prompt = task.train_prompts()[0]
+    verifiers = verifiers or InlineVerifiers(task.grader(), retries=0)
+    tickets = verifiers.submit_group([Sample(prompt, text, text, (1,) * len(text)) for text in texts])
+    return [verifiers.wait(ticket) for ticket in tickets]
+
+
+# --- rows ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [list, tuple, datasets.Dataset.from_list])
+def test_rows_in_memory(form: Callable[[Any], Any]) -> None:
+    task = task_of(accuracy, form(TRAIN), form(HELDOUT))
+    assert [prompt.text for prompt in task.train_prompts()] == [row["prompt"] for row in TRAIN]
+    assert {name: len(those) for name, those in task.eval_sets().items()} == {"heldout": 3}
+    assert task.train_prompts()[1].columns["solution"] == "2"
+
+
+def test_a_dataset_dict_gives_held_out_sets_by_split() -> None:
+    splits = datasets.DatasetDict({"easy": datasets.Dataset.from_list(HELDOUT[:1]), "hard": HELDOUT[1:]})
+    assert {name: len(those) for name, those in task_of(accuracy, heldout=splits).eval_sets().items()} == {
+        "easy": 1,
+        "hard": 2,
+    }
+
+
+def test_a_file_beside_rows_in_memory(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(TRAIN).to_json(tmp_path / "train.jsonl")
+    task = task_of(accuracy, tmp_path / "train.jsonl", {"test": HELDOUT})
+    assert len(task.train_prompts()) == 9 and list(task.eval_sets()) == ["test"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"train": []}, "^task.train: holds no rows$"),
+        ({"train": ["2+2="]}, "^task.train: row 0 is no dict, but '2\\+2='$"),
+        ({"train": datasets.DatasetDict({"a": datasets.Dataset.from_list(TRAIN)})}, r"has the splits a; say .*\['a'\]"),
+        ({"train": datasets.Dataset.from_list(TRAIN).to_iterable_dataset()}, r"IterableDataset must .*list\(stream"),
+        (
+            {"train": [{"question": "2+2="}]},
+            "^task.train: the rows given, row 0: no column prompt; its columns are que",
+        ),
+        ({"train": None}, "^task.train: needs a value"),
+        ({"heldout": None}, "^task.heldout: None must name at least one set"),
+        ({"heldout": []}, r"^task.heldout: \[\] must name at least one set"),
+        ({"heldout": "test.jsonl"}, "^task.heldout: 'test.jsonl' must name at least one set"),
+        ({"rewards": None}, "^task.rewards: needs a value; give a function"),
+        ({"rewards": []}, "^task.rewards: give at least one"),
+        ({"rewards": 3}, "^task.rewards: 3 must be a name, a place, a function, or"),
+        ({"rewards": lambda a, b: 1.0}, r"^task.rewards: its parameters \(a, b\) are of no known form; TRL's takes"),
+        ({"rewards": [accuracy, accuracy]}, "two are called 'accuracy'; give one of them a name"),
+        ({"rewards": functools.partial(accuracy, extra=1)}, "source text of partial cannot be read .* def or lambda"),
+        ({"rewards": len}, "its source text|the source text of len cannot be read"),
+    ],
+)
+def test_what_cannot_be(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        task_of(**{"rewards": accuracy, **given})
+
+
+def test_rows_are_identified_by_content() -> None:
+    def content(**given: Any) -> Any:
+        return DatasetTask.content({"train": TRAIN, "heldout": {"a": HELDOUT}, "rewards": accuracy, **given})
+
+    assert content() == content(train=datasets.Dataset.from_list(TRAIN))
+    assert content() != content(train=TRAIN[:-1]) and content() != content(rewards=shortest)
+
+
+# --- functions -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        (accuracy, [1.0, 0.0, 0.0]),
+        (lambda completions, solution, **_: [float(a == solution[0]) for a in completions], [1.0, 0.0, 0.0]),
+        (lambda completion, answer: float(len(completion)), [1.0, 2.0, 0.0]),
+        (compute_score, [0.0, 0.0, 1.0]),  # these rows have no answer: the ground truth is empty
+        (judged, [0.5, 0.5, None]),
+        ([accuracy, shortest], [1.0, 0.0, 1.0]),
+        ([accuracy, {"use": shortest, "weight": 0.5, "name": "brief"}], [1.0, 0.0, 0.5]),
+        (["exact_match", accuracy], [1.0, 1.0, 0.0]),
+    ],
+    ids=["def", "lambda", "ours", "verl", "async", "list", "weights", "mixed"],
+)
+def test_every_form_of_function(rewards: Any, expected: list[float | None]) -> None:
+    mixed = isinstance(rewards, list) and "exact_match" in rewards
+    rows = [[{**row, "answer": "11"} for row in those] if mixed else those for those in (TRAIN, HELDOUT)]
+    task = task_of(rewards, *rows)
+    outcomes = graded(task, "0", "11", "")
+    assert [None if each.kind == "abstain" else each.reward for each in outcomes] == expected
+    assert {each.kind for each in outcomes} <= {"score", "abstain"}
+
+
+def test_a_function_is_called_with_the_whole_group() -> None:
+    assert [each.reward for each in graded(task_of(shortest), "aaa", "a", "aa")] == [0.0, 1.0, 0.0]
+
+
+def test_a_group_in_a_process_of_its_own() -> None:
+    """Sent by value: what a function reads around it goes along."""
+    bonus = 0.25
+
+    def around(completions: list[str], solution: list[str], **kwargs: Any) -> list[float]:
+        return [len(completions) + bonus for _ in completions]
+
+    task = task_of([around, accuracy])
+    pool = VerifierPool(task.grader(), workers=2, timeout_s=60.0, retries=0)
+    try:
+        outcomes = graded(task, "0", "1", "2", verifiers=pool)
+    finally:
+        pool.close()
+    assert [each.reward for each in outcomes] == [4.25, 3.25, 3.25]
+    assert outcomes[0].parts == {"around": 3.25, "accuracy": 1.0} and passes(task, outcomes[1])
+
+
+def test_what_is_logged_belongs_to_each_completion() -> None:
+    def logging(completions: list[str], log_metric: Any, log_extra: Any, **kwargs: Any) -> list[float]:
+        log_metric("length", sum(map(len, completions)) / len(completions))
+        log_extra("said", [text.upper() for text in completions])
+        log_extra("all", "one for all")
+        return [1.0] * len(completions)
+
+    outcomes = graded(task_of(logging), "a", "bbb")
+    assert [each.extra for each in outcomes] == [
+        {"said": "A", "all": "one for all"},
+        {"said": "BBB", "all": "one for all"},
+    ]
+    assert [each.parts for each in outcomes] == [{"length": 2.0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("returned", "kinds", "why"),
+    [
+        ([1.0, 2.0], ["error"] * 3, "raised ValueError: 2 rewards for 3 completions (in reward function bad)"),
+        (1.0, ["error"] * 3, "returns a list, not float (in reward function bad)"),
+        ([1.0, None, 0.0], ["score", "abstain", "score"], ""),
+        ([1.0, float("nan"), 0.0], ["score", "error", "score"], "bad returned nan; a reward must be a finite number"),
+        ([1.0, "much", 0.0], ["score", "error", "score"], "not the text 'much', which bad returned"),
+        (KeyError("gold"), ["error"] * 3, "raised KeyError: 'gold' (in reward function bad)"),
+    ],
+    ids=["count", "number", "none", "nan", "text", "exception"],
+)
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_goes_wrong_names_the_function(returned: Any, kinds: list[str], why: str, beside: bool) -> None:
+    def bad(completions: list[str], **kwargs: Any) -> Any:
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    outcomes = graded(task_of([bad, accuracy] if beside else bad), "0", "b", "c")
+    if beside:  # where one abstains the other counts
+        kinds = ["score" if kind == "abstain" else kind for kind in kinds]
+    assert [each.kind for each in outcomes] == kinds
+    errors = [each.why for each in outcomes if each.kind == "error"]
+    assert all(why in each for each in errors) and bool(errors) == bool(why)
+
+
+def test_one_that_hangs_is_ended_and_named(tmp_path: Path) -> None:
+    def hangs(completions: list[str], **kwargs: Any) -> list[float]:
+        while "hang" in completions:
+            pass
+        return [1.0] * len(completions)
+
+    task = task_of(hangs)
+    pool = VerifierPool(task.grader(), workers=1, timeout_s=1.0, retries=0)
+    try:
+        lost, again = graded(task, "hang", "b", verifiers=pool), graded(task, "a", "b", verifiers=pool)
+    finally:
+        pool.close()
+    # A second for each of the two.
+    assert [each.why for each in lost] == ["timed out after 2 s (in reward function hangs)"] * 2
+    assert [each.reward for each in again] == [1.0, 1.0]
+
+
+def test_an_error_is_tried_once_more_as_a_group() -> None:
+    calls: list[int] = []
+
+    def flaky(completions: list[str], **kwargs: Any) -> list[float]:
+        calls.append(len(completions))
+        if len(calls) == 1:
+            raise ConnectionError("away")
+        return [1.0] * len(completions)
+
+    task = task_of(flaky)
+    outcomes = graded(task, "a", "b", verifiers=InlineVerifiers(task.grader(), retries=1))
+    assert calls == [2, 2] and [(each.kind, each.attempts) for each in outcomes] == [("score", 2)] * 2
+
+
+def test_one_that_cannot_be_sent_says_how_it_could() -> None:
+    lock = threading.Lock()
+
+    def locked(completions: list[str], **kwargs: Any) -> list[float]:
+        with lock:
+            return [1.0] * len(completions)
+
+    task = task_of(locked)
+    assert graded(task, "a")[0].reward == 1.0, "in the trainer's process it may grade"
+    with pytest.raises(
+        ConfigurationError, match=r'^task.rewards: locked cannot be sent .*"file.py:locked"; verify.wor'
+    ):
+        VerifierPool(task.grader(), workers=1, timeout_s=1.0)
+
+
+def test_identity_is_the_source_text() -> None:
+    def made(bonus: float) -> Any:
+        def reward(completions: list[str], **kwargs: Any) -> list[float]:
+            return [bonus for _ in completions]
+
+        return reward
+
+    same, other = task_of(made(1.0)).identity(), task_of(made(2.0)).identity()
+    assert same == task_of(made(1.0)).identity() != other
+    assert task_of(accuracy).identity() != task_of(shortest).identity()
+    assert task_of([accuracy, "exact_match"], heldout=[{**row, "answer": "1"} for row in HELDOUT],
+                   train=[{**row, "answer": "1"} for row in TRAIN]).identity()[1] == "exact_match"  # fmt: skip
+
+
+# --- a run ---------------------------------------------------------------------------------------------------
+
+
+def trained(model: str, rewards: Any, *overrides: str, steps: int = 2, **options: Any) -> ScaleRL:
+    module = ScaleRL(model, "scalerl_core", overrides=[*SMALL, *overrides])
+    trainer = Trainer(max_steps=steps, callbacks=[Evaluate(2, 2)], **{**quiet(), **options})
+    trainer.fit(module, datamodule=RolloutDataModule(task_of(rewards)))
+    return module
+
+
+@pytest.mark.parametrize("grade_s", [0.0, 40.0])
+def test_a_run_calls_it_with_whole_groups(grade_s: float, tiny_model_path: str) -> None:
+    """Of four completions in training and two in an evaluation, all of one prompt."""
+    seen: list[tuple[int, int]] = []
+
+    def noting(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        seen.append((len(completions), len(set(prompts))))
+        return [len(text) / 10 for text in completions]
+
+    overrides = ["verify.workers=0", f"cost_model.grade_s={grade_s}"]
+    module = trained(tiny_model_path, noting, *overrides)
+    assert module.completed_steps == 2
+    assert {prompts for _, prompts in seen} == {1} and {count for count, _ in seen} == {2, 4}
+
+
+def test_a_reward_by_group_and_one_by_completion_train_alike(tiny_model_path: str) -> None:
+    """What a function is called with changes no curve, if it looks at each completion alone."""
+
+    def by_list(completions: list[str], **kwargs: Any) -> list[float]:
+        return [text.count("1") / max(1, len(text)) for text in completions]
+
+    def by_one(completion: str, answer: str) -> float:
+        return completion.count("1") / max(1, len(completion))
+
+    weights = [
+        {name: value.clone() for name, value in trained(tiny_model_path, each, "verify.workers=0").state_dict().items()}
+        for each in (by_list, by_one)
+    ]
+    assert all(bool((weights[0][name] == weights[1][name]).all()) for name in weights[0])
+
+
+@pytest.mark.slow
+def test_a_script_with_a_function_of_its_own(tiny_model_path: str, tmp_path: Path) -> None:
+    """In `__main__`, whose functions no other process can import, and in processes of their own."""
+    script = tmp_path / "mine.py"
+    script.write_text(
+        f"""
+from lightning.pytorch import Trainer
+from lightning_scalerl import DatasetTask, RolloutDataModule, ScaleRL
+
+def reward(completions, **kwargs):
+    return [float(len(completions)) for _ in completions]
+
+if __name__ == "__main__":
+    rows = [{{"prompt": f"{{n}}+{{n}}="}} for n in range(9)]
+    module = ScaleRL({tiny_model_path!r}, "scalerl_core", overrides={[*SMALL]!r})
+    trainer = Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    task = DatasetTask(train=rows, heldout=rows[:2], leaks="keep", rewards=reward)
+    trainer.fit(module, datamodule=RolloutDataModule(task))
+    print("reward", float(trainer.callback_metrics["train/reward"]))
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "reward 7.0" in done.stdout, "four, on the recipe's scale from -1 to 1"
+
+
+def test_another_function_is_another_run(tiny_model_path: str) -> None:
+    module = trained(tiny_model_path, accuracy, "verify.workers=0", steps=1)
+    trainer = Trainer(max_steps=2, **quiet())
+    with pytest.raises(ConfigurationError, match="task would change now"):
+        trainer.fit(module, datamodule=RolloutDataModule(task_of(shortest)))
+
+
+def test_names_of_functions(tiny_model_path: str) -> None:
+    names: Sequence[Sequence[str]] = task_of([accuracy, shortest]).reward_sums()
+    assert names == [["accuracy", "shortest"]]
